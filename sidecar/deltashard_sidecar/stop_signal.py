@@ -16,6 +16,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._taken = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -28,8 +29,9 @@ class StopSignals:
             self._came.get(timeout=timeout_s)
         except queue.Empty:
             return False
+        self._taken += 1
         return True
 
     def again(self) -> bool:
-        """Whether one came that was not taken."""
-        return not self._came.empty()
+        """Whether a second one came, also where nobody waited for the first."""
+        return self._taken + self._came.qsize() > 1

@@ -26,7 +26,6 @@ class Witness:
         self._heard = threading.Condition()
         self._events: list[tuple[str, Event]] = []
         """Each with `{namespace}/{pod}`."""
-        self._of_kind: dict[str, list[tuple[str, Event]]] = {}
         self._last_step: dict[str, int] = {}
         """Of each life."""
         outer = self
@@ -55,10 +54,8 @@ class Witness:
         self._server.server_close()
 
     def _hear(self, event: Event) -> None:
-        heard = f"{event['namespace']}/{event['pod']}", event
         with self._heard:
-            self._events.append(heard)
-            self._of_kind.setdefault(event["kind"], []).append(heard)
+            self._events.append((f"{event['namespace']}/{event['pod']}", event))
             if event["kind"] == "step":
                 self._last_step[event["life"]] = max(event["step"], self.last_step(event["life"]))
             self._heard.notify_all()
@@ -66,7 +63,7 @@ class Witness:
     def of(self, job: str, kind: str) -> list[Event]:
         """Everything of a kind that the pods of a Job said so far."""
         with self._heard:
-            return [event for pod, event in self._of_kind.get(kind, ()) if pod.startswith(f"{job}-")]
+            return [e for pod, e in self._events if e["kind"] == kind and pod.startswith(f"{job}-")]
 
     def wait(self, job: str, matches: Callable[[Event], bool], *, timeout_s: float, what: str) -> Event:
         """The first event of a Job's pods that matches, waiting for it if need be; raises `ClusterError`.

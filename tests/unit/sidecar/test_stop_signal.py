@@ -57,3 +57,11 @@ def test_the_second_one_is_seen_without_waiting(signals: StopSignals) -> None:
     assert not signals.again()
     signal.raise_signal(signal.SIGINT)
     assert signals.again()
+
+
+def test_the_first_one_is_no_second_where_nobody_waited_for_it(signals: StopSignals) -> None:
+    """The process was stopping already, because its directory was removed: what is in flight is still waited for."""
+    signal.raise_signal(signal.SIGTERM)
+    assert not signals.again()
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.again()
