@@ -22,7 +22,7 @@ RUNS, NODES = len(SIZES), 20
 EVERY_S = 60.0
 LOSS_SHOWS_S = 30.0 + limit_s(15.0)
 """A status is written at most every 30 s per run; the rest is for a machine that has other things to do."""
-CONTROLLER_RSS_BYTES = 320 << 20
+CONTROLLER_RSS_BYTES = 240 << 20
 """With 200 sidecars; `make bench-fleet` has its figure for 5,000."""
 
 pytestmark = pytest.mark.timeout(600)
