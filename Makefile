@@ -85,6 +85,7 @@ test-troubles: venv servers
 lint: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	$(RUN) tools/budget.py
 	.venv/bin/hadolint images/Dockerfile
 	UV=$(abspath $(UV)) images/requirements --check
 
