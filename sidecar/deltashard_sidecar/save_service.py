@@ -16,25 +16,18 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.arena.arena import ArenaKeeper
-from deltashard_sidecar.deciding.decider import Cost, Decider
+from deltashard_sidecar.deciding.decider import Cost
 from deltashard_sidecar.deciding.step_meter import Reading
-from deltashard_sidecar.fleet.activity import Activity
-from deltashard_sidecar.handoff import Closings
 from deltashard_sidecar.maintenance import Housekeeping
+from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.run.bit_choice import Ranks
-from deltashard_sidecar.run.run import Run
-from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Cut, Save
 from deltashard_sidecar.save.sink import PERIODIC, PartSink, decline
 from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.capacity import raw_bytes
-from deltashard_sidecar.session.session import Session, Sessions
-from deltashard_sidecar.settings import Settings
-from deltashard_sidecar.telemetry.metric import Metrics
-from deltashard_sidecar.telemetry.structured_logging import Logger
+from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.trainer_control import TrainerControl
 
 URGENT_WAIT_S = 3.0
@@ -62,39 +55,24 @@ def _yield_to_training() -> None:
 class SaveService:
     """The begin and the end of every save. Thread-safe: it holds parts, and of its own who has died, by local rank."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        sessions: Sessions,
-        flights: Flights,
-        control: TrainerControl,
-        activity: Activity,
-        closings: Closings,
-        keeping: Housekeeping,
-        keeper: ArenaKeeper,
-        run: Run,
-        decider: Decider,
-        metrics: Metrics,
-        log: Logger,
-    ) -> None:
+    def __init__(self, parts: Parts, *, control: TrainerControl, keeping: Housekeeping) -> None:
         self.pool = ThreadPoolExecutor(
-            settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
+            parts.settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
         )
-        self._settings = settings
-        self._sessions = sessions
+        self._settings = parts.settings
+        self._sessions = parts.sessions
         self._joint = JointCommits()
         self._gone: dict[int, tuple[Attachment, int]] = {}
-        self._flights = flights
+        self._flights = parts.flights
         self._control = control
-        self._activity = activity
-        self._closings = closings
+        self._activity = parts.activity
+        self._closings = parts.closings
         self._keeping = keeping
-        self._keeper = keeper
-        self._run = run
-        self._decider = decider
-        self._metrics = metrics
-        self._log = log
+        self._keeper = parts.keeper
+        self._run = parts.run
+        self._decider = parts.decider
+        self._metrics = parts.metrics
+        self._log = parts.log
 
     def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """Begin a save; raises `Refused`, and then a peer need not wait for this rank's part of the cut."""

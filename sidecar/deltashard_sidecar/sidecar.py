@@ -33,6 +33,7 @@ from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.handoff import Closings
 from deltashard_sidecar.maintenance import Housekeeping
+from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.restore import Restore
 from deltashard_sidecar.run.identity import check_alone
 from deltashard_sidecar.run.run import Run
@@ -85,31 +86,20 @@ class Sidecar:
             saving=lambda: bool(self.flights.in_flight()),
         )
         self.decider = Decider(settings, metrics=metrics, log=log)
-        self.control = TrainerControl(
-            settings,
+        parts = Parts(
+            settings=settings,
             sessions=self.sessions,
             flights=self.flights,
-            closings=self.closings,
             keeper=keeper,
             run=run,
-            decider=self.decider,
-            metrics=metrics,
-            log=log,
-        )
-        self.saves = SaveService(
-            settings,
-            sessions=self.sessions,
-            flights=self.flights,
-            control=self.control,
             activity=self.activity,
             closings=self.closings,
-            keeping=self.keeping,
-            keeper=keeper,
-            run=run,
             decider=self.decider,
             metrics=metrics,
             log=log,
         )
+        self.control = TrainerControl(parts)
+        self.saves = SaveService(parts, control=self.control, keeping=self.keeping)
         self.stopping = False
         self._attaching = threading.Lock()
         self._outlived = 0, 0.0

@@ -18,49 +18,31 @@ from deltashard_proto.arena_layout import NEVER
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.arena.arena import ArenaKeeper
-from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.fleet.activity import FENCED
-from deltashard_sidecar.handoff import Closings
+from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.policy import KEY, Directive, InForce, Policy, recorded
-from deltashard_sidecar.run.run import Run
-from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.session import notice as notices
 from deltashard_sidecar.session.schedule import Schedule
-from deltashard_sidecar.session.session import Session, Sessions
-from deltashard_sidecar.settings import Settings
-from deltashard_sidecar.telemetry.metric import Metrics
-from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.telemetry.structured_logging import explain
 
 
 class TrainerControl:
     """What holds for the attached trainers, and what they are told. Thread-safe."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        sessions: Sessions,
-        flights: Flights,
-        closings: Closings,
-        keeper: ArenaKeeper,
-        run: Run,
-        decider: Decider,
-        metrics: Metrics,
-        log: Logger,
-    ) -> None:
-        self._workload = settings.workload_uid
-        self._sessions = sessions
-        self._flights = flights
-        self._closings = closings
-        self._keeper = keeper
-        self._run = run
-        self._decider = decider
-        self._metrics = metrics
-        self._log = log
+    def __init__(self, parts: Parts) -> None:
+        self._workload = parts.settings.workload_uid
+        self._sessions = parts.sessions
+        self._flights = parts.flights
+        self._closings = parts.closings
+        self._keeper = parts.keeper
+        self._run = parts.run
+        self._decider = parts.decider
+        self._metrics = parts.metrics
+        self._log = parts.log
         self._lock = threading.Lock()
-        self._in_force = InForce(started_with=Policy.of(settings))
+        self._in_force = InForce(started_with=Policy.of(parts.settings))
         self._told = self._in_force.policy
         """What trainers were told last."""
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
