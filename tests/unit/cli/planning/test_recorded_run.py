@@ -1,8 +1,7 @@
-"""What a log says of a run: its intervals, rows, failures and measured costs."""
+"""What a log says of a run: its size, intervals, failures and measured costs."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from deltashard_checkpoint.deciding.interval import ENOUGH, Basis
 from deltashard_checkpoint.deciding.record import Held, Record
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed, Rewound
-from deltashard_cli.planning.assumption import Said, settled
+from deltashard_cli.planning.plan import Given, plan
 from deltashard_cli.planning.recorded_run import recorded_run
 
 TABLE = TableSchema(
@@ -53,12 +52,8 @@ LOG = [
 def test_a_log_of_two_attempts():
     found = recorded_run(LOG)
     assert found is not None
-    assert (found.rows, found.columns, found.state_bytes, found.dense_bytes) == (2000, 12, 2, 500)
-    assert (found.ranks, found.checkpoints, found.attempts) == (2, 4, 2)
-    assert (found.interval_s, found.step_s, found.encoding) == (100.0, 10.0, "q8")
-    assert found.stall_s == pytest.approx(0.02)
-    assert found.touched == ((100.0, 0.1), (200.0, 0.2), (800.0, 0.11))
-    assert found.gaps == (350.0,)  # half an interval after the last checkpoint
+    assert (found.raw_bytes, found.stored_bytes, found.checkpoints) == (ROW_BYTES, 4000, 4)
+    assert (found.now_s, found.step_s, found.cost_s) == (100.0, 10.0, None)
     assert found.evidence.lossy == pytest.approx(1, rel=0.01)
     assert found.evidence.restores == found.evidence.lossy
     assert found.evidence.exposure_s == pytest.approx(400, rel=0.01), "what was committed"
@@ -91,25 +86,23 @@ def test_a_crash_loop_is_one_failure():
     ]
     found = recorded_run(log)
     assert found is not None
-    assert found.gaps == (DAY_S + 300,)
     assert found.evidence.lossy == pytest.approx(2 ** (-1 / 7)), "a day ago"
     assert found.evidence.exposure_s == pytest.approx(Evidence().trained(2 * DAY_S).exposure_s)
     assert rates(found.evidence, pods=1).mtbf_s / 3600 == pytest.approx(124.8, abs=0.1)
-    source = {each.name: each.source for each in settled(Said(), found)[1]}
-    assert "0.906 in 43.5 h of training" in source["lossy failures"]
-    assert "0.906" in source["restores"]
+    source = {each.name: each.source for each in plan(Given(), found).figures}
+    assert "0.906 in 43.5 h of training" in source["failures"]
 
 
 def test_a_rewind_is_a_restore_and_no_failure():
     rewound = [*LOG[:4], Rewound(seq=5, at_s=900.0, to=2, **BASE), opened(6, 1000.0, resumes_from=2)]
     found = recorded_run([*rewound, saved(7, 1100.0, attempt=6, covers=2, rows=220)])
     assert found is not None
-    assert (found.evidence.lossy, found.gaps) == (0, ())
+    assert found.evidence.lossy == 0
     assert found.evidence.restores == pytest.approx(1, rel=0.01)
 
 
 def test_a_trainer_that_closed_lost_nothing():
-    """It is a restore, and the time until steps are lost goes on."""
+    """It is a restore, and no failure."""
     log = [
         opened(1, 0.0),
         *day(2, 0.0, attempt=1, end="close"),
@@ -119,7 +112,6 @@ def test_a_trainer_that_closed_lost_nothing():
     ]
     found = recorded_run(log)
     assert found is not None
-    assert found.gaps == (2 * DAY_S + 300,)
     assert found.evidence.lossy == 1
     assert found.evidence.restores == pytest.approx(1 + 2 ** (-1 / 7))
 
@@ -131,7 +123,7 @@ def test_what_the_runs_decider_counted_stands_over_what_its_log_shows():
     decided = [*LOG[:-1], replace(LOG[-1], metadata={KEY: text})]
     found = recorded_run(decided)
     assert found is not None
-    assert (found.evidence, found.gaps) == (counted, (350.0,))
+    assert found.evidence == counted
     back = opened(7, 1200.0, resumes_from=6)
     found = recorded_run([*decided, back, replace(back, seq=8)])
     assert found is not None
@@ -153,32 +145,7 @@ def test_a_run_without_checkpoints_says_nothing():
     assert recorded_run(LOG[:1]) is None
     found = recorded_run(LOG[:2])
     assert found is not None
-    assert (found.interval_s, found.step_s, found.touched, found.gaps) == (None, None, (), ())
-
-
-def measured(value: float) -> Measure:
-    return Measure().sampled(value).sampled(value)
-
-
-def test_the_profile_in_a_commit_is_taken_before_what_entries_say():
-    profile = Profile(
-        key="k",
-        step_s=0.25,
-        save=measured(0.5),
-        stall=measured(0.125),
-        durable=measured(2.0),
-        reschedule=measured(60.0),
-    )
-    log = [*LOG[:-1], replace(LOG[-1], metadata={KEY: profile.text()})]
-    known, notes = settled(Said(), recorded_run(log))
-    assert (known.stall_s, known.slowdown_s, known.step_s, known.restart_s) == (0.125, 0.375, 0.25, 60.0)
-    assert known.bandwidth == pytest.approx(4000 / 2)
-    assert {each.name: each.value for each in notes}["bandwidth of a pod"] == "0.002 MB/s"
-    assert known.ranks == 2
-    assert all("log" in each.source for each in notes if each.name in {"a step", "a save's slowdown"})
-    spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
-    known, _ = settled(Said(), recorded_run(spoiled))
-    assert (known.stall_s, known.step_s) == (pytest.approx(0.02), 10.0)
+    assert (found.now_s, found.step_s) == (None, None)
 
 
 def several(value: float, count: int) -> Measure:
@@ -188,79 +155,49 @@ def several(value: float, count: int) -> Measure:
     return found
 
 
+def test_the_profile_in_a_commit_is_taken_before_what_entries_say():
+    profile = Profile(key="k", step_s=0.25, save=several(0.5, 2), durable=several(2.0, 2))
+    log = [*LOG[:-1], replace(LOG[-1], metadata={KEY: profile.text()})]
+    found = plan(Given(), recorded_run(log))
+    assert (found.save_s, found.durable_s) == (0.5, 2.0)
+    sources = {each.name: (each.value, each.source) for each in found.figures}
+    assert sources["a step"] == ("250 ms", "the run's log")
+    assert sources["a save costs"] == ("500 ms", "the run's log")
+    spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
+    assert plan(Given(), recorded_run(spoiled)) == plan(Given(), recorded_run(LOG))
+
+
 @pytest.mark.parametrize(
-    ("chosen", "saves", "slowdown_s"),
+    ("chosen", "saves", "cost_s"),
     [
-        (True, 0, 0.75),
-        (True, ENOUGH - 1, 0.75),
-        (True, ENOUGH, 1.875),
-        (False, ENOUGH - 1, 1.875),
+        (True, 0, 0.875),
+        (True, ENOUGH - 1, 0.875),
+        (True, ENOUGH, 2.0),
+        (False, ENOUGH - 1, 2.0),
+        (False, 0, None),
     ],
 )
 def test_right_after_a_change_a_save_costs_what_was_measured_for_it(
-    *, chosen: bool, saves: int, slowdown_s: float
+    *, chosen: bool, saves: int, cost_s: float | None
 ):
-    """The mean of saves begins anew with each change of interval; the run itself goes by the old one until eight."""
-    profile = Profile(save=several(2.0, saves), stall=several(0.125, 40))
+    """The mean of saves begins anew with each change of interval; the run itself uses the old one until eight."""
     choice = Held(basis=Basis(seconds=600.0, cost_s=0.875, mtbf_s=1e5), goal="auto 0 inf") if chosen else None
-    for applied in (True, False):
-        text = Record(profile=profile, held=choice, applied=applied).text()
-        known, notes = settled(Said(), recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: text})]))
-        assert (known.stall_s, known.slowdown_s) == (0.125, slowdown_s)
-        assert {each.name: each.source for each in notes}["a save's slowdown"] == "the run's log"
-
-
-def test_a_run_that_has_measured_no_save_has_no_cost():
-    text = Record(profile=Profile(stall=several(0.125, 1))).text()
+    text = Record(profile=Profile(save=several(2.0, saves)), held=choice).text()
     found = recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: text})])
     assert found is not None
-    assert found.cost_s is None
-    assert {each.name: each.source for each in settled(Said(), found)[1]}["a save's slowdown"].startswith(
-        "assumed"
-    )
+    assert found.cost_s == cost_s
 
 
-def held(text: str | None, seconds: object, **others: object) -> str:
-    choice = None if text is None else {"goal": text, "seconds": seconds, "cost_s": 1.0, "mtbf_s": 1e5}
-    return json.dumps(json.loads(Record(profile=Profile(), applied=True).text()) | {"held": choice} | others)
-
-
-def test_how_often_it_saves_now_is_what_the_newest_commit_says_or_how_its_last_saves_lay():
-    """Old commits of a run that saved every two seconds while it measured say nothing of today."""
+def test_how_often_it_saves_now_is_what_its_newest_attempt_does():
+    """Old commits of a run that saved every two seconds while it measured do not count."""
     old = [saved(2 + at, 2.0 * at, attempt=1, covers=None, rows=2000) for at in range(20)]
     new = [saved(31 + at, 1000 + 600.0 * at, attempt=30, covers=None, rows=2000) for at in range(3)]
     found = recorded_run([opened(1, 0.0), *old, opened(30, 900.0, resumes_from=21), *new])
     assert found is not None
-    assert (found.interval_s, found.recent_s, found.held_s, found.now_s) == (2.0, 600.0, None, 600.0)
-
-    def now_s(*texts: str) -> float | None:
-        log = [
-            opened(1, 0.0),
-            *(
-                replace(each, metadata={KEY: text} if text else {})
-                for each, text in zip(new, texts, strict=True)
-            ),
-        ]
-        return recorded_run(log).now_s
-
-    assert now_s("", "", held("auto 0 inf", 1140.0)) == 1140.0
-    assert now_s("", held("auto 0 inf", 1140.0), "") == 600.0, "its goal was taken away"
-    for spoiled in (
-        held(None, 0),
-        held("auto", "soon"),
-        held("auto", -5),
-        held("auto", 0),
-        held("auto", 1140.0, applied=False),
-        held("auto", 1140.0, applied=None),
-        held("auto", 1140.0, evidence={}),
-        Profile().text(),
-        "[",
-        "[]",
-    ):
-        assert now_s("", "", spoiled) == 600.0
+    assert found.now_s == 600.0
 
 
-def test_what_is_said_stands_over_the_log():
-    known, _ = settled(Said(stall_s=3.0, step_s=1.0, ranks=7, dirty=((60.0, 0.5),)), recorded_run(LOG))
-    assert (known.stall_s, known.step_s, known.ranks) == (3.0, 1.0, 7)
-    assert known.growth.touched(60) == pytest.approx(0.5)
+def test_what_is_given_stands_over_the_log():
+    found = plan(Given(save_s=3.0, step_s=1.0, bandwidth=100.0, mtbf_s=DAY_S), recorded_run(LOG))
+    assert (found.save_s, found.durable_s, found.mtbf_s) == (3.0, 40.0, DAY_S)
+    assert {each.source for each in found.figures} == {"given", "given; each is a restore"}

@@ -1,0 +1,189 @@
+"""What `auto` chooses for a run of so many bytes, or for one that its log describes. Pure.
+
+The rules are those of a run itself (`deltashard_checkpoint.deciding`); here stands what a run measures and a plan has
+to assume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltashard_checkpoint.deciding.evidence import NONE, POD_MTBF_S, Gamma, Rates, rates
+from deltashard_checkpoint.deciding.goal import AUTO, duration
+from deltashard_checkpoint.deciding.interval import Situation, chosen, share
+from deltashard_checkpoint.deciding.precision import GAUSSIAN_ERRORS, Outlook, TableFacts, by_budget
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.vocabulary import ENCODINGS
+
+from deltashard_cli.planning.recorded_run import RecordedRun
+
+COLUMNS, STATE_BYTES = 64, 4
+"""Of a row whose size is not known: float32 values, and bytes of optimizer state."""
+BANDWIDTH = 400e6
+PLANNED_S = 7 * 86400.0
+SAVE_S, SAVE_S_PER_GB = 0.005, 0.524
+"""Stall and slowdown by what a pod holds: docs/speed.md, measured on two cores."""
+KNOWN_RATE = 1e6
+"""Shape of a rate that is given rather than measured: as if so many failures had been counted."""
+DAY_S = 86400.0
+_TABLE = "tables"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the user gives; None: nothing. Bytes and seconds."""
+
+    raw_bytes: float | None = None
+    """Of the tables and their optimizer state."""
+    pods: int = 1
+    mtbf_s: float | None = None
+    save_s: float | None = None
+    bandwidth: float | None = None
+    """Bytes a second, of one pod to the store."""
+    step_s: float | None = None
+    planned_s: float = PLANNED_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number that the plan is made from, and its source."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The choice, and what it costs. Seconds and bytes."""
+
+    interval_s: float
+    bound: str
+    """Which bound binds; empty: none."""
+    why: str
+    overhead: float
+    """Share of training that saves and lost work cost, first order."""
+    save_share: float
+    """Of it, saves alone."""
+    mean_lost_s: float
+    worst_lost_s: float
+    """Trained again after a failure."""
+    save_s: float
+    durable_s: float
+    mtbf_s: float
+    encoding: str
+    bits_why: str
+    restores: int
+    """95 % quantile over the planned time."""
+    expected_restores: float
+    stored_bytes: float
+    """Of a save: a full one, or the mean of those in the log."""
+    bytes_per_day: float
+    now_s: float | None
+    """How often the run saves now."""
+    overhead_now: float | None
+    figures: tuple[Figure, ...]
+
+
+def plan(given: Given, run: RecordedRun | None) -> Plan:
+    """What is given comes first, then the run's log, then what is assumed.
+
+    Raises `UserError` when neither says how large the model is.
+    """
+    figures: list[Figure] = []
+
+    def pick(name: str, asked: float | None, seen: float | None, otherwise: float, why: str) -> float:
+        value, source = (
+            (asked, "given")
+            if asked is not None
+            else (seen, "the run's log")
+            if seen is not None
+            else (otherwise, f"assumed: {why}")
+        )
+        figures.append(Figure(name=name, value=duration(value) if value else "not known", source=source))
+        return value
+
+    believed, source = _rates(given, run)
+    figures.append(
+        Figure(name="failures", value=f"one in {duration(believed.mtbf_s)} loses steps", source=source)
+    )
+    bits = by_budget(
+        {_TABLE: TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS)},
+        Outlook(
+            restores=believed.restores.quantile(given.planned_s),
+            expected=given.planned_s / believed.restores.mean_between_s,
+        ),
+        {},
+    )
+    encoding = bits.encodings[_TABLE]
+    raw_bytes, stored_bytes = _sizes(given, run, encoding)
+    profile = None if run is None else run.profile
+    pod_gb = raw_bytes / given.pods / 1e9
+    save_s = pick(
+        "a save costs",
+        given.save_s,
+        None if run is None else run.cost_s,
+        SAVE_S + SAVE_S_PER_GB * pod_gb,
+        f"{pod_gb:.3g} GB a pod, as measured in docs/speed.md; --save-cost sets it",
+    )
+    durable_s = pick(
+        "a save is durable after",
+        None if given.bandwidth is None else stored_bytes / given.bandwidth / given.pods,
+        profile.durable.p95 if profile is not None and profile.durable.n else None,
+        stored_bytes / BANDWIDTH / given.pods,
+        f"{BANDWIDTH / 1e6:.0f} MB/s a pod; --bandwidth sets it",
+    )
+    step_s = pick("a step", given.step_s, None if run is None else run.step_s, 0.0, "--step sets it")
+    found = chosen(AUTO, Situation(cost_s=save_s, durable_s=durable_s, step_s=step_s, mtbf_s=believed.mtbf_s))
+    now_s = None if run is None else run.now_s
+    return Plan(
+        interval_s=found.seconds,
+        bound=found.bound,
+        why=found.why,
+        overhead=share(found.seconds, save_s, believed.mtbf_s),
+        save_share=save_s / found.seconds,
+        mean_lost_s=found.seconds / 2 + durable_s,
+        worst_lost_s=found.seconds + durable_s,
+        save_s=save_s,
+        durable_s=durable_s,
+        mtbf_s=believed.mtbf_s,
+        encoding=encoding,
+        bits_why=bits.why,
+        restores=believed.restores.quantile(given.planned_s),
+        expected_restores=given.planned_s / believed.restores.mean_between_s,
+        stored_bytes=stored_bytes,
+        bytes_per_day=stored_bytes * DAY_S / found.seconds,
+        now_s=now_s,
+        overhead_now=None if now_s is None else share(now_s, save_s, believed.mtbf_s),
+        figures=tuple(figures),
+    )
+
+
+def _sizes(given: Given, run: RecordedRun | None, encoding: str) -> tuple[float, float]:
+    """(bytes of the model in memory, bytes of a save)."""
+    if given.raw_bytes is not None:
+        stored = ENCODINGS[encoding]
+        row_bytes = stored.row_code_bytes(COLUMNS) + 2 * stored.scale_bytes + STATE_BYTES
+        return given.raw_bytes, given.raw_bytes * row_bytes / (4 * COLUMNS + STATE_BYTES)
+    if run is not None:
+        return run.raw_bytes, run.stored_bytes
+    raise UserError(
+        "the size of the model is not known",
+        where="plan",
+        remedy="--bytes 400GiB, or the URL of a run",
+    )
+
+
+def _rates(given: Given, run: RecordedRun | None) -> tuple[Rates, str]:
+    """What is believed of failures and restores, and where it comes from."""
+    if given.mtbf_s is not None:
+        known = Gamma(shape=KNOWN_RATE, rate_s=KNOWN_RATE * given.mtbf_s)
+        return Rates(lossy=known, restores=known), "given; each is a restore"
+    seen = NONE if run is None else run.evidence
+    believed = rates(seen, pods=given.pods)
+    if believed.restores.mean_between_s > believed.mtbf_s:
+        believed = Rates(lossy=believed.lossy, restores=believed.lossy)
+    prior = f"assumed: a pod fails once in {duration(POD_MTBF_S)}, --mtbf sets it"
+    if run is None:
+        return believed, prior
+    return believed, f"the run's log: {seen.lossy:.3g} in {duration(seen.exposure_s)} of training; {prior}"
