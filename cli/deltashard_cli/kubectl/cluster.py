@@ -60,11 +60,10 @@ class Cluster:
         self._api.configuration.retries = False
         self.namespace = namespace or chosen["context"].get("namespace") or "default"
 
-    def runs(self, *, everywhere: bool) -> list[Document]:
-        """The CheckpointRuns of the namespace, or of all; by namespace and name."""
-        place = "" if everywhere else f"/namespaces/{quote(self.namespace, safe='')}"
-        found = list(self._pages(f"{RUNS}{place}/checkpointruns"))
-        return sorted(found, key=lambda each: (each["metadata"]["namespace"], each["metadata"]["name"]))
+    def runs(self) -> list[Document]:
+        """The CheckpointRuns of the namespace, by name."""
+        found = self._pages(f"{RUNS}/namespaces/{quote(self.namespace, safe='')}/checkpointruns")
+        return sorted(found, key=lambda each: str(each["metadata"]["name"]))
 
     def get(self, path: str) -> Document:
         """One object; raises `NotThere`."""

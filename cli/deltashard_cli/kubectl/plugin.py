@@ -1,4 +1,4 @@
-"""`kubectl deltashard`: runs of a cluster, why they do what they do, what they logged, and a way back.
+"""`kubectl deltashard`: why the runs of a cluster do what they do, what they logged, and a way back.
 
 kubectl finds it as an executable `kubectl-deltashard` on the PATH; it works by itself, too. Exit codes are those of
 `deltashard`. It reads CheckpointRuns, pods and logs with the user's own rights; only `rewind` makes anything.
@@ -20,7 +20,7 @@ from rich.text import Text
 from deltashard_cli.kubectl import container_log, run_choice, sentence, store_job
 from deltashard_cli.kubectl.cluster import Cluster, NotThere
 from deltashard_cli.main import end_with
-from deltashard_cli.output import console, facts, number, print_json, show
+from deltashard_cli.output import console, print_json
 
 POLL_S = 0.5
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -64,104 +64,12 @@ def one_run(command: Command) -> Command:
 
     @functools.wraps(command)
     def found(*args: Any, name: str, cluster: Cluster, **options: Any) -> Any:
-        run = run_choice.chosen(cluster.runs(everywhere=False), name, cluster.namespace)
+        run = run_choice.chosen(cluster.runs(), name, cluster.namespace)
         return command(*args, run=run, cluster=cluster, **options)
 
     wrapped: Any = click.argument("name", metavar="RUN")(on_cluster(found))
     made: Command = wrapped
     return made
-
-
-@plugin.command()
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Of all namespaces.")
-@click.option("--all", "over", is_flag=True, help="Those that are over, too.")
-@on_cluster
-def runs(*, cluster: Cluster, everywhere: bool, over: bool, as_json: bool) -> None:
-    """The runs: what each is doing, and what would be lost now."""
-    found = [each for each in cluster.runs(everywhere=everywhere) if over or not run_choice.is_over(each)]
-    now_s = time.time()
-    if as_json:
-        print_json([_summary(each) for each in found])
-        return
-    out = console()
-    if not found:
-        place = "any namespace" if everywhere else f"namespace {cluster.namespace}"
-        out.print(f"no run in {place}" + ("" if over else " that is not over (--all shows those)"))
-        return
-    rows = []
-    for run in found:
-        status = run.get("status") or {}
-        committed = sentence.ago(status.get("lastCommitTime"), now_s)
-        said = ", ".join(each["type"] for each in sentence.troubles(run) if each["type"] != "Ready")
-        rows.append(
-            (
-                run["metadata"]["namespace"] if everywhere else "",
-                run["metadata"]["name"],
-                status.get("phase", "Pending"),
-                number(int(status.get("step", 0))),
-                number(int(status["lastCommittedStep"])) if "lastCommittedStep" in status else "none",
-                committed,
-                status.get("intervalSeconds", ""),
-                status.get("bits", ""),
-                status.get("stored", ""),
-                status.get("restores", 0),
-                status.get("lostSteps", 0),
-                Text(said, style="red"),
-            )
-        )
-    columns = ("namespace", "run", "phase", ">step", ">checkpoint", "committed", ">every s", ">bits")
-    show(
-        out,
-        "",
-        (*columns, ">stored", ">restores", ">lost steps", "trouble"),
-        rows,
-        droppable=("stored", "bits"),
-    )
-
-
-@plugin.command()
-@one_run
-def status(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: ARG001 - all that it needs is the run
-    """One run: where it stands, its pods, its troubles."""
-    if as_json:
-        print_json(
-            {**_summary(run), "pods": _status(run).get("pods", []), "troubles": sentence.troubles(run)}
-        )
-        return
-    out, now_s, said = console(), time.time(), _status(run)
-    workload = run["spec"]["workload"]
-    out.print(Text(f"{run['metadata']['namespace']}/{run['metadata']['name']}", style="bold"))
-    pairs = [
-        ("workload", f"{workload['kind']} {workload['name']}"),
-        ("run id", run["spec"]["runId"]),
-        ("policy", run["spec"]["policy"]),
-        ("phase", sentence.phase(run, now_s)),
-        ("step", number(int(said.get("step", 0)))),
-        ("checkpoint", sentence.checkpoint(run, now_s)),
-        ("saves", f"{sentence.interval(said)}, {said.get('bits', '?')} bits"),
-        ("stored", f"{said.get('stored', 'nothing')} in {said.get('checkpoints', 0)} checkpoints"),
-        ("restores", f"{said.get('restores', 0)}, {said.get('lostSteps', 0)} steps trained again"),
-        ("failures", str(said.get("failures", 0))),
-    ]
-    if reclaim := said.get("reclaim"):
-        pairs.append(("its bytes", f"{reclaim['state']}: {reclaim['message']}"))
-    out.print(facts(pairs))
-    pods = said.get("pods") or ()
-    if pods:
-        rows = [
-            (
-                each["name"],
-                each.get("phase", ""),
-                each.get("node", ""),
-                ", ".join(map(str, each.get("ranks") or ())),
-                each.get("restarts", 0),
-                "yes" if each.get("reporting") else "no",
-            )
-            for each in pods
-        ]
-        show(out, "pods", ("name", "phase", "node", "ranks", ">restarts", "sidecar heard"), rows)
-    for line in sentence.troubled(run, now_s):
-        out.print(line)
 
 
 @plugin.command()
@@ -271,19 +179,6 @@ def rewind(
 def _status(run: Document) -> Document:
     found: Document = run.get("status") or {}
     return found
-
-
-def _summary(run: Document) -> dict[str, Any]:
-    metadata, said = run["metadata"], _status(run)
-    kept = ("phase", "step", "lastCommittedStep", "lastCommitTime", "intervalSeconds", "bits", "storedBytes")
-    counts = ("restores", "lostSteps", "failures", "goal", "finishedReason")
-    return {
-        "namespace": metadata["namespace"],
-        "name": metadata["name"],
-        **{key: run["spec"][key] for key in ("runId", "policy", "workload")},
-        **{key: said[key] for key in (*kept, *counts) if key in said},
-        "troubles": [each["type"] for each in sentence.troubles(run)],
-    }
 
 
 def _must_not_train(run: Document) -> None:

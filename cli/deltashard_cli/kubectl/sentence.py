@@ -6,7 +6,7 @@ import datetime as dt
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deltashard_cli.output import age, number, plural
+from deltashard_cli.output import age, plural
 
 Document = Mapping[str, Any]
 NEWEST_LOSSES = 5
@@ -24,27 +24,6 @@ def ago(text: object, now_s: float) -> str:
     """How long ago, empty where it is not known."""
     at_s = moment(text)
     return "" if at_s is None else age(at_s, now_s)
-
-
-def phase(run: Document, now_s: float) -> str:
-    """What it is doing, and since when."""
-    status = run.get("status") or {}
-    said = str(status.get("phase", "Pending"))
-    if status.get("finishedReason"):
-        said += f" ({status['finishedReason']})"
-    since = ago(status.get("phaseSince"), now_s)
-    return f"{said}, since {since.removesuffix(' ago')}" if since else said
-
-
-def checkpoint(run: Document, now_s: float) -> str:
-    """What would be restored now."""
-    status = run.get("status") or {}
-    if "lastCommittedStep" not in status:
-        return "none yet: a failure now costs all of the training"
-    step, reached = int(status["lastCommittedStep"]), int(status.get("step", 0))
-    text = f"step {number(step)}, committed {ago(status.get('lastCommitTime'), now_s)}"
-    behind = reached - step
-    return f"{text}; a failure now costs {plural(behind, 'step')}" if behind > 0 else text
 
 
 def interval(status: Document) -> str:

@@ -126,47 +126,14 @@ def plugin(apiserver: ApiServer) -> Plugin:
     return run
 
 
-def test_runs(trained: Trained, plugin: Plugin, http: Rest) -> None:
-    """Of the namespace, of all, with their troubles; those that are over only when asked."""
-    space = trained.cluster.namespace
-    code, text = plugin("runs", "-n", space)
-    assert code == 0, text
-    (line,) = [each for each in text.splitlines() if trained.run in each]
-    for word in ("Training", "1,200", "1,150", "Stale"):
-        assert word in line
-    assert space not in text
-    code, text = plugin("runs", "-A")
-    assert f"{space}  {trained.run}" in text
-    code, text = plugin("runs", "-n", space, "--json")
-    (found,) = json.loads(text)
-    assert found["name"] == trained.run
-    assert found["troubles"] == ["Stale"]
-    assert found["lastCommittedStep"] == 1150
-    path = trained.cluster.path("checkpointruns", trained.run) + "/status"
-    ended = {"phase": "Finished", "finishedReason": "Completed"}
-    assert http("PATCH", path, {"status": ended}, content=MERGE).status == 200
-    assert "--all shows those" in plugin("runs", "-n", space)[1]
-    assert trained.run in plugin("runs", "-n", space, "--all")[1]
-
-
-def test_status_and_why_by_the_workload_s_name(trained: Trained, plugin: Plugin) -> None:
+def test_why_by_the_workload_s_name(trained: Trained, plugin: Plugin) -> None:
     """In sentences: what stands in the CheckpointRun, and what it means."""
     name, space = trained.job["metadata"]["name"], trained.cluster.namespace
-    code, text = plugin("status", name, "-n", space)
-    assert code == 0, text
-    for said in (
-        f"Job {name}",
-        "Training, since",
-        "step 1,150, committed",
-        "a failure now costs 50 steps",
-        trained.pod,
-        "Stale for",
-        "the newest checkpoint is 20 min old",
-    ):
-        assert said in text, text
     code, text = plugin("why", name, "-n", space)
     assert code == 0, text
     for said in (
+        "Stale for",
+        "the newest checkpoint is 20 min old",
         "Interval: 4 min, for the goal lost-work=5m.",
         "Because a failure loses at most 5 min",
         "Bound: not below 58 s",
@@ -307,20 +274,20 @@ def test_what_cannot_be_is_said(
     token = http("POST", path, request).document["status"]["token"]
     limited = tmp_path / "limited"
     limited.write_text(yaml.safe_dump({**config, "users": [{"name": "admin", "user": {"token": token}}]}))
-    code, text = plugin("runs", "-n", space, kubeconfig=limited)
+    code, text = plugin("why", trained.run, "-n", space, kubeconfig=limited)
     assert code == 2
     assert "cannot list resource" in text
     assert "the role view" in text
     away = tmp_path / "away"
     config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
     away.write_text(yaml.safe_dump(config))
-    code, text = plugin("runs", kubeconfig=away)
+    code, text = plugin("why", trained.run, kubeconfig=away)
     assert code == 3
     assert "https://127.0.0.1:1" in text
-    code, text = plugin("runs", "--context", "absent")
+    code, text = plugin("why", "absent", "--context", "absent")
     assert code == 2
     assert "--context" in text
-    code, text = plugin("runs", "--json", "--context", "absent")
+    code, text = plugin("why", "absent", "--json", "--context", "absent")
     assert json.JSONDecoder().raw_decode(text)[0]["error"]["exit"] == 2
     for text in (plugin("why", "absent")[1], plugin("logs")[1]):
         assert "Traceback" not in text
@@ -331,5 +298,5 @@ def test_help(plugin: Plugin) -> None:
     code, text = plugin("--help")
     assert code == 0
     assert text.startswith("Usage: kubectl deltashard")
-    for command in ("runs", "status", "why", "logs", "rewind"):
+    for command in ("why", "logs", "rewind"):
         assert f"  {command} " in text

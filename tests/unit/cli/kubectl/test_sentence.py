@@ -19,8 +19,6 @@ def run(**status: Any) -> dict[str, Any]:
 def test_of_a_run_that_has_not_begun() -> None:
     """Nothing is claimed that nobody told."""
     for each in (run(), {"metadata": {"name": "r"}, "spec": {"policy": "p"}}):
-        assert sentence.phase(each, NOW_S) == "Pending"
-        assert sentence.checkpoint(each, NOW_S) == "none yet: a failure now costs all of the training"
         assert list(sentence.decided(each)) == [
             "Saves: not told yet, as the policy p or an annotation states: nothing is chosen."
         ]
@@ -40,21 +38,6 @@ def test_of_a_run_that_has_not_begun() -> None:
 )
 def test_intervals(status: dict[str, int], wanted: str) -> None:
     assert sentence.interval(status) == wanted
-
-
-def test_what_would_be_lost() -> None:
-    found = run(
-        phase="Finished",
-        finishedReason="Failed",
-        phaseSince=AGO,
-        step=7,
-        lastCommittedStep=7,
-        lastCommitTime=AGO,
-    )
-    assert sentence.phase(found, NOW_S) == "Finished (Failed), since 10 min"
-    assert sentence.checkpoint(found, NOW_S) == "step 7, committed 10 min ago"
-    found["status"]["step"] = 8
-    assert sentence.checkpoint(found, NOW_S).endswith("; a failure now costs 1 step")
 
 
 def test_what_is_advised_is_told_apart() -> None:
