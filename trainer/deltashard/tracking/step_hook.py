@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from deltashard.optimizer.whitelist import why_inexact
 from deltashard.tracking.foreign_step import after_any_step
-from deltashard.tracking.glance import Glance
+from deltashard.tracking.tensor_versions import TensorVersionSet
 
 if TYPE_CHECKING:
     from deltashard.tracking.first_step import FirstStep
@@ -76,7 +76,7 @@ class Steps:
 class StepHooks:
     """Those of one optimizer."""
 
-    __slots__ = ("_glance", "_handles", "_on_cuda", "_regrouped", "_sizes", "_steps", "optimizer", "tables")
+    __slots__ = ("_handles", "_on_cuda", "_regrouped", "_sizes", "_steps", "_versions", "optimizer", "tables")
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class StepHooks:
         self._sizes = _sizes(optimizer)
         """How many parameters each of its groups had at the last look."""
         self._on_cuda = _on_cuda(optimizer)
-        self._glance: Glance | None = None
+        self._versions: TensorVersionSet | None = None
         """Of `tables` after the last step; None during a step that did not find them so."""
         self._handles = [
             optimizer.register_step_pre_hook(self.before),
@@ -105,7 +105,7 @@ class StepHooks:
 
     def watch(self, tables: list[TrackedTable]) -> None:
         """Set `tables`, which other modules may look up now."""
-        self.tables, self._glance, self._sizes = tables, None, _sizes(self.optimizer)
+        self.tables, self._versions, self._sizes = tables, None, _sizes(self.optimizer)
         self._on_cuda = _on_cuda(self.optimizer)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._glance = None
+        self._versions = None
 
     def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The pre-hook."""
@@ -136,11 +136,11 @@ class StepHooks:
             self._regrouped(optimizer)
         if self.tables:
             reason = why_inexact(optimizer) or why_not_alone(optimizer, args, kwargs)
-            if reason is not None or not self._told(Glance.same):
-                self._glance = None
+            if reason is not None or not self._holds(TensorVersionSet.same):
+                self._versions = None
             for table in self.tables:
                 try:
-                    if self._glance is None:
+                    if self._versions is None:
                         table.before_step(reason)
                     else:
                         table.hold()
@@ -166,23 +166,23 @@ class StepHooks:
 
     def _rewritten(self) -> None:
         """Any row of its tables may have changed."""
-        self._glance = None
+        self._versions = None
         for table in self.tables:
             table.rewritten()
 
-    def _told(self, question: Callable[[Glance], bool]) -> bool:
-        """Whether there is a glance, and it says yes."""
+    def _holds(self, question: Callable[[TensorVersionSet], bool]) -> bool:
+        """Whether there is a version set, and it answers yes."""
         try:
-            return self._glance is not None and question(self._glance)
+            return self._versions is not None and question(self._versions)
         except Exception:  # noqa: BLE001 - a moved weight may break anything here; then each table is looked at
             return False
 
-    def _look(self) -> Glance | None:
-        """A new glance, where one can be had."""
+    def _taken(self) -> TensorVersionSet | None:
+        """A new version set, where one can be had."""
         if any(table.tracker != "gradients" for table in self.tables):
             return None
         try:
-            return Glance(self.tables)
+            return TensorVersionSet(self.tables)
         except Exception:  # noqa: BLE001 - as above
             return None
 
@@ -193,14 +193,14 @@ class StepHooks:
                 table.mark_held()
             except Exception as error:  # noqa: BLE001 - as above
                 table.lost(error)
-        if self._told(Glance.stepped):
+        if self._holds(TensorVersionSet.stepped):
             return
         for table in self.tables:
             try:
                 table.after_step()
             except Exception as error:  # noqa: BLE001 - as above
                 table.lost(error)
-        self._glance = self._look()
+        self._versions = self._taken()
 
 
 def _sizes(optimizer: Any) -> list[int]:

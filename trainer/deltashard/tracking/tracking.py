@@ -59,12 +59,12 @@ from deltashard.state.row_hash import Hashing
 from deltashard.tracking.audit import AT_CUT, Audit, AuditFault
 from deltashard.tracking.first_step import FirstStep, Report
 from deltashard.tracking.foreign_step import ForeignSteps
-from deltashard.tracking.glance import Signature, Signed
 from deltashard.tracking.gradient import GradientWatch
 from deltashard.tracking.lookup_tracker import LookupTracker
 from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection, in_graph, settle
 from deltashard.tracking.row_tracker import HashTracker, RowTracker, Untracked
 from deltashard.tracking.step_hook import StepHooks, Steps, why_not_alone
+from deltashard.tracking.tensor_versions import Signature, Signed
 
 _log = logging.getLogger("deltashard.tracking")
 

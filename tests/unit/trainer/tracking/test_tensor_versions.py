@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.tracking.glance import Glance
 from deltashard.tracking.step_hook import StepHooks
+from deltashard.tracking.tensor_versions import TensorVersionSet
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
 
@@ -16,7 +16,7 @@ ROWS, TABLES, THIS = 20, 5, 2
 
 
 class Case:
-    """Five tables under one optimizer, trained until a glance is all that a step needs."""
+    """Five tables under one optimizer, trained until a step compares versions only."""
 
     def __init__(self, kind=torch.optim.Adagrad, *, sparse=True):
         torch.manual_seed(0)
@@ -102,24 +102,24 @@ BETWEEN = [name for name in vars(Case) if name.split("_")[0] in (
 
 
 @pytest.fixture
-def glances(monkeypatch):
-    """What each glance said before a step."""
+def answers(monkeypatch):
+    """What each version set answered before a step."""
     said = []
-    real = Glance.same
-    monkeypatch.setattr(Glance, "same", lambda self: said.append(real(self)) or said[-1])
+    real = TensorVersionSet.same
+    monkeypatch.setattr(TensorVersionSet, "same", lambda self: said.append(real(self)) or said[-1])
     return said
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_steps_alone_need_no_more_than_a_glance(glances, monkeypatch, sparse):
+def test_steps_alone_compare_versions_only(answers, monkeypatch, sparse):
     """And mark the rows that they changed, of the tables that they changed."""
     case = Case(sparse=sparse)
-    del glances[:]
+    del answers[:]
     monkeypatch.setattr("deltashard.tracking.tracking.TrackedTable.before_step", None)
     case.train((3, 5))
     case.train((4,), tables=[1, 3])
     case.train((5,))
-    assert glances == [True] * 3
+    assert answers == [True] * 3
     monkeypatch.undo()
     both, one = [1, 2, 3, 5], [1, 2, 3, 4, 5]
     assert case.dirty() == [both, one, both, one, both]
@@ -127,19 +127,19 @@ def test_steps_alone_need_no_more_than_a_glance(glances, monkeypatch, sparse):
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_others_do_to_one_table_is_seen_by_the_next_step(glances, between):
+def test_what_others_do_to_one_table_is_seen_by_the_next_step(answers, between):
     """All of its rows count as changed; the other tables keep their marks."""
     case = Case()
     getattr(case, between)()
     case.train()
-    assert glances[-1] is False
+    assert answers[-1] is False
     dirty = case.dirty()
     assert dirty.pop(THIS) == list(range(ROWS))
     assert dirty == [[1, 2]] * (TABLES - 1)
     if case.tracking.tables[THIS].tracker == "gradients":
         case.train()  # the first step after a cut's look takes it table by table
         case.train()
-        assert glances[-1] is True
+        assert answers[-1] is True
 
 
 def test_a_table_that_gets_its_first_gradient_late_is_not_taken_for_written():
@@ -168,15 +168,15 @@ def test_memory_of_a_table_that_is_hashed_is_not_kept():
     assert not table._pinned
 
 
-def test_a_glance_that_fails_is_no_reason_to_fail_a_step(monkeypatch):
+def test_a_comparison_that_fails_never_fails_a_step(monkeypatch):
     """Each table is looked at then."""
     case = Case()
 
     def broken(_self):
         raise RuntimeError("moved")
 
-    monkeypatch.setattr(Glance, "same", broken)
-    monkeypatch.setattr(Glance, "stepped", broken)
+    monkeypatch.setattr(TensorVersionSet, "same", broken)
+    monkeypatch.setattr(TensorVersionSet, "stepped", broken)
     assert StepHooks is type(case.tracking._hooks[0])
     case.train((9,))
     assert case.dirty() == [[1, 2, 9]] * TABLES

@@ -1,4 +1,4 @@
-"""One look at all tables of an optimizer: whether anything but its steps wrote them.
+"""Versions and addresses of all tensors of an optimizer's tables: whether anything but its steps wrote them.
 
 A model has tens or hundreds of tables, and a step of a small batch takes microseconds for each. Nearly always all is as
 it was, and that is told by a few passes over flat lists that run in C. Whatever differs, and whatever cannot be told,
@@ -38,7 +38,7 @@ Signed = tuple[Signature, slice]
 """The part of a signature that one table has."""
 
 
-class Glance:
+class TensorVersionSet:
     """Knows the tables of an optimizer as they were right after its last step; of no use once `same` said no."""
 
     __slots__ = (
