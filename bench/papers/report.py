@@ -42,8 +42,20 @@ def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path)
     page.write_text(
         "\n".join([HEAD, wrapped(measured(found)), "", headlines(found, parts), "", *spaced(sections)])
     )
-    (docs / "measured" / "papers.json").write_text(json.dumps(found, indent=1) + "\n")
+    (docs / "measured" / "papers.json").write_text(rows(found) + "\n")
     return page
+
+
+def rows(value: Any, indent: str = "") -> str:
+    """JSON with one line a row: an item of a list, and whatever holds no other object."""
+    whole = json.dumps(value)
+    if "{" not in whole[1:]:
+        return whole
+    inner = indent + " "
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {rows(item, inner)}" for key, item in value.items()]
+        return f"{{\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}}}"
+    return f"[\n{inner}" + f",\n{inner}".join(map(json.dumps, value)) + f"\n{indent}]"
 
 
 def measured(found: Mapping[str, Any]) -> str:

@@ -45,7 +45,10 @@ def test_a_page_of_parts(papers, tmp_path):
     assert text.endswith("\n")
     assert not text.endswith("\n\n")
     assert drawn == [tmp_path / "papers"]
-    assert json.loads((tmp_path / "measured" / "papers.json").read_text()) == found
+    figures = (tmp_path / "measured" / "papers.json").read_text()
+    assert json.loads(figures) == found
+    rows = [line.strip(" ,") for line in figures.splitlines()]
+    assert all(json.dumps(row) in rows for row in HEADLINES)
 
 
 def test_paragraphs_are_wrapped_and_nothing_else(papers):
