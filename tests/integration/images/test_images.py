@@ -8,14 +8,14 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -33,11 +33,26 @@ pytestmark = pytest.mark.timeout(600)
 STAGES = dockerfile.read(ROOT / "images" / "Dockerfile")
 FINAL = [pytest.param(each, id=each.target) for each in PUBLISHED]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+UV = os.environ.get("UV") or str(ROOT / ".bootstrap" / "bin" / "uv")
+
+
+@cache
+def _lists() -> dict[str, str]:
+    """What `images/requirements` exports, by image."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [str(ROOT / "images" / "requirements"), folder],
+            check=True,
+            env=os.environ | {"UV": UV},
+            timeout=240,
+        )
+        paths = Path(folder).glob("requirements-*.txt")
+        return {path.stem.removeprefix("requirements-"): path.read_text() for path in paths}
 
 
 def _requirements(name: str) -> dict[str, list[str]]:
     """Distribution: its hashes."""
-    text = (ROOT / "images" / f"requirements-{name}.txt").read_text()
+    text = _lists()[name]
     entries = re.findall(r"(?m)^([a-z0-9._-]+)==\S+.*?\\\n((?:    --hash=\S+(?: \\)?\n)+)", text)
     return {name: re.findall(r"sha256:[0-9a-f]{64}", hashes) for name, hashes in entries}
 
@@ -118,8 +133,7 @@ def test_everything_is_installed_by_hash() -> None:
         found = _requirements(name)
         assert found, name
         assert all(found.values()), name
-        text = (ROOT / "images" / f"requirements-{name}.txt").read_text()
-        assert len(found) == len(set(re.findall(r"(?m)^([a-z0-9._-]+)==", text))), name
+        assert len(found) == len(set(re.findall(r"(?m)^([a-z0-9._-]+)==", _lists()[name]))), name
 
 
 def test_each_image_has_what_its_part_needs_and_no_more() -> None:
@@ -148,9 +162,11 @@ def test_what_is_copied_reaches_the_builder() -> None:
         if not text.startswith("--from")
         for source in text.split()[:-1]
     }
+    exported = {f"images/requirements-{name}.txt" for name in _lists()}
     sources = {source.replace("${EXAMPLE}", "example") for source in sources}
+    assert exported <= sources
     for source in sources:
-        assert (ROOT / source).exists(), source
+        assert source in exported or (ROOT / source).exists(), source
         assert f"!{source.split('/')[0]}" in ignored, source
         assert not any(fnmatch.fnmatch(source, pattern) for pattern in ignored[1:] if pattern[0] != "!")
     where = PROJECT["tool"]["setuptools"]["packages"]["find"]["where"]
@@ -269,26 +285,21 @@ def _index(folder: Path, version: str) -> None:
 
 def test_the_example_without_cuda(tmp_path: Path) -> None:
     """By an index of torch's builds for CPUs: the same versions, all by hash, and nothing of CUDA's."""
-    listed = (ROOT / "images" / "requirements-example.txt").read_text()
+    listed = _lists()["example"]
     version = re.search(r"(?m)^torch==(\S+)", listed)[1]  # type: ignore[index]
-    copy = tmp_path / "images"
-    copy.mkdir()
-    for name in ("requirements", "requirements-example.txt"):
-        shutil.copy2(ROOT / "images" / name, copy / name)
     _index(tmp_path / "index", f"{version}+cpu")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path / "index")))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    uv = os.environ.get("UV") or str(ROOT / ".bootstrap" / "bin" / "uv")
     url = f"http://127.0.0.1:{server.server_port}"
-    command = [str(copy / "requirements"), "--cpu", url]
+    command = [str(ROOT / "images" / "requirements"), "--cpu", url, str(tmp_path)]
     try:
-        subprocess.run(command, check=True, env=os.environ | {"UV": uv, "NO_PROXY": "127.0.0.1"}, timeout=240)
+        subprocess.run(command, check=True, env=os.environ | {"UV": UV, "NO_PROXY": "127.0.0.1"}, timeout=240)
     finally:
         server.shutdown()
         thread.join(30)
         server.server_close()
-    made = (copy / "requirements-example-cpu.txt").read_text()
+    made = (tmp_path / "requirements-example-cpu.txt").read_text()
     pins = re.compile(r"(?m)^([a-z0-9._-]+)==(\S+)")
     before, after = set(pins.findall(listed)), set(pins.findall(made))
     gone = {name for name, _ in before - after}
