@@ -153,8 +153,6 @@ class SaveService:
         if begin.urgent:
             self._control.hurried(session)
         self._control.direct(session)
-        if begin.HasField("losses") and session.who.rank == 0:
-            self._run.bits.heard(begin.losses)
         if begin.tracking_faults:
             self._activity.tracking_fault(begin.tracking_faults, step=begin.step)
             self._metrics.tracking_faults.inc(begin.tracking_faults)

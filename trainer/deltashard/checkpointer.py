@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, SupportsFloat, get_args
+from typing import Any, Self, get_args
 
 import torch
 from deltashard_checkpoint.deciding.ending import reason_of
@@ -56,7 +56,6 @@ from deltashard.partial.sentinel import Sentinel
 from deltashard.partial.stager import Stager
 from deltashard.program import Program
 from deltashard.restore.content_hash import Contents
-from deltashard.restore.loss_book import LossBook
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
 from deltashard.restore.restore import Restored, Restorer, Wish
 from deltashard.save.capture import Capture
@@ -186,7 +185,6 @@ class Checkpointer:
             arguments.check_flag(name, flag)
         terms = arguments.terms_of(recovery, pls_target, planned_steps, grace_s)
         self._planned_steps = 0 if planned_steps is None else int(planned_steps)
-        self._losses = LossBook()
         arguments.check_callable("validate", validate, takes="a function that returns a bool")
         arguments.check_callable("on_event", on_event, takes="a function of (name, facts)")
         self.stats = Stats()
@@ -318,7 +316,6 @@ class Checkpointer:
             validate=validate,
             precopy=precopy,
             said=lambda: self._ground.metadata,
-            losses=self._losses.check,
         )
         self._news = News(
             self._attachment,
@@ -461,13 +458,8 @@ class Checkpointer:
         link = self._session.link
         return None if link is None else str(link.reply.arena_path)
 
-    def step(self, loss: SupportsFloat | None = None) -> None:
+    def step(self) -> None:
         """One step is done: the last statement of the loop body, after optimizer and scheduler.
-
-        Args:
-            loss: of this step, a number or a tensor of one (which is waited for). After a restore the losses of steps
-                that are trained again are compared with those of the first time; where chosen bits were too few for
-                the model, more are taken.
 
         Raises:
             FencedError: a newer attempt has taken this run over; end this process. `TakenOver`: another workload's.
@@ -484,15 +476,6 @@ class Checkpointer:
             self._loop.boundary(at_step=True)
         self._clock.tock()
         self._loaders.stepped()
-        if loss is not None:
-            self._losses.note(
-                loss,
-                step=self._clock.step,
-                attempt=self.attempt,
-                arena=self.arena_path,
-                run=self.run,
-                rank=self._rank.local,
-            )
 
     def wrap(
         self,
@@ -655,7 +638,6 @@ class Checkpointer:
         finally:
             if self._peers is not None:
                 self._peers.leave()
-            self._losses.close()
             self._release(until_s)
 
     def _say_if_unsaved(self) -> None:

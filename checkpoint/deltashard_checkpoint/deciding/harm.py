@@ -2,31 +2,22 @@
 
 At each restore a table takes in the squared relative error of the encoding that the checkpoint holds it in. Only tables
 that may be stored below 8 bit are counted: at 8 bit a restore adds some 2e-5, and thousands of them stay within budget.
-
-Steps that are trained again after a restore have losses to compare with those of the first time: a rise that is no
-chance (three standard errors, and a thousandth of the loss) raises the least bits by one size, for the rest of the run.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltashard_checkpoint.deciding.cost import MOST, not_negative
-from deltashard_checkpoint.deciding.precision import BITS
 from deltashard_checkpoint.errors import UserError
 
 KEY = "deltashard/harm"
 """Name in a commit's metadata."""
 MAX_TEXT = 30_000
 """Of the 60,000 characters of a commit's metadata; of more tables only the most harmed are told."""
-FEWEST_LOSSES = 20
-ERRORS = 3.0
-RISE = 0.001
-"""Of the loss: a smaller rise is none, however sure."""
 
 
 class BadHarm(UserError):
@@ -42,14 +33,12 @@ class Harm:
     """Table -> sum of e^2 over the restores so far."""
     error: Mapping[str, float] = field(default_factory=dict)
     """Table -> relative error of its rows as the checkpoint holds them: what a restore of it would add."""
-    alarm: int = 0
-    """Bits that no table goes below since losses rose after a restore; 0: they did not."""
 
     def restored(self) -> Harm:
         """After a restore of the checkpoint."""
         names = {*self.spent, *self.error}
         spent = {name: self.spent.get(name, 0.0) + self.error.get(name, 0.0) ** 2 for name in names}
-        return Harm(restores=self.restores + 1, spent=spent, alarm=self.alarm)
+        return Harm(restores=self.restores + 1, spent=spent)
 
     def text(self) -> str:
         """Its form in a commit's metadata: the most harmed tables where there are too many."""
@@ -65,7 +54,6 @@ class Harm:
 
     def _text(self, names: list[str]) -> str:
         document = {
-            "alarm": self.alarm,
             "restores": self.restores,
             "tables": {
                 name: [_rounded(self.spent.get(name, 0.0)), _rounded(self.error.get(name, 0.0))]
@@ -83,40 +71,16 @@ def recorded(text: str) -> Harm:
             str(name): (not_negative(spent), not_negative(error))
             for name, (spent, error) in found["tables"].items()
         }
-        restores, alarm = found["restores"], found["alarm"]
-        if (
-            type(restores) is not int
-            or type(alarm) is not int
-            or not 0 <= restores <= MOST
-            or alarm not in (0, *BITS)
-        ):
+        restores = found["restores"]
+        if type(restores) is not int or not 0 <= restores <= MOST:
             raise ValueError(restores)  # noqa: TRY301 - told below, as all that is wrong
         return Harm(
             restores=restores,
             spent={name: spent for name, (spent, _) in pairs.items() if spent},
             error={name: error for name, (_, error) in pairs.items() if error},
-            alarm=alarm,
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BadHarm("the record of what restores did cannot be read", where=KEY) from None
-
-
-def rose(*, steps: int, mean: float, error: float, first: float) -> bool:
-    """Whether losses rose by a restore.
-
-    Args:
-        steps: trained twice.
-        mean: of (loss again - loss of the first time).
-        error: its standard error.
-        first: mean loss of the first time.
-    """
-    known = all(map(math.isfinite, (mean, error, first)))
-    return known and steps >= FEWEST_LOSSES and mean > ERRORS * error and mean > RISE * abs(first)
-
-
-def next_bits(bits: int) -> int:
-    """The size above; 8 is the last."""
-    return next((each for each in BITS if each > bits), BITS[-1])
 
 
 def _rounded(value: float) -> float:

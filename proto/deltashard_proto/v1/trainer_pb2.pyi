@@ -318,22 +318,10 @@ class BlobChunk(_message.Message):
     blob_bytes: int
     def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
 
-class LossCheck(_message.Message):
-    __slots__ = ("steps", "mean", "error", "first")
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    MEAN_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    steps: int
-    mean: float
-    error: float
-    first: float
-    def __init__(self, steps: _Optional[int] = ..., mean: _Optional[float] = ..., error: _Optional[float] = ..., first: _Optional[float] = ...) -> None: ...
-
 class SaveRequest(_message.Message):
     __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several", "prepare")
     class Begin(_message.Message):
-        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "losses", "rebases", "pls_target")
+        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "rebases", "pls_target")
         SESSION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         CUT_FIELD_NUMBER: _ClassVar[int]
@@ -347,7 +335,6 @@ class SaveRequest(_message.Message):
         TOTAL_ROWS_FIELD_NUMBER: _ClassVar[int]
         TRACKING_FAULTS_FIELD_NUMBER: _ClassVar[int]
         PLANNED_STEPS_FIELD_NUMBER: _ClassVar[int]
-        LOSSES_FIELD_NUMBER: _ClassVar[int]
         REBASES_FIELD_NUMBER: _ClassVar[int]
         PLS_TARGET_FIELD_NUMBER: _ClassVar[int]
         session: str
@@ -363,10 +350,9 @@ class SaveRequest(_message.Message):
         total_rows: int
         tracking_faults: int
         planned_steps: int
-        losses: LossCheck
         rebases: bool
         pls_target: float
-        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., losses: _Optional[_Union[LossCheck, _Mapping]] = ..., rebases: _Optional[bool] = ..., pls_target: _Optional[float] = ...) -> None: ...
+        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., rebases: _Optional[bool] = ..., pls_target: _Optional[float] = ...) -> None: ...
     class Seal(_message.Message):
         __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
         class MetadataEntry(_message.Message):

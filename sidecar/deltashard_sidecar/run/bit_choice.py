@@ -38,9 +38,8 @@ from deltashard_checkpoint.format.row_block import weight_row_bytes
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.vocabulary import ENCODINGS, PRECISION_KEY
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.precision import Precision as Stored
-from deltashard_checkpoint.write.precision import recorded
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
@@ -76,12 +75,6 @@ class BitChoice:
         self._attempt: int | None = None
         """Whose harm is known; None: no log was read yet, and nothing is chosen or said."""
         self._harm = Harm()
-        self._judged = False
-        """Whether the losses of this attempt's steps that were trained again were looked at."""
-        self._resumed: Stored | None = None
-        """How the rows were stored that this attempt resumed; None: it resumed none, or that is not known."""
-        self._own: frozenset[str] = frozenset()
-        """Tables whose encoding the user said, as of the newest choice."""
         self._tables: Sequence[TableSchema] = ()
         """Of all ranks, as of the newest choice."""
         self._of_cut: tuple[_Cut, Mapping[str, str]] | None = None
@@ -97,8 +90,6 @@ class BitChoice:
         found = Harm() if source is None else self._recorded(state.said(harm.KEY, source)).restored()
         with self._lock:
             self._attempt, self._harm = attempt, found
-            self._judged = False
-            self._resumed = None if source is None else _stored(source)
 
     def goes_on(self, state: RunState, attempt: int) -> None:
         """An attempt is under way: what the process before knew of it stands in the log."""
@@ -175,7 +166,7 @@ class BitChoice:
         self._decided(policy, found, said, holds=holds, expected=expected, ranks=ranks)
         encodings = found.encodings if holds else said
         with self._lock:
-            self._tables, self._own = ranks.tables, frozenset(own)
+            self._tables = ranks.tables
             if begin.cut:  # 0: one that may come
                 self._of_cut = cut, encodings
         return encodings
@@ -207,7 +198,7 @@ class BitChoice:
             expected=(expected.trained_s + left_s) / expected.rates.restores.mean_between_s,
             happened=run.restores,
             ending=ending or begin.reason == "close",
-            least_bits=SAFE if unknown else max(policy.least_bits, run.alarm, BITS[0]),
+            least_bits=SAFE if unknown else max(policy.least_bits, BITS[0]),
         )
         rule = by_paper if policy.bits_goal == "check-n-run" else by_budget
         return rule(facts, outlook, own)
@@ -248,36 +239,6 @@ class BitChoice:
         """Whether chosen bits hold."""
         return policy.looks_at_bits and policy.bits_mode == "apply" and ranks.here
 
-    def heard(self, check: pb.LossCheck) -> None:
-        """Losses of steps that were trained again: looked at once an attempt."""
-        with self._lock:
-            if self._judged or not check.steps:
-                return
-            self._judged = True
-            least = self._least_chosen()
-            rose = harm.rose(steps=check.steps, mean=check.mean, error=check.error, first=check.first)
-            if rose and least < SAFE:
-                self._harm = replace(self._harm, alarm=max(self._harm.alarm, harm.next_bits(least)))
-        share = check.mean / check.first if check.first else 0.0
-        say = self._log.warning if rose else self._log.info
-        say(
-            "losses.compared",
-            steps=check.steps,
-            rise=round(share, 6),
-            error=check.error,
-            rose=rose,
-            bits=least,
-        )
-        self._metrics.loss_rise.set(share)
-
-    def _least_chosen(self) -> int:
-        """The fewest bits that were chosen for a table of what this attempt resumed; the lock is held."""
-        stored = self._resumed
-        if stored is None:
-            return SAFE
-        names = {table.fqn for table in self._tables} or {*stored.weights}
-        return min((ENCODINGS[stored.of_table(name)].bits for name in names - self._own), default=SAFE)
-
     def metadata(self, held: Stored | None) -> dict[str, str]:
         """What a commit says of the harm so far, and of what a restore of it would add; None: nobody chooses its bits.
 
@@ -295,12 +256,7 @@ class BitChoice:
             if self._attempt is None:
                 return {}
             told = replace(self._harm, error=errors)
-        return {harm.KEY: told.text()} if told.error or told.spent or told.alarm else {}
-
-
-def _stored(checkpoint: Checkpoint) -> Stored | None:
-    said = checkpoint.metadata.get(PRECISION_KEY)
-    return None if said is None else recorded(said)
+        return {harm.KEY: told.text()} if told.error or told.spent else {}
 
 
 def _weight_bytes(table: TableSchema) -> int:

@@ -197,11 +197,6 @@ class Metrics:
             registry=r,
         )
         self.compactions = Counter("deltashard_compactions", "Chains compacted, by why", ("why",), registry=r)
-        self.loss_rise = Gauge(
-            "deltashard_loss_rise_share",
-            "Rise of the loss of steps trained again after the newest restore, over the first time's",
-            registry=r,
-        )
         self.fleet_connected = Gauge(
             "deltashard_fleet_connected", "Whether the controller hears this sidecar", registry=r
         )

@@ -102,14 +102,9 @@ class Saver:
         validate: Callable[[], bool] | None,
         precopy: bool = True,
         said: Callable[[], Mapping[str, str]] = dict,
-        losses: Callable[[], pb.LossCheck | None] = lambda: None,
     ) -> None:
-        """`said` is metadata that every commit carries; `precopy`: rows may be copied ahead of cuts.
-
-        `losses`: those of steps that were trained again, against the first time's.
-        """
+        """`said` is metadata that every commit carries; `precopy`: rows may be copied ahead of cuts."""
         self._said = said
-        self._losses = losses
         self._capture = capture
         self._program = capture.program
         self._tracking = capture.program.tracking
@@ -547,8 +542,6 @@ class Saver:
             total_rows=counts.total,
         )
         self._base.declare(begin)
-        if (check := self._losses()) is not None:
-            begin.losses.CopyFrom(check)
         return begin
 
     def _writer(

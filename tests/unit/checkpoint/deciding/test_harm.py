@@ -15,13 +15,10 @@ shares = st.floats(0, 10, allow_nan=False).map(lambda x: float(f"{x:.4g}"))
     spent=st.dictionaries(st.text(min_size=1, max_size=20), shares.filter(bool), max_size=8),
     error=st.dictionaries(st.text(min_size=1, max_size=20), shares.filter(bool), max_size=8),
     restores=st.integers(0, 10_000),
-    alarm=st.sampled_from([0, 2, 3, 4, 8]),
 )
-def test_a_record_comes_back(
-    spent: dict[str, float], error: dict[str, float], restores: int, alarm: int
-) -> None:
+def test_a_record_comes_back(spent: dict[str, float], error: dict[str, float], restores: int) -> None:
     """Text and back is the same, to the digits that are written."""
-    told = Harm(restores=restores, spent=spent, error=error, alarm=alarm)
+    told = Harm(restores=restores, spent=spent, error=error)
     assert harm.recorded(told.text()) == told
 
 
@@ -51,11 +48,10 @@ def test_of_too_many_tables_the_most_harmed_are_told() -> None:
         "",
         "[]",
         "{}",
-        '{"alarm":0,"restores":1,"tables":{"a":[1]}}',
-        '{"alarm":0,"restores":1,"tables":{"a":[1,-1]}}',
-        '{"alarm":0,"restores":1,"tables":{"a":[1,NaN]}}',
-        '{"alarm":5,"restores":1,"tables":{}}',
-        '{"alarm":0,"restores":true,"tables":{}}',
+        '{"restores":1,"tables":{"a":[1]}}',
+        '{"restores":1,"tables":{"a":[1,-1]}}',
+        '{"restores":1,"tables":{"a":[1,NaN]}}',
+        '{"restores":true,"tables":{}}',
         "{" * 5000,
         "x" * 40_000,
     ],
@@ -64,14 +60,3 @@ def test_what_cannot_be_read_is_refused(text: str) -> None:
     """Whoever can write the bucket wrote it."""
     with pytest.raises(BadHarm):
         harm.recorded(text)
-
-
-def test_losses_rose_only_if_it_is_no_chance_and_no_trifle() -> None:
-    """Three standard errors, a thousandth of the loss, and enough steps."""
-    assert harm.rose(steps=100, mean=0.01, error=0.001, first=0.5)
-    assert not harm.rose(steps=100, mean=0.01, error=0.004, first=0.5)
-    assert not harm.rose(steps=100, mean=0.0001, error=0.00001, first=0.5)
-    assert not harm.rose(steps=5, mean=0.01, error=0.001, first=0.5)
-    assert not harm.rose(steps=100, mean=-0.01, error=0.001, first=0.5)
-    assert not harm.rose(steps=100, mean=float("nan"), error=0.001, first=0.5)
-    assert [harm.next_bits(each) for each in (2, 3, 4, 8)] == [3, 4, 8, 8]
