@@ -10,7 +10,7 @@ In mode `advise` the same goes on, and only the timers stay as they are said: wh
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from deltashard_checkpoint.deciding.cost import Profile
@@ -32,10 +32,6 @@ from deltashard_sidecar.policy import Policy
 
 MEASURING_S = 60.0
 """Interval until saves were measured, where none is said."""
-HASTE = 4.0
-"""By so much sooner the first save comes for each attempt that ended without a checkpoint ..."""
-SOONEST_S = 1.0
-"""... but not before this, unless the interval is shorter: after hundreds of attempts nothing would be left of it."""
 Cause = Literal["measured", "cost", "failures", "durable", "policy"]
 """Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
 interval; another goal or bound."""
@@ -163,25 +159,6 @@ def _held(terms: Terms, held: Held, found: Interval, evidence: str, cause: Cause
         ),
         cause=cause,
     )
-
-
-def hastened(choice: Choice, fruitless: int, *, least_s: float) -> Choice:
-    """The choice for an attempt before which so many in a row ended without a checkpoint.
-
-    Whatever keeps ending them may end this one as early. Its first save comes after a quarter of the interval for each
-    of them, not below `least_s`, and each commit takes one quarter back: a run that dies every few minutes gets on.
-    """
-    sooner_s = choice.every_s / HASTE ** min(fruitless, 30)  # of a thousand attempts it is beyond a float
-    every_s = max(sooner_s, least_s, min(SOONEST_S, choice.every_s))
-    if choice.decision.mode != "apply" or every_s >= choice.every_s:
-        return choice
-    count = f"{fruitless} attempt{'s' * (fruitless != 1)}"
-    decision = replace(
-        choice.decision,
-        value=timers(every_s, choice.every_steps),
-        bound=f"{count} in a row ended without a checkpoint: sooner, until there are as many",
-    )
-    return replace(choice, every_s=every_s, decision=decision)
 
 
 def timers(every_s: float, every_steps: int) -> str:

@@ -26,7 +26,7 @@ from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
 from deltashard_checkpoint.deciding.goal import FIXED, goal
-from deltashard_checkpoint.deciding.interval import ENOUGH, IN_FLIGHT_SHARE, Situation, failing_apart
+from deltashard_checkpoint.deciding.interval import ENOUGH, Situation, failing_apart
 from deltashard_checkpoint.deciding.record import Held, Record, cost_of, recorded
 from deltashard_checkpoint.deciding.recovery import advised
 from deltashard_checkpoint.errors import UserError
@@ -34,8 +34,8 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, hastened, terms_of
-from deltashard_sidecar.deciding.history import Past, follows_rewind, fruitless, past
+from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, terms_of
+from deltashard_sidecar.deciding.history import Past, follows_rewind, past
 from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 from deltashard_sidecar.policy import Policy
@@ -145,8 +145,6 @@ class Decider:
         """When the last trainer went without a word."""
         self._committed = True
         """Whether something was committed since the last incident: a crash loop is one."""
-        self._haste = 0
-        """Attempts in a row, before this one, that ended without a checkpoint, less the commits since."""
         self._looked_at: tuple[float, int] | None = None
         """The timers that were chosen at the last look; None: none were."""
         self._partial = False
@@ -234,8 +232,6 @@ class Decider:
             self._begin, self._left_steps = None, math.inf
             self._meter = self._meter.began(None)
             self._restoring = opening.resumed
-            commits = sum(1 for each in state.checkpoints.values() if each.attempt == opening.attempt)
-            self._haste = max(0, fruitless(state, before=opening.attempt) - commits)
             self._partial = newest is not None and LINEAGE_KEY in newest.metadata
             if came_back and self._committed and newest is not None:
                 self._committed = False
@@ -309,9 +305,6 @@ class Decider:
         """A save of rank 0 is durable. What it cost is known once the trainer has ended a step after it."""
         with self._lock:
             self._committed = True
-            if self._haste:
-                self._haste -= 1
-                self._decide()
             if self._begin is not None and self._begin.cut == cut:
                 self._ended_s = self._clock()
                 if self._begin.timed and math.isfinite(cost.stall_s) and cost.stall_s >= 0:
@@ -423,9 +416,7 @@ class Decider:
                 evidence=evidence,
             )
         self._held = choice.held
-        return hastened(
-            choice, self._haste, least_s=max(terms.least_s, profile.durable.p95 / IN_FLIGHT_SHARE)
-        )
+        return choice
 
     def _situation(self, opening: Opening) -> Situation:
         profile, policy = self._profile, self._policy

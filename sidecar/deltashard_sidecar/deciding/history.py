@@ -16,7 +16,7 @@ it sees. Of a run, or a time, without one the log knows less, and this is what i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import Evidence
@@ -36,13 +36,6 @@ class Past:
         if step_s <= 0:
             return Evidence()
         return Evidence(exposure_s=self.steps * step_s, lossy=self.lossy, restores=self.restores)
-
-
-def fruitless(state: RunState, *, before: int) -> int:
-    """Attempts in a row that committed nothing, the last ones before attempt `before`; a rewind is none."""
-    real = (n for n, attempt in state.attempts.items() if n < before and attempt.world_size)
-    numbers = sorted(real, reverse=True)
-    return sum(1 for _ in takewhile(lambda n: state.attempts[n].last_seq is None, numbers))
 
 
 def follows_rewind(state: RunState, attempt: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY
@@ -365,63 +364,14 @@ def log_of_attempts(fruitless: int, metadata: Mapping[str, str]) -> RunState:
     return replace(state, attempts={1: first, **later}, attempt=2 + fruitless)
 
 
-def test_a_run_that_dies_before_each_save_saves_sooner_until_it_gets_on() -> None:
-    """A quarter of the interval for each attempt that ended without a checkpoint; each commit takes one back."""
-    life, text = chosen(Life(most_s=600.0))
-    for fruitless, every_s in ((0, 600.0), (1, 150.0), (2, 37.5), (9, 5.0)):
-        life.open(log_of_attempts(fruitless, {KEY: text}), attempt=2 + fruitless, resumed=True)
-        assert life.every_s == pytest.approx(every_s), "not below five times what a save takes"
-    life = Life(most_s=600.0)
-    life.open(log_of_attempts(2, {KEY: text}), attempt=4, resumed=True)
-    (decision,) = life.decider.decisions()
-    assert "2 attempts in a row ended without a checkpoint" in decision.bound
-    assert (decision.value, decision.would) == ("every 37.5 s", "every 600 s")
-    found = []
-    for _ in range(3):
-        life.saves(1, lambda: 0.1)
-        found.append(life.every_s)
-    assert found == [150.0, 600.0, 600.0]
-    assert "ended without" not in life.decider.decisions()[0].bound
-
-
-def test_the_first_attempts_of_a_run_may_die_early_too() -> None:
-    """Nothing was measured and nothing committed: sooner than a minute."""
-    life = Life()
-    attempts = dict.fromkeys((1, 2, 3), Attempt(world_size=1, resumes_from=None, resumes_attempt=None))
-    life.open(replace(EMPTY, attempts=attempts, attempt=3), attempt=3)
-    assert life.every_s == 60.0 / 16
-
-
-@pytest.mark.parametrize("said", [{"interval_mode": "advise", "every_s": 60.0}, {"least_s": 600.0}])
-def test_haste_leaves_advice_and_the_users_bound(said: dict[str, Any]) -> None:
-    life = Life()
-    life.policy = replace(life.policy, **said)
-    life.decider.governed(life.policy)
-    _, text = chosen(life)
-    life.open(log_of_attempts(9, {KEY: text}), attempt=11, resumed=True)
-    assert life.every_s == (60.0 if "every_s" in said else 600.0)
-
-
-@pytest.mark.parametrize("fruitless", [511, 512, 5000])
-def test_a_loop_of_a_weekend_leaves_a_timer(fruitless: int) -> None:
-    """Nothing was measured: the first save comes after a second, not all the time and not never."""
-    life = Life()
-    nothing = Attempt(world_size=1, resumes_from=None, resumes_attempt=None)
-    attempts = dict.fromkeys(range(1, fruitless + 2), nothing)
-    life.open(replace(EMPTY, attempts=attempts, attempt=fruitless + 1), attempt=fruitless + 1)
-    assert life.every_s == 1.0
-    assert life.decider.text(closing=False) is not None
-
-
 def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
-    """The restore that the attempt began with; and of its haste what its commits have left."""
+    """The restore that the attempt began with."""
     _, text = chosen(Life(most_s=600.0))
     state = log_of_attempts(2, {KEY: text})
     life = Life(most_s=600.0)
     life.open(state, attempt=4)
     (decision,) = life.decider.decisions()
     assert "1 lossy failures and 1 restores" in decision.evidence
-    assert life.every_s == pytest.approx(37.5)
     life.saves(2, lambda: 0.1)
     assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence, "once"
     text = life.decider.text(closing=False)
@@ -432,7 +382,6 @@ def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_no
     life = Life(most_s=600.0)
     life.open(later, attempt=4)
     assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence, "its commit says it"
-    assert life.every_s == 150.0, "one commit took one quarter back"
 
 
 def test_a_commit_that_was_made_before_the_log_was_seen_hides_nothing() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import Attempt, RunState
-from deltashard_sidecar.deciding.history import follows_rewind, fruitless, past
+from deltashard_sidecar.deciding.history import follows_rewind, past
 
 
 def attempt(last_seq: int | None, last_step: int | None, resumes: int | None = None) -> Attempt:
@@ -44,15 +44,6 @@ def test_steps_and_ends_of_attempts() -> None:
     evidence = seen.evidence(0.5)
     assert (evidence.exposure_s, evidence.lossy, evidence.restores) == (150.0, 1, 2)
     assert seen.evidence(0.0).lossy == 0, "failures without their time would be a rate of nothing"
-
-
-def test_a_rewind_is_no_attempt_that_came_to_nothing() -> None:
-    """Or the first saves after it would hasten, as those of a crash loop do."""
-    rewind = Attempt(world_size=0, resumes_from=5, resumes_attempt=1)
-    attempts = {1: attempt(5, 100), 6: attempt(None, 100, 1), 7: rewind, 8: rewind}
-    state = RunState(run="r", attempt=9, attempts={**attempts, 9: attempt(None, 100, 1)})
-    assert fruitless(state, before=9) == 1
-    assert fruitless(RunState(run="r", attempts={**attempts, 6: attempt(7, 100, 1)}), before=9) == 0
 
 
 def test_a_rewind_is_a_restore_and_no_failure() -> None:
