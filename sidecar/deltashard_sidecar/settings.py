@@ -108,7 +108,7 @@ class Settings:
     every_steps: int = 0
     """Save every so many steps; 0 is off."""
     goal: str = ""
-    """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02, check-n-run; nothing or fixed: as
+    """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02; nothing or fixed: as
     `every_s` and `every_steps` say. A chosen interval begins at `every_s`, or a minute, until saves were measured."""
     interval_mode: str = DEFAULT_INTERVAL_MODE
     """Whether a chosen interval holds: {choices}; advise only shows it."""

@@ -129,7 +129,7 @@ class Checkpointer:
             every_s: save every so many seconds.
             every_steps: save every so many steps.
             goal: what the interval is chosen for, from what saves are measured to cost and how often the run fails:
-                "auto", "overhead=1%", "lost-work=5m", "pls=0.02", "check-n-run", or "fixed" (as every_s and every_steps
+                "auto", "overhead=1%", "lost-work=5m", "pls=0.02", or "fixed" (as every_s and every_steps
                 say, as without a goal); docs/deciding.md says which to take. `doctor()` shows the interval in force.
             encoding: of embedding weights: fp32 fp16 bf16 q8 q4 q3 q2 (the sidecar's default is q8).
             differential: full, one-shot, consecutive or intermittent (default).

@@ -4,7 +4,6 @@ auto                the fewest saves within 0.1 % of training time of the best (
 overhead=1%         saves cost at most this share of training (CheckFreq, FAST'21)
 lost-work=5m        a failure costs at most so much training
 pls=0.02            portion of lost samples, under partial recovery (CPR, MLSys'21)
-check-n-run         every 30 minutes (Check-N-Run, NSDI'22)
 fixed               as the interval and the steps say
 """
 
@@ -18,9 +17,9 @@ from typing import Literal, get_args
 
 from deltashard_checkpoint.errors import UserError
 
-Aim = Literal["auto", "overhead", "lost-work", "pls", "check-n-run", "fixed"]
+Aim = Literal["auto", "overhead", "lost-work", "pls", "fixed"]
 AIMS: tuple[Aim, ...] = get_args(Aim)
-PATTERN = r"auto|fixed|check-n-run|overhead=[0-9.]+%|lost-work=[0-9.]+(ms|s|m|h|d)|pls=[0-9.]+"
+PATTERN = r"auto|fixed|overhead=[0-9.]+%|lost-work=[0-9.]+(ms|s|m|h|d)|pls=[0-9.]+"
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)", re.ASCII)
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)
@@ -63,7 +62,7 @@ FIXED = Goal(aim="fixed")
 def goal(text: str, *, where: str = "goal") -> Goal:
     """The goal of a text; raises `BadGoal`."""
     name, has_amount, amount = text.strip().partition("=")
-    if not has_amount and name in ("auto", "check-n-run", "fixed"):
+    if not has_amount and name in ("auto", "fixed"):
         return Goal(aim=name)  # type: ignore[arg-type]  # one of these
     value = 0.0
     if name == "overhead" and (found := _SHARE.fullmatch(amount)):
@@ -81,7 +80,7 @@ def goal(text: str, *, where: str = "goal") -> Goal:
         raise BadGoal(
             f"the goal is {text[:40]!r}",
             where=where,
-            remedy="auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02, check-n-run or fixed",
+            remedy="auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02 or fixed",
         )
     return Goal(aim=name, amount=value)  # type: ignore[arg-type]  # one of the above
 

@@ -34,7 +34,6 @@ LONGEST_S = 30 * 60.0
 IN_FLIGHT_SHARE = 0.2
 """Of an interval that a save may be in flight."""
 FEWEST_STEPS = 10
-CHECK_N_RUN_S = 30 * 60.0
 PLS_SHARE = 0.1
 """Of the time that is left, which an interval chosen for a PLS may be."""
 ENOUGH = 8
@@ -126,8 +125,6 @@ def chosen(goal: Goal, now: Situation) -> Interval:
             return _lost_work(goal, now)
         case "pls":
             return _pls(goal, now)
-        case "check-n-run":
-            return _bounded(CHECK_N_RUN_S, now, "Check-N-Run's 30 minutes", floors=_floors(now))
     raise ValueError(goal)
 
 

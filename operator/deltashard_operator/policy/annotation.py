@@ -50,7 +50,7 @@ TAKES = {
     RUNS: "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
     ARENA_SIZE: "a quantity from 64Mi to 1Ti, such as 512Mi",
     INTERVAL: "seconds or a duration up to 168h, such as 90s, 5m or 1h; 0 turns the timer off",
-    GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02, check-n-run or fixed",
+    GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02 or fixed",
     BITS: f"one of {', '.join(_ENCODING_OF)}",
     PRECISION: f"one of {', '.join(PRECISIONS)}",
 }

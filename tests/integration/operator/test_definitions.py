@@ -289,7 +289,7 @@ def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector
 
 @pytest.mark.parametrize(
     "goal",
-    ["auto", "fixed", "check-n-run", "overhead=50%", "overhead=0.001%", "lost-work=7d", "lost-work=168h",
+    ["auto", "fixed", "overhead=50%", "overhead=0.001%", "lost-work=7d", "lost-work=168h",
      "lost-work=250ms", "lost-work=1.5m", "pls=0.02", "pls=1"],
 )  # fmt: skip
 def test_a_goal_that_the_api_takes_is_one_that_is_read(http: Rest, goal: str) -> None:

@@ -146,12 +146,6 @@ def test_overhead_says_where_durability_binds_and_not_the_share(changes, seconds
     assert bool(found.bound) is bool(bound)
 
 
-def test_check_n_run_is_half_an_hour_whatever_it_costs():
-    assert chosen(goal("check-n-run"), quiet()).seconds == 1800
-    assert chosen(goal("check-n-run"), quiet(cost_s=90.0, mtbf_s=600.0)).seconds == 1800
-    assert chosen(goal("check-n-run"), quiet(durable_s=2000.0)).seconds == 2000
-
-
 def test_gemini_saves_as_soon_as_the_save_before_is_durable():
     """Its interval is the copy's own time: what an overhead that anything meets comes to."""
     assert chosen(Goal(aim="overhead", amount=0.5), quiet(cost_s=0.0, durable_s=12.0)).seconds == 12.0
