@@ -195,7 +195,6 @@ def _fleet(
             asked.reason, urgent=asked.urgent, deadline_s=asked.deadline_s
         ),
         acknowledge=sidecar.activity.incidents.acknowledge,
-        evidence=sidecar.evidence,
         metrics=metrics,
         log=log,
     )

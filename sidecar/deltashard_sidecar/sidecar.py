@@ -23,7 +23,6 @@ from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
 from deltashard_checkpoint.write.commit import FencedError
 from deltashard_proto.arena_layout import LINES
 from deltashard_proto.cause import Cause
-from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
@@ -334,11 +333,6 @@ class Sidecar:
                 if self.decider.look(self._reading(session)):
                     self.control.decided()
                 return
-
-    def evidence(self, said: fleet.Evidence) -> None:
-        """The controller has counted this run's failures."""
-        self.decider.told(said)
-        self.control.decided()
 
     @contextlib.contextmanager
     def stream(self, session_id: str, cancel: Callable[[], None]) -> Iterator[Session]:

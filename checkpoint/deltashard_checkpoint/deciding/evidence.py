@@ -31,7 +31,7 @@ LONGEST_COUNT = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Faded counts of a run, or of a pool of runs (there exposure is of pods, not of runs)."""
+    """Faded counts of a run."""
 
     exposure_s: float = 0.0
     """Trained seconds."""
@@ -120,21 +120,17 @@ class Expected:
     """Of an ordinary step; 0: not known."""
 
 
-def lossy_prior(pods: int, pool: Evidence = NONE) -> Gamma:
-    """Of a run of so many pods; `pool`: pods' exposure and failures of earlier runs of its namespace and node pool.
-
-    Without a pool: a pod fails once in 30 days, and that weighs as much as 84 hours of training at most.
-    """
-    pods = max(pods, 1)
-    pod_rate = (1.0 + pool.lossy) / (POD_MTBF_S + pool.exposure_s)
-    weight_s = min(1.0 / (pod_rate * pods), LOSSY_WEIGHT_S)
-    return Gamma(shape=weight_s * pods * pod_rate, rate_s=weight_s)
+def lossy_prior(pods: int) -> Gamma:
+    """Of a run of so many pods: each fails once in 30 days, and that weighs as much as 84 hours of training at most."""
+    mean_s = POD_MTBF_S / max(pods, 1)
+    weight_s = min(mean_s, LOSSY_WEIGHT_S)
+    return Gamma(shape=weight_s / mean_s, rate_s=weight_s)
 
 
-def rates(seen: Evidence, *, pods: int, pool: Evidence = NONE) -> Rates:
+def rates(seen: Evidence, *, pods: int) -> Rates:
     """What a run's evidence lets one believe."""
     restores = Gamma(shape=RESTORE_SHAPE, rate_s=RESTORE_SHAPE * RESTORE_MEAN_S)
     return Rates(
-        lossy=lossy_prior(pods, pool).after(seen.lossy, seen.exposure_s),
+        lossy=lossy_prior(pods).after(seen.lossy, seen.exposure_s),
         restores=restores.after(seen.restores, seen.exposure_s),
     )

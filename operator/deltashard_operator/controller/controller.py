@@ -24,9 +24,7 @@ from dataclasses import replace
 import structlog
 from deltashard_checkpoint.errors import DeltashardError
 
-from deltashard_operator.controller import evidence_pace
 from deltashard_operator.controller.event import Teller
-from deltashard_operator.controller.evidence_pace import Bucket, Informed
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.reclaimer import Reclaimer
@@ -35,7 +33,7 @@ from deltashard_operator.controller.status import Pace, Statuses, served
 from deltashard_operator.controller.watch import TICK_S, Watches
 from deltashard_operator.controller.writer import Writes
 from deltashard_operator.fleet import sidecar_report
-from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello, Sighted
+from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello
 from deltashard_operator.kube.call import Caller
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.policy.refusal import Refusal
@@ -93,7 +91,6 @@ class Controller:
         )
         self._reclaims = Reclaimer(self._books, call=call, defaults=defaults, metrics=metrics, wall=wall)
         self._judged_all_s = 0.0
-        self._bucket = Bucket()
         self.loaded = False
         metrics.follow(self)
 
@@ -134,7 +131,6 @@ class Controller:
             entry.durable = run.taken
             entry.born = entry.served.created
             entry.reloaded_s = run.judged_s
-            self._books.pools.follow(run)
             if run.directed is not None and not run.finished and self._books.fleet is not None:
                 self._books.fleet.direct(run.key, Directive(generation=run.generation, policy=run.directed))
         self.loaded = True
@@ -177,7 +173,6 @@ class Controller:
         """See `sidecar_report.Ledger`."""
         entry = self._books.by_key.get(hello.run_key)
         if entry is not None:
-            entry.informed = evidence_pace.cut_off(entry.informed, *hello.stream_key, self._wall())
             self._books.set(entry, watched_run.without_connected(entry.run, hello))
 
     # -- conclusions -------------------------------------------------------------------------------------------------
@@ -246,18 +241,12 @@ class Controller:
         before = entry.run
         if before.taken_by and self._books.holder(entry) is entry:
             entry.run = replace(before, taken_by="")
-        pool = self._books.pools.of(entry.run)
-        if entry.run.pool != pool and not entry.run.finished:
-            entry.run = replace(entry.run, pool=pool)
         entry.run, notices = judgement.judged(entry.run, self._books.nodes, now_s)
         entry.notices.extend(notices)
-        self._books.pools.follow(entry.run)
         self._count_nodes(entry)
         self._direct(entry)
-        self._inform(entry, now_s)
         if entry.run.finished and not before.finished and self._books.fleet is not None:
             self._books.fleet.forget(before.key)
-            entry.informed = None
 
     def _direct(self, entry: Entry) -> None:
         """Have the run's sidecars go on under the policy as it is now."""
@@ -282,26 +271,6 @@ class Controller:
         self._books.fleet.direct(run.key, Directive(generation=generation, policy=wanted))
         self.metrics.directives.inc()
         _log.info("run.directed", namespace=run.workload.namespace, run=run.name, generation=generation)
-
-    def _inform(self, entry: Entry, now_s: float) -> None:
-        """Have the run's deciders told what was seen of its failures, when it is time."""
-        run, fleet = entry.run, self._books.fleet
-        if run.finished or not run.live or fleet is None or not self.synced:
-            return
-        deciders, rates = run.deciders, run.rates
-        hearers = evidence_pace.due(entry.informed, rates, deciders, now_s)
-        if not hearers:
-            return
-        self._bucket = self._bucket.filled(now_s)
-        less = self._bucket.taken()
-        if less is None:
-            return
-        self._bucket = less
-        if entry.informed is None or len(hearers) == len(deciders):
-            entry.informed = Informed(rates=rates, at_s=now_s, newest_s=now_s, told=deciders)
-        else:
-            entry.informed = entry.informed.also(hearers, here=run.reports.keys(), now_s=now_s)
-        fleet.inform(Sighted(seen=run.incidents.evidence, pods=run.pods_at_risk, pool=run.pool), hearers)
 
     def _count_nodes(self, entry: Entry) -> None:
         seen = entry.run.incidents.nodes

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deltashard_operator.controller.evidence_pace import Informed
-from deltashard_operator.controller.run_pool import RunPools
 from deltashard_operator.controller.status import Pace, Served
 from deltashard_operator.fleet import sidecar_report
-from deltashard_operator.fleet.sidecar_report import Directive, RunKey, Sighted
+from deltashard_operator.fleet.sidecar_report import Directive, RunKey
 from deltashard_operator.policy import workload_policy
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.run import observed_object
@@ -35,9 +33,6 @@ class Director(Protocol):
 
     def direct(self, run_key: RunKey, directive: Directive) -> None:
         """From now on this is the run's directive."""
-
-    def inform(self, sighted: Sighted, hearers: Mapping[str, str]) -> None:
-        """Tell what was seen of a run's failures to these sidecars of it, pod UID -> process."""
 
     def forget(self, run_key: RunKey) -> None:
         """The run is over."""
@@ -67,7 +62,6 @@ class Entry:
     again_s: float = 0.0
     """Not to be looked at before, unless something happens."""
     decided: tuple[int, Wish, sidecar_report.PolicyInForce | None] | None = None
-    informed: Informed | None = None
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Failures by node that are in the metrics."""
 
@@ -98,7 +92,6 @@ class Entries:
         """Of CheckpointPolicies, by namespace and name."""
         self.policies: dict[tuple[str, str], SeenPolicy] = {}
         """The same, what else matters of them."""
-        self.pools = RunPools()
         self.serial = 0
         """Counts changes of policies."""
         self.marked: dict[RunKey, None] = {}
@@ -134,7 +127,6 @@ class Entries:
         if entry is None:
             return
         self.marked.pop(key, None)
-        self.pools.leave(key)
         run_id = (key[0], entry.run.run_id)
         self._by_id[run_id].discard(key)
         if not self._by_id[run_id]:

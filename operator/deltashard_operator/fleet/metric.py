@@ -33,9 +33,6 @@ class FleetMetrics:
             registry=r,
         )
         self.directives = Counter("deltashard_fleet_directives_sent", "Directives sent", registry=r)
-        self.evidence = Counter(
-            "deltashard_fleet_evidence_sent", "Times a sidecar was told of its run's failures", registry=r
-        )
         self.saves = Counter("deltashard_fleet_saves_requested", "Save requests sent", registry=r)
         self.dropped = Counter(
             "deltashard_fleet_messages_dropped",

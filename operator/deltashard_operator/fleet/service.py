@@ -2,19 +2,17 @@
 
 A stream's life: metadata with a token, review of the token (`token_review`); only then it takes one of the service's
 places, of which a pod has `POD_STREAMS`; Hello (which must be of the token's pod), the ledger's word, Welcome; then
-heartbeats in, and acknowledgements, directives, evidence and save requests out. It ends when the sidecar goes, is
+heartbeats in, and acknowledgements, directives and save requests out. It ends when the sidecar goes, is
 silent for three heartbeats, when a newer stream of the same process comes, or after `reauthenticate_s` (less a jitter
 of a tenth) to come again with a fresh token. The ledger hears `connected` and `disconnected` exactly once each, in
 this order.
 
 Everything runs on the caller's loop and nothing blocks it. What a stream can have waiting to be sent is bounded by its
-kind: the highest acknowledgement, the newest directive and evidence, `MAX_SAVES` save requests; a sidecar that reads
+kind: the highest acknowledgement, the newest directive, `MAX_SAVES` save requests; a sidecar that reads
 too slowly loses only save requests, counted, and after `WRITE_S` its stream. One that sends too fast is read no faster
 than one message in `GAP_S`: its socket fills up, not our memory.
 
-A directive is kept for streams to come; evidence is not. It says no time, and who hears it drops its own counts for it:
-said again on a renewed stream it would undo what training and failures have added since. Who comes is told by the
-controller, which counts anew (`controller/evidence_pace`).
+A directive is kept for streams to come.
 
 Without a certificate nothing listens; the port opens when there is one. A changed certificate gets a gRPC server of
 its own on the same port, and the old one takes no more connections and ends with its last stream, which is after
@@ -28,7 +26,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ from deltashard_proto.v1 import fleet_pb2_grpc as service
 
 from deltashard_operator.fleet import sidecar_report, token_review
 from deltashard_operator.fleet.metric import FleetMetrics
-from deltashard_operator.fleet.sidecar_report import Directive, Hello, Ledger, RunKey, Sighted
+from deltashard_operator.fleet.sidecar_report import Directive, Hello, Ledger, RunKey
 from deltashard_operator.fleet.sidecar_stream import (
     ENDINGS,
     MAX_SAVES,
@@ -238,15 +236,6 @@ class Fleet(service.FleetServicer):
         for stream in self._by_run.get(run_key, ()):
             stream.directive = directive
             stream.wake.set()
-
-    def inform(self, sighted: Sighted, hearers: Mapping[str, str]) -> None:
-        """Tell these sidecars (pod UID -> process), as far as they are here, what was seen of their run's failures."""
-        message = sighted.message()
-        for stream_key in hearers.items():
-            stream = self._streams.get(stream_key)
-            if stream is not None:
-                stream.evidence = message
-                stream.wake.set()
 
     def forget(self, run_key: RunKey) -> None:
         """The run is over: drop its directive."""
@@ -451,8 +440,6 @@ class Fleet(service.FleetServicer):
                         await context.write(reply)
                     if reply.HasField("directive"):
                         self.metrics.directives.inc()
-                    elif reply.HasField("evidence"):
-                        self.metrics.evidence.inc()
                     elif reply.HasField("save_now"):
                         self.metrics.saves.inc()
         except TimeoutError:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Protocol, get_args
 
 from deltashard_checkpoint.deciding.decision import Decision, Subject
-from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.deciding.precision import MAX_TABLES
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import DECISION_MODES, FLEET_PROTOCOL
@@ -296,26 +295,6 @@ class Directive:
                 least_bits=policy.least_bits or NO_LEAST_BITS,
                 tables=policy.tables or NO_TABLES,
             ),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sighted:
-    """What the controller has seen of a run's failures, for the pod that decides."""
-
-    seen: Evidence
-    pods: int
-    pool: Evidence
-
-    def message(self) -> wire.Evidence:
-        """Message of it on the wire."""
-        return wire.Evidence(
-            exposure_s=self.seen.exposure_s,
-            lossy=self.seen.lossy,
-            restores=self.seen.restores,
-            pods=self.pods,
-            pool_exposure_s=self.pool.exposure_s,
-            pool_lossy=self.pool.lossy,
         )
 
 

@@ -50,8 +50,6 @@ class Stream:
     """Newest incident to acknowledge; 0: none."""
     directive: Directive | None = None
     """Directive to be sent."""
-    evidence: wire.Evidence | None = None
-    """Evidence to be sent."""
     saves: deque[wire.SaveRequested] = field(default_factory=deque)
     end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     left: bool = False
@@ -70,9 +68,6 @@ class Stream:
         if self.directive is not None:
             replies.append(wire.ReportReply(directive=self.directive.message()))
             self.directive = None
-        if self.evidence is not None:
-            replies.append(wire.ReportReply(evidence=self.evidence))
-            self.evidence = None
         replies += [wire.ReportReply(save_now=each) for each in self.saves]
         self.saves.clear()
         return replies

@@ -17,11 +17,10 @@ from typing import TypeVar
 
 from deltashard_checkpoint.deciding import evidence
 from deltashard_checkpoint.deciding.decision import Decision, Subject
-from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Rates
+from deltashard_checkpoint.deciding.evidence import Rates
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 from deltashard_proto.cause import Cause
 
-from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import (
     Heartbeat,
     Hello,
@@ -144,8 +143,6 @@ class Run:
     """Most pods that it ever had at once."""
     node_pool: str = ""
     """Of the first node that was seen of it."""
-    pool: Evidence = NONE
-    """Of finished runs of its namespace and node pool."""
     measured: Measured | None = None
     decisions: tuple[Decision, ...] = ()
     """By the word of the pod that decides."""
@@ -211,29 +208,7 @@ class Run:
     @property
     def rates(self) -> Rates:
         """How often steps are lost and checkpoints restored, as it is believed now."""
-        return evidence.rates(self.incidents.evidence, pods=self.pods_at_risk, pool=self.pool)
-
-    @property
-    def deciders(self) -> Mapping[str, str]:
-        """The sidecars that decide and may be told of failures now, pod UID -> process: those with rank 0.
-
-        A sidecar counts the interruption that its attempt comes after when that is opened, and drops what it was told
-        before. It is counted here a little later (`failure.SETTLE_S`), and what was lost is known once the checkpoint
-        is restored. Until both are there, what could be told would take the sidecar's count back.
-        """
-        return {
-            uid: each.hello.process
-            for uid, each in self.reports.items()
-            if each.connected
-            and each.heartbeat is not None
-            and has_rank_0(each.heartbeat)
-            and self._counted(uid, each.heartbeat)
-        }
-
-    def _counted(self, uid: str, said: Heartbeat) -> bool:
-        """Whether all interruptions before this pod's attempt are counted, with what they lost."""
-        tally = self.tallies.get(_part(self, uid, said.run), NO_TALLY)
-        return 0 < said.openings <= tally.openings and said.phase is not sidecar_report.Phase.RESTORING
+        return evidence.rates(self.incidents.evidence, pods=self.pods_at_risk)
 
     @property
     def parts(self) -> int:

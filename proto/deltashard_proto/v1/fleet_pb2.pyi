@@ -172,22 +172,6 @@ class Decision(_message.Message):
     unreachable: str
     def __init__(self, subject: _Optional[str] = ..., mode: _Optional[str] = ..., goal: _Optional[str] = ..., value: _Optional[str] = ..., would: _Optional[str] = ..., why: _Optional[str] = ..., bound: _Optional[str] = ..., evidence: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
 
-class Evidence(_message.Message):
-    __slots__ = ("exposure_s", "lossy", "restores", "pods", "pool_exposure_s", "pool_lossy")
-    EXPOSURE_S_FIELD_NUMBER: _ClassVar[int]
-    LOSSY_FIELD_NUMBER: _ClassVar[int]
-    RESTORES_FIELD_NUMBER: _ClassVar[int]
-    PODS_FIELD_NUMBER: _ClassVar[int]
-    POOL_EXPOSURE_S_FIELD_NUMBER: _ClassVar[int]
-    POOL_LOSSY_FIELD_NUMBER: _ClassVar[int]
-    exposure_s: float
-    lossy: float
-    restores: float
-    pods: int
-    pool_exposure_s: float
-    pool_lossy: float
-    def __init__(self, exposure_s: _Optional[float] = ..., lossy: _Optional[float] = ..., restores: _Optional[float] = ..., pods: _Optional[int] = ..., pool_exposure_s: _Optional[float] = ..., pool_lossy: _Optional[float] = ...) -> None: ...
-
 class Heartbeat(_message.Message):
     __slots__ = ("run", "phase", "ranks", "attempt", "last_commit", "last_commit_at_s", "policy", "stored_bytes", "checkpoints", "restores", "saves_failed", "saves_failed_in_a_row", "store_ok", "credentials_ok", "directive", "incidents", "measured", "decisions", "openings", "stall_s", "lost_share", "partial_recoveries", "samples", "store_proven", "save_blocked")
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -271,7 +255,7 @@ class Directive(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., timers: _Optional[bool] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("welcome", "ack", "directive", "save_now", "evidence")
+    __slots__ = ("welcome", "ack", "directive", "save_now")
     class Ack(_message.Message):
         __slots__ = ("incident",)
         INCIDENT_FIELD_NUMBER: _ClassVar[int]
@@ -281,13 +265,11 @@ class ReportReply(_message.Message):
     ACK_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     SAVE_NOW_FIELD_NUMBER: _ClassVar[int]
-    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     ack: ReportReply.Ack
     directive: Directive
     save_now: SaveRequested
-    evidence: Evidence
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[ReportReply.Ack, _Mapping]] = ..., directive: _Optional[_Union[Directive, _Mapping]] = ..., save_now: _Optional[_Union[SaveRequested, _Mapping]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[ReportReply.Ack, _Mapping]] = ..., directive: _Optional[_Union[Directive, _Mapping]] = ..., save_now: _Optional[_Union[SaveRequested, _Mapping]] = ...) -> None: ...
 
 class SaveRequested(_message.Message):
     __slots__ = ("reason", "urgent", "deadline_s")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, MOST, Measure, Profile
+from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, Measure, Profile
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
@@ -51,7 +51,6 @@ PREPARED_S = 60.0
 """Rows are copied ahead for so long at most; without a cut until then none came of it."""
 LONGEST_GAP_S = 86400.0
 """Between two trainers, beyond which nobody was waiting."""
-_MOST_PODS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +73,6 @@ class Cost:
     slower_s: float
     """By so much steps took longer while rows were copied ahead of the cut."""
     durable_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """What a controller says beside the counts."""
-
-    pods: int = 0
-    """Of the run; 0: nobody said."""
-    seen: Evidence = NONE
-    """Of pods of earlier runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +120,6 @@ class Decider:
         self._profile = Profile()
         self._past = Past()
         self._evidence = NONE
-        self._pool = Pool()
         self._choice: Choice | None = None
         self._held: Held | None = None
         self._begin: Begin | None = None
@@ -196,19 +184,6 @@ class Decider:
         """This policy is in force from now on."""
         with self._lock:
             self._policy = policy
-            self._decide()
-
-    def told(self, said: fleet.Evidence) -> None:
-        """The controller counts failures better than a log does: its word replaces what was counted here."""
-        numbers = (said.exposure_s, said.lossy, said.restores, said.pool_exposure_s, said.pool_lossy)
-        if not all(0 <= number <= MOST for number in numbers) or said.pods > _MOST_PODS:  # nor is NaN
-            self._log.warning("evidence.refused", said=str(said)[:400])
-            return
-        with self._lock:
-            self._past = Past()
-            self._evidence = Evidence(exposure_s=said.exposure_s, lossy=said.lossy, restores=said.restores)
-            seen = Evidence(exposure_s=said.pool_exposure_s, lossy=said.pool_lossy)
-            self._pool = Pool(pods=said.pods, seen=seen)
             self._decide()
 
     def opened(self, opening: Opening, state: RunState) -> None:
@@ -376,8 +351,7 @@ class Decider:
 
     def _rates(self) -> Rates:
         opening = self._opening
-        pods = self._pool.pods or (1 if opening is None else opening.pods)
-        return rates(self._seen(), pods=pods, pool=self._pool.seen)
+        return rates(self._seen(), pods=1 if opening is None else opening.pods)
 
     def _decide(self) -> None:
         """The choice anew. Whatever goes wrong with it costs the choice, and leaves the timers as they are said."""
@@ -425,7 +399,7 @@ class Decider:
             durable_s=profile.durable.p95,
             step_s=profile.step_s,
             mtbf_s=self._rates().mtbf_s,
-            shards=failing_apart(opening.world_size, self._pool.pods or opening.pods),
+            shards=failing_apart(opening.world_size, opening.pods),
             partial=self._partial,
             left_s=self._left_steps * profile.step_s if profile.step_s else math.inf,
             least_s=policy.least_s,

@@ -1,4 +1,4 @@
-"""What a run's log tells of its failures, for a sidecar that no controller tells more. Pure.
+"""What a run's log tells of its failures: the only evidence that there is. Pure.
 
 Where a decider was at work, its own count rides in the commits (`record`): the next one goes on from it, and adds what
 it sees. Of a run, or a time, without one the log knows less, and this is what is made of it:

@@ -110,7 +110,7 @@ class _Stream:
 
 
 class Fleet:
-    """The client; `beat`, `follow`, `save_now`, `acknowledge` and `evidence` are the sidecar's."""
+    """The client; `beat`, `follow`, `save_now`, and `acknowledge` are the sidecar's."""
 
     def __init__(
         self,
@@ -122,7 +122,6 @@ class Fleet:
         acknowledge: Callable[[int], None],
         metrics: Metrics,
         log: Logger,
-        evidence: Callable[[fleet.Evidence], None] = lambda _: None,
         backoff: Backoff = BACKOFF,
     ) -> None:
         self._settings = settings
@@ -130,7 +129,6 @@ class Fleet:
         self._follow = follow
         self._save_now = save_now
         self._acknowledge = acknowledge
-        self._evidence = evidence
         self._metrics = metrics
         self._log = log
         self._backoff = backoff
@@ -265,5 +263,3 @@ class Fleet:
                 self._log.error("directive.refused", **explain(error))
         elif kind == "save_now":
             self._save_now(reply.save_now)
-        elif kind == "evidence":
-            self._evidence(reply.evidence)

@@ -12,11 +12,10 @@ from typing import Any
 
 import grpc
 import pytest
-from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_operator.fleet import service as fleets
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.service import Files, Fleet, FleetUnavailable
-from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce, Sighted
+from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce
 from deltashard_proto.v1 import fleet_pb2 as wire
 from kubernetes import client
 
@@ -117,42 +116,6 @@ def test_directives_go_out_on_change_and_on_connect(api: client.ApiClient, pod: 
                     "no directive of a run that is over"
                 )
             assert service.value("directives_sent_total") == 4
-
-    asyncio.run(scenario())
-
-
-def test_evidence_goes_to_the_processes_it_is_for_and_is_never_said_again(
-    api: client.ApiClient, pod: Pod, token: str
-) -> None:
-    """Who hears it drops its own counts for it, so an old word must not reach a renewed stream or a new process."""
-
-    def sighted(lossy: float) -> Sighted:
-        seen = Evidence(exposure_s=3600.0, lossy=lossy, restores=4.0)
-        return Sighted(seen=seen, pods=8, pool=Evidence(exposure_s=60.0, lossy=2.0))
-
-    async def scenario() -> None:
-        async with serving(api) as service:
-            key = (pod.namespace, f"job-of-{pod.uid}")
-            service.fleet.inform(sighted(0.0), {pod.uid: "p1"})
-            async with service.reporter(pod, token) as one:
-                await one.greet()
-                service.fleet.inform(sighted(1.0), {pod.uid: "p1", "another": "p1"})
-                found = (await one.next()).evidence
-                assert (found.exposure_s, found.lossy, found.restores) == (3600.0, 1.0, 4.0)
-                assert (found.pods, found.pool_exposure_s, found.pool_lossy) == (8, 60.0, 2.0)
-                service.fleet.inform(sighted(2.0), {pod.uid: "p2"})
-                service.fleet.inform(sighted(3.0), {pod.uid: "p1"})
-                assert (await one.next()).evidence.lossy == 3.0
-                sent = lambda: service.value("evidence_sent_total")  # noqa: E731
-                await eventually_async(lambda: sent() == 2, "its count, before the stream's end cuts it off")
-            await eventually_async(lambda: not service.book.present, "the end")
-            for process in ("p1", "p2"):
-                async with service.reporter(pod, token, process) as renewed:
-                    await renewed.greet()
-                    service.fleet.save_now(key, "user", urgent=False, deadline_s=0)
-                    assert (await renewed.next()).WhichOneof("kind") == "save_now"
-                await eventually_async(lambda: not service.book.present, "the end")
-            assert sent() == 2
 
     asyncio.run(scenario())
 

@@ -63,9 +63,7 @@ def test_without_evidence_a_pod_fails_once_in_30_days(pods, hours):
     assert prior.shape == pytest.approx(prior.rate_s * pods / POD_MTBF_S)
 
 
-def test_a_pools_failures_come_first_and_a_runs_own_then():
-    pool = Evidence(exposure_s=99 * POD_MTBF_S, lossy=999.0)
-    assert lossy_prior(10, pool).mean_between_s == pytest.approx(POD_MTBF_S / 100)
+def test_a_runs_own_failures_outweigh_the_prior():
     seen = Evidence(exposure_s=2000 * 3600.0, lossy=200.0, restores=300.0)
     found = rates(seen, pods=10)
     assert found.mtbf_s == pytest.approx(10 * 3600, rel=0.1)

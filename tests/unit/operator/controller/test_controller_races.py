@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from deltashard_operator.controller.controller import JUDGE_S, Controller
+from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.watch import SETTLE_SOON_S
 from deltashard_operator.fleet.sidecar_report import (
     Directive,
     Heartbeat,
     Hello,
-    Incident,
-    IncidentKind,
     Phase,
     PolicyInForce,
     Rank,
     RunKey,
-    Sighted,
 )
 from deltashard_operator.kube.call import Answer
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import run_record
-from deltashard_operator.run.failure import SETTLE_S
 
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, Api, checkpoint_run, controller_of, job, pod
@@ -39,13 +34,9 @@ class Told:
 
     def __init__(self) -> None:
         self.directives: list[Directive] = []
-        self.sighted: list[tuple[Sighted, Mapping[str, str]]] = []
 
     def direct(self, run_key: RunKey, directive: Directive) -> None:
         self.directives.append(directive)
-
-    def inform(self, sighted: Sighted, hearers: Mapping[str, str]) -> None:
-        self.sighted.append((sighted, hearers))
 
     def forget(self, run_key: RunKey) -> None:
         pass
@@ -235,9 +226,6 @@ def test_a_decider_hears_of_failures_when_it_comes_and_again_when_they_doubled(t
             await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
 
         await beat(1)
-        assert [(each.seen.lossy, each.pods, hearers) for each, hearers in told.sighted] == [
-            (0.0, 1, {"p-1": "p"})
-        ]
         assert [(each.policy.goal, each.policy.interval_mode) for each in told.directives] == [
             ("auto", "off")
         ]
@@ -245,153 +233,9 @@ def test_a_decider_hears_of_failures_when_it_comes_and_again_when_they_doubled(t
             for wait_s in (1.0, 30.0):
                 now_s += wait_s
                 await beat(attempt)
-        assert len(told.sighted) == 1, "not more than once an hour"
-        now_s += 3600.0
-        await beat(attempt)
-        assert [round(each.seen.lossy) for each, _ in told.sighted] == [0, 7]
+        (seen,) = (each.incidents.evidence for each in controller.runs())
+        assert round(seen.lossy) == 7
         assert len(told.directives) == 1
-
-    asyncio.run(scenario())
-
-
-class Beating:
-    """A controller that has seen the Job, and sidecars of it that come, report and go."""
-
-    def __init__(self) -> None:
-        self.now_s = time.time()
-        api = Api()
-        api.let_go.set()
-        self.controller = controller_of(api, wall=lambda: self.now_s)
-        self.told = Told()
-        self.controller.follow(self.told)
-
-    async def begin(self) -> None:
-        await self.controller.load()
-        self.controller.watches.on_job(job())
-        self.controller.watches.on_list()
-        await self.controller.watches.settle()
-
-    def comes(self, uid: str, process: str) -> Hello:
-        """Its pod and the stream of its process."""
-        document = pod()
-        document["metadata"] |= {"uid": uid, "name": f"train-{uid}"}
-        self.controller.watches.on_pod(document)
-        hello = Hello(namespace="n", pod=f"train-{uid}", pod_uid=uid, process=process, workload_uid=UID)
-        self.controller.connected(hello)
-        return hello
-
-    def goes(self, hello: Hello, **status: Any) -> None:
-        """Its pod ended like this, and is deleted."""
-        self.controller.disconnected(hello)
-        document = pod()
-        document["metadata"] |= {"uid": hello.pod_uid, "name": hello.pod}
-        document["status"] |= status
-        self.controller.watches.on_pod(document)
-        self.controller.watches.pod_gone(ObjectKey("n", hello.pod, hello.pod_uid), document)
-
-    async def trains(self, hello: Hello, seconds: float, *, attempt: int, **more: Any) -> None:
-        """Heartbeats for so long."""
-        ranks = (Rank(rank=0, world_size=1, step=5),)
-        until_s = self.now_s + seconds
-        while True:
-            fields: dict[str, Any] = {"phase": Phase.TRAINING} | more
-            said = Heartbeat(
-                run=f"n/train-{UID}", attempt=10 * attempt, openings=attempt, ranks=ranks, **fields
-            )
-            self.controller.reported(hello, said)
-            await self.ticks()
-            if self.now_s >= until_s:
-                return
-            self.now_s = min(self.now_s + 15.0, until_s)
-
-    async def ticks(self) -> None:
-        """Conclusions are drawn, and written."""
-        self.controller.tick()
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
-
-    def heard(self) -> list[tuple[Mapping[str, str], int, float]]:
-        """Who was told since the last time, of how many lossy failures and hours of training."""
-        found = [
-            (hearers, round(each.seen.lossy), each.seen.exposure_s / 3600)
-            for each, hearers in self.told.sighted
-        ]
-        self.told.sighted.clear()
-        return found
-
-
-def test_a_renewed_stream_hears_nothing_and_a_new_process_what_is_counted_now() -> None:
-    """A word that is said again would undo what the sidecar has counted since it was new."""
-
-    async def scenario() -> None:
-        run = Beating()
-        await run.begin()
-        first = run.comes("p-1", "s-1")
-        await run.trains(first, 0.0, attempt=1)
-        assert run.heard() == [({"p-1": "s-1"}, 0, 0.0)]
-        for _ in range(4):
-            await run.trains(first, 1800.0, attempt=1)
-            run.controller.disconnected(first)
-            run.now_s += 2.0
-            await run.ticks()
-            first = run.comes("p-1", "s-1")
-        await run.trains(first, 0.0, attempt=1)
-        assert run.heard() == []
-        run.controller.disconnected(first)
-        again = run.comes("p-1", "s-2")
-        await run.trains(again, 0.0, attempt=1)
-        (word,) = run.heard()
-        assert word[:2] == ({"p-1": "s-2"}, 0)
-        assert 1.9 < word[2] < 2.1, "two hours, as trained by now"
-        run.now_s += 5.0
-        run.controller.disconnected(again)
-        await run.trains(run.comes("p-1", "s-2"), 0.0, attempt=1)
-        assert [each[0] for each in run.heard()] == [{"p-1": "s-2"}], "the word may have been lost"
-
-    asyncio.run(scenario())
-
-
-def test_a_pod_that_comes_after_a_failure_hears_of_it_once_it_is_counted_and_then_at_once() -> None:
-    """Before, the word would take back what its sidecar counted itself; the hour of changed rates is not for it."""
-
-    async def scenario() -> None:
-        run = Beating()
-        await run.begin()
-        here = run.comes("p-0", "s-0")
-        await run.trains(here, 600.0, attempt=1)
-        assert run.heard() == [({"p-0": "s-0"}, 0, 0.0)]
-        killed = {"name": "trainer", "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
-        for failures in (1, 2, 3):
-            run.goes(here, phase="Failed", containerStatuses=[killed])
-            run.now_s += 60.0
-            here = run.comes(f"p-{failures}", f"s-{failures}")
-            await run.trains(here, 0.0, attempt=0)
-            await run.trains(here, SETTLE_S - 1.0, attempt=failures + 1)
-            assert run.heard() == []
-            await run.trains(here, JUDGE_S, attempt=failures + 1)
-            assert [each[:2] for each in run.heard()] == [({f"p-{failures}": f"s-{failures}"}, failures)]
-            await run.trains(here, 600.0, attempt=failures + 1)
-            assert run.heard() == []
-
-    asyncio.run(scenario())
-
-
-def test_a_pod_that_was_evicted_after_its_save_is_no_failure_in_the_word_of_a_slow_restore() -> None:
-    """That nothing was lost is known when the checkpoint is restored, which takes longer than the attempt settles."""
-
-    async def scenario() -> None:
-        run = Beating()
-        await run.begin()
-        here = run.comes("p-0", "s-0")
-        await run.trains(here, 600.0, attempt=1)
-        evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
-        run.goes(here, conditions=[evicted])
-        assert len(run.heard()) == 1
-        here = run.comes("p-1", "s-1")
-        await run.trains(here, 120.0, attempt=2, phase=Phase.RESTORING)
-        assert run.heard() == []
-        restored = Incident(id=1, kind=IncidentKind.RESTORED, step=5)
-        await run.trains(here, 0.0, attempt=2, incidents=(restored,))
-        assert [each[:2] for each in run.heard()] == [({"p-1": "s-1"}, 0)]
 
     asyncio.run(scenario())
 

@@ -362,37 +362,6 @@ def test_of_several_that_decide_the_one_with_rank_0_counts() -> None:
     )
     run, _ = watched_run.with_report(run, hello("p-2", "s-2"), other, NOW_S)
     assert run.decisions == (DECIDED,)
-    assert run.deciders == {"p-1": "s-1"}
-
-
-def test_who_decides_is_told_nothing_before_its_interruption_is_counted() -> None:
-    run, _ = watched_run.with_report(training(), hello(), beat(attempt=0), NOW_S)
-    assert not judged(run).deciders, "its trainer has no attempt yet"
-    run, _ = watched_run.with_report(run, hello(), beat(attempt=2), NOW_S + 1)
-    assert not run.deciders
-    run = judged(run, NOW_S + 1)
-    assert not judged(run, NOW_S + failure.SETTLE_S).deciders
-    assert not judged(again(run), NOW_S + 2).deciders, "nor by a new controller"
-    run = judged(run, NOW_S + 1 + failure.SETTLE_S)
-    assert run.deciders == {"p-1": "s-1"}
-    run, _ = watched_run.with_report(run, hello(), beat(At.RESTORING, attempt=2), NOW_S)
-    assert not run.deciders, "what was lost is not known"
-    run, _ = watched_run.with_report(run, hello(), beat(At.SAVING, attempt=2), NOW_S)
-    assert run.deciders
-
-
-def test_where_pods_are_runs_of_their_own_those_that_train_on_do_not_wait_for_one() -> None:
-    run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
-    for index in "01":
-        run = watched_run.with_pod(run, pod(uid=f"p-{index}", index=index), node_ready=True, now_s=NOW_S)
-        said = beat(run=f"team/train-u-1-{index}")
-        run, _ = watched_run.with_report(run, hello(f"p-{index}"), said, NOW_S)
-    run = judged(run)
-    assert run.deciders == {"p-0": "s-1", "p-1": "s-1"}
-    run, _ = watched_run.with_report(run, hello("p-1"), beat(run="team/train-u-1-1", attempt=2), NOW_S)
-    run = judged(run)
-    assert run.deciders == {"p-0": "s-1"}
-    assert judged(run, NOW_S + failure.SETTLE_S).deciders == {"p-0": "s-1", "p-1": "s-1"}
 
 
 def test_a_chosen_interval_is_shown_and_not_where_it_began() -> None:

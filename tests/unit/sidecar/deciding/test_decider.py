@@ -454,29 +454,6 @@ def test_a_commit_that_says_nonsense_is_passed_over() -> None:
     assert "1 lossy failures" in life.decider.decisions()[0].evidence
 
 
-def test_the_controllers_count_takes_the_place_of_ours() -> None:
-    """Finite and not negative, or it is refused; training goes on from there."""
-    life = Life()
-    life.open()
-    life.saves(2 * ENOUGH, lambda: 0.5)
-    before = life.decider.measured()
-    assert before is not None
-    for nonsense in (
-        {"lossy": -1.0},
-        {"exposure_s": float("nan")},
-        {"pool_lossy": float("inf")},
-        {"pods": 1 << 31},
-    ):
-        life.decider.told(fleet.Evidence(**nonsense))  # type: ignore[arg-type]
-    assert life.decider.measured() == before
-    life.decider.told(fleet.Evidence(exposure_s=36000.0, lossy=100.0, restores=120.0, pods=8))
-    measured = life.decider.measured()
-    assert measured is not None
-    assert measured.mtbf_s < 3 * 3600.0
-    assert life.changed("failures") == 1
-    assert life.every_s < 300.0
-
-
 def test_another_goal_or_bound_is_followed_at_once_without_measuring_anew() -> None:
     """The choice is made anew from what is known."""
     life = Life()
