@@ -135,20 +135,15 @@ def differential_named(name: str) -> Differential:
     raise UnknownWord(f"unknown differential policy {name!r}", remedy=f"one of {', '.join(DIFFERENTIALS)}")
 
 
-# Modes of decisions
+# Rules by which bits are chosen
 
-DecisionMode = Literal["off", "advise", "apply"]
-DECISION_MODES: tuple[DecisionMode, ...] = get_args(DecisionMode)
-"""off: nothing is computed; advise: it is computed and shown; apply: and it holds."""
-DEFAULT_INTERVAL_MODE: DecisionMode = "apply"
-DEFAULT_BITS_MODE: DecisionMode = "advise"
-BITS_GOALS = ("", "budget", "check-n-run")
-"""How bits are chosen; nothing: not at all."""
+BITS_RULES = ("budget", "check-n-run")
+NO_BITS_RULE = "fixed"
+BITS_GOALS = ("", *BITS_RULES, NO_BITS_RULE)
+"""Nothing and fixed: bits are not chosen. In a directive, nothing keeps what the pod was started with."""
 
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "interval_mode": DECISION_MODES,
-    "bits_mode": DECISION_MODES,
     "bits_goal": BITS_GOALS,
     "encoding": ENCODING_CHOICES,
     "state_encoding": STATE_ENCODINGS,

@@ -21,7 +21,7 @@ from typing import Any
 from deltashard_checkpoint.deciding.goal import goal
 from deltashard_checkpoint.deciding.precision import encodings_of
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.vocabulary import CHOICES
+from deltashard_checkpoint.vocabulary import BITS_RULES, CHOICES
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -31,7 +31,7 @@ KEY = "deltashard/directive"
 """Name in a commit's metadata; the prefix `deltashard/` is not the user's."""
 MAX_TEXT = 4096
 _MAX_INT = (1 << 63) - 1
-_CHOSEN = ("encoding", "differential", "state_encoding", "interval_mode", "bits_goal", "bits_mode")
+_CHOSEN = ("encoding", "differential", "state_encoding", "bits_goal")
 """Fields that take a word of `CHOICES`."""
 _WORDS = (*_CHOSEN, "goal", "tables")
 _SECONDS = ("every_s", "least_s", "most_s")
@@ -52,18 +52,16 @@ class Policy:
     differential: str = ""
     state_encoding: str = ""
     goal: str = ""
-    interval_mode: str = ""
     least_s: float = 0.0
     most_s: float = 0.0
     bits_goal: str = ""
-    bits_mode: str = ""
     least_bits: int = 0
     tables: str = ""
 
     @property
-    def looks_at_bits(self) -> bool:
-        """Whether encodings of tables are chosen, be it only to be shown."""
-        return bool(self.bits_goal) and self.bits_mode != "off"
+    def chooses_bits(self) -> bool:
+        """Whether encodings of tables are chosen."""
+        return self.bits_goal in BITS_RULES
 
     @classmethod
     def of(cls, source: Settings | pb.Policy) -> Policy:

@@ -233,7 +233,7 @@ class SaveService:
             precision=holding.precision,
             chain_precision=holding.chain_precision,
             increments=holding.increments,
-            samples=policy.looks_at_bits and (session.who.rank == 0 or ranks.here),
+            samples=policy.chooses_bits and (session.who.rank == 0 or ranks.here),
             layout=session.attempt.layout,
             follows=None if in_force.directive is None else in_force.directive.text(),
             profile=self._decider.text(closing=begin.urgent or begin.reason == "close")

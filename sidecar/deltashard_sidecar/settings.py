@@ -26,10 +26,8 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.object_key import validate_run
 from deltashard_checkpoint.vocabulary import (
     CHOICES,
-    DEFAULT_BITS_MODE,
     DEFAULT_DIFFERENTIAL,
     DEFAULT_ENCODING,
-    DEFAULT_INTERVAL_MODE,
     DEFAULT_SEARCH_MODE,
     DEFAULT_STATE_ENCODING,
     ONE_RUN,
@@ -110,8 +108,6 @@ class Settings:
     goal: str = ""
     """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02; nothing or fixed: as
     `every_s` and `every_steps` say. A chosen interval begins at `every_s`, or a minute, until saves were measured."""
-    interval_mode: str = DEFAULT_INTERVAL_MODE
-    """Whether a chosen interval holds: {choices}; advise only shows it."""
     least_s: float = 0.0
     """Shortest interval that may be chosen, in seconds; 0: no bound of the user's."""
     most_s: float = 0.0
@@ -120,9 +116,7 @@ class Settings:
     """Names image and limits: what saves cost is remembered from commit to commit, and counts where this, the node's
     processors, the world size and the version are the same."""
     bits_goal: str = ""
-    """How bits of weights are chosen, by table: budget or check-n-run; nothing: as `encoding` says."""
-    bits_mode: str = DEFAULT_BITS_MODE
-    """Whether chosen bits hold: {choices}; advise only shows them."""
+    """How bits of weights are chosen, by table: budget or check-n-run; nothing or fixed: as `encoding` says."""
     least_bits: int = 0
     """Bits that no table is stored below when they are chosen; 0: no bound of the user's."""
     tables: str = ""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from deltashard_checkpoint.deciding.goal import goal as goal_of
 from deltashard_checkpoint.deciding.precision import by_table, text_of
-from deltashard_checkpoint.vocabulary import BITS_GOALS, ENCODING_CHOICES
+from deltashard_checkpoint.vocabulary import BITS_RULES, ENCODING_CHOICES
 from torch import nn
 
 from deltashard.errors import UserError
@@ -267,7 +267,7 @@ def check_flag(name: str, value: object) -> None:
 
 def bits_settings(bits: object, tables: object) -> dict[str, object]:
     """Settings of the sidecar for how bits are chosen; raises `UserError`."""
-    if bits is not None and bits not in [each for each in BITS_GOALS if each]:
+    if bits is not None and bits not in BITS_RULES:
         raise _refusal(
             "bits",
             bits,
@@ -290,7 +290,7 @@ def bits_settings(bits: object, tables: object) -> dict[str, object]:
         )
     said: dict[str, object] = {}
     if bits is not None:
-        said |= {"bits_goal": bits, "bits_mode": "apply"}
+        said["bits_goal"] = bits
     if tables:
         said["tables"] = text_of(tables)
     return said

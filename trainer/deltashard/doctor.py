@@ -165,10 +165,9 @@ def timer_of(policy: pb.Policy) -> str:
     timer = " and ".join(said) or "on demand only"
     if not policy.goal or policy.goal == "fixed":
         return timer
-    if not said and policy.interval_mode == "apply":  # no attempt is open yet
+    if not said:  # no attempt is open yet
         timer = "at an interval that is chosen when training begins"
-    held = {"advise": "which is only advised about", "off": "which is switched off"}
-    return f"{timer} (goal {policy.goal}{', ' * (policy.interval_mode in held)}{held.get(policy.interval_mode, '')})"
+    return f"{timer} (goal {policy.goal})"
 
 
 def _held(value: object) -> Iterator[Tensor]:

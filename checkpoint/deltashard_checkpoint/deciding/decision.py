@@ -1,11 +1,9 @@
-"""A decision as people and machines are told of it: what holds, what would, and why. Pure."""
+"""A decision as people and machines see it: what is in force, what the rule says, and why. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-from deltashard_checkpoint.vocabulary import DecisionMode
 
 Subject = Literal["interval", "bits", "recovery"]
 
@@ -15,13 +13,12 @@ class Decision:
     """One decision of a run."""
 
     subject: Subject
-    mode: DecisionMode
     goal: str
     """In the user's words."""
     value: str
     """What is in force."""
     would: str
-    """What the rule says; the same as `value` where it is applied."""
+    """What the rule says; the same as `value` where the rule is in force."""
     why: str
     """A sentence."""
     bound: str = ""

@@ -1,7 +1,7 @@
 """What of the decider rides in every commit's metadata, beside the directive: who starts next goes on from there. Pure.
 
-It is the profile's document with four names more: `held`, `applied`, `evidence` and `closing`. Only under a goal is
-anything written. Where image, node type or world size differ (`Profile.key`), what was measured counts for nothing, and
+It is the profile's document with three names more: `held`, `evidence` and `closing`. Only under a goal is anything
+written. Where image, node type or world size differ (`Profile.key`), what was measured counts for nothing, and
 only the evidence goes on: failures are the run's.
 """
 
@@ -19,7 +19,7 @@ from deltashard_checkpoint.deciding.interval import ENOUGH, Basis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A choice in force, or advised."""
+    """A choice in force."""
 
     basis: Basis
     goal: str
@@ -40,8 +40,6 @@ class Record:
     profile: Profile
     held: Held | None = None
     """The newest choice; None: none yet."""
-    applied: bool = False
-    """Whether it is in force, and not only shown. False where a commit does not say, as some of 2026 do not."""
     evidence: Evidence = field(default_factory=Evidence)
     closing: bool = False
     """Whether the trainer's end asked for this save: a restart from it lost nothing."""
@@ -56,7 +54,6 @@ class Record:
         """Its form in a commit's metadata."""
         document = json.loads(self.profile.text()) | {
             "held": None if self.held is None else {"goal": self.held.goal, **asdict(self.held.basis)},
-            "applied": self.applied,
             "evidence": asdict(self.evidence),
             "closing": self.closing,
         }
@@ -81,7 +78,6 @@ def recorded(text: str) -> Record:
         return Record(
             profile=profile,
             held=held,
-            applied=found.get("applied") is True,
             evidence=Evidence(**counts),
             closing=found["closing"] is True,
         )

@@ -95,4 +95,4 @@ def advised(now: Situation, *, pls: float, load_s: float, reschedule_s: float) -
 
 
 def _decision(aim: Goal, value: str, would: str, why: str) -> Decision:
-    return Decision(subject="recovery", mode="advise", goal=str(aim), value=value, would=would, why=why)
+    return Decision(subject="recovery", goal=str(aim), value=value, would=would, why=why)

@@ -10,7 +10,6 @@ from deltashard_cli.output import age, plural
 
 Document = Mapping[str, Any]
 NEWEST_LOSSES = 5
-_APPLIED = {"apply": "", "advise": " (advised only: what the policy states is in force)", "off": " (off)"}
 
 
 def moment(text: object) -> float | None:
@@ -59,7 +58,7 @@ def decided(run: Document) -> Iterator[str]:
         goal = f", for the goal {each['goal']}" if each.get("goal") else ""
         would = each.get("would", "")
         value = f"{str(each['subject']).capitalize()}: {each.get('value') or 'not told yet'}"
-        yield f"{value}{goal}{_APPLIED.get(each['mode'], '')}."
+        yield f"{value}{goal}."
         if would and would != each.get("value"):
             yield f"  The rule says {would}."
         for name, text in (("Because", "why"), ("Bound:", "bound"), ("It rests on", "evidence")):

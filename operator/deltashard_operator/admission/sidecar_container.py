@@ -116,7 +116,6 @@ def _choices(policy: Policy, place: Place) -> dict[str, str]:
     if policy.goal != FIXED:
         found |= {
             "DELTASHARD_GOAL": policy.goal,
-            "DELTASHARD_INTERVAL_MODE": policy.interval_mode,
             "DELTASHARD_LEAST_S": notes.seconds(policy.least_s) if policy.least_s else "",
             "DELTASHARD_MOST_S": notes.seconds(policy.most_s) if policy.most_s else "",
             "DELTASHARD_PROFILE_KEY": place.profile_key,
@@ -124,7 +123,6 @@ def _choices(policy: Policy, place: Place) -> dict[str, str]:
     if policy.bits_goal:
         found |= {
             "DELTASHARD_BITS_GOAL": policy.bits_goal,
-            "DELTASHARD_BITS_MODE": policy.bits_mode,
             "DELTASHARD_LEAST_BITS": str(policy.least_bits or ""),
         }
     return found

@@ -183,7 +183,7 @@ class Whys:
 
 
 def _decided(made: Decision) -> tuple[str, ...]:
-    return made.mode, made.goal, made.value, made.would, str(bool(made.unreachable))
+    return made.goal, made.value, made.would, str(bool(made.unreachable))
 
 
 class _OfRuns(Collector):
@@ -251,7 +251,7 @@ class _OfRuns(Collector):
         decision = GaugeMetricFamily(
             "deltashard_run_decision_info",
             "1 for each decision of the run; why it holds, with the figures of the moment at which it came to",
-            labels=(*LABELS, "subject", "mode", "goal", "reachable", "value", "would", "why"),
+            labels=(*LABELS, "subject", "goal", "reachable", "value", "would", "why"),
         )
         total = GaugeMetricFamily("deltashard_runs", "Runs, by phase", labels=("phase",))
         for each, n in by_phase.items():
@@ -276,7 +276,7 @@ class _OfRuns(Collector):
                 reachable = str(not made.unreachable).lower()
                 why = self._whys.of(run, made)
                 decision.add_metric(
-                    (*labels, made.subject, made.mode, made.goal, reachable, made.value, made.would, why), 1
+                    (*labels, made.subject, made.goal, reachable, made.value, made.would, why), 1
                 )
             counters["failures"].add_metric(labels, run.failures)
             counters["restores"].add_metric(labels, run.restores)

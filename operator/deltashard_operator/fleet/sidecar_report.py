@@ -23,7 +23,7 @@ from typing import Protocol, get_args
 from deltashard_checkpoint.deciding.decision import Decision, Subject
 from deltashard_checkpoint.deciding.precision import MAX_TABLES
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.vocabulary import DECISION_MODES, FLEET_PROTOCOL
+from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL, NO_BITS_RULE
 from deltashard_proto.cause import heard
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
@@ -43,7 +43,7 @@ MAX_INCIDENTS = 64
 """Incidents in a heartbeat; the sidecar keeps as many."""
 MAX_REASON = 512
 """Characters of each text of a decision."""
-FIXED, OFF = "fixed", "off"
+FIXED = "fixed"
 NO_LEAST_S, NO_MOST_S, NO_LEAST_BITS, NO_TABLES = 0.001, 365 * 86400.0, 2, ","
 """Bounds that bind nothing: nothing at all would keep those that the pod was started with."""
 
@@ -176,20 +176,18 @@ class PolicyInForce:
     state_encoding: str = ""
     goal: str = ""
     """What the interval is chosen for; empty: it is fixed."""
-    interval_mode: str = ""
     least_s: float = 0.0
     most_s: float = 0.0
     bits_goal: str = ""
     """What the bits are chosen for; empty: they are not."""
-    bits_mode: str = ""
     least_bits: int = 0
     tables: str = ""
     """Encodings of single tables, `table=encoding,...`."""
 
     @property
     def chooses_interval(self) -> bool:
-        """Whether the interval is chosen and holds, so that `every_s` is only where it begins."""
-        return bool(self.goal) and self.interval_mode in ("", "apply")
+        """Whether the interval is chosen, so that `every_s` is only where it begins."""
+        return bool(self.goal)
 
     @property
     def timed(self) -> bool:
@@ -287,11 +285,9 @@ class Directive:
                 differential=policy.differential,
                 state_encoding=policy.state_encoding,
                 goal=policy.goal or FIXED,
-                interval_mode=policy.interval_mode,
                 least_s=policy.least_s or NO_LEAST_S,
                 most_s=policy.most_s or NO_MOST_S,
-                bits_goal=policy.bits_goal,
-                bits_mode=policy.bits_mode if policy.bits_goal else OFF,
+                bits_goal=policy.bits_goal or NO_BITS_RULE,
                 least_bits=policy.least_bits or NO_LEAST_BITS,
                 tables=policy.tables or NO_TABLES,
             ),
@@ -397,16 +393,14 @@ def _measured(message: wire.Measured) -> Measured:
 
 
 def _decisions(messages: Sequence[wire.Decision]) -> tuple[Decision, ...]:
-    """The first of each subject; subjects and modes that a newer sidecar made up are nothing that could be shown."""
+    """The first of each subject; a subject that is not known is skipped."""
     found: dict[str, Decision] = {}
     for each in messages[:MAX_INCIDENTS]:
         subject = next((known for known in SUBJECTS if known == each.subject), None)
-        mode = next((known for known in DECISION_MODES if known == each.mode), None)
-        if subject is None or mode is None or subject in found:
+        if subject is None or subject in found:
             continue
         found[subject] = Decision(
             subject=subject,
-            mode=mode,
             goal=_text(each.goal, MAX_WORD),
             value=_text(each.value, MAX_REASON),
             would=_text(each.would, MAX_REASON),
@@ -465,11 +459,9 @@ def _policy(message: trainer_wire.Policy) -> PolicyInForce:
         differential=_text(message.differential, MAX_WORD),
         state_encoding=_text(message.state_encoding, MAX_WORD),
         goal=goal,
-        interval_mode=_text(message.interval_mode, MAX_WORD) if goal else "",
         least_s=_bound_s(message.least_s, NO_LEAST_S),
         most_s=_bound_s(message.most_s, NO_MOST_S),
-        bits_goal=_text(message.bits_goal, MAX_WORD),
-        bits_mode=_text(message.bits_mode, MAX_WORD) if message.bits_goal else "",
+        bits_goal="" if message.bits_goal == NO_BITS_RULE else _text(message.bits_goal, MAX_WORD),
         least_bits=0 if message.least_bits == NO_LEAST_BITS else _count(message.least_bits),
         tables="" if message.tables == NO_TABLES else _text(message.tables, MAX_TABLES),
     )

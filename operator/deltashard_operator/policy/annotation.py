@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.deciding.goal import BadGoal
 from deltashard_checkpoint.deciding.goal import goal as goal_of
-from deltashard_checkpoint.vocabulary import BITS_CHOICES, BITS_GOALS, ONE_RUN, RUN_PER_POD
+from deltashard_checkpoint.vocabulary import BITS_CHOICES, BITS_RULES, NO_BITS_RULE, ONE_RUN, RUN_PER_POD
 
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
@@ -33,8 +33,8 @@ from deltashard_operator.policy.refusal import Refusal
 MIN_ARENA_BYTES = 64 << 20
 MAX_ARENA_BYTES = 1 << 40
 MAX_INTERVAL_S = 7 * 86400.0
-NO_PRECISION = "fixed"
-PRECISIONS = (*filter(None, BITS_GOALS), NO_PRECISION)
+NO_PRECISION = NO_BITS_RULE
+PRECISIONS = (*BITS_RULES, NO_PRECISION)
 """What bits may be chosen for, and that they are not chosen."""
 _ENCODING_OF = {str(bits): encoding for bits, encoding in BITS_CHOICES.items()}
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from deltashard_checkpoint.deciding.goal import BadGoal
 from deltashard_checkpoint.deciding.goal import goal as goal_of
 from deltashard_checkpoint.deciding.precision import MAX_TABLES, text_of
-from deltashard_checkpoint.vocabulary import DECISION_MODES, ENCODING_CHOICES
+from deltashard_checkpoint.vocabulary import ENCODING_CHOICES
 
 from deltashard_operator.kube import quantity
 from deltashard_operator.policy.refusal import Refusal
@@ -69,10 +69,6 @@ class Fields:
         """True or false."""
         value = self._value.get(key, default)
         return value if isinstance(value, bool) else self.fail(key, "true or false")
-
-    def mode(self, key: str, default: str) -> str:
-        """Whether what is chosen holds."""
-        return self.choice(key, default, DECISION_MODES)
 
     def goal(self, key: str, default: str) -> str:
         """What an interval is chosen for."""

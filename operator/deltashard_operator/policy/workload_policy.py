@@ -20,10 +20,8 @@ from typing import Any
 
 from deltashard_checkpoint.vocabulary import (
     BITS_CHOICES,
-    DEFAULT_BITS_MODE,
     DEFAULT_DIFFERENTIAL,
     DEFAULT_ENCODING,
-    DEFAULT_INTERVAL_MODE,
     DIFFERENTIALS,
     ENCODING_CHOICES,
     ENCODINGS,
@@ -83,15 +81,15 @@ class Policy:
     differential: str = DEFAULT_DIFFERENTIAL
     goal: str = FIXED
     """What the interval is chosen for; `every_s` is where it begins."""
-    interval_mode: str = DEFAULT_INTERVAL_MODE
     least_s: float = 0.0
     most_s: float = 0.0
     bits_goal: str = ""
     """What the bits are chosen for; empty: they are not."""
-    bits_mode: str = DEFAULT_BITS_MODE
     least_bits: int = 0
     tables: str = ""
     """Encodings of single tables, as the sidecar takes them."""
+    decides: bool = True
+    """Whether the cluster lets intervals and bits be chosen."""
     arena_bytes: int = 256 << 20
     cache_bytes: int = 0
     """Disk for the sidecar's cache; never 0 once resolved."""
@@ -177,6 +175,8 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
         policy = replace(policy, goal=annotations.goal)
     if annotations.precision is not None:
         policy = replace(policy, bits_goal=_precision(annotations.precision))
+    if not policy.decides:
+        policy = replace(policy, goal=FIXED, bits_goal="")
     return replace(
         policy,
         cache_bytes=policy.cache_bytes or min(CACHE_ARENAS * policy.arena_bytes, MAX_CACHE_BYTES),
@@ -199,7 +199,6 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
     requests, limits = resources.fields("requests"), resources.fields("limits")
     fleet = top.fields("fleet")
     interval, precision = top.fields("interval"), top.fields("precision")
-    decides = top.fields(_DECIDING).boolean("enabled", default=True)
     least_s, most_s = (interval.integer(key, 0, high=7 * 86400) for key in ("leastSeconds", "mostSeconds"))
     if most_s and least_s > most_s:
         interval.fail("leastSeconds", f"seconds up to mostSeconds, which is {most_s}")
@@ -225,11 +224,9 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         encoding=top.choice("encoding", BITS_CHOICES[bits], ENCODING_CHOICES),
         differential=top.choice("differential", DEFAULT_DIFFERENTIAL, DIFFERENTIALS),
         goal=interval.goal("goal", FIXED),
-        interval_mode=interval.mode("mode", DEFAULT_INTERVAL_MODE) if decides else "off",
         least_s=float(least_s),
         most_s=float(most_s),
         bits_goal=_precision(precision.choice("goal", NO_PRECISION, PRECISIONS)),
-        bits_mode=precision.mode("mode", DEFAULT_BITS_MODE) if decides else "off",
         least_bits=precision.one_of("leastBits", 0, LEAST_BITS),
         tables=precision.tables("tables"),
         arena_bytes=whole_blocks(
@@ -252,6 +249,7 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         reclaim=top.choice("reclaimPolicy", RETAIN, RECLAIM_POLICIES),
         reclaim_after_s=top.integer("reclaimAfterSeconds", RECLAIM_AFTER_S, high=MAX_RECLAIM_AFTER_S),
         reclaim_account=top.text("reclaimServiceAccount", "", NAME),
+        decides=top.fields(_DECIDING).boolean("enabled", default=True),
         reclaims=top.fields(_RECLAIMING).boolean("enabled", default=False),
         fleet=fleet.text("address", "", _ADDRESS),
         fleet_ca=fleet.text("ca", ""),

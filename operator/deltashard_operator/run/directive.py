@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deltashard_checkpoint.vocabulary import DEFAULT_BITS_MODE, DEFAULT_INTERVAL_MODE
-
 from deltashard_operator.fleet.sidecar_report import PolicyInForce
 from deltashard_operator.kube.cluster_name import POLICY
 from deltashard_operator.policy import annotation as notes
@@ -43,14 +41,12 @@ def _choice(policy: Policy) -> dict[str, Any]:
     if policy.goal != workload_policy.FIXED:
         found |= {
             "goal": policy.goal,
-            "interval_mode": policy.interval_mode,
             "least_s": policy.least_s,
             "most_s": policy.most_s,
         }
     if policy.bits_goal:
         found |= {
             "bits_goal": policy.bits_goal,
-            "bits_mode": policy.bits_mode,
             "least_bits": policy.least_bits,
         }
     return found
@@ -67,11 +63,10 @@ def differs(wanted: PolicyInForce, in_force: PolicyInForce) -> bool:
         and (wanted.every_s, wanted.every_steps) != (in_force.every_s, in_force.every_steps)
     ):
         return True
-    chooses_bits = bool(wanted.bits_goal) and wanted.bits_mode == "apply"
     return any(
         ask and ask != have
         for ask, have in (
-            ("" if chooses_bits else wanted.encoding, in_force.encoding),
+            ("" if wanted.bits_goal else wanted.encoding, in_force.encoding),
             (wanted.differential, in_force.differential),
         )
     )
@@ -79,15 +74,9 @@ def differs(wanted: PolicyInForce, in_force: PolicyInForce) -> bool:
 
 def _interval(policy: PolicyInForce) -> tuple[object, ...]:
     """How the interval is chosen; empty: it is not."""
-    mode = policy.interval_mode or DEFAULT_INTERVAL_MODE
-    if not policy.goal or mode == "off":
-        return ()
-    return policy.goal, mode, policy.least_s, policy.most_s
+    return (policy.goal, policy.least_s, policy.most_s) if policy.goal else ()
 
 
 def _bits(policy: PolicyInForce) -> tuple[object, ...]:
     """How bits are chosen, if they are, and the user's own."""
-    mode = policy.bits_mode or DEFAULT_BITS_MODE
-    if not policy.bits_goal or mode == "off":
-        return (policy.tables,)
-    return policy.bits_goal, mode, policy.least_bits, policy.tables
+    return (policy.bits_goal, policy.least_bits, policy.tables) if policy.bits_goal else (policy.tables,)

@@ -471,15 +471,12 @@ def _short(why: str) -> str:
 def _decision(decision: Decision) -> Document:
     return {
         "subject": decision.subject,
-        "mode": decision.mode,
         **_clipped({name: getattr(decision, name) for name in _TEXTS}),
     }
 
 
 def _decision_of(found: Mapping[str, Any]) -> Decision:
-    return Decision(
-        subject=found["subject"], mode=found["mode"], **{name: found.get(name, "") for name in _TEXTS}
-    )
+    return Decision(subject=found["subject"], **{name: found.get(name, "") for name in _TEXTS})
 
 
 _TEXTS = ("goal", "value", "would", "why", "bound", "evidence", "unreachable")
@@ -515,11 +512,9 @@ def _directed(policy: PolicyInForce) -> Document:
             "encoding": policy.encoding,
             "differential": policy.differential,
             "goal": policy.goal,
-            "intervalMode": policy.interval_mode,
             "leastMilliseconds": round(policy.least_s * 1000),
             "mostMilliseconds": round(policy.most_s * 1000),
             "precisionGoal": policy.bits_goal,
-            "precisionMode": policy.bits_mode,
             "leastBits": policy.least_bits,
             "tables": policy.tables,
         }
@@ -533,11 +528,9 @@ def _directed_of(found: Mapping[str, Any]) -> PolicyInForce:
         encoding=found.get("encoding", ""),
         differential=found.get("differential", ""),
         goal=found.get("goal", ""),
-        interval_mode=found.get("intervalMode", ""),
         least_s=found.get("leastMilliseconds", 0) / 1000,
         most_s=found.get("mostMilliseconds", 0) / 1000,
         bits_goal=found.get("precisionGoal", ""),
-        bits_mode=found.get("precisionMode", ""),
         least_bits=int(found.get("leastBits", 0)),
         tables=found.get("tables", ""),
     )

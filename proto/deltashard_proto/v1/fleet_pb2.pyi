@@ -151,9 +151,8 @@ class Measured(_message.Message):
     def __init__(self, step_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., slowdown_s: _Optional[float] = ..., cost_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., restore_s: _Optional[float] = ..., reschedule_s: _Optional[float] = ..., saves: _Optional[int] = ..., mtbf_s: _Optional[float] = ..., trained_s: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("subject", "mode", "goal", "value", "would", "why", "bound", "evidence", "unreachable")
+    __slots__ = ("subject", "goal", "value", "would", "why", "bound", "evidence", "unreachable")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
     GOAL_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     WOULD_FIELD_NUMBER: _ClassVar[int]
@@ -162,7 +161,6 @@ class Decision(_message.Message):
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     subject: str
-    mode: str
     goal: str
     value: str
     would: str
@@ -170,7 +168,7 @@ class Decision(_message.Message):
     bound: str
     evidence: str
     unreachable: str
-    def __init__(self, subject: _Optional[str] = ..., mode: _Optional[str] = ..., goal: _Optional[str] = ..., value: _Optional[str] = ..., would: _Optional[str] = ..., why: _Optional[str] = ..., bound: _Optional[str] = ..., evidence: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
+    def __init__(self, subject: _Optional[str] = ..., goal: _Optional[str] = ..., value: _Optional[str] = ..., would: _Optional[str] = ..., why: _Optional[str] = ..., bound: _Optional[str] = ..., evidence: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("run", "phase", "ranks", "attempt", "last_commit", "last_commit_at_s", "policy", "stored_bytes", "checkpoints", "restores", "saves_failed", "saves_failed_in_a_row", "store_ok", "credentials_ok", "directive", "incidents", "measured", "decisions", "openings", "stall_s", "lost_share", "partial_recoveries", "samples", "store_proven", "save_blocked")

@@ -171,18 +171,16 @@ class Commit(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., attempt: _Optional[int] = ..., cut: _Optional[int] = ..., step: _Optional[int] = ..., baseline: _Optional[bool] = ..., durable_s: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Policy(_message.Message):
-    __slots__ = ("every_s", "every_steps", "encoding", "differential", "state_encoding", "goal", "interval_mode", "least_s", "most_s", "bits_goal", "bits_mode", "least_bits", "tables")
+    __slots__ = ("every_s", "every_steps", "encoding", "differential", "state_encoding", "goal", "least_s", "most_s", "bits_goal", "least_bits", "tables")
     EVERY_S_FIELD_NUMBER: _ClassVar[int]
     EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
     ENCODING_FIELD_NUMBER: _ClassVar[int]
     DIFFERENTIAL_FIELD_NUMBER: _ClassVar[int]
     STATE_ENCODING_FIELD_NUMBER: _ClassVar[int]
     GOAL_FIELD_NUMBER: _ClassVar[int]
-    INTERVAL_MODE_FIELD_NUMBER: _ClassVar[int]
     LEAST_S_FIELD_NUMBER: _ClassVar[int]
     MOST_S_FIELD_NUMBER: _ClassVar[int]
     BITS_GOAL_FIELD_NUMBER: _ClassVar[int]
-    BITS_MODE_FIELD_NUMBER: _ClassVar[int]
     LEAST_BITS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     every_s: float
@@ -191,14 +189,12 @@ class Policy(_message.Message):
     differential: str
     state_encoding: str
     goal: str
-    interval_mode: str
     least_s: float
     most_s: float
     bits_goal: str
-    bits_mode: str
     least_bits: int
     tables: str
-    def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ..., goal: _Optional[str] = ..., interval_mode: _Optional[str] = ..., least_s: _Optional[float] = ..., most_s: _Optional[float] = ..., bits_goal: _Optional[str] = ..., bits_mode: _Optional[str] = ..., least_bits: _Optional[int] = ..., tables: _Optional[str] = ...) -> None: ...
+    def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ..., goal: _Optional[str] = ..., least_s: _Optional[float] = ..., most_s: _Optional[float] = ..., bits_goal: _Optional[str] = ..., least_bits: _Optional[int] = ..., tables: _Optional[str] = ...) -> None: ...
 
 class Basis(_message.Message):
     __slots__ = ("attempt", "resume_seq", "token")

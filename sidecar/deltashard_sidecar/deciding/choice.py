@@ -1,10 +1,9 @@
 """Which interval a run has, and when another one replaces it: from what was measured and seen. Pure.
 
-    nothing to decide    no goal, `fixed`, or the mode is off: the timers as they are said
-    measuring            until `interval.ENOUGH` saves were measured: as they are said, else a minute
-    held                 the choice, with what it follows from, until `interval.worth_changing`
+    measuring    until `interval.ENOUGH` saves were measured: the timers as stated, else a minute
+    held         the choice, with what it follows from, until `interval.worth_changing`
 
-In mode `advise` the same goes on, and only the timers stay as they are said: what would be is as steady as what is.
+Without a goal, and with `fixed`, the timers stay as stated, and what `auto` would choose is shown.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Literal, get_args
 
 from deltashard_checkpoint.deciding.cost import Profile
 from deltashard_checkpoint.deciding.decision import Decision
-from deltashard_checkpoint.deciding.goal import Goal, goal
+from deltashard_checkpoint.deciding.goal import AUTO, FIXED, Goal, goal
 from deltashard_checkpoint.deciding.interval import (
     ENOUGH,
     EVIDENCE_RATIO,
@@ -26,7 +25,6 @@ from deltashard_checkpoint.deciding.interval import (
     worth_changing,
 )
 from deltashard_checkpoint.deciding.record import Held
-from deltashard_checkpoint.vocabulary import DecisionMode
 
 from deltashard_sidecar.policy import Policy
 
@@ -43,7 +41,9 @@ class Terms:
     """What of a policy an interval is chosen by."""
 
     goal: Goal
-    mode: DecisionMode
+    """`auto` where none is in force."""
+    applied: bool
+    """Whether a goal is in force."""
     every_s: float
     every_steps: int
     least_s: float
@@ -56,21 +56,23 @@ class Terms:
         return f"{self.goal} {self.least_s:g} {self.most_s:g}"
 
     @property
+    def shown(self) -> str:
+        """The goal in force, in the user's words."""
+        return str(self.goal if self.applied else FIXED)
+
+    @property
     def said(self) -> bool:
         """Whether the user has a timer."""
         return self.every_s > 0 or self.every_steps > 0
 
 
-def terms_of(policy: Policy) -> Terms | None:
-    """The terms of a policy, which was checked; None: there is nothing to decide."""
-    if not policy.goal or policy.interval_mode == "off":
-        return None
-    aim = goal(policy.goal)
-    if aim.aim == "fixed":
-        return None
+def terms_of(policy: Policy) -> Terms:
+    """The terms of a policy, which was checked."""
+    aim = goal(policy.goal) if policy.goal else FIXED
+    applied = aim != FIXED
     return Terms(
-        goal=aim,
-        mode="advise" if policy.interval_mode == "advise" else "apply",
+        goal=aim if applied else AUTO,
+        applied=applied,
         every_s=policy.every_s,
         every_steps=policy.every_steps,
         least_s=policy.least_s,
@@ -120,7 +122,7 @@ def _cause(
 
 def _measuring(terms: Terms, profile: Profile, evidence: str) -> Choice:
     every_s, every_steps = terms.every_s, terms.every_steps
-    if terms.mode == "apply" and not terms.said:
+    if terms.applied and not terms.said:
         every_s = min(max(MEASURING_S, terms.least_s), terms.most_s)
     return Choice(
         held=None,
@@ -128,8 +130,7 @@ def _measuring(terms: Terms, profile: Profile, evidence: str) -> Choice:
         every_steps=every_steps,
         decision=Decision(
             subject="interval",
-            mode=terms.mode,
-            goal=str(terms.goal),
+            goal=terms.shown,
             value=timers(every_s, every_steps),
             would="",
             why=f"what saves cost is being measured: {profile.save.n} of {ENOUGH} saves",
@@ -139,20 +140,18 @@ def _measuring(terms: Terms, profile: Profile, evidence: str) -> Choice:
 
 
 def _held(terms: Terms, held: Held, found: Interval, evidence: str, cause: Cause | None) -> Choice:
-    applied = terms.mode == "apply"
-    every_s = held.basis.seconds if applied else terms.every_s
-    every_steps = 0 if applied else terms.every_steps
+    every_s = held.basis.seconds if terms.applied else terms.every_s
+    every_steps = 0 if terms.applied else terms.every_steps
     return Choice(
         held=held,
         every_s=every_s,
         every_steps=every_steps,
         decision=Decision(
             subject="interval",
-            mode=terms.mode,
-            goal=str(terms.goal),
+            goal=terms.shown,
             value=timers(every_s, every_steps),
             would=timers(held.basis.seconds, 0),
-            why=found.why,
+            why=found.why if terms.applied else f"as stated; under auto {found.why}",
             bound=found.bound,
             evidence=evidence,
             unreachable=found.unreachable,

@@ -115,6 +115,7 @@ class Decider:
         self._place = place(settings.profile_key)
         self._lock = threading.Lock()
         self._policy = Policy.of(settings)
+        self._terms = terms_of(self._policy)
         self._opening: Opening | None = None
         self._meter = StepMeter()
         self._profile = Profile()
@@ -148,15 +149,15 @@ class Decider:
     def over(self, policy: Policy) -> Policy:
         """`policy` with the timers that are chosen."""
         with self._lock:
-            if self._choice is None:
+            if self._choice is None or not self._terms.applied:
                 return policy
             return replace(policy, every_s=self._choice.every_s, every_steps=self._choice.every_steps)
 
     def phase(self) -> float:
         """By which share of the interval the attempt's first save is off, -0.1 to 0.1; 0 where nothing is chosen."""
         with self._lock:
-            opening, terms = self._opening, terms_of(self._policy)
-            if self._choice is None or terms is None or terms.mode != "apply" or opening is None:
+            opening, terms = self._opening, self._terms
+            if self._choice is None or not terms.applied or opening is None:
                 return 0.0
         digest = hashlib.sha256(f"{opening.run}\0{opening.attempt}".encode()).digest()
         phase = PHASE_SHARE * (2 * int.from_bytes(digest[:8]) / (1 << 64) - 1)
@@ -166,12 +167,11 @@ class Decider:
     def text(self, *, closing: bool) -> str | None:
         """What rides in a commit that begins now; `closing`: the trainer's end asked for it. None: nothing does."""
         with self._lock:
-            if self._choice is None:
+            if self._choice is None or not self._terms.applied:
                 return None
             record = Record(
                 profile=self._profile,
                 held=self._held,
-                applied=self._choice.decision.mode == "apply",
                 evidence=self._seen(),
                 closing=closing,
             )
@@ -183,7 +183,7 @@ class Decider:
     def governed(self, policy: Policy) -> None:
         """This policy is in force from now on."""
         with self._lock:
-            self._policy = policy
+            self._policy, self._terms = policy, terms_of(policy)
             self._decide()
 
     def opened(self, opening: Opening, state: RunState) -> None:
@@ -289,7 +289,7 @@ class Decider:
         """One look at rank 0's control line, once a tick; True when the timers are others than at the look before."""
         with self._lock:
             self._read(reading)
-            before, self._looked_at = self._looked_at, _timers(self._choice)
+            before, self._looked_at = self._looked_at, self._timers()
             return before != self._looked_at
 
     def _read(self, reading: Reading) -> None:
@@ -362,9 +362,14 @@ class Decider:
             self._choice = None
         self._show()
 
+    def _timers(self) -> tuple[float, int] | None:
+        if self._choice is None or not self._terms.applied:
+            return None
+        return self._choice.every_s, self._choice.every_steps
+
     def _chosen(self) -> Choice | None:
-        terms, opening = terms_of(self._policy), self._opening
-        if terms is None or opening is None:
+        terms, opening = self._terms, self._opening
+        if opening is None:
             return None
         profile, seen = self._profile, self._seen()
         now = self._situation(opening)
@@ -373,14 +378,13 @@ class Decider:
             f"failures and {seen.restores:.3g} restores in {seen.exposure_s / 3600:.3g} h of training"
         )
         choice = choose(terms, profile, now, self._held, evidence)
-        if choice.cause is not None:
+        if choice.cause is not None and terms.applied:
             self._profile = profile.restarted() if self._held is not None else profile
             self._metrics.decided.labels(choice.cause).inc()
             self._log.info(
                 "decided",
                 subject="interval",
-                mode=terms.mode,
-                goal=str(terms.goal),
+                goal=terms.shown,
                 interval=choice.decision.would,
                 before="" if self._held is None else f"every {self._held.basis.seconds:.4g} s",
                 cause=choice.cause,
@@ -411,9 +415,9 @@ class Decider:
     def _show(self) -> None:
         metrics, choice = self._metrics, self._choice
         timers = self._policy if choice is None else choice
-        advised = None if choice is None else choice.held
+        chosen = None if choice is None else choice.held
         metrics.interval.labels("in_force").set(timers.every_s)
-        metrics.interval.labels("advised").set(0.0 if advised is None else advised.basis.seconds)
+        metrics.interval.labels("chosen").set(0.0 if chosen is None else chosen.basis.seconds)
         metrics.cost.set(self._profile.save.mean)
         metrics.mtbf.set(0.0 if self._opening is None else self._rates().mtbf_s)
 
@@ -452,12 +456,12 @@ class Decider:
             return found if recovery is None else [*found, recovery]
 
     def _recovery(self) -> Decision | None:
-        """Full or partial, where a PLS is aimed at; the trainer's script has the word, so it is advice."""
+        """Full or partial, where a PLS is aimed at; the trainer's script decides, so it is only shown."""
         policy, profile, opening = self._policy, self._profile, self._opening
         aim = goal(policy.goal) if policy.goal else FIXED
         pls = aim.amount if aim.aim == "pls" else self._pls_target
         known = self._held is not None or profile.save.n >= ENOUGH
-        if not pls or not known or opening is None or policy.interval_mode == "off":
+        if not pls or not known or opening is None:
             return None
         return advised(
             self._situation(opening),
@@ -465,10 +469,6 @@ class Decider:
             load_s=profile.restore.mean,
             reschedule_s=profile.reschedule.mean,
         )
-
-
-def _timers(choice: Choice | None) -> tuple[float, int] | None:
-    return None if choice is None else (choice.every_s, choice.every_steps)
 
 
 def _sampled(measure: Measure, seconds: float) -> Measure:

@@ -131,7 +131,7 @@ class BitChoice:
                 "tables.unknown", names=unknown, tables=sorted(table.fqn for table in ranks.tables)[:8]
             )
         said = {table.fqn: own.get(table.fqn, policy.encoding) for table in ranks.tables}
-        if policy.looks_at_bits:
+        if policy.chooses_bits:
             said = dict(
                 self._of(
                     policy,
@@ -217,7 +217,6 @@ class BitChoice:
         before = self.decision
         self.decision = Decision(
             subject="bits",
-            mode=policy.bits_mode,  # type: ignore[arg-type]  # checked by settings and directives
             goal=policy.bits_goal,
             value=would if holds else summary(said),
             would=would,
@@ -227,9 +226,7 @@ class BitChoice:
                 f"{self._harm.restores} restores so far, one expected in "
                 f"{expected.rates.restores.mean_between_s / 3600:.3g} h"
             ),
-            unreachable=""
-            if ranks.here or policy.bits_mode != "apply"
-            else "bits are applied where all ranks are in one pod: shown here",
+            unreachable="" if ranks.here else "bits are chosen where all ranks are in one pod: shown here",
         )
         if before is None or (before.value, before.would) != (self.decision.value, self.decision.would):
             self._log.info("decided.bits", value=self.decision.value, would=would, why=found.why)
@@ -237,7 +234,7 @@ class BitChoice:
     @staticmethod
     def decides(policy: Policy, ranks: Ranks) -> bool:
         """Whether chosen bits hold."""
-        return policy.looks_at_bits and policy.bits_mode == "apply" and ranks.here
+        return policy.chooses_bits and ranks.here
 
     def metadata(self, held: Stored | None) -> dict[str, str]:
         """What a commit says of the harm so far, and of what a restore of it would add; None: nobody chooses its bits.

@@ -114,6 +114,6 @@ def test_the_table_says_why(page: str) -> None:
         if sample.name == "deltashard_run_decision_info"
     ]
     assert decided.labels["why"].startswith("a failure loses at most 5 min")
-    assert {"subject", "goal", "mode", "value", "would", "why"} <= set(decided.labels)
+    assert {"subject", "goal", "value", "would", "why"} <= set(decided.labels)
     panels = (Path(__file__).parents[3] / "charts/deltashard/dashboards/deltashard.json").read_text()
     assert panels.count('"why"') >= 2

@@ -743,7 +743,7 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("defaultPolicy", {"intervalSecond": 5}),
         ("defaultPolicy", {"interval": {"goal": "soon"}}),
         ("defaultPolicy", {"interval": {"goal": "overhead=60%"}}),
-        ("defaultPolicy", {"interval": {"mode": "on"}}),
+        ("defaultPolicy", {"interval": {"mode": "apply"}}),
         ("defaultPolicy", {"precision": {"leastBits": 5}}),
         ("defaultPolicy", {"precision": {"tables": {"emb=x": "q8"}}}),
         ("defaultPolicy", {"precision": {"tables": {"emb": "q7"}}}),

@@ -28,10 +28,9 @@ GOOD_POLICY: dict[str, Any] = {
             "stsEndpoint": "https://sts.example",
         },
     },
-    "interval": {"goal": "overhead=0.5%", "mode": "apply", "leastSeconds": 60, "mostSeconds": 1800},
+    "interval": {"goal": "overhead=0.5%", "leastSeconds": 60, "mostSeconds": 1800},
     "precision": {
         "goal": "budget",
-        "mode": "advise",
         "leastBits": 4,
         "tables": {"model.emb.user": "q8", "emb/item": "q4"},
     },
@@ -218,7 +217,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "the same in hours": ({"interval": {"goal": "lost-work=169h"}}, "at most 7d"),
     "the same in milliseconds": ({"interval": {"goal": "lost-work=604800001ms"}}, "at most 7d"),
     "a pls above all": ({"interval": {"goal": "pls=2"}}, "should match"),
-    "a mode of neither kind": ({"interval": {"mode": "on"}}, "Unsupported value"),
     "bounds that cross": (
         {"interval": {"leastSeconds": 60, "mostSeconds": 59}},
         "leastSeconds is above mostSeconds",

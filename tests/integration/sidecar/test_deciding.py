@@ -127,9 +127,8 @@ def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
         assert decision(server).value == "every 0.1 s"
         training.until(lambda: in_force_s(server) == 300.0, "a choice")
         shown = decision(server)
-        assert (shown.subject, shown.mode, shown.goal, shown.value, shown.would) == (
+        assert (shown.subject, shown.goal, shown.value, shown.would) == (
             "interval",
-            "apply",
             "auto",
             "every 300 s",
             "every 300 s",
@@ -147,10 +146,13 @@ def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
         )
 
         # The controller's word: the kill switch and back.
-        off = fleet.Directive(generation=1, policy=pb.Policy(interval_mode="off"))
+        off = fleet.Directive(generation=1, policy=pb.Policy(goal="fixed"))
         server.tell(directive=off)
-        training.until(lambda: in_force_s(server) == 0.1 and not server.last.decisions, "it is off")
-        server.tell(directive=fleet.Directive(generation=2, policy=pb.Policy(interval_mode="apply")))
+        training.until(
+            lambda: in_force_s(server) == 0.1 and decision(server).goal == "fixed", "the timer as stated"
+        )
+        assert (decision(server).value, decision(server).would) == ("every 0.1 s", "every 300 s")
+        server.tell(directive=fleet.Directive(generation=2, policy=pb.Policy(goal="auto")))
         training.until(
             lambda: decision(server).value == "every 300 s", "it is on, and nothing is measured anew"
         )

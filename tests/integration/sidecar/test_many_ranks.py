@@ -141,7 +141,7 @@ def test_four_ranks_save_and_come_back(tmp_path: Path, count: int) -> None:
 def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path, count: int) -> None:
     """Of every rank's tables, also for those that rank 0 has not; in two pods `encoding` holds, and it is said why."""
     url = (tmp_path / "store").as_uri()
-    flags = {"bits_goal": "budget", "bits_mode": "apply", "differential": "full"}
+    flags = {"bits_goal": "budget", "differential": "full"}
     with pods(tmp_path, url, count, **flags) as sidecars:
         group = Group(sidecars, 4)
         group.open()
@@ -172,7 +172,7 @@ def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path
 def test_a_rank_that_sends_all_its_rows_alone_keeps_the_bits_of_the_others(tmp_path: Path) -> None:
     """Fewer begin when all ranks bring a baseline: a table would lie with deltas of few bits over rows of 8."""
     url = (tmp_path / "store").as_uri()
-    flags = {"bits_goal": "budget", "bits_mode": "apply", "differential": "one-shot"}
+    flags = {"bits_goal": "budget", "differential": "one-shot"}
     with pods(tmp_path, url, 1, **flags) as sidecars:
         group = Group(sidecars, 2)
         group.open()

@@ -27,11 +27,9 @@ CHOSEN = PolicyInForce(
     encoding="q8",
     differential="intermittent",
     goal="lost-work=5m",
-    interval_mode="apply",
     least_s=30.0,
     most_s=900.0,
     bits_goal="budget",
-    bits_mode="advise",
     least_bits=4,
     tables="emb.item=q4,emb.user=q8",
 )
@@ -49,7 +47,6 @@ LOSS = Loss(
 )
 DECISION = Decision(
     subject="interval",
-    mode="apply",
     goal="lost-work=5m",
     value="4 min",
     would="4 min",

@@ -170,15 +170,8 @@ def test_it_names_what_an_optimizer_keeps_and_no_checkpoint_can_hold() -> None:
     [
         (pb.Policy(), "on demand only"),
         (pb.Policy(every_s=30.0, every_steps=100, goal="fixed"), "every 30 s and every 100 steps"),
-        (
-            pb.Policy(goal="auto", interval_mode="apply"),
-            "at an interval that is chosen when training begins (goal auto)",
-        ),
-        (pb.Policy(every_s=183.271, goal="auto", interval_mode="apply"), "every 183.3 s (goal auto)"),
-        (
-            pb.Policy(every_s=30.0, goal="overhead=1%", interval_mode="advise"),
-            "every 30 s (goal overhead=1%, which is only advised about)",
-        ),
+        (pb.Policy(goal="auto"), "at an interval that is chosen when training begins (goal auto)"),
+        (pb.Policy(every_s=183.271, goal="auto"), "every 183.3 s (goal auto)"),
     ],
 )
 def test_it_says_how_often_the_sidecar_saves(policy: pb.Policy, said: str) -> None:

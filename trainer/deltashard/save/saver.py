@@ -23,6 +23,7 @@ import torch
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.deciding.precision import SAFE, by_table, encodings_of
 from deltashard_checkpoint.vocabulary import (
+    BITS_RULES,
     DEFAULT_STATE_ENCODING,
     INCONSISTENT_KEY,
     bits_of,
@@ -521,7 +522,7 @@ class Saver:
     def _chosen_coarse(self, flight: Flight) -> bool:
         """Whether bits were chosen for it, and for some table that is not the user's own fewer than 8."""
         policy, begun = self._attachment.policy, flight.begun
-        if begun is None or not policy.bits_goal or policy.bits_mode != "apply":
+        if begun is None or policy.bits_goal not in BITS_RULES:
             return False
         tables = [table.fqn for table in self._program.schemas]
         own, _ = by_table(encodings_of(policy.tables, where="tables"), tables)

@@ -26,7 +26,6 @@ FULL = Record(
         reschedule=measure(5),
     ),
     held=Held(basis=Basis(seconds=123.456789, cost_s=-0.001, mtbf_s=1e6), goal="lost-work=300s 0.1 1e+06"),
-    applied=True,
     evidence=Evidence(exposure_s=123456.789, lossy=1.23456789, restores=2.3456789),
     closing=True,
 )  # fmt: skip

@@ -40,18 +40,16 @@ def test_intervals(status: dict[str, int], wanted: str) -> None:
     assert sentence.interval(status) == wanted
 
 
-def test_what_is_advised_is_told_apart() -> None:
-    """From what is in force."""
+def test_what_the_rule_says_is_shown_where_something_else_is_in_force() -> None:
     made = {
         "subject": "bits",
-        "mode": "advise",
         "goal": "budget",
         "value": "q8",
         "would": "q4",
         "why": "few restores",
     }
     assert list(sentence.decided(run(decisions=[made]))) == [
-        "Bits: q8, for the goal budget (advised only: what the policy states is in force).",
+        "Bits: q8, for the goal budget.",
         "  The rule says q4.",
         "  Because few restores.",
     ]

@@ -253,7 +253,7 @@ def test_pull_secrets_are_added_once() -> None:
 
 def chosen(spec: dict[str, Any], **annotations: Any) -> dict[str, str]:
     """Variables of what is chosen, in a pod under this policy; the sidecar takes them."""
-    names = ("GOAL", "INTERVAL_MODE", "LEAST_S", "MOST_S", "BITS_GOAL", "BITS_MODE", "LEAST_BITS", "TABLES")
+    names = ("GOAL", "LEAST_S", "MOST_S", "BITS_GOAL", "LEAST_BITS", "TABLES")
     env = sample.sidecar_of(injected(sample.template(), spec, **annotations))["env"]
     values = {each["name"]: each["value"] for each in env if "value" in each}
     paths = {"DELTASHARD_RUN": "team/train", "DELTASHARD_DIR": "/tmp/d", "DELTASHARD_CACHE_DIR": "/tmp/c"}
@@ -263,22 +263,19 @@ def chosen(spec: dict[str, Any], **annotations: Any) -> dict[str, str]:
 
 def test_a_goal_and_its_bounds_reach_the_sidecar_and_without_one_nothing_does() -> None:
     assert chosen({}) == {}
-    assert chosen({"interval": {"mode": "advise", "leastSeconds": 30}}) == {}, "nothing to choose for"
+    assert chosen({"interval": {"leastSeconds": 30}}) == {}, "nothing to choose for"
     assert chosen({"interval": {"goal": "lost-work=5m", "leastSeconds": 30, "mostSeconds": 900}}) == {
         "GOAL": "lost-work=5m",
-        "INTERVAL_MODE": "apply",
         "LEAST_S": "30",
         "MOST_S": "900",
     }
     precision = {
         "goal": "budget",
-        "mode": "apply",
         "leastBits": 4,
         "tables": {"emb.user": "q8", "emb.item": "q4"},
     }
     assert chosen({"precision": precision}) == {
         "BITS_GOAL": "budget",
-        "BITS_MODE": "apply",
         "LEAST_BITS": "4",
         "TABLES": "emb.item=q4,emb.user=q8",
     }
@@ -301,7 +298,13 @@ def test_what_saves_cost_is_remembered_by_image_limits_and_node_type() -> None:
 
 
 def test_where_the_cluster_turns_deciding_off_new_pods_choose_nothing() -> None:
-    off = {**sample.DEFAULTS, "interval": {"goal": "auto"}, "deciding": {"enabled": False}}
-    policy = workload_policy.resolve("p", workload_policy.merged({}, off), Annotations(policy="p"))
+    off = {
+        **sample.DEFAULTS,
+        "interval": {"goal": "auto"},
+        "precision": {"goal": "budget"},
+        "deciding": {"enabled": False},
+    }
+    said = Annotations(policy="p", goal="auto", precision="budget")
+    policy = workload_policy.resolve("p", workload_policy.merged({}, off), said)
     container = sample.sidecar_of(inject(sample.template(), policy, run_identity.JOB, keep_grace=False))
-    assert {"name": "DELTASHARD_INTERVAL_MODE", "value": "off"} in container["env"]
+    assert not {"DELTASHARD_GOAL", "DELTASHARD_BITS_GOAL"} & {each["name"] for each in container["env"]}

@@ -50,7 +50,7 @@ def test_evidence_costs_and_decisions_of_a_run_are_exported() -> None:
     assert (value("ranks_expected"), value("ranks_present"), value("step_skew")) == (8, 2, 3)
     assert (value("stall_seconds"), value("lost_samples_share")) == (0.125, 0.00075)
     assert value("step_seconds") == 0.25
-    labels = {"subject": "interval", "mode": "apply", "goal": "lost-work=5m", "reachable": "false"}
+    labels = {"subject": "interval", "goal": "lost-work=5m", "reachable": "false"}
     assert value("decision_info", **labels, value="4 min", would="4 min", why=WHY) == 1
     said = [sample for family in metrics.registry.collect() for sample in family.samples]
     assert not [each for each in said if "u-1" in each.labels.values() or "p-1" in each.labels.values()]

@@ -31,7 +31,6 @@ INCIDENTS = st.builds(
 DECISIONS = st.builds(
     wire.Decision,
     subject=st.sampled_from(["interval", "bits", "recovery", "colour", ""]),
-    mode=st.sampled_from(["off", "advise", "apply", "perhaps"]),
     goal=TEXTS,
     value=TEXTS,
     would=TEXTS,
@@ -142,13 +141,12 @@ def test_any_heartbeat_becomes_a_bounded_value(message: wire.Heartbeat) -> None:
 
 
 def test_of_decisions_only_what_can_be_shown_is_taken() -> None:
-    """One of a subject, of a mode that is known, its texts clipped to what a status holds."""
+    """One of a subject, its texts clipped to what a status holds."""
     messages = [
-        wire.Decision(subject="colour", mode="apply"),
-        wire.Decision(subject="interval", mode="perhaps"),
-        wire.Decision(subject="interval", mode="apply", value="3 min", why="x" * 2000),
-        wire.Decision(subject="interval", mode="apply", value="4 min"),
-        wire.Decision(subject="bits", mode="advise", would="q4\nq8"),
+        wire.Decision(subject="colour"),
+        wire.Decision(subject="interval", value="3 min", why="x" * 2000),
+        wire.Decision(subject="interval", value="4 min"),
+        wire.Decision(subject="bits", would="q4\nq8"),
     ]
     first, second = sidecar_report.heartbeat_of(wire.Heartbeat(decisions=messages)).decisions
     assert (first.subject, first.value, len(first.why)) == ("interval", "3 min", sidecar_report.MAX_REASON)

@@ -88,7 +88,7 @@ CHOOSING = {
         ({}, {}, ("auto", "budget")),
         ({"intervalSeconds": 60}, {}, ("fixed", "budget")),
         ({"everySteps": 60}, {}, ("fixed", "budget")),
-        ({"intervalSeconds": 60, "interval": {"mode": "advise"}}, {}, ("fixed", "budget")),
+        ({"intervalSeconds": 60, "interval": {"mostSeconds": 900}}, {}, ("fixed", "budget")),
         ({"intervalSeconds": 60, "interval": {"goal": "auto"}}, {}, ("auto", "budget")),
         ({"bits": 4}, {}, ("auto", "")),
         ({"encoding": "q4", "precision": {"goal": "check-n-run"}}, {}, ("auto", "check-n-run")),
@@ -112,11 +112,13 @@ def test_who_states_a_value_and_no_goal_wants_just_this(
 
 def test_the_cluster_turns_deciding_off_and_no_policy_turns_it_on() -> None:
     off = {**CHOOSING, "deciding": {"enabled": False}}
-    spec = {"deciding": {"enabled": True}, "interval": {"mode": "apply"}, "precision": {"mode": "apply"}}
-    policy = workload_policy.read("p", workload_policy.merged(spec, off))
-    assert (policy.interval_mode, policy.bits_mode) == ("off", "off")
-    policy = workload_policy.read("p", workload_policy.merged({"deciding": {"enabled": False}}, CHOOSING))
-    assert (policy.interval_mode, policy.bits_mode) == ("apply", "advise")
+    spec = {"deciding": {"enabled": True}, "interval": {"goal": "auto"}, "precision": {"goal": "budget"}}
+    said = Annotations(policy="p")
+    policy = workload_policy.resolve("p", workload_policy.merged(spec, off), said)
+    assert (policy.goal, policy.bits_goal) == ("fixed", "")
+    on = workload_policy.merged({"deciding": {"enabled": False}}, CHOOSING)
+    policy = workload_policy.resolve("p", on, said)
+    assert (policy.goal, policy.bits_goal) == ("auto", "budget")
 
 
 def test_what_becomes_of_a_finished_run_and_whether_the_cluster_lets_it() -> None:
@@ -141,7 +143,6 @@ def test_encodings_of_tables_that_do_not_fit_beside_the_rest_are_refused() -> No
         ({"interval": "auto"}, "spec.interval is no object"),
         ({"interval": {"goal": "soon"}}, "spec.interval.goal is 'soon'"),
         ({"interval": {"goal": 5}}, "spec.interval.goal is '5'"),
-        ({"interval": {"mode": "on"}}, "spec.interval.mode is 'on'"),
         ({"interval": {"leastSeconds": 60, "mostSeconds": 59}}, "spec.interval.leastSeconds is '60'"),
         ({"precision": {"goal": "small"}}, "spec.precision.goal is 'small'"),
         ({"precision": {"leastBits": 5}}, "spec.precision.leastBits is '5'"),

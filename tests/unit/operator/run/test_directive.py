@@ -36,17 +36,12 @@ AUTO = {"interval": {"goal": "auto"}}
 
 def test_a_goal_goes_into_a_directive_with_its_bounds() -> None:
     spec = {
-        "interval": {"goal": "lost-work=5m", "mode": "advise", "leastSeconds": 30},
+        "interval": {"goal": "lost-work=5m", "leastSeconds": 30},
         "precision": {"goal": "budget", "leastBits": 4, "tables": {"b": "q4", "a": "q8"}},
     }
     wanted = decided(spec, sample.DEFAULTS, Wish())
-    assert (wanted.goal, wanted.interval_mode, wanted.least_s, wanted.most_s) == (
-        "lost-work=5m",
-        "advise",
-        30,
-        0,
-    )
-    assert (wanted.bits_goal, wanted.bits_mode, wanted.least_bits) == ("budget", "advise", 4)
+    assert (wanted.goal, wanted.least_s, wanted.most_s) == ("lost-work=5m", 30, 0)
+    assert (wanted.bits_goal, wanted.least_bits) == ("budget", 4)
     assert wanted.tables == "a=q8,b=q4"
     message = Directive(generation=1, policy=wanted).message()
     assert heartbeat_of(wire.Heartbeat(policy=message.policy)).policy == wanted
@@ -69,28 +64,24 @@ def test_a_chosen_interval_is_no_reason_for_a_directive_and_another_goal_is() ->
     in_force = replace(wanted, every_s=93.0)
     assert not differs(wanted, in_force)
     assert differs(replace(wanted, goal=""), in_force), "the goal is off"
-    assert differs(replace(wanted, interval_mode="off"), in_force), "the whole cluster's switch"
     assert differs(replace(wanted, most_s=60.0), in_force)
     assert differs(wanted, replace(in_force, goal="")), "the goal is new"
-    assert not differs(replace(wanted, interval_mode="apply"), replace(in_force, interval_mode=""))
-    advised = replace(wanted, interval_mode="advise")
-    assert differs(advised, replace(advised, every_s=93.0)), "nothing chosen holds there"
 
 
 def test_chosen_bits_are_no_reason_for_a_directive_and_another_goal_is() -> None:
-    wanted = decided({"precision": {"goal": "budget", "mode": "apply"}}, sample.DEFAULTS, Wish())
+    wanted = decided({"precision": {"goal": "budget"}}, sample.DEFAULTS, Wish())
     in_force = replace(wanted, encoding="q2")
     assert not differs(wanted, in_force)
-    assert differs(replace(wanted, bits_goal="", bits_mode=""), in_force), "the goal is off"
+    assert differs(replace(wanted, bits_goal=""), in_force), "the goal is off"
     assert differs(replace(wanted, least_bits=4), in_force)
     assert differs(replace(wanted, tables="a=q8"), in_force)
-    assert differs(wanted, replace(in_force, bits_goal="", bits_mode=""))
+    assert differs(wanted, replace(in_force, bits_goal=""))
 
 
 def test_a_directive_ends_what_a_pod_was_started_with() -> None:
     """Nothing at all would keep it."""
     policy = Directive(generation=1, policy=PolicyInForce(every_s=60.0)).message().policy
-    assert (policy.goal, policy.bits_mode, policy.tables) == ("fixed", "off", ",")
+    assert (policy.goal, policy.bits_goal, policy.tables) == ("fixed", "fixed", ",")
     assert encodings_of(policy.tables, where="test") == {}
     assert (policy.least_s, policy.most_s, policy.least_bits) == (0.001, 365 * 86400.0, 2)
     started = SidecarPolicy(goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget")
@@ -98,7 +89,7 @@ def test_a_directive_ends_what_a_pod_was_started_with() -> None:
         Directive(generation=1, policy=PolicyInForce(every_s=60.0)).message(), "w"
     )
     found = InForce(started_with=started).after(received).policy
-    assert (found.goal, found.bits_mode, encodings_of(found.tables, where="test")) == ("fixed", "off", {})
+    assert (found.goal, found.bits_goal, encodings_of(found.tables, where="test")) == ("fixed", "fixed", {})
     assert (found.least_s, found.most_s) == (0.001, 365 * 86400.0)
 
 

@@ -334,9 +334,7 @@ def test_every_field_of_a_status_is_read_back() -> None:
         assert getattr(found, name) == getattr(run, name), name
 
 
-DECIDED = Decision(
-    subject="interval", mode="apply", goal="auto", value="3 min", would="3 min", why="a save costs 0.5 s"
-)
+DECIDED = Decision(subject="interval", goal="auto", value="3 min", would="3 min", why="a save costs 0.5 s")
 
 
 def test_a_decision_is_shown_and_told_when_it_changes() -> None:
@@ -348,11 +346,11 @@ def test_a_decision_is_shown_and_told_when_it_changes() -> None:
     run, notices = watched_run.with_report(again(run), hello(), beat(seq=1, decisions=(changed,)), NOW_S)
     assert [(each.reason, each.warning) for each in notices] == [("IntervalChanged", False)]
     assert notices[0].message == "interval: 3 min -> 5 min; a save costs 1.5 s"
-    advised = replace(changed, would="9 min")
-    run, notices = watched_run.with_report(run, hello(), beat(seq=1, decisions=(advised,)), NOW_S)
+    shown = replace(changed, would="9 min")
+    run, notices = watched_run.with_report(run, hello(), beat(seq=1, decisions=(shown,)), NOW_S)
     assert not notices, "what only would be is no news"
     run, notices = watched_run.with_report(run, hello(), beat(seq=1), NOW_S)
-    assert (run.decisions, notices) == ((advised,), ()), "a pod that begins has decided nothing yet"
+    assert (run.decisions, notices) == ((shown,), ()), "a pod that begins has decided nothing yet"
 
 
 def test_of_several_that_decide_the_one_with_rank_0_counts() -> None:
@@ -365,16 +363,14 @@ def test_of_several_that_decide_the_one_with_rank_0_counts() -> None:
 
 
 def test_a_chosen_interval_is_shown_and_not_where_it_began() -> None:
-    asked = PolicyInForce(
-        every_s=300.0, encoding="q8", differential="intermittent", goal="auto", interval_mode="apply"
-    )
+    asked = PolicyInForce(every_s=300.0, encoding="q8", differential="intermittent", goal="auto")
     chosen = replace(asked, every_s=93.4)
     run = replace(training(policy=chosen), directed=asked, generation=2)
     status = run_record.status(run, NOW_S)
     assert (status["intervalSeconds"], status["goal"]) == (94, "auto")
     assert again(run).directed == asked
-    advised = replace(run, directed=replace(asked, interval_mode="advise"))
-    assert run_record.status(advised, NOW_S)["intervalSeconds"] == 300
+    stated = replace(run, directed=replace(asked, goal=""))
+    assert run_record.status(stated, NOW_S)["intervalSeconds"] == 300
 
 
 def test_a_goal_that_cannot_be_had_is_a_condition_and_an_event_while_it_cannot() -> None:

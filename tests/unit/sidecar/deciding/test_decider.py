@@ -45,7 +45,7 @@ class Life:
         self.rng = random.Random(seed)
         self.now_s, self.step, self.step_s, self.cut, self.pls = 1e9, 0, step_s, 0, 0.0
         self.metrics = Metrics()
-        self.policy = Policy(interval_mode="apply", goal="auto", **said)  # type: ignore[arg-type]
+        self.policy = Policy(goal="auto", **said)  # type: ignore[arg-type]
         config = settings.load(
             ["--url", "memory://x", "--run", "r", "--dir", "/d", "--cache-dir", "/c"],
             {"DELTASHARD_GOAL": "auto"},
@@ -139,21 +139,27 @@ def test_a_pod_that_is_not_rank_0s_decides_nothing() -> None:
     assert life.decider.text(closing=False) is None
 
 
-@pytest.mark.parametrize("said", [{"goal": ""}, {"goal": "fixed"}, {"interval_mode": "off"}])
-def test_without_a_goal_all_is_as_it_is_said(said: dict[str, str]) -> None:
-    """Nothing is chosen, shown, or written; what saves cost is measured all the same."""
+@pytest.mark.parametrize("said", ["", "fixed"])
+def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown(said: str) -> None:
+    """Nothing is chosen or written; what saves cost is measured all the same."""
     life = Life()
-    life.policy = replace(life.policy, every_s=7.0, every_steps=9, **said)
+    life.policy = replace(life.policy, every_s=7.0, every_steps=9, goal=said)
     life.decider.governed(life.policy)
     life.open()
-    life.saves(2 * ENOUGH, lambda: 0.1)
+    life.saves(ENOUGH - 1, lambda: 0.1)
+    (decision,) = life.decider.decisions()
+    assert (decision.goal, decision.value, decision.would) == ("fixed", "every 7 s or 9 steps", "")
+    life.saves(ENOUGH + 1, lambda: 0.1)
+    (decision,) = life.decider.decisions()
+    assert (decision.goal, decision.value) == ("fixed", "every 7 s or 9 steps")
+    assert decision.would == "every 1800 s"
+    assert decision.why.startswith("as stated; under auto a save costs 100 ms")
     assert life.decider.over(life.policy) == life.policy
-    assert (life.decider.decisions(), life.decider.text(closing=False), life.decider.phase()) == (
-        [],
-        None,
-        0.0,
-    )
+    assert (life.decider.text(closing=False), life.decider.phase(), life.changes) == (None, 0.0, 0)
     assert (life.decider.measured() or fleet.Measured()).saves == 2 * ENOUGH
+    life.policy = replace(life.policy, goal="auto")
+    life.decider.governed(life.policy)
+    assert life.every_s == 1800.0, "it was measured already"
 
 
 def test_saves_are_measured_before_anything_is_chosen() -> None:
@@ -176,19 +182,6 @@ def test_saves_are_measured_before_anything_is_chosen() -> None:
     assert decision.bound == "not above 30 min (30 minutes)"
     assert "a save costs 100 ms" in decision.why
     assert life.changed("measured") == 1
-
-
-def test_advice_changes_no_timer() -> None:
-    """And says what would be, under the same rules."""
-    life = Life(every_s=20.0, most_s=600.0)
-    life.policy = replace(life.policy, interval_mode="advise")
-    life.decider.governed(life.policy)
-    life.open()
-    life.saves(ENOUGH, lambda: 0.1)
-    assert life.every_s == 20.0
-    (decision,) = life.decider.decisions()
-    assert (decision.value, decision.would, decision.mode) == ("every 20 s", "every 600 s", "advise")
-    assert life.decider.phase() == 0.0
 
 
 @given(
@@ -337,7 +330,7 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
 
 
 def test_recovery_is_compared_where_a_pls_is_aimed_at() -> None:
-    """By what was measured, at the trainer's target or the goal's; it is advice, whatever the interval's mode."""
+    """By what was measured, at the trainer's target or the goal's; the script decides."""
     life = Life()
     life.open(world_size=4)
     life.saves(ENOUGH, lambda: 0.1)
@@ -345,23 +338,20 @@ def test_recovery_is_compared_where_a_pls_is_aimed_at() -> None:
     life.pls = 0.02
     life.saves(1, lambda: 0.1)
     interval, recovery = life.decider.decisions()
-    assert (interval.goal, recovery.goal, recovery.mode) == ("auto", "pls=0.02", "advise")
+    assert (interval.goal, recovery.goal) == ("auto", "pls=0.02")
     # Four pods fail once in 7.5 days, which costs 15 minutes of 30; partial recovery's saves next to nothing.
     assert (recovery.value, recovery.would) == ("partial", "partial")
     assert "full recovery costs 0.14 % of training saving every 30 min" in recovery.why
-    life.policy = replace(life.policy, interval_mode="off")
-    life.decider.governed(life.policy)
-    assert life.decider.decisions() == []
 
 
-def log_of_attempts(fruitless: int, metadata: Mapping[str, str]) -> RunState:
+def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
     """A log whose attempt 1 committed, and so many after it did not; the newest is open."""
     state, nothing = log_of(metadata), Attempt(world_size=1, resumes_from=2, resumes_attempt=1)
     first = Attempt(
         world_size=1, resumes_from=None, resumes_attempt=None, last_cut=1, last_seq=2, last_step=100
     )
-    later = dict.fromkeys(range(2, 3 + fruitless), nothing)
-    return replace(state, attempts={1: first, **later}, attempt=2 + fruitless)
+    later = dict.fromkeys(range(2, 3 + empty), nothing)
+    return replace(state, attempts={1: first, **later}, attempt=2 + empty)
 
 
 def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
@@ -467,7 +457,7 @@ def test_another_goal_or_bound_is_followed_at_once_without_measuring_anew() -> N
     life.decider.governed(life.policy)
     assert life.every_s == pytest.approx(25.0, rel=0.05)
     assert life.changed("policy") == 2
-    life.policy = replace(life.policy, interval_mode="off", every_s=30.0)
+    life.policy = replace(life.policy, goal="fixed", every_s=30.0)
     life.decider.governed(life.policy)
     assert life.every_s == 30.0, "the kill switch"
 
