@@ -168,8 +168,9 @@ def import_(
     """Begin a run with what torch.distributed.checkpoint.save wrote into DIRECTORY.
 
     Everything is stored as it is, bit for bit, committed at once and read back. Trainers go on from it as from any
-    checkpoint; without --optimizer by restore(weights_only=True). Nothing in DIRECTORY is run: of its pickles only
-    tensors and plain values are read.
+    checkpoint; without --optimizer by restore(weights_only=True).
+
+    Only directories that you trust: torch unpickles DIRECTORY's .metadata, and a pickle runs what it names.
     """
     require_torch("import", "run it where the trainer runs")
     from deltashard_cli.dcp.importer import Wish, check_new, draft, import_draft

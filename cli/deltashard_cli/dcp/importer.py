@@ -27,8 +27,17 @@ from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartReport, commit_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
-from deltashard_cli.dcp.metadata import Piece, StoredObject, StoredTensor, read_contents
-from deltashard_cli.dcp.reader import Array, array_of, read_object, read_piece, read_tensor
+from deltashard_cli.dcp.reader import (
+    Array,
+    Piece,
+    StoredObject,
+    StoredTensor,
+    array_of,
+    read_contents,
+    read_object,
+    read_piece,
+    read_tensor,
+)
 from deltashard_cli.dcp.state_dict import OptimizerDict, Sorted, sort_out
 from deltashard_cli.export import DENSE
 from deltashard_cli.output import Advance

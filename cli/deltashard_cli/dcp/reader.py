@@ -1,18 +1,152 @@
-"""Values of a DCP directory, read by `torch.load(weights_only=True)`, which builds tensors and plain values only."""
+"""A DCP directory: what it holds, as torch's own reader finds it, and its values.
+
+`.metadata` is a pickle that torch unpickles, which runs what it names: only directories that the user trusts are read.
+Values come by `torch.load(weights_only=True)`. Checked here is that the directory is whole.
+"""
 
 from __future__ import annotations
 
-import io
-from typing import IO, Any, BinaryIO, cast
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format import element_type
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.utils import _create_file_view
 
-from deltashard_cli.dcp.metadata import NotReadable, Piece, Place, StoredObject, StoredTensor
-
+METADATA = ".metadata"
 Array = npt.NDArray[Any]
+ValuePath = tuple[str | int, ...]
+"""Keys and indexes that lead to a value in the state dict that was saved."""
+
+
+class NotReadable(UserError):
+    """A directory that is no DCP checkpoint, or one that is damaged or not whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where bytes of one `torch.save` lie."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A rectangle of a tensor, and where its elements are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+    def stop(self, dimension: int) -> int:
+        """Where it ends."""
+        return self.offsets[dimension] + self.sizes[dimension]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor, whole or in pieces that tile it."""
+
+    name: str
+    dtype: str
+    """A name of `element_type`."""
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    """Those with elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """Anything else."""
+
+    name: str
+    place: Place
+
+
+Contents = Mapping[ValuePath, StoredTensor | StoredObject]
+"""All values of a directory by their paths in the state dict that was saved, in its order."""
+
+
+def read_contents(directory: Path) -> Contents:
+    """What `directory` holds. Raises `NotReadable`."""
+    path = directory / METADATA
+    if not path.is_file():
+        raise NotReadable(
+            "no DCP checkpoint: there is no .metadata",
+            where=str(directory),
+            remedy="name the directory that dcp.save wrote; without its .metadata it was never finished",
+        )
+    try:
+        return _contents(directory, FileSystemReader(directory).read_metadata())
+    except (NotReadable, OSError):
+        raise
+    except Exception as error:  # a damaged pickle may fail in any way there is
+        raise NotReadable(
+            f"it cannot be read: {type(error).__name__}: {error}", where=str(path), remedy="copy it again"
+        ) from error
+
+
+def _contents(directory: Path, metadata: Any) -> Contents:
+    values: dict[ValuePath, StoredTensor | StoredObject] = {}
+    paths = metadata.planner_data or {}
+    for name, stored in metadata.state_dict_metadata.items():
+        path = paths.get(name, (name,))
+        if isinstance(stored, BytesStorageMetadata):
+            place = _place(directory, name, metadata.storage_data.get(MetadataIndex(name)))
+            values[path] = StoredObject(name=name, place=place)
+            continue
+        shape, pieces = tuple(stored.size), []
+        for chunk in stored.chunks:
+            if math.prod(chunk.sizes):
+                info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+                pieces.append(
+                    Piece(
+                        offsets=tuple(chunk.offsets),
+                        sizes=tuple(chunk.sizes),
+                        place=_place(directory, name, info),
+                    )
+                )
+        if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape) or any(
+            piece.stop(d) > whole for piece in pieces for d, whole in enumerate(shape)
+        ):
+            raise _damaged(f"{name} is not whole: its pieces are not all of it", directory / METADATA)
+        dtype = str(stored.properties.dtype).removeprefix("torch.")
+        if not element_type.is_known(dtype):
+            raise _damaged(f"{name} has no known type", directory / METADATA)
+        values[path] = StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces))
+    return values
+
+
+def _place(directory: Path, name: str, info: Any) -> Place:
+    """Where a value lies; its file is there and long enough."""
+    if info is None:
+        raise _damaged(f"nothing says where {name} lies", directory / METADATA)
+    if getattr(info, "transform_descriptors", None):
+        raise NotReadable(
+            f"{name} was transformed when it was written ({info.transform_descriptors!r:.60})",
+            where=str(directory / METADATA),
+            remedy="load it with torch, and dcp.save it again without _extensions",
+        )
+    file = directory / info.relative_path
+    there = file.stat().st_size if file.is_file() else -1
+    if there < info.offset + info.length:
+        what = "does not exist" if there < 0 else "is too short"
+        raise _damaged(f"a file {what}, of which {name} needs {info.length} bytes", file)
+    return Place(file=file, offset=info.offset, length=info.length)
+
+
+def _damaged(what: str, where: Path) -> NotReadable:
+    return NotReadable(what, where=str(where), remedy="copy the directory again, whole")
 
 
 def read_object(stored: StoredObject) -> Any:
@@ -38,11 +172,8 @@ def read_piece(stored: StoredTensor, piece: Piece) -> Array:
         or tuple(found.shape) != piece.sizes
         or str(found.dtype) != f"torch.{stored.dtype}"
     ):
-        raise NotReadable(
-            f"{stored.name} is not the {stored.dtype} {list(piece.sizes)} that .metadata says",
-            where=str(piece.place.file),
-            remedy="copy the directory again",
-        )
+        what = f"{stored.name} is not the {stored.dtype} {list(piece.sizes)} that .metadata says"
+        raise _damaged(what, piece.place.file)
     return array_of(found)
 
 
@@ -58,7 +189,8 @@ def array_of(tensor: torch.Tensor) -> Array:
 def _load(place: Place, name: str) -> Any:
     try:
         with place.file.open("rb") as file:
-            return torch.load(cast("IO[bytes]", _Range(file, place)), map_location="cpu", weights_only=True)
+            view = cast("IO[bytes]", _create_file_view(file, place.offset, place.length))
+            return torch.load(view, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:
@@ -67,34 +199,3 @@ def _load(place: Place, name: str) -> Any:
             where=f"{place.file}, bytes {place.offset} to {place.offset + place.length}",
             remedy="copy the directory again; what is no tensor or plain value is not imported",
         ) from error
-
-
-class _Range(io.RawIOBase):
-    """Some bytes of a file as a file."""
-
-    def __init__(self, file: BinaryIO, place: Place) -> None:
-        self._file = file
-        self._place = place
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        room = memoryview(buffer).cast("B")
-        count = max(0, min(len(room), self._place.length - self._at))
-        self._file.seek(self._place.offset + self._at)
-        data = self._file.readinto(room[:count])  # type: ignore[attr-defined]
-        self._at += data
-        return int(data)

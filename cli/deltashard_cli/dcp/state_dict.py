@@ -14,7 +14,7 @@ from typing import Any
 
 from deltashard_checkpoint.errors import UserError
 
-from deltashard_cli.dcp.metadata import Contents, StoredObject, StoredTensor, ValuePath
+from deltashard_cli.dcp.reader import Contents, StoredObject, StoredTensor, ValuePath
 
 _GROUPS, _STATE, _MODEL = "param_groups", "state", "model"
 
@@ -49,7 +49,7 @@ def sort_out(contents: Contents, model: str | None) -> Sorted:
     optimizers = _optimizers(contents)
     rest = {
         path: value
-        for path, value in contents.values.items()
+        for path, value in contents.items()
         if not any(_under(path, place) for place in optimizers)
     }
     prefix = _prefix_of(rest) if model is None else f"{model}." if model else ""
@@ -76,14 +76,14 @@ def sort_out(contents: Contents, model: str | None) -> Sorted:
 def _optimizers(contents: Contents) -> dict[ValuePath, OptimizerDict]:
     """The optimizers' dicts by their paths."""
     found: dict[ValuePath, OptimizerDict] = {}
-    for path in contents.values:
+    for path in contents:
         for at, key in enumerate(path):
             if key == _GROUPS and at + 1 < len(path):
                 found.setdefault(path[:at], OptimizerDict(where=_dotted(path[:at])))
             elif isinstance(key, str) and key.startswith(f"{_GROUPS}."):
                 flat = found.setdefault(path[:at], OptimizerDict(where=_dotted(path[:at])))
                 flat.why_not = "it was flattened, which does not say which parameters make a group"
-    for path, value in contents.values.items():
+    for path, value in contents.items():
         for place, optimizer in found.items():
             if _under(path, place):
                 _add(optimizer, path[len(place) :], value)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_cli.dcp.metadata import Contents, Place, StoredObject, StoredTensor
+from deltashard_cli.dcp.reader import Contents, Place, StoredObject, StoredTensor
 from deltashard_cli.dcp.state_dict import sort_out
 
 T = object()
@@ -34,7 +34,7 @@ def contents(tree: Any) -> Contents:
             values[path] = StoredObject(name=".".join(map(str, path)), place=place)
 
     visit((), tree)
-    return Contents(values=values)
+    return values
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""What a DCP directory holds, by torch's own reader; one that is damaged or not whole is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from deltashard_cli.dcp.reader import METADATA, NotReadable, StoredObject, StoredTensor, read_contents
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+SAVED = {
+    "model": {"emb.weight": torch.arange(12.0).view(4, 3), "n": torch.tensor(7), "none": torch.zeros(0, 2)},
+    "optimizer": {"param_groups": [{"lr": 0.5, "params": ["emb.weight"]}]},
+    "epoch": 3,
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory that dcp.save wrote."""
+    dcp.save(SAVED, checkpoint_id=tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_what_dcp_writes_is_read_with_its_paths(saved: Path) -> None:
+    found = read_contents(saved)
+    assert list(found) == [
+        ("model", "emb.weight"),
+        ("model", "n"),
+        ("model", "none"),
+        ("optimizer", "param_groups", 0, "lr"),
+        ("optimizer", "param_groups", 0, "params"),
+        ("epoch",),
+    ]
+    table = found["model", "emb.weight"]
+    assert isinstance(table, StoredTensor)
+    assert (table.name, table.dtype, table.shape) == ("model.emb.weight", "float32", (4, 3))
+    assert [(piece.offsets, piece.sizes) for piece in table.pieces] == [((0, 0), (4, 3))]
+    scalar, empty = found["model", "n"], found["model", "none"]
+    assert isinstance(scalar, StoredTensor)
+    assert isinstance(empty, StoredTensor)
+    assert (scalar.shape, len(scalar.pieces)) == ((), 1)
+    assert (empty.shape, empty.pieces) == ((0, 2), ())
+    assert isinstance(found["epoch",], StoredObject)
+
+
+def test_every_type_of_tensor_is_named(tmp_path: Path) -> None:
+    types = [
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.bool,
+        torch.uint16,
+        torch.complex64,
+    ]
+    dcp.save({str(each): torch.zeros(2, dtype=each) for each in types}, checkpoint_id=tmp_path / "saved")
+    found = read_contents(tmp_path / "saved")
+    assert [f"torch.{value.dtype}" for value in found.values() if isinstance(value, StoredTensor)] == [
+        str(each) for each in types
+    ]
+
+
+def test_metadata_that_is_cut_short_or_something_else_is_refused(saved: Path) -> None:
+    whole = (saved / METADATA).read_bytes()
+    for stop in range(0, len(whole), 97):
+        (saved / METADATA).write_bytes(whole[:stop])
+        with pytest.raises(NotReadable, match="it cannot be read"):
+            read_contents(saved)
+    (saved / METADATA).write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+    with pytest.raises(NotReadable, match="it cannot be read"):
+        read_contents(saved)
+
+
+def damage_place(metadata: Metadata, **changes: Any) -> None:
+    for info in metadata.storage_data.values():
+        for name, value in changes.items():
+            setattr(info, name, value)
+
+
+def damage_chunk(metadata: Metadata, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    chunk = metadata.state_dict_metadata["model.emb.weight"].chunks[0]
+    (index,) = [each for each in metadata.storage_data if each.fqn == "model.emb.weight"]
+    metadata.storage_data[type(index)(index.fqn, offsets)] = metadata.storage_data.pop(index)
+    chunk.offsets, chunk.sizes = torch.Size(offsets), torch.Size(sizes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda m: damage_place(m, relative_path="__9_0.distcp"), "does not exist"),
+        (lambda m: damage_place(m, length=1 << 40), "is too short"),
+        (lambda m: damage_place(m, transform_descriptors=["zstd"]), "was transformed"),
+        (lambda m: damage_chunk(m, (0, 0), (3, 3)), "is not whole"),
+        (lambda m: damage_chunk(m, (1, 0), (4, 3)), "is not whole"),
+        (lambda m: m.state_dict_metadata["model.emb.weight"].chunks.clear(), "is not whole"),
+        (lambda m: m.state_dict_metadata.update({"x": BytesStorageMetadata()}), "nothing says where x lies"),
+        (lambda m: m.storage_data.clear(), "nothing says where"),
+        (lambda m: setattr(m, "state_dict_metadata", []), "it cannot be read"),
+    ],
+)
+def test_what_is_not_whole_is_refused(saved: Path, damage: Callable[[Metadata], Any], what: str) -> None:
+    metadata = pickle.loads((saved / METADATA).read_bytes())
+    damage(metadata)
+    (saved / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(NotReadable, match=what):
+        read_contents(saved)
+
+
+def test_a_directory_without_metadata_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotReadable, match=r"there is no \.metadata"):
+        read_contents(tmp_path)
