@@ -16,69 +16,30 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from deltashard_checkpoint.deciding.ending import reason_of
-from deltashard_proto.block_reason import BlockReason
-from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard import arguments
-from deltashard.attach import exit_code
-from deltashard.attach.attachment import Attachment
-from deltashard.attach.launcher import (
-    ChildLauncher,
-    Launcher,
-    PodLauncher,
-    SidecarOptions,
-    normal_url,
-    staged_in_pod,
-)
-from deltashard.attach.lifecycle import Attempt, Event
-from deltashard.attach.listener import Listener
-from deltashard.attach.rank import Rank, rank_of_this_process
+from deltashard.attach.launcher import ChildLauncher
 from deltashard.attach.retry import DEADLINE_S
-from deltashard.attach.session import Link, Session
+from deltashard.config import CheckpointConfig, check_pin, texts_of
 from deltashard.doctor import Diagnosis, diagnose
-from deltashard.errors import AnotherTrainer, UserError
-from deltashard.group.conductor import Conductor
+from deltashard.errors import UserError
 from deltashard.loader.loader_access import Skip
-from deltashard.loader.registry import LoaderRegistry, OnChange
-from deltashard.partial.ground import Ground
-from deltashard.partial.peer import Peers
-from deltashard.partial.recovery import Recovery
-from deltashard.partial.sentinel import Sentinel
-from deltashard.partial.stager import Stager
-from deltashard.program import Program
-from deltashard.restore.content_hash import Contents
-from deltashard.restore.open_attempt import AttemptOpener, attach_request
-from deltashard.restore.restore import Restored, Restorer, Wish
-from deltashard.save.capture import Capture
+from deltashard.loader.registry import OnChange
+from deltashard.restore.restore import Restored, RestoreRequest
 from deltashard.save.handle import SaveHandle, Stats
-from deltashard.save.news import News
-from deltashard.save.order_book import OrderBook
-from deltashard.save.request import Requests
-from deltashard.save.save_loop import SaveLoop
-from deltashard.save.saver import Saver
-from deltashard.save.setback import Setbacks
-from deltashard.save.wait import MESSAGE
-from deltashard.save.watchdog import Watchdog
-from deltashard.tracking.cut_base import CutBase
-from deltashard.tracking.stance import Stance
-from deltashard.tracking.step_clock import StepClock
-from deltashard.tracking.tracking import Tracking, TrackingSettings
+from deltashard.tracking.tracking import TrackingSettings
+from deltashard.wiring import LEAVE_S, Wiring
 
 log = logging.getLogger("deltashard")
 
 CLOSE_DEADLINE_S = 300.0
 DRAIN_DEADLINE_S = 30.0
-LEAVE_S = 10.0
-"""Detaching from the sidecar may take so long, within the deadline of `close()`."""
 
 
 class Checkpointer:
@@ -164,276 +125,30 @@ class Checkpointer:
             UserError, SidecarUnavailable, AnotherTrainer: the run or the sidecar cannot be used; this process is one of
                 several ranks, and there is no process group.
         """
-        self._rank = rank_of_this_process("Checkpointer()")
-        arguments.check_model(model)
-        arguments.check_state(state)
-        arguments.check_place(url, run)
-        arguments.check_sidecar(sidecar)
-        arguments.check_seconds(
-            "every_s", every_s, off="leave every_s= out to save by steps or on demand only"
-        )
-        arguments.check_seconds("grace_s", grace_s, off="grace_s=None leaves SIGTERM alone")
-        arguments.check_count(
-            "every_steps",
-            every_steps,
-            least=0,
-            remedy="leave every_steps= out to save by time or on demand only",
-        )
-        arguments.check_goal(goal)
-        arguments.check_count("keep_last", keep_last, least=1, remedy="keep at least one checkpoint")
-        for name, flag in (("fresh", fresh), ("content_hash", content_hash), ("precopy", precopy)):
-            arguments.check_flag(name, flag)
-        terms = arguments.terms_of(recovery, pls_target, planned_steps, grace_s)
-        self._planned_steps = 0 if planned_steps is None else int(planned_steps)
-        arguments.check_callable("validate", validate, takes="a function that returns a bool")
-        arguments.check_callable("on_event", on_event, takes="a function of (name, facts)")
+        config = CheckpointConfig(
+            model=model, optimizer=optimizer, state=state, url=url, run=run, every_s=every_s, every_steps=every_steps,
+            goal=goal, encoding=encoding, differential=differential, state_encoding=state_encoding,
+            keep_last=keep_last, arena_bytes=arena_bytes, metrics_port=metrics_port, sidecar=sidecar, fresh=fresh,
+            validate=validate, bits=bits, tables=tables, content_hash=content_hash, precopy=precopy, grace_s=grace_s,
+            recovery=recovery, pls_target=pls_target, planned_steps=planned_steps, tracking=tracking,
+            on_event=on_event,
+        )  # fmt: skip
         self.stats = Stats()
         """Counts of what happened to saves, for people and tests."""
-        self._listener = Listener(on_event, self.stats.count_event_error)
-        handed = arguments.optimizers_of(optimizer, model)
-        self._program = Program(
-            Tracking(
-                model,
-                optimizer if isinstance(optimizer, list | Mapping) else handed,
-                settings=tracking,
-                report=self._tracked,
-                rank=self._rank.number,
-                world_size=self._rank.world_size,
-            ),
-            state or {},
-        )
-        if self._rank.alone:  # of several, each may have tables that the others have not
-            arguments.check_tables(tables, [schema.fqn for schema in self._program.schemas])
-        self._clock = StepClock(self._program.tracking)
-        self._stance = Stance(self._program.tracking, self._clock)
-        self._loaders = LoaderRegistry(
-            lambda: self._clock.step, state=self._program.state, sources=self._program.sources
-        )
-        self._attempt = Attempt()
-        exit_code.install()
-        self._launcher = _launcher(
-            url,
-            run,
-            {
-                "every_s": every_s,
-                "every_steps": every_steps,
-                "goal": goal,
-                "encoding": encoding,
-                "differential": differential,
-                "state_encoding": state_encoding,
-                **arguments.bits_settings(bits, tables),
-                "keep_last": keep_last,
-                "arena_bytes": arena_bytes,
-                "metrics_port": metrics_port,
-                "linger_s": 30.0,
-                **(sidecar or {}),
-            },
-            self._rank,
-        )
-        self._session, link = self._connect()
-        self._attempt.happen(Event.ATTACH)
-        self._attachment = Attachment(self._session, link, self._clock)
+        self._wiring = wiring = Wiring(config, self.stats)
+        self._program, self._loaders, self._clock = wiring.program, wiring.loaders, wiring.clock
+        self._attempt, self._listener, self._launcher = wiring.attempt, wiring.listener, wiring.launcher
+        self._session, self._attachment = wiring.session, wiring.attachment
+        self._saver, self._loop, self._watchdog = wiring.saver, wiring.save_loop, wiring.watchdog
+        self._restorer = wiring.restorer
         self.url = self._attachment.url
         """Where the run is stored (without credentials)."""
         self.run = self._attachment.run
         """The run's name."""
-        child = self._launcher if isinstance(self._launcher, ChildLauncher) else None
-        home = staged_in_pod(self.url, self.run) if child is None else child.staged
-        self._ground = Ground(terms, self._rank, run=f"{self.url} {self.run}", home=home)
-        # In a pod there is nobody else to ask, and what a rank would stage for partial recovery alone.
-        heard = not self._rank.alone and (child is not None or self._ground.pls_target > 0)
-        self._peers = Peers(None if child is None else child.runtime, self._rank.local) if heard else None
-        self._assemble(
-            fresh=fresh, validate=validate, content_hash=content_hash, precopy=precopy, grace_s=grace_s
-        )
-        _live.add(self)
-        _watch_uncaught()
-        if self._ground.off:
-            log.warning('recovery="partial" is full here: %s', self._ground.off)
         try:
             log.info("run %r: %s", self.run, self.doctor().line)
         except Exception:
             log.debug("doctor() failed", exc_info=True)
-
-    def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
-        self._news.tracked(name, facts)
-
-    def _connect(self) -> tuple[Session, Link]:
-        """Attach; whatever goes wrong, nothing of ours is left in the program."""
-        try:
-            self._refuse_rival()
-            session = Session(
-                self._launcher,
-                request=lambda: attach_request(self._program, self._rank, *self._attempt.granted),
-                schemas=lambda: self._program.schemas,
-                alert=self._clock.alert,
-                local_rank=self._rank.local,
-            )
-            return session, session.connect()
-        except BaseException:
-            self._launcher.close()
-            self._stance.close()
-            self._program.tracking.close()
-            raise
-
-    def _assemble(
-        self,
-        *,
-        fresh: bool,
-        validate: Callable[[], bool] | None,
-        content_hash: bool | None,
-        precopy: bool | None,
-        grace_s: float | None,
-    ) -> None:
-        """The parts that save and restore, once there is a sidecar; each writes fields of its own only."""
-        if content_hash is None:
-            content_hash = os.environ.get("DELTASHARD_CONTENT_HASH", "0") == "1"
-        if precopy is None:
-            precopy = os.environ.get("DELTASHARD_PRECOPY", "1") != "0"
-        contents = Contents() if content_hash else None
-        base = CutBase(self._planned_steps, self._ground.pls_target)
-        setbacks = Setbacks(self._clock, self.stats, self._listener)
-        self._watchdog = Watchdog(
-            self._clock,
-            self._listener,
-            timer=lambda: (self._attachment.policy.every_s, self._attachment.policy.every_steps),
-        )
-        requests = Requests(setbacks)
-        recovery = Recovery(self._ground, self._program)
-        capture = Capture(self._program, self._loaders, rank=self._rank)
-        self._saver = Saver(
-            capture,
-            clock=self._clock,
-            attachment=self._attachment,
-            attempt=self._attempt,
-            base=base,
-            requests=requests,
-            setbacks=setbacks,
-            stats=self.stats,
-            listener=self._listener,
-            watchdog=self._watchdog,
-            contents=contents,
-            validate=validate,
-            precopy=precopy,
-            said=lambda: self._ground.metadata,
-        )
-        self._news = News(
-            self._attachment,
-            self._attempt,
-            clock=self._clock,
-            saver=self._saver,
-            requests=requests,
-            stats=self.stats,
-            listener=self._listener,
-        )
-        self._conductor = (
-            None
-            if self._rank.alone
-            else Conductor(
-                self._rank.number,
-                self._rank.world_size,
-                clock=self._clock,
-                why_not=self._why_no_cut(setbacks),
-            )
-        )
-        opener = AttemptOpener(
-            self._attachment,
-            self._attempt,
-            clock=self._clock,
-            stance=self._stance,
-            listener=self._listener,
-            hear=self._news.apply,
-            fresh=fresh,
-            rank=self._rank,
-            program=self._program,
-            conductor=self._conductor,
-            terms=str(self._ground.terms or "full"),
-            begun=lambda reply, meeting: self._begun(recovery, reply, meeting),
-            last_words=self._launcher.last_words,
-        )
-        self._restorer = Restorer(
-            self._program,
-            self._loaders,
-            clock=self._clock,
-            attachment=self._attachment,
-            attempt=self._attempt,
-            opener=opener,
-            base=base,
-            contents=contents,
-            listener=self._listener,
-            rank=self._rank,
-            recovery=recovery,
-            ground=self._ground,
-        )
-        orders = (
-            None
-            if self._conductor is None
-            else OrderBook(
-                self._conductor,
-                self._program,
-                clock=self._clock,
-                requests=requests,
-                setbacks=setbacks,
-                listener=self._listener,
-            )
-        )
-        self._forked = False
-        """In a child of the process that trains: everything of it is that process's."""
-        self._loop = SaveLoop(
-            self._program,
-            self._loaders,
-            clock=self._clock,
-            stance=self._stance,
-            attachment=self._attachment,
-            attempt=self._attempt,
-            opener=opener,
-            news=self._news,
-            saver=self._saver,
-            requests=requests,
-            setbacks=setbacks,
-            watchdog=self._watchdog,
-            grace_s=grace_s,
-            orders=orders,
-        )
-        self._stager: Stager | None = None
-        self._sentinel: Sentinel | None = None
-        if self._peers is not None:
-            self._stager = Stager(
-                self._ground,
-                self._program,
-                base,
-                clock=self._clock,
-                peers=self._peers,
-                blobs=lambda step: capture.blobs(step, None, all_here=True),
-            )
-            if self._loop.term is not None:
-                self._sentinel = Sentinel(
-                    self._loop.term,
-                    dead=lambda: self._peers is not None and self._peers.dead,
-                    stage=self._stager.stage,
-                )
-
-    def _begun(self, recovery: Recovery, reply: pb.OpenReply, meeting: str) -> None:
-        """Training begins under an attempt, on all ranks."""
-        recovery.begun(reply, meeting)
-        if self._peers is not None:
-            self._peers.meet()
-            if self._ground.pls_target:
-                self._peers.hear(f"deltashard/{meeting}/", self._rank.number, self._rank.world_size)
-
-    def _why_no_cut(self, setbacks: Setbacks) -> Callable[[bool], str]:
-        """For the other ranks, and asked on another thread: why this one cannot cut now."""
-
-        def why(urgent: bool) -> str:
-            if self._conductor is not None and self._conductor.sums:
-                return "what every rank holds whole is not the same on all"
-            if self._saver.in_flight:
-                return MESSAGE[BlockReason.FLIGHT]
-            if self._attachment.link is None:
-                return MESSAGE[BlockReason.AWAY]
-            return MESSAGE[BlockReason.BACK_OFF] if setbacks.backing_off and not urgent else ""
-
-        return why
 
     # The loop's side
 
@@ -531,15 +246,15 @@ class Checkpointer:
             UserError: a pin or metadata that cannot be stored (length, characters).
         """
         self._attempt.refuse_closed("save()")
-        if self._forked:
+        if self._wiring.forked:
             raise UserError(
                 "a forked child trains nothing of this run",
                 where="save()",
                 remedy="save in the process that built the Checkpointer; step() and close() do nothing here",
             )
-        arguments.check_pin(pin)
+        check_pin(pin)
         handle = SaveHandle(
-            reason=reason_of(reason), pin=pin, metadata=arguments.texts_of(metadata), waiter=self._loop.wait
+            reason=reason_of(reason), pin=pin, metadata=texts_of(metadata), waiter=self._loop.wait
         )
         self._loop.ask(handle)
         return handle
@@ -585,15 +300,7 @@ class Checkpointer:
                 called again.
         """
         self._attempt.refuse_closed("restore()")
-        arguments.check_seconds("deadline_s", deadline_s, off="leave deadline_s= out for five minutes")
-        arguments.check_hyperparameters(hyperparameters)
-        if loaders not in get_args(OnChange):
-            raise UserError(
-                f"loaders={loaders!r} is unknown",
-                where="restore()",
-                remedy='choose "restart", "continue" or "refuse"',
-            )
-        wish = Wish(
+        request = RestoreRequest(
             which=f"seq:{which}" if isinstance(which, int) else which,
             from_run=from_run,
             strict=strict,
@@ -605,7 +312,7 @@ class Checkpointer:
             loaders=loaders,
         )
         try:
-            return self._restorer.restore(wish)
+            return self._restorer.restore(request)
         finally:
             if self._attempt.opened:
                 self._saver.ready()
@@ -626,7 +333,7 @@ class Checkpointer:
             SaveFailed: it is not durable after `deadline_s`; everything is released all the same.
             FencedError: a newer attempt runs.
         """
-        if self._attempt.closed or self._forked:
+        if self._attempt.closed or self._wiring.forked:
             return
         until_s = time.monotonic() + deadline_s
         try:
@@ -636,9 +343,9 @@ class Checkpointer:
                 self._loop.finish(until_s)
             self._say_if_unsaved()
         finally:
-            if self._peers is not None:
-                self._peers.leave()
-            self._release(until_s)
+            if self._wiring.peers is not None:
+                self._wiring.peers.leave()
+            self._wiring.close(until_s)
 
     def _say_if_unsaved(self) -> None:
         """A program that trained and never called `step()` has no checkpoint, and would not know."""
@@ -659,95 +366,13 @@ class Checkpointer:
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._attempt.closed and not self._forked:
+        elif not self._attempt.closed and not self._wiring.forked:
             # A step torn by an exception must not become the newest checkpoint: only let what is in flight end. What
             # waits for a dead rank's part will not, and what does not the sidecar ends alone.
-            dead = error is not None and self._stager is not None and self._stager.raised(error)
-            dead = dead or (self._peers is not None and self._peers.dead)
+            stager, peers = self._wiring.stager, self._wiring.peers
+            dead = error is not None and stager is not None and stager.raised(error)
+            dead = dead or (peers is not None and peers.dead)
             try:
                 self._loop.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
             finally:
-                self._release(time.monotonic() + LEAVE_S)
-
-    def _refuse_rival(self) -> None:
-        """Two of one run would take the sidecar's session from each other for ever; the lock only tells processes."""
-        for other in list(_live):
-            if other._launcher.place == self._launcher.place and other._session.fenced is None:  # noqa: SLF001
-                raise AnotherTrainer(
-                    "another Checkpointer of this process already trains this run",
-                    where=str(self._launcher.place),
-                    remedy="close() it first; only what trains another model is another run",
-                )
-
-    def _release(self, until_s: float) -> None:
-        self._attempt.happen(Event.CLOSE)
-        # The line of the arena is given back; without it every step has a boundary, which refuses it.
-        self._clock.detach()
-        if self._sentinel is not None:
-            self._sentinel.close()
-        if self._peers is not None:
-            self._peers.close()
-        self._loop.close()
-        if self._conductor is not None:
-            self._conductor.close()
-        try:
-            self._saver.close(until_s=min(until_s, time.monotonic() + LEAVE_S / 2))
-        finally:
-            self._session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
-            self._launcher.close()
-            self._stance.close()
-            self._loaders.close()
-            self._program.tracking.close()
-            _live.discard(self)
-
-
-def _launcher(
-    url: str | os.PathLike[str] | None, run: str | None, flags: Mapping[str, object], rank: Rank
-) -> Launcher:
-    socket_path = os.environ.get("DELTASHARD_SOCKET")
-    if socket_path:
-        from pathlib import Path
-
-        return PodLauncher(Path(socket_path))
-    url = url or os.environ.get("DELTASHARD_URL")
-    run = run or os.environ.get("DELTASHARD_RUN")
-    if not url or not run:
-        raise UserError(
-            f"no {'url' if not url else 'run'} was given, and there is no sidecar in this pod",
-            where="Checkpointer()",
-            remedy='give url="file:///some/dir" and run="name" (or DELTASHARD_URL and DELTASHARD_RUN)',
-        )
-    return ChildLauncher(SidecarOptions(url=normal_url(url), run=run, flags=flags), rank)
-
-
-_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-_watched = False
-
-
-def _watch_uncaught() -> None:
-    """An error that ends the program may be of a collective; once a process, before whatever hook is there."""
-    global _watched  # noqa: PLW0603 - as global as the hook itself
-    if _watched:
-        return
-    _watched = True
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for checkpointer in list(_live):
-            if checkpointer._stager is not None:  # noqa: SLF001 - same module
-                checkpointer._stager.raised(error)  # noqa: SLF001
-        before(kind, error, trace)
-
-    sys.excepthook = hook
-
-
-def _in_child() -> None:
-    for checkpointer in list(_live):
-        checkpointer._forked = True  # noqa: SLF001 - same module
-        checkpointer._clock.forget()  # noqa: SLF001
-        checkpointer._stance.close()  # noqa: SLF001
-
-
-os.register_at_fork(after_in_child=_in_child)
+                self._wiring.close(time.monotonic() + LEAVE_S)

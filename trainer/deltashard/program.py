@@ -7,6 +7,7 @@ out then, and not at the first save.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deltashard_checkpoint.format.schema import Box, TableSchema
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.whitelist import innermost
 from deltashard.state import managed_collision, trained_parameter
@@ -21,6 +23,8 @@ from deltashard.state.contract import Contract, contracts_of, refuse_model
 from deltashard.state.fingerprint import fingerprint, library_version
 from deltashard.state.origin import Origin
 from deltashard.state.value import Source, check_value, sources
+from deltashard.tracking.stance import Stance
+from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
 
@@ -124,6 +128,16 @@ class Program:
                 if any("initial_lr" in group for group in optimizer.param_groups):
                     return type(optimizer).__name__
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLoop:
+    """The program in its loop: what trains, the loaders that feed it, and the step where it stands."""
+
+    program: Program
+    loaders: LoaderRegistry
+    clock: StepClock
+    stance: Stance
 
 
 def _may_hold_scheduler(value: Any) -> bool:

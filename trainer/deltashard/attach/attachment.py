@@ -6,8 +6,13 @@ of a newer one it is not known yet what became of the save before.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard.attach.lifecycle import Attempt
+from deltashard.attach.listener import Listener
+from deltashard.attach.rank import Rank
 from deltashard.attach.session import Link, Session
 from deltashard.tracking.step_clock import StepClock
 
@@ -49,3 +54,14 @@ class Attachment:
     def instruct(self, policy: pb.Policy) -> None:
         """The sidecar has another policy from now on."""
         self._policy = policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMember:
+    """This process as a member of its run: which rank it is, under which attempt, over which sidecar."""
+
+    rank: Rank
+    attempt: Attempt
+    attachment: Attachment
+    listener: Listener
+    """Hears what happens to the run."""

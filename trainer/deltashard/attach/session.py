@@ -158,6 +158,7 @@ class Session:
     ) -> None:
         """`request` builds the Attach message anew each time; `alert` is called after an event was queued."""
         self._launcher = launcher
+        self.last_words = launcher.last_words
         self._request = request
         self._schemas = schemas
         self._alert = alert
@@ -188,7 +189,7 @@ class Session:
         Raises:
             SidecarUnavailable, UserError, FencedError: as the sidecar or its absence has it.
         """
-        retry = Retry("attach", pause=self._stop.wait, last_words=self._launcher.last_words)
+        retry = Retry("attach", pause=self._stop.wait, last_words=self.last_words)
         with self._lock:
             while True:
                 try:

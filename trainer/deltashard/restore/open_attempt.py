@@ -17,9 +17,7 @@ from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.attachment import Attachment
-from deltashard.attach.lifecycle import Attempt
-from deltashard.attach.listener import Listener
+from deltashard.attach.attachment import RunMember
 from deltashard.attach.rank import Rank, refuse_change
 from deltashard.attach.retry import DEADLINE_S, Retry
 from deltashard.attach.session import Link
@@ -32,10 +30,8 @@ from deltashard.errors import (
     UserError,
 )
 from deltashard.group.conductor import Conductor
-from deltashard.program import Program
+from deltashard.program import Program, TrainingLoop
 from deltashard.restore.assembly import Assembly
-from deltashard.tracking.stance import Stance
-from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
@@ -68,48 +64,39 @@ class AttemptOpener:
 
     def __init__(
         self,
-        attachment: Attachment,
-        attempt: Attempt,
+        loop: TrainingLoop,
+        member: RunMember,
         *,
-        clock: StepClock,
-        stance: Stance,
-        listener: Listener,
         hear: Callable[[], None],
         fresh: bool,
-        rank: Rank,
-        program: Program,
         conductor: Conductor | None,
         terms: str,
         begun: Callable[[pb.OpenReply, str], None],
-        last_words: Callable[[], str],
     ) -> None:
         """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
 
         `conductor` has the orders of several ranks; None: this process is alone. `terms` of recovery, in words;
-        `begun` is called when training may begin under an attempt, with the name of the ranks' meeting. `last_words`:
-        the end of the sidecar's log.
+        `begun` is called when training may begin under an attempt, with the name of the ranks' meeting.
         """
-        self._attachment = attachment
-        self._attempt = attempt
-        self._clock = clock
-        self._stance = stance
-        self._listener = listener
+        self._program = loop.program
+        self._clock = loop.clock
+        self._stance = loop.stance
+        self._rank = member.rank
+        self._attempt = member.attempt
+        self._attachment = member.attachment
+        self._listener = member.listener
         self._hear = hear
         self._fresh = fresh
-        self._rank = rank
-        self._program = program
         self._conductor = conductor
         self._terms = terms
         self._begun = begun
         self._asked = pb.OpenRequest()
         """What was asked for last."""
-        self._last_words = last_words
 
     def retry(self, what: str, deadline_s: float, final: type[SidecarUnavailable | RestoreFailed]) -> Retry:
         """For one call: how long it goes on without a sidecar; `final` is what it raises then."""
-        return Retry(
-            what, deadline_s=deadline_s, pause=self._clock.pause, final=final, last_words=self._last_words
-        )
+        last_words = self._attachment.session.last_words
+        return Retry(what, deadline_s=deadline_s, pause=self._clock.pause, final=final, last_words=last_words)
 
     def link(self, retry: Retry) -> Link:
         """The link whose news is applied; waits for the sidecar, and raises what `retry` does when it stays away."""

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from deltashard_checkpoint.crash_point import crash_point
@@ -26,18 +26,16 @@ from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.index import table_of
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.attachment import Attachment
-from deltashard.attach.lifecycle import Attempt
-from deltashard.attach.listener import Listener
-from deltashard.attach.rank import Rank
+from deltashard.attach.attachment import RunMember
 from deltashard.attach.retry import Retry
 from deltashard.attach.session import Link
+from deltashard.config import check_seconds
 from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn, SidecarGone, UserError
-from deltashard.loader.registry import LoaderRegistry, OnChange
+from deltashard.loader.registry import OnChange
 from deltashard.loader.sharding import ResumePositions
 from deltashard.partial.ground import Ground
 from deltashard.partial.recovery import Recovery, Road
-from deltashard.program import Program
+from deltashard.program import TrainingLoop
 from deltashard.restore.assembly import Assembly
 from deltashard.restore.blob import Blobs
 from deltashard.restore.content_hash import Contents, differing, resharded
@@ -47,7 +45,6 @@ from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.state.fingerprint import differences
 from deltashard.state.rng import apply_globals, capture_globals, draw_apart
 from deltashard.tracking.cut_base import CutBase
-from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
@@ -99,8 +96,8 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What `restore()` was called with."""
+class RestoreRequest:
+    """What `restore()` was called with; raises `UserError` for what cannot be meant."""
 
     which: str
     from_run: str | None
@@ -112,6 +109,21 @@ class Wish:
     hyperparameters: str
     """"checkpoint" or "script": whose are in force where both scripts gave different ones."""
     loaders: OnChange = "restart"
+
+    def __post_init__(self) -> None:
+        check_seconds("deadline_s", self.deadline_s, off="leave deadline_s= out for five minutes")
+        if self.hyperparameters not in ("checkpoint", "script"):
+            raise UserError(
+                f'hyperparameters= takes "checkpoint" or "script", not {self.hyperparameters!r}',
+                where="restore()",
+                remedy='leave it out to take the checkpoint\'s; "script" keeps what this script gives',
+            )
+        if self.loaders not in get_args(OnChange):
+            raise UserError(
+                f"loaders={self.loaders!r} is unknown",
+                where="restore()",
+                remedy='choose "restart", "continue" or "refuse"',
+            )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,58 +156,53 @@ class Restorer:
 
     def __init__(
         self,
-        program: Program,
-        loaders: LoaderRegistry,
+        loop: TrainingLoop,
+        member: RunMember,
         *,
-        clock: StepClock,
-        attachment: Attachment,
-        attempt: Attempt,
         opener: AttemptOpener,
         base: CutBase,
         contents: Contents | None,
-        listener: Listener,
-        rank: Rank,
         recovery: Recovery,
         ground: Ground,
     ) -> None:
-        self._rank = rank
+        self._rank = member.rank
         self._recovery = recovery
         self._ground = ground
-        self._program = program
-        self._tracking = program.tracking
-        self._loaders = loaders
-        self._clock = clock
-        self._attachment = attachment
-        self._attempt = attempt
+        self._program = loop.program
+        self._tracking = loop.program.tracking
+        self._loaders = loop.loaders
+        self._clock = loop.clock
+        self._attachment = member.attachment
+        self._attempt = member.attempt
         self._opener = opener
         self._base = base
         self._contents = contents
-        self._listener = listener
+        self._listener = member.listener
         self._called = False
 
-    def restore(self, wish: Wish) -> Restored | None:
+    def restore(self, request: RestoreRequest) -> Restored | None:
         """See `Checkpointer.restore`."""
         self._refuse_trained()
         if not self._called:
             self._called = True
             self._program.look_at_given()
         assembly = self._opener.assemble(
-            which=wish.which,
-            from_run=wish.from_run,
-            strict=wish.strict,
-            weights_only=wish.weights_only,
-            renames=sorted(wish.renames.items()),
-            takeover=wish.takeover,
-            hyperparameters=wish.hyperparameters,
+            which=request.which,
+            from_run=request.from_run,
+            strict=request.strict,
+            weights_only=request.weights_only,
+            renames=sorted(request.renames.items()),
+            takeover=request.takeover,
+            hyperparameters=request.hyperparameters,
         )
-        retry = self._opener.retry("restore()", wish.deadline_s, RestoreFailed)
+        retry = self._opener.retry("restore()", request.deadline_s, RestoreFailed)
         tries = _Tries(assembly=assembly, retry=retry)
         while True:
             link, reply = self._opener.open(
-                which=wish.which,
-                from_run=wish.from_run,
+                which=request.which,
+                from_run=request.from_run,
                 exclude=tries.excluded,
-                takeover=wish.takeover,
+                takeover=request.takeover,
                 retry=retry,
                 assembly=assembly,
             )
@@ -212,14 +219,14 @@ class Restorer:
                         remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
                     )
                 return None
-            self._ground.resumed({} if wish.from_run else reply.metadata)
+            self._ground.resumed({} if request.from_run else reply.metadata)
             road = (
                 None
                 if assembly is None
-                else self._recovery.agree(assembly, reply, unusual=_unusual(wish, tries))
+                else self._recovery.agree(assembly, reply, unusual=_unusual(request, tries))
             )
             try:
-                restored = self._read(link, reply, wish, tries, road)
+                restored = self._read(link, reply, request, tries, road)
             except SidecarGone as gone:
                 # Whatever was written into the model is written again.
                 log.info("restore() begins again: %s", gone)
@@ -232,7 +239,7 @@ class Restorer:
                 log.info(
                     "checkpoint %d%s is asked for anew: %s",
                     reply.resume_seq,
-                    f" of {wish.from_run}" if wish.from_run else "",
+                    f" of {request.from_run}" if request.from_run else "",
                     error,
                 )
                 continue
@@ -258,42 +265,42 @@ class Restorer:
             )
 
     def _read(
-        self, link: Link, reply: pb.OpenReply, wish: Wish, tries: _Tries, road: Road | None
+        self, link: Link, reply: pb.OpenReply, request: RestoreRequest, tries: _Tries, road: Road | None
     ) -> Restored:
         """Bring one checkpoint back; the generators last of all, since everything else may draw."""
-        seq, weights_only = reply.resume_seq, wish.weights_only
+        seq, weights_only = reply.resume_seq, request.weights_only
         notes: list[str] = []
         # Not while other ranks are waited for: they may need a sidecar that this one has to start anew.
         with tries.stage("received"), self._attachment.session.busy:
-            received, targets, turnover = self._receive(link, reply, wish, tries, notes, road)
+            received, targets, turnover = self._receive(link, reply, request, tries, notes, road)
         blobs = received.blobs
         if not weights_only:
             turnover.restart_epochs(self._restarted(turnover, tries.assembly), turnover.refused)
         notes += turnover.notes
-        script = wish.hyperparameters == "script"
+        script = request.hyperparameters == "script"
         rng: dict[str, Any] | None = None
         reported: list[str] = []
-        step = 0 if wish.from_run and weights_only else reply.step
+        step = 0 if request.from_run and weights_only else reply.step
         if road is not None:
             step = road.verdict.step
         crash_point("restore.before_dense")
         notes += targets.notes
         with tries.stage("restored"):
             notes += blobs.apply_dense(
-                self._program, strict=wish.strict, weights_only=weights_only, script=script
+                self._program, strict=request.strict, weights_only=weights_only, script=script
             )
             for table, ids in delta_rows(targets.placed):
                 self._tracking.reseed(table, ids)
             for table, ids in newer_rows(targets.placed):
                 table.marks.mark(ids.to(table.marks.flags.device))
             if not weights_only:
-                notes += blobs.apply_state(self._program, strict=wish.strict, script=script)
+                notes += blobs.apply_state(self._program, strict=request.strict, script=script)
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
-                rng, told = self._generators(blobs, reply.attempt, strict=wish.strict)
+                rng, told = self._generators(blobs, reply.attempt, strict=request.strict)
                 notes += told
-                reported = self._loaders.resume(turnover.positions, rng, step=step, on_change=wish.loaders)
+                reported = self._loaders.resume(turnover.positions, rng, step=step, on_change=request.loaders)
                 self._tracking.watch_first_step()
-        if not wish.from_run and not weights_only and targets.complete:
+        if not request.from_run and not weights_only and targets.complete:
             self._base.lean_on(seq, received.baseline_seq)
         else:
             self._base.lean_on_nothing()
@@ -325,7 +332,7 @@ class Restorer:
             )  # fmt: skip
         at = reply.step if road is None else step
         lost = reply.last_step_seen - at if reply.HasField("last_step_seen") else None
-        damaged = bool(tries.damage) and wish.which == "latest"
+        damaged = bool(tries.damage) and request.which == "latest"
         return Restored(
             step=at,
             seq=seq,
@@ -352,7 +359,7 @@ class Restorer:
         self,
         link: Link,
         reply: pb.OpenReply,
-        wish: Wish,
+        request: RestoreRequest,
         tries: _Tries,
         notes: list[str],
         road: Road | None,
@@ -366,9 +373,9 @@ class Restorer:
         targets = ModelTargets(
             self._tracking,
             [table_of(table) for table in reply.tables],
-            strict=wish.strict,
-            weights_only=wish.weights_only,
-            renames=wish.renames,
+            strict=request.strict,
+            weights_only=request.weights_only,
+            renames=request.renames,
         )
 
         def judge(raw: Mapping[str, memoryview]) -> Blobs:
@@ -376,14 +383,14 @@ class Restorer:
                 raw = road.overlay(raw)
                 notes.extend(road.notes)
             blobs = Blobs.decode(raw, rank=self._rank.number)
-            notes.extend(blobs.check(self._program, strict=wish.strict, weights_only=wish.weights_only))
+            notes.extend(blobs.check(self._program, strict=request.strict, weights_only=request.weights_only))
             nonlocal turnover
-            if not wish.weights_only:
+            if not request.weights_only:
                 turnover = blobs.loaders_at(self._rank.number, self._rank.world_size)
                 other = self._loaders.mismatches(turnover.positions)
-                if wish.loaders != "continue":
+                if request.loaders != "continue":
                     turnover.refused.update(other)
-                if turnover.refused and wish.loaders == "refuse":
+                if turnover.refused and request.loaders == "refuse":
                     name, why = next(iter(turnover.refused.items()))
                     raise CheckpointMismatch(
                         why,
@@ -406,7 +413,7 @@ class Restorer:
         received = read_checkpoint(
             link,
             seq,
-            wish.from_run or "",
+            request.from_run or "",
             targets,
             judge,
             rank=self._rank.number,
@@ -465,10 +472,12 @@ class Restorer:
         return capture_globals(), [note]
 
 
-def _unusual(wish: Wish, tries: _Tries) -> str:
+def _unusual(request: RestoreRequest, tries: _Tries) -> str:
     """What makes this restore more than going on after a crash; empty: nothing."""
-    if wish.which != "latest" or wish.from_run:
-        return f"restore(which={wish.which!r}) was called" if not wish.from_run else "another run is read"
-    if wish.weights_only or not wish.strict or wish.renames or wish.takeover:
+    if request.which != "latest" or request.from_run:
+        return (
+            f"restore(which={request.which!r}) was called" if not request.from_run else "another run is read"
+        )
+    if request.weights_only or not request.strict or request.renames or request.takeover:
         return "restore() was called with more than its defaults"
     return "a checkpoint was not whole" if tries.excluded else ""

@@ -272,7 +272,7 @@ def late(rank: int, workdir: Path) -> Any:
 
     def step() -> None:
         if rank == 0 and program.ckpt.steps == 2:
-            eventually(lambda: program.ckpt._conductor._orders.due == (1, 3), "the order of rank 1")
+            eventually(lambda: program.ckpt._wiring.conductor._orders.due == (1, 3), "the order of rank 1")
         end_step()
 
     program.ckpt.step = step
@@ -335,7 +335,7 @@ def stopped(rank: int, workdir: Path) -> Any:
     conductor.ANSWER_S = 1.0
     program = Program(rank, workdir)
     program.ckpt.restore()
-    orders = program.ckpt._conductor
+    orders = program.ckpt._wiring.conductor
     answers, mute = orders._why_not, threading.Event()
 
     def after_a_while(urgent: bool) -> str:

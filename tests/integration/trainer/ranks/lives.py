@@ -226,7 +226,7 @@ def unlike(rank: int, workdir: Path) -> Any:
     # No order but those asked for here: one that rank 1 has answered needs it no more until its step.
     life = Life(rank, workdir, every_s=3600)
     life.restore()
-    orders, pids = life.ckpt._conductor, [0] * dist.get_world_size()
+    orders, pids = life.ckpt._wiring.conductor, [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
 
     def wake(before: int) -> None:

@@ -283,7 +283,7 @@ def test_a_scheduler_of_the_fused_optimizer_goes_on(tmp_path: Path) -> None:
     ckpt.save().wait()
     after = steps(training, scheduler, ckpt, 4)
     assert len({max(each) for each in before + after}) > 2
-    ckpt._release(0.0)  # as if killed: nothing more is saved
+    ckpt._wiring.close(0.0)  # as if killed: nothing more is saved
 
     training, scheduler, ckpt = begin()
     assert ckpt.restore() is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from deltashard.arguments import MAX_METADATA, check_pin, texts_of
 from deltashard.attach import exit_code
+from deltashard.config import MAX_METADATA, check_pin, texts_of
 from deltashard.errors import FencedError, TakenOver, UserError
 
 

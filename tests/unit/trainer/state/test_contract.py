@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deltashard import arguments
+from deltashard import config
 from deltashard.attach.rank import Rank
 from deltashard.errors import CheckpointMismatch, StateError, UserError
 from deltashard.loader.registry import LoaderRegistry
@@ -31,9 +31,9 @@ class Program:
     """A Checkpointer without a sidecar: what it would save, and what it does with that."""
 
     def __init__(self, model: nn.Module, optimizer: Any = (), **state: Any) -> None:
-        arguments.check_model(model)
+        config.check_model(model)
         self.model = model
-        self.tracking = Tracking(model, arguments.optimizers_of(optimizer or None, model))
+        self.tracking = Tracking(model, config.optimizers_of(optimizer or None, model))
         self.parts = Parts(self.tracking, state)
         self.capture = Capture(self.parts, LoaderRegistry(lambda: 0), rank=Rank())
 
@@ -333,10 +333,10 @@ def test_buffers_that_cannot_be_stored_are_refused_at_construction(
     model = nn.Linear(2, 2)
     model.register_buffer("odd", buffer())
     with pytest.raises(UserError, match=rf"odd .*{why}.*cannot be saved"):
-        arguments.check_model(model)
+        config.check_model(model)
     model = nn.Linear(2, 2)
     model.register_buffer("odd", buffer(), persistent=False)
-    arguments.check_model(model)
+    config.check_model(model)
 
 
 def test_parameters_whose_memory_is_elsewhere_are_refused_at_construction() -> None:
@@ -351,10 +351,10 @@ def test_parameters_whose_memory_is_elsewhere_are_refused_at_construction() -> N
     model = nn.Linear(2, 2)
     model.register_buffer("part", torch.zeros(2).as_subclass(Sharded))
     with pytest.raises(UserError, match="part is sharded"):
-        arguments.check_model(model)
+        config.check_model(model)
     Sharded.__module__ = "mine"
     with pytest.raises(UserError, match="part is a Sharded"):
-        arguments.check_model(model)
+        config.check_model(model)
 
 
 def test_flat_parameters_are_refused_at_construction() -> None:
@@ -362,7 +362,7 @@ def test_flat_parameters_are_refused_at_construction() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("_flat_param", FlatParameter(torch.zeros(3)))
     with pytest.raises(UserError, match="_flat_param is sharded .a flat parameter of FSDP"):
-        arguments.check_model(model)
+        config.check_model(model)
 
 
 def test_expanded_buffers_come_back() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.arguments import check_count, check_seconds, optimizers_of
+from deltashard.config import CheckpointConfig, check_count, check_seconds, optimizers_of
 from deltashard.errors import UserError
 from torch import nn
 
@@ -141,3 +143,13 @@ def test_numbers_of_every_kind_are_taken() -> None:
         check_seconds("every_s", seconds, off="")
     for count in (None, 0, 10, np.int64(10)):
         check_count("every_steps", count, least=0, remedy="")
+
+
+def test_the_config_has_the_arguments_of_the_checkpointer() -> None:
+    """Each field by its name and default: what is added to one is added to the other."""
+    signature = inspect.signature(deltashard.Checkpointer).parameters.values()
+    arguments = {
+        each.name: dataclasses.MISSING if each.default is inspect.Parameter.empty else each.default
+        for each in signature
+    }
+    assert arguments == {each.name: each.default for each in dataclasses.fields(CheckpointConfig)}

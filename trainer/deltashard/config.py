@@ -1,8 +1,8 @@
-"""What `Checkpointer(...)` was given, looked at before anything is started.
+"""What `Checkpointer(...)` was given, as one frozen record that is checked before anything is started.
 
 Every refusal names the argument, what it takes, and what to do instead. Only what would otherwise be taken silently,
-or fail far from its cause, is checked here. Values that the sidecar knows better (encodings, names of runs) are refused
-by the sidecar, whose words `launcher` hands on.
+or fail far from its cause, is checked here, with what `save()` takes. Values that the sidecar knows better (encodings,
+names of runs) are refused by the sidecar, whose words `launcher` hands on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,16 +25,135 @@ from torch import nn
 
 from deltashard.errors import UserError
 from deltashard.optimizer.optimizer_state import views_of
-from deltashard.partial.rule import Terms
 from deltashard.sharded.handed_optimizer import parts_of
 from deltashard.state.discovery import canonical_prefixes
 from deltashard.state.value import why_unstorable
+from deltashard.tracking.tracking import TrackingSettings
 
 RESERVED = "deltashard/"
 """What names of metadata may not begin with."""
 MAX_METADATA = 60_000
 """Characters of one save's metadata: a log entry, which every reader reads, takes little more of one text."""
 _NAME = "1 to 200 printable characters without a space at an end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CheckpointConfig:
+    """The arguments of `Checkpointer`, which documents them; each has its name and its default there.
+
+    Raises `UserError` for the first that cannot be meant.
+    """
+
+    model: nn.Module
+    optimizer: Any = ()
+    """As it was given where that is a list or a mapping, in which the script may replace one; else a list."""
+    state: Mapping[str, Any] | None = None
+    url: str | os.PathLike[str] | None = None
+    run: str | None = None
+    every_s: float | None = None
+    every_steps: int | None = None
+    goal: str | None = None
+    encoding: str | None = None
+    differential: str | None = None
+    state_encoding: str | None = None
+    keep_last: int | None = None
+    arena_bytes: int | None = None
+    metrics_port: int | None = None
+    sidecar: Mapping[str, object] | None = None
+    fresh: bool = False
+    validate: Callable[[], bool] | None = None
+    bits: str | None = None
+    tables: Mapping[str, str] | None = None
+    content_hash: bool | None = None
+    precopy: bool | None = None
+    grace_s: float | None = 20.0
+    recovery: str = "full"
+    pls_target: float | None = None
+    planned_steps: int | None = None
+    tracking: TrackingSettings | None = None
+    on_event: Callable[[str, Mapping[str, Any]], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        _check_state(self.state)
+        _check_place(self.url, self.run)
+        if self.sidecar is not None and not (
+            isinstance(self.sidecar, Mapping) and all(isinstance(name, str) for name in self.sidecar)
+        ):
+            raise _refusal(
+                "sidecar",
+                self.sidecar,
+                "a dict of settings by name",
+                'for example sidecar={"cache_bytes": "4GiB"}',
+            )
+        check_seconds("every_s", self.every_s, off="leave every_s= out to save by steps or on demand only")
+        check_seconds("grace_s", self.grace_s, off="grace_s=None leaves SIGTERM alone")
+        check_count(
+            "every_steps",
+            self.every_steps,
+            least=0,
+            remedy="leave every_steps= out to save by time or on demand only",
+        )
+        _check_goal(self.goal)
+        check_count("keep_last", self.keep_last, least=1, remedy="keep at least one checkpoint")
+        for name in ("fresh", "content_hash", "precopy"):
+            flag = getattr(self, name)
+            if flag is not None and not isinstance(flag, bool):
+                raise _refusal(name, flag, "True or False", f"leave {name}= out if in doubt")
+        _check_recovery(self)
+        for name, takes in (
+            ("validate", "a function that returns a bool"),
+            ("on_event", "a function of (name, facts)"),
+        ):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise _refusal(
+                    name, getattr(self, name), takes, f"give the function itself, or leave {name}= out"
+                )
+        _check_bits(self.bits, self.tables)
+        handed = optimizers_of(self.optimizer, self.model)
+        if not isinstance(self.optimizer, list | Mapping):
+            object.__setattr__(self, "optimizer", handed)
+
+    @property
+    def partial(self) -> bool:
+        """Whether survivors of a lost rank may keep their rows."""
+        return self.recovery == "partial"
+
+    @property
+    def records_content(self) -> bool:
+        """Whether content hashes are recorded: `content_hash`, or the environment."""
+        if self.content_hash is None:
+            return os.environ.get("DELTASHARD_CONTENT_HASH", "0") == "1"
+        return self.content_hash
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether rows may be copied ahead of a cut: `precopy`, or the environment."""
+        return os.environ.get("DELTASHARD_PRECOPY", "1") != "0" if self.precopy is None else self.precopy
+
+    @property
+    def sidecar_settings(self) -> dict[str, object]:
+        """Settings of a sidecar that is started for this run, by name; None: its default."""
+        names = ("every_s", "every_steps", "goal", "encoding", "differential", "state_encoding")
+        settings: dict[str, object] = {name: getattr(self, name) for name in names}
+        if self.bits is not None:
+            settings["bits_goal"] = self.bits
+        if self.tables:
+            settings["tables"] = text_of(self.tables)
+        settings |= {name: getattr(self, name) for name in ("keep_last", "arena_bytes", "metrics_port")}
+        return settings | {"linger_s": 30.0} | dict(self.sidecar or {})
+
+    def check_tables(self, known: Iterable[str]) -> None:
+        """Raises `UserError` if `tables=` names one that is not among `known`, all tables of the program."""
+        names = sorted(known)
+        _, unknown = by_table(self.tables or {}, names)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.3) or names[:3]
+            raise UserError(
+                f"{unknown[0]!r} is no table of the model",
+                where="tables",
+                remedy=f"such as {', '.join(map(repr, near))}" if near else "leave tables= out",
+            )
 
 
 def _refusal(name: str, value: object, takes: str, remedy: str) -> UserError:
@@ -73,8 +193,7 @@ def check_model(model: object) -> None:
                 )
 
 
-def check_state(state: object) -> None:
-    """Raises `UserError` for anything but a mapping by name (None is none)."""
+def _check_state(state: object) -> None:
     if state is None:
         return
     remedy = 'give names, for example state={"scheduler": scheduler}'
@@ -85,8 +204,7 @@ def check_state(state: object) -> None:
             raise _refusal("state", name, "names that are strings", remedy)
 
 
-def check_place(url: object, run: object) -> None:
-    """Raises `UserError` unless both are text, or None (the environment says)."""
+def _check_place(url: object, run: object) -> None:
     if url is not None and not (isinstance(url, os.PathLike) or (isinstance(url, str) and url.strip())):
         raise _refusal(
             "url",
@@ -123,18 +241,7 @@ def check_count(name: str, value: object, *, least: int, remedy: str) -> None:
         raise _refusal(name, value, f"a whole number, {least} or more", remedy)
 
 
-def check_hyperparameters(value: object) -> None:
-    """Raises `UserError` unless `value` is "checkpoint" or "script"."""
-    if value not in ("checkpoint", "script"):
-        raise UserError(
-            f'hyperparameters= takes "checkpoint" or "script", not {value!r}',
-            where="restore()",
-            remedy='leave it out to take the checkpoint\'s; "script" keeps what this script gives',
-        )
-
-
-def check_goal(goal: object) -> None:
-    """Raises `UserError` unless `goal` is None or says what the interval is chosen for."""
+def _check_goal(goal: object) -> None:
     if goal is None:
         return
     takes = "what the interval is chosen for"
@@ -148,8 +255,10 @@ def check_goal(goal: object) -> None:
         raise _refusal("goal", goal, takes, error.remedy) from error
 
 
-def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_s: object) -> Terms | None:
-    """What was agreed to; None: recovery is full. Raises `UserError` for what says neither one nor the other."""
+def _check_recovery(config: CheckpointConfig) -> None:
+    """Raises `UserError` for what says neither full recovery nor partial."""
+    recovery, planned_steps = config.recovery, config.planned_steps
+    pls_target: object = config.pls_target
     if recovery not in ("full", "partial"):
         raise _refusal(
             "recovery",
@@ -166,7 +275,7 @@ def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_
                 where="Checkpointer()",
                 remedy='leave pls_target= out, or say recovery="partial", which is not exact',
             )
-        return None
+        return
     if pls_target is None or planned_steps is None:
         raise UserError(
             'recovery="partial" needs to be told how much may be lost, and of how many steps',
@@ -181,13 +290,12 @@ def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_
         raise _refusal(
             "pls_target", pls_target, "a share above 0, at most 1", "0.02 is 2 % of the samples of all rows"
         )
-    if grace_s is None:
+    if config.grace_s is None:
         raise UserError(
             'recovery="partial" needs to hear of SIGTERM, which grace_s=None leaves alone',
             where="Checkpointer()",
             remedy="leave grace_s= out",
         )
-    return Terms(pls_target=float(pls_target), planned_steps=operator.index(planned_steps))  # type: ignore[arg-type]
 
 
 def check_pin(pin: object) -> None:
@@ -253,20 +361,7 @@ def _shown(value: object) -> str:
     )
 
 
-def check_callable(name: str, value: object, *, takes: str) -> None:
-    """Raises `UserError` unless `value` is None or can be called."""
-    if value is not None and not callable(value):
-        raise _refusal(name, value, takes, f"give the function itself, or leave {name}= out")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raises `UserError` unless `value` is a bool or None."""
-    if value is not None and not isinstance(value, bool):
-        raise _refusal(name, value, "True or False", f"leave {name}= out if in doubt")
-
-
-def bits_settings(bits: object, tables: object) -> dict[str, object]:
-    """Settings of the sidecar for how bits are chosen; raises `UserError`."""
+def _check_bits(bits: object, tables: object) -> None:
     if bits is not None and bits not in BITS_RULES:
         raise _refusal(
             "bits",
@@ -287,35 +382,6 @@ def bits_settings(bits: object, tables: object) -> dict[str, object]:
             tables,
             "a dict of encodings by table",
             f'{{"emb.user": "q8"}}, with one of {", ".join(ENCODING_CHOICES)}',
-        )
-    said: dict[str, object] = {}
-    if bits is not None:
-        said["bits_goal"] = bits
-    if tables:
-        said["tables"] = text_of(tables)
-    return said
-
-
-def check_tables(tables: Mapping[str, str] | None, known: Iterable[str]) -> None:
-    """Raises `UserError` if `tables=` names one that is not among `known`, all tables of the program."""
-    names = sorted(known)
-    _, unknown = by_table(tables or {}, names)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.3) or names[:3]
-        raise UserError(
-            f"{unknown[0]!r} is no table of the model",
-            where="tables",
-            remedy=f"such as {', '.join(map(repr, near))}" if near else "leave tables= out",
-        )
-
-
-def check_sidecar(settings: object) -> None:
-    """Raises `UserError` unless `settings` is None or a mapping by name."""
-    if settings is not None and not (
-        isinstance(settings, Mapping) and all(isinstance(name, str) for name in settings)
-    ):
-        raise _refusal(
-            "sidecar", settings, "a dict of settings by name", 'for example sidecar={"cache_bytes": "4GiB"}'
         )
 
 

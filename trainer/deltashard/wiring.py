@@ -1,0 +1,346 @@
+"""The object graph of one Checkpointer, built once, from its config: which part knows which.
+
+Each part writes fields of its own only. What the parts of one process have in common travels in two records: the
+program in its loop (`TrainingLoop`) and this process as a member of its run (`RunMember`).
+
+A process may have several graphs, of different runs. Its hooks (an uncaught error, a fork) reach all of them here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from deltashard_proto.block_reason import BlockReason
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach import exit_code
+from deltashard.attach.attachment import Attachment, RunMember
+from deltashard.attach.launcher import (
+    ChildLauncher,
+    Launcher,
+    PodLauncher,
+    SidecarOptions,
+    normal_url,
+    staged_in_pod,
+)
+from deltashard.attach.lifecycle import Attempt, Event
+from deltashard.attach.listener import Listener
+from deltashard.attach.rank import Rank, rank_of_this_process
+from deltashard.attach.session import Link, Session
+from deltashard.config import CheckpointConfig
+from deltashard.errors import AnotherTrainer, UserError
+from deltashard.group.conductor import Conductor
+from deltashard.loader.registry import LoaderRegistry
+from deltashard.partial.ground import Ground
+from deltashard.partial.peer import Peers
+from deltashard.partial.recovery import Recovery
+from deltashard.partial.rule import Terms
+from deltashard.partial.sentinel import Sentinel
+from deltashard.partial.stager import Stager
+from deltashard.program import Program, TrainingLoop
+from deltashard.restore.content_hash import Contents
+from deltashard.restore.open_attempt import AttemptOpener, attach_request
+from deltashard.restore.restore import Restorer
+from deltashard.save.capture import Capture
+from deltashard.save.handle import Stats
+from deltashard.save.news import News
+from deltashard.save.order_book import OrderBook
+from deltashard.save.request import Requests
+from deltashard.save.save_loop import SaveLoop
+from deltashard.save.saver import Saver
+from deltashard.save.setback import Setbacks
+from deltashard.save.wait import MESSAGE
+from deltashard.save.watchdog import Watchdog
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.stance import Stance
+from deltashard.tracking.step_clock import StepClock
+from deltashard.tracking.tracking import Tracking
+
+log = logging.getLogger("deltashard")
+
+LEAVE_S = 10.0
+"""Detaching from the sidecar may take so long, within the deadline of `close()`."""
+
+
+class Wiring:
+    """All parts of one Checkpointer; building them attaches to the sidecar, or starts it."""
+
+    def __init__(self, config: CheckpointConfig, stats: Stats) -> None:
+        self.rank = rank_of_this_process("Checkpointer()")
+        self.stats = stats
+        self.listener = Listener(config.on_event, stats.count_event_error)
+        self.program = Program(
+            Tracking(
+                config.model,
+                config.optimizer,
+                settings=config.tracking,
+                report=self._tracked,
+                rank=self.rank.number,
+                world_size=self.rank.world_size,
+            ),
+            config.state or {},
+        )
+        if self.rank.alone:  # of several, each may have tables that the others have not
+            config.check_tables(schema.fqn for schema in self.program.schemas)
+        self.clock = StepClock(self.program.tracking)
+        self.stance = Stance(self.program.tracking, self.clock)
+        self.loaders = LoaderRegistry(
+            lambda: self.clock.step, state=self.program.state, sources=self.program.sources
+        )
+        self.attempt = Attempt()
+        exit_code.install()
+        self.launcher = _launcher(config, self.rank)
+        self.session, link = self._connect()
+        self.attempt.happen(Event.ATTACH)
+        self.attachment = Attachment(self.session, link, self.clock)
+        child = self.launcher if isinstance(self.launcher, ChildLauncher) else None
+        url, run = self.attachment.url, self.attachment.run
+        self.ground = Ground(
+            Terms(pls_target=float(config.pls_target or 0), planned_steps=int(config.planned_steps or 0))
+            if config.partial
+            else None,
+            self.rank,
+            run=f"{url} {run}",
+            home=staged_in_pod(url, run) if child is None else child.staged,
+        )
+        # In a pod there is nobody else to ask, and what a rank would stage for partial recovery alone.
+        heard = not self.rank.alone and (child is not None or self.ground.pls_target > 0)
+        self.peers = Peers(None if child is None else child.runtime, self.rank.local) if heard else None
+        self.forked = False
+        """In a child of the process that trains: everything of it is that process's."""
+        self._assemble(config)
+        _live.add(self)
+        _watch_uncaught()
+        if self.ground.off:
+            log.warning('recovery="partial" is full here: %s', self.ground.off)
+
+    def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
+        self._news.tracked(name, facts)
+
+    def _connect(self) -> tuple[Session, Link]:
+        """Attach; whatever goes wrong, nothing of ours is left in the program."""
+        try:
+            self._refuse_rival()
+            session = Session(
+                self.launcher,
+                request=lambda: attach_request(self.program, self.rank, *self.attempt.granted),
+                schemas=lambda: self.program.schemas,
+                alert=self.clock.alert,
+                local_rank=self.rank.local,
+            )
+            return session, session.connect()
+        except BaseException:
+            self.launcher.close()
+            self.stance.close()
+            self.program.tracking.close()
+            raise
+
+    def _refuse_rival(self) -> None:
+        """Two of one run would take the sidecar's session from each other for ever; the lock only tells processes."""
+        for other in list(_live):
+            if other.launcher.place == self.launcher.place and other.session.fenced is None:
+                raise AnotherTrainer(
+                    "another Checkpointer of this process already trains this run",
+                    where=str(self.launcher.place),
+                    remedy="close() it first; only what trains another model is another run",
+                )
+
+    def _assemble(self, config: CheckpointConfig) -> None:
+        """The parts that save and restore, once there is a sidecar."""
+        clock, attachment, attempt, listener = self.clock, self.attachment, self.attempt, self.listener
+        loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock, stance=self.stance)
+        member = RunMember(rank=self.rank, attempt=attempt, attachment=attachment, listener=listener)
+        contents = Contents() if config.records_content else None
+        base = CutBase(config.planned_steps or 0, self.ground.pls_target)
+        self._setbacks = setbacks = Setbacks(clock, self.stats, listener)
+        self.watchdog = Watchdog(
+            clock, listener, timer=lambda: (attachment.policy.every_s, attachment.policy.every_steps)
+        )
+        requests = Requests(setbacks)
+        capture = Capture(self.program, self.loaders, rank=self.rank)
+        self.saver = Saver(
+            capture,
+            clock=clock,
+            attachment=attachment,
+            attempt=attempt,
+            base=base,
+            requests=requests,
+            setbacks=setbacks,
+            stats=self.stats,
+            listener=listener,
+            watchdog=self.watchdog,
+            contents=contents,
+            validate=config.validate,
+            precopy=config.copies_ahead,
+            said=lambda: self.ground.metadata,
+        )
+        self._news = News(
+            attachment,
+            attempt,
+            clock=clock,
+            saver=self.saver,
+            requests=requests,
+            stats=self.stats,
+            listener=listener,
+        )
+        self.conductor = (
+            None
+            if self.rank.alone
+            else Conductor(self.rank.number, self.rank.world_size, clock=clock, why_not=self._why_no_cut)
+        )
+        recovery = Recovery(self.ground, self.program)
+        opener = AttemptOpener(
+            loop,
+            member,
+            hear=self._news.apply,
+            fresh=config.fresh,
+            conductor=self.conductor,
+            terms=str(self.ground.terms or "full"),
+            begun=lambda reply, meeting: self._begun(recovery, reply, meeting),
+        )
+        self.restorer = Restorer(
+            loop,
+            member,
+            opener=opener,
+            base=base,
+            contents=contents,
+            recovery=recovery,
+            ground=self.ground,
+        )
+        self.save_loop = SaveLoop(
+            self.program,
+            self.loaders,
+            clock=clock,
+            stance=self.stance,
+            attachment=attachment,
+            attempt=attempt,
+            opener=opener,
+            news=self._news,
+            saver=self.saver,
+            requests=requests,
+            setbacks=setbacks,
+            watchdog=self.watchdog,
+            grace_s=config.grace_s,
+            orders=None
+            if self.conductor is None
+            else OrderBook(
+                self.conductor,
+                self.program,
+                clock=clock,
+                requests=requests,
+                setbacks=setbacks,
+                listener=listener,
+            ),
+        )
+        self.stager: Stager | None = None
+        self._sentinel: Sentinel | None = None
+        if self.peers is not None:
+            self.stager = Stager(
+                self.ground,
+                self.program,
+                base,
+                clock=clock,
+                peers=self.peers,
+                blobs=lambda step: capture.blobs(step, None, all_here=True),
+            )
+            if self.save_loop.term is not None:
+                self._sentinel = Sentinel(
+                    self.save_loop.term,
+                    dead=lambda: self.peers is not None and self.peers.dead,
+                    stage=self.stager.stage,
+                )
+
+    def _begun(self, recovery: Recovery, reply: pb.OpenReply, meeting: str) -> None:
+        """Training begins under an attempt, on all ranks."""
+        recovery.begun(reply, meeting)
+        if self.peers is not None:
+            self.peers.meet()
+            if self.ground.pls_target:
+                self.peers.hear(f"deltashard/{meeting}/", self.rank.number, self.rank.world_size)
+
+    def _why_no_cut(self, urgent: bool) -> str:
+        """For the other ranks, and asked on another thread: why this one cannot cut now."""
+        if self.conductor is not None and self.conductor.sums:
+            return "what every rank holds whole is not the same on all"
+        if self.saver.in_flight:
+            return MESSAGE[BlockReason.FLIGHT]
+        if self.attachment.link is None:
+            return MESSAGE[BlockReason.AWAY]
+        return MESSAGE[BlockReason.BACK_OFF] if self._setbacks.backing_off and not urgent else ""
+
+    def close(self, until_s: float) -> None:
+        """Release everything, whatever is in flight, by `until_s` (monotonic)."""
+        self.attempt.happen(Event.CLOSE)
+        # The line of the arena is given back; without it every step has a boundary, which refuses it.
+        self.clock.detach()
+        if self._sentinel is not None:
+            self._sentinel.close()
+        if self.peers is not None:
+            self.peers.close()
+        self.save_loop.close()
+        if self.conductor is not None:
+            self.conductor.close()
+        try:
+            self.saver.close(until_s=min(until_s, time.monotonic() + LEAVE_S / 2))
+        finally:
+            self.session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
+            self.launcher.close()
+            self.stance.close()
+            self.loaders.close()
+            self.program.tracking.close()
+            _live.discard(self)
+
+
+def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
+    socket_path = os.environ.get("DELTASHARD_SOCKET")
+    if socket_path:
+        return PodLauncher(Path(socket_path))
+    url = config.url or os.environ.get("DELTASHARD_URL")
+    run = config.run or os.environ.get("DELTASHARD_RUN")
+    if not url or not run:
+        raise UserError(
+            f"no {'url' if not url else 'run'} was given, and there is no sidecar in this pod",
+            where="Checkpointer()",
+            remedy='give url="file:///some/dir" and run="name" (or DELTASHARD_URL and DELTASHARD_RUN)',
+        )
+    options = SidecarOptions(url=normal_url(url), run=run, flags=config.sidecar_settings)
+    return ChildLauncher(options, rank)
+
+
+_live: weakref.WeakSet[Wiring] = weakref.WeakSet()
+_watched = False
+
+
+def _watch_uncaught() -> None:
+    """An error that ends the program may be of a collective; once a process, before whatever hook is there."""
+    global _watched  # noqa: PLW0603 - as global as the hook itself
+    if _watched:
+        return
+    _watched = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for wiring in list(_live):
+            if wiring.stager is not None:
+                wiring.stager.raised(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _in_child() -> None:
+    for wiring in list(_live):
+        wiring.forked = True
+        wiring.clock.forget()
+        wiring.stance.close()
+
+
+os.register_at_fork(after_in_child=_in_child)
