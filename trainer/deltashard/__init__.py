@@ -38,10 +38,15 @@ from deltashard.checkpointer import Checkpointer
 from deltashard.doctor import Diagnosis
 from deltashard.errors import DeltashardError, FencedError, SaveFailed
 from deltashard.loader.resumable_sampler import ResumableSampler
+from deltashard.partial.recovery import PartialRecovery as _PartialRecovery
+from deltashard.restore import recovery_plan as _recovery_plan
 from deltashard.restore.restore import Restored
 from deltashard.save.handle import Commit, SaveHandle, Stats
 from deltashard.state.discovery import TableSettings
 from deltashard.tracking.tracking import TrackingSettings
+
+# Core imports no extra: they are registered here.
+_recovery_plan.FACTORIES.append(_PartialRecovery)
 
 __all__ = [
     "CheckpointReader",

@@ -343,8 +343,7 @@ class Checkpointer:
                 self._loop.finish(until_s)
             self._say_if_unsaved()
         finally:
-            if self._wiring.peers is not None:
-                self._wiring.peers.leave()
+            self._wiring.plan.leave()
             self._wiring.close(until_s)
 
     def _say_if_unsaved(self) -> None:
@@ -369,9 +368,8 @@ class Checkpointer:
         elif not self._attempt.closed and not self._wiring.forked:
             # A step torn by an exception must not become the newest checkpoint: only let what is in flight end. What
             # waits for a dead rank's part will not, and what does not the sidecar ends alone.
-            stager, peers = self._wiring.stager, self._wiring.peers
-            dead = error is not None and stager is not None and stager.raised(error)
-            dead = dead or (peers is not None and peers.dead)
+            plan = self._wiring.plan
+            dead = (error is not None and plan.raised(error)) or plan.dead
             try:
                 self._loop.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
             finally:

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any
 
 from deltashard_proto.block_reason import BlockReason
-from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach import exit_code
 from deltashard.attach.attachment import Attachment, RunMember
@@ -29,7 +28,6 @@ from deltashard.attach.launcher import (
     PodLauncher,
     SidecarOptions,
     normal_url,
-    staged_in_pod,
 )
 from deltashard.attach.lifecycle import Attempt, Event
 from deltashard.attach.listener import Listener
@@ -39,15 +37,10 @@ from deltashard.config import CheckpointConfig
 from deltashard.errors import AnotherTrainer, UserError
 from deltashard.group.conductor import Conductor
 from deltashard.loader.registry import LoaderRegistry
-from deltashard.partial.ground import Ground
-from deltashard.partial.peer import Peers
-from deltashard.partial.recovery import Recovery
-from deltashard.partial.rule import Terms
-from deltashard.partial.sentinel import Sentinel
-from deltashard.partial.stager import Stager
 from deltashard.program import Program, TrainingLoop
 from deltashard.restore.content_hash import Contents
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
+from deltashard.restore.recovery_plan import PlanContext, plan_of
 from deltashard.restore.restore import Restorer
 from deltashard.save.capture import Capture
 from deltashard.save.handle import Stats
@@ -101,26 +94,11 @@ class Wiring:
         self.session, link = self._connect()
         self.attempt.happen(Event.ATTACH)
         self.attachment = Attachment(self.session, link, self.clock)
-        child = self.launcher if isinstance(self.launcher, ChildLauncher) else None
-        url, run = self.attachment.url, self.attachment.run
-        self.ground = Ground(
-            Terms(pls_target=float(config.pls_target or 0), planned_steps=int(config.planned_steps or 0))
-            if config.partial
-            else None,
-            self.rank,
-            run=f"{url} {run}",
-            home=staged_in_pod(url, run) if child is None else child.staged,
-        )
-        # In a pod there is nobody else to ask, and what a rank would stage for partial recovery alone.
-        heard = not self.rank.alone and (child is not None or self.ground.pls_target > 0)
-        self.peers = Peers(None if child is None else child.runtime, self.rank.local) if heard else None
         self.forked = False
         """In a child of the process that trains: everything of it is that process's."""
         self._assemble(config)
         _live.add(self)
         _watch_uncaught()
-        if self.ground.off:
-            log.warning('recovery="partial" is full here: %s', self.ground.off)
 
     def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
         self._news.tracked(name, facts)
@@ -158,8 +136,10 @@ class Wiring:
         clock, attachment, attempt, listener = self.clock, self.attachment, self.attempt, self.listener
         loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock, stance=self.stance)
         member = RunMember(rank=self.rank, attempt=attempt, attachment=attachment, listener=listener)
+        context = PlanContext(config=config, loop=loop, member=member, launcher=self.launcher)
+        self.plan = plan = plan_of(context)
         contents = Contents() if config.records_content else None
-        base = CutBase(config.planned_steps or 0, self.ground.pls_target)
+        base = CutBase(config.planned_steps or 0, plan.pls_target)
         self._setbacks = setbacks = Setbacks(clock, self.stats, listener)
         self.watchdog = Watchdog(
             clock, listener, timer=lambda: (attachment.policy.every_s, attachment.policy.every_steps)
@@ -180,7 +160,7 @@ class Wiring:
             contents=contents,
             validate=config.validate,
             precopy=config.copies_ahead,
-            said=lambda: self.ground.metadata,
+            said=lambda: plan.metadata,
         )
         self._news = News(
             attachment,
@@ -196,15 +176,13 @@ class Wiring:
             if self.rank.alone
             else Conductor(self.rank.number, self.rank.world_size, clock=clock, why_not=self._why_no_cut)
         )
-        recovery = Recovery(self.ground, self.program)
         opener = AttemptOpener(
             loop,
             member,
             hear=self._news.apply,
             fresh=config.fresh,
             conductor=self.conductor,
-            terms=str(self.ground.terms or "full"),
-            begun=lambda reply, meeting: self._begun(recovery, reply, meeting),
+            plan=plan,
         )
         self.restorer = Restorer(
             loop,
@@ -212,8 +190,7 @@ class Wiring:
             opener=opener,
             base=base,
             contents=contents,
-            recovery=recovery,
-            ground=self.ground,
+            plan=plan,
         )
         self.save_loop = SaveLoop(
             self.program,
@@ -240,31 +217,7 @@ class Wiring:
                 listener=listener,
             ),
         )
-        self.stager: Stager | None = None
-        self._sentinel: Sentinel | None = None
-        if self.peers is not None:
-            self.stager = Stager(
-                self.ground,
-                self.program,
-                base,
-                clock=clock,
-                peers=self.peers,
-                blobs=lambda step: capture.blobs(step, None, all_here=True),
-            )
-            if self.save_loop.term is not None:
-                self._sentinel = Sentinel(
-                    self.save_loop.term,
-                    dead=lambda: self.peers is not None and self.peers.dead,
-                    stage=self.stager.stage,
-                )
-
-    def _begun(self, recovery: Recovery, reply: pb.OpenReply, meeting: str) -> None:
-        """Training begins under an attempt, on all ranks."""
-        recovery.begun(reply, meeting)
-        if self.peers is not None:
-            self.peers.meet()
-            if self.ground.pls_target:
-                self.peers.hear(f"deltashard/{meeting}/", self.rank.number, self.rank.world_size)
+        plan.watch(base, lambda step: capture.blobs(step, None, all_here=True), self.save_loop.term)
 
     def _why_no_cut(self, urgent: bool) -> str:
         """For the other ranks, and asked on another thread: why this one cannot cut now."""
@@ -281,10 +234,7 @@ class Wiring:
         self.attempt.happen(Event.CLOSE)
         # The line of the arena is given back; without it every step has a boundary, which refuses it.
         self.clock.detach()
-        if self._sentinel is not None:
-            self._sentinel.close()
-        if self.peers is not None:
-            self.peers.close()
+        self.plan.close()
         self.save_loop.close()
         if self.conductor is not None:
             self.conductor.close()
@@ -329,8 +279,7 @@ def _watch_uncaught() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         for wiring in list(_live):
-            if wiring.stager is not None:
-                wiring.stager.raised(error)
+            wiring.plan.raised(error)
         before(kind, error, trace)
 
     sys.excepthook = hook

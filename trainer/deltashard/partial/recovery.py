@@ -1,4 +1,4 @@
-"""Which road a restore takes, agreed by all ranks, and the survivors' parts on top of the checkpoint.
+"""Partial recovery as a plan of core's (`restore.recovery_plan`): whether a restore is partial, and what it takes then.
 
     agree     each rank says what it found, rank 0 judges (`rule`), all take that road
     overlay   blobs: dense part and optimizers of the donor, each rank's own state where it was at the donor's step
@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.blob_name import (
@@ -24,50 +24,90 @@ from deltashard_checkpoint.format.blob_name import (
     optimizer_parts,
     own_blobs,
 )
+from deltashard_checkpoint.format.typed_tree import EncodedTree
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard.attach.launcher import ChildLauncher, staged_in_pod
+from deltashard.attach.term_signal import TermHandler
 from deltashard.errors import RunWentOn
 from deltashard.partial import staged_part
 from deltashard.partial.ground import Ground
 from deltashard.partial.parcel import Donor, Parcel, packed
+from deltashard.partial.peer import Peers
 from deltashard.partial.position import moved_on
-from deltashard.partial.rule import Situation, Staged, Verdict, Word, judge
+from deltashard.partial.rule import Situation, Staged, Terms, Verdict, Word, judge
+from deltashard.partial.sentinel import Sentinel
 from deltashard.partial.staged_part import StagedPart
+from deltashard.partial.stager import Stager
 from deltashard.program import Program
+from deltashard.restore.recovery_plan import Gathering, PlanContext, RecoveryPlan
 from deltashard.state.value import decode_value, encode_value
+from deltashard.tracking.cut_base import CutBase
 
 log = logging.getLogger("deltashard")
 _DONOR = "donor"
 """What the donor sends."""
 
 
-class Gathering(Protocol):
-    """All ranks in one `restore()`, as an `Assembly` has them."""
+class PartialRecovery(RecoveryPlan):
+    """Of one Checkpointer among several ranks; where recovery is full, it only ends ranks in a dead collective."""
 
-    def settle(self, what: str, word: str, judge: Callable[[list[str]], str]) -> str:
-        """What rank 0 makes of all ranks' words, on every rank."""
-
-    def send(self, what: str, data: bytes | None) -> None:
-        """Give the others bytes of this rank's; None: it cannot."""
-
-    def receive(self, what: str) -> bytes | None:
-        """What another rank sends; None: it cannot."""
-
-
-class Recovery:
-    """One rank's side of one `restore()` that may be partial."""
-
-    def __init__(self, ground: Ground, program: Program) -> None:
-        self._ground = ground
-        self._program = program
+    def __init__(self, context: PlanContext) -> None:
+        config, url, run = context.config, context.member.attachment.url, context.member.attachment.run
+        child = context.launcher if isinstance(context.launcher, ChildLauncher) else None
+        self._loop = context.loop
+        self._program = context.loop.program
+        self._rank = context.member.rank
+        self._ground = Ground(
+            Terms(pls_target=float(config.pls_target or 0), planned_steps=int(config.planned_steps or 0))
+            if config.partial
+            else None,
+            self._rank,
+            run=f"{url} {run}",
+            home=staged_in_pod(url, run) if child is None else child.staged,
+        )
+        self.terms = str(self._ground.terms or "full")
+        self.pls_target = self._ground.pls_target
+        # In a pod there is nobody else to ask, and what a rank would stage for partial recovery alone.
+        heard = not self._rank.alone and (child is not None or self.pls_target > 0)
+        self._peers = Peers(None if child is None else child.runtime, self._rank.local) if heard else None
         self._strays: tuple[int, ...] = ()
         """Ranks that are elsewhere now, and have staged here."""
+        self._stager: Stager | None = None
+        self._sentinel: Sentinel | None = None
+        if self._ground.off:
+            log.warning('recovery="partial" is full here: %s', self._ground.off)
 
-    def agree(self, ranks: Gathering, reply: pb.OpenReply, *, unusual: str) -> Road | None:
-        """The road of all ranks from the checkpoint of `reply`; None: full.
+    @property
+    def pls(self) -> float:
+        return self._ground.pls
 
-        `unusual`: what makes it no plain restart; empty: nothing.
-        """
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return self._ground.metadata
+
+    @property
+    def dead(self) -> bool:
+        return self._peers is not None and self._peers.dead
+
+    def watch(
+        self,
+        base: CutBase,
+        blobs: Callable[[int], Iterable[tuple[str, EncodedTree]]],
+        term: TermHandler | None,
+    ) -> None:
+        if self._peers is None:
+            return
+        self._stager = Stager(
+            self._ground, self._program, base, clock=self._loop.clock, peers=self._peers, blobs=blobs
+        )
+        if term is not None:
+            self._sentinel = Sentinel(term, dead=lambda: self.dead, stage=self._stager.stage)
+
+    def resumed(self, metadata: Mapping[str, str]) -> None:
+        self._ground.resumed(metadata)
+
+    def agree(self, ranks: Gathering, reply: pb.OpenReply, *, unusual: str) -> PartialRestorePlan | None:
         ground = self._ground
         if ground.terms is None:
             return None
@@ -103,7 +143,9 @@ class Recovery:
         """Tables that every rank has."""
         return frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
 
-    def _taken(self, verdict: Verdict, mine: StagedPart | None, ranks: Gathering) -> Road | None:
+    def _taken(
+        self, verdict: Verdict, mine: StagedPart | None, ranks: Gathering
+    ) -> PartialRestorePlan | None:
         ground = self._ground
         if not verdict.partial:
             if ground.rank == 0:
@@ -124,7 +166,7 @@ class Recovery:
             donor = self._donor(verdict, mine, ranks)
         except (DeltashardError, OSError, ValueError) as error:
             log.warning("rank %d's staged part cannot be read any more: %s", verdict.donor, error)
-        return Road(verdict, self._program, ground.rank, mine=mine, donor=donor)
+        return PartialRestorePlan(verdict, self._program, ground, mine=mine, donor=donor)
 
     def _donor(self, verdict: Verdict, mine: StagedPart | None, ranks: Gathering) -> Donor | None:
         """The donor's part, or what this rank is sent of it; None: the donor cannot send it."""
@@ -169,34 +211,51 @@ class Recovery:
         )
 
     def begun(self, reply: pb.OpenReply, meeting: str) -> None:
-        """An attempt is open, and all that was to be restored is: what was staged before is of no use any more.
-
-        `meeting` names that of the ranks.
-        """
+        # All that was to be restored is: what was staged before is of no use any more.
         ground = self._ground
         if ground.terms is not None and not ground.off:
             staged_part.discard(ground.home, ground.rank)
             for rank in self._strays:
                 staged_part.discard(ground.home, rank)
         ground.begin(reply.attempt, reply.layout, meeting)
+        if self._peers is not None:
+            self._peers.meet()
+            if self.pls_target:
+                self._peers.hear(f"deltashard/{meeting}/", self._rank.number, self._rank.world_size)
+
+    def raised(self, error: BaseException) -> bool:
+        return self._stager is not None and self._stager.raised(error)
+
+    def leave(self) -> None:
+        if self._peers is not None:
+            self._peers.leave()
+
+    def close(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.close()
+        if self._peers is not None:
+            self._peers.close()
 
 
-class Road:
+class PartialRestorePlan:
     """What one rank takes from where, on a partial recovery."""
 
     def __init__(
         self,
         verdict: Verdict,
         program: Program,
-        rank: int,
+        ground: Ground,
         *,
         mine: StagedPart | None,
         donor: Donor | None,
     ) -> None:
         """`donor` None: it cannot be read after all, which `overlay` says to all."""
-        self.verdict = verdict
+        self._verdict = verdict
         self._program = program
-        self._rank = rank
+        self._ground = ground
+        self._rank = ground.rank
+        self.step = verdict.step
+        self.rank_steps = verdict.steps
         self._mine = mine
         self._donor = donor
         said = f"PLS {verdict.added:.3g}, of the run {verdict.pls:.3g}; lost ranks: {list(verdict.lost)}"
@@ -217,6 +276,9 @@ class Road:
             yield from self._mine.frames(sharded)
         if self._donor is not None:
             yield from self._donor.frames(replicated)
+
+    def applied(self) -> None:
+        self._ground.added(self._verdict.pls, self._verdict.recoveries)
 
     def _unread(self, error: Exception) -> RunWentOn:
         return RunWentOn(
@@ -241,7 +303,7 @@ class Road:
             spoke = decode_value((mine or donor)[name])
             tree = view.carried(view.merged(decode_value(data) for data in then[view.index]), spoke)
             found[name] = memoryview(encode_value(tree).to_bytes())
-        own = self.verdict.own[self._rank]
+        own = self._verdict.own[self._rank]
         held = own_blobs(self._rank, raw)
         said = mine if own and mine is not None else donor
         for name, data in said.items():
@@ -261,7 +323,7 @@ class Road:
         return found
 
     def _note_lost(self, states: bool) -> None:
-        rank, verdict = self._rank, self.verdict
+        rank, verdict = self._rank, self._verdict
         if states:
             self.notes.append(f"rank {rank} has rank {verdict.donor}'s state=, since it was not at its step")
         if self._mine is None:

@@ -32,6 +32,7 @@ from deltashard.errors import (
 from deltashard.group.conductor import Conductor
 from deltashard.program import Program, TrainingLoop
 from deltashard.restore.assembly import Assembly
+from deltashard.restore.recovery_plan import RecoveryPlan
 
 log = logging.getLogger("deltashard")
 
@@ -70,13 +71,11 @@ class AttemptOpener:
         hear: Callable[[], None],
         fresh: bool,
         conductor: Conductor | None,
-        terms: str,
-        begun: Callable[[pb.OpenReply, str], None],
+        plan: RecoveryPlan,
     ) -> None:
         """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
 
-        `conductor` has the orders of several ranks; None: this process is alone. `terms` of recovery, in words;
-        `begun` is called when training may begin under an attempt, with the name of the ranks' meeting.
+        `conductor` has the orders of several ranks; None: this process is alone.
         """
         self._program = loop.program
         self._clock = loop.clock
@@ -88,8 +87,7 @@ class AttemptOpener:
         self._hear = hear
         self._fresh = fresh
         self._conductor = conductor
-        self._terms = terms
-        self._begun = begun
+        self._plan = plan
         self._asked = pb.OpenRequest()
         """What was asked for last."""
 
@@ -132,7 +130,7 @@ class AttemptOpener:
             "encoding": f"{policy.encoding}, {policy.state_encoding}, {policy.differential}",
             "optimizers": [view.class_name for view in self._program.tracking.optimizers],
             "fresh": self._fresh,
-            "recovery": self._terms,
+            "recovery": self._plan.terms,
         } | {f"restore({name}=)": repr(value) for name, value in call.items()}
         link = attachment.link
         return Assembly(self._rank, self._program, facts, None if link is None else link.reply)
@@ -276,6 +274,6 @@ class AttemptOpener:
         self._stance.settle()
         if assembly is not None:
             assembly.begun()
-        self._begun(reply, "" if assembly is None else assembly.name)
+        self._plan.begun(reply, "" if assembly is None else assembly.name)
         if self._conductor is not None and assembly is not None:
             self._conductor.begin(assembly.prefix)

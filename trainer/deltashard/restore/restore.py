@@ -33,8 +33,6 @@ from deltashard.config import check_seconds
 from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn, SidecarGone, UserError
 from deltashard.loader.registry import OnChange
 from deltashard.loader.sharding import ResumePositions
-from deltashard.partial.ground import Ground
-from deltashard.partial.recovery import Recovery, Road
 from deltashard.program import TrainingLoop
 from deltashard.restore.assembly import Assembly
 from deltashard.restore.blob import Blobs
@@ -42,6 +40,7 @@ from deltashard.restore.content_hash import Contents, differing, resharded
 from deltashard.restore.frame_stream import Received, read_checkpoint
 from deltashard.restore.model_target import ModelTargets, delta_rows, newer_rows
 from deltashard.restore.open_attempt import AttemptOpener
+from deltashard.restore.recovery_plan import PartialRestore, RecoveryPlan
 from deltashard.state.fingerprint import differences
 from deltashard.state.rng import apply_globals, capture_globals, draw_apart
 from deltashard.tracking.cut_base import CutBase
@@ -162,12 +161,10 @@ class Restorer:
         opener: AttemptOpener,
         base: CutBase,
         contents: Contents | None,
-        recovery: Recovery,
-        ground: Ground,
+        plan: RecoveryPlan,
     ) -> None:
         self._rank = member.rank
-        self._recovery = recovery
-        self._ground = ground
+        self._plan = plan
         self._program = loop.program
         self._tracking = loop.program.tracking
         self._loaders = loop.loaders
@@ -219,14 +216,14 @@ class Restorer:
                         remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
                     )
                 return None
-            self._ground.resumed({} if request.from_run else reply.metadata)
-            road = (
+            self._plan.resumed({} if request.from_run else reply.metadata)
+            partial = (
                 None
                 if assembly is None
-                else self._recovery.agree(assembly, reply, unusual=_unusual(request, tries))
+                else self._plan.agree(assembly, reply, unusual=_unusual(request, tries))
             )
             try:
-                restored = self._read(link, reply, request, tries, road)
+                restored = self._read(link, reply, request, tries, partial)
             except SidecarGone as gone:
                 # Whatever was written into the model is written again.
                 log.info("restore() begins again: %s", gone)
@@ -265,14 +262,19 @@ class Restorer:
             )
 
     def _read(
-        self, link: Link, reply: pb.OpenReply, request: RestoreRequest, tries: _Tries, road: Road | None
+        self,
+        link: Link,
+        reply: pb.OpenReply,
+        request: RestoreRequest,
+        tries: _Tries,
+        partial: PartialRestore | None,
     ) -> Restored:
         """Bring one checkpoint back; the generators last of all, since everything else may draw."""
         seq, weights_only = reply.resume_seq, request.weights_only
         notes: list[str] = []
         # Not while other ranks are waited for: they may need a sidecar that this one has to start anew.
         with tries.stage("received"), self._attachment.session.busy:
-            received, targets, turnover = self._receive(link, reply, request, tries, notes, road)
+            received, targets, turnover = self._receive(link, reply, request, tries, notes, partial)
         blobs = received.blobs
         if not weights_only:
             turnover.restart_epochs(self._restarted(turnover, tries.assembly), turnover.refused)
@@ -281,8 +283,8 @@ class Restorer:
         rng: dict[str, Any] | None = None
         reported: list[str] = []
         step = 0 if request.from_run and weights_only else reply.step
-        if road is not None:
-            step = road.verdict.step
+        if partial is not None:
+            step = partial.step
         crash_point("restore.before_dense")
         notes += targets.notes
         with tries.stage("restored"):
@@ -304,11 +306,11 @@ class Restorer:
             self._base.lean_on(seq, received.baseline_seq)
         else:
             self._base.lean_on_nothing()
-        if road is not None:
-            self._ground.added(road.verdict.pls, road.verdict.recoveries)
+        if partial is not None:
+            partial.applied()
         # After a partial recovery no checkpoint is what the model is now: close() saves it, without a step, too.
-        self._opener.begin(reply, step=step, resumed=road is None, assembly=tries.assembly)
-        verified = self._compare_content(blobs, weights_only=weights_only, partial=road is not None)
+        self._opener.begin(reply, step=step, resumed=partial is None, assembly=tries.assembly)
+        verified = self._compare_content(blobs, weights_only=weights_only, partial=partial is not None)
         changed = differences(blobs.meta.get("fingerprint", {}), self._program.fingerprint)
         if changed and not weights_only:
             log.warning("bits may differ from the lost process from here on: %s", "; ".join(changed))
@@ -330,7 +332,7 @@ class Restorer:
                 "restore: optimizer state of %d table%s came back as it was stored, in %s",
                 tables, "s" * (tables != 1), ", ".join(sorted(set(received.rounded_state.values()))),
             )  # fmt: skip
-        at = reply.step if road is None else step
+        at = reply.step if partial is None else step
         lost = reply.last_step_seen - at if reply.HasField("last_step_seen") else None
         damaged = bool(tries.damage) and request.which == "latest"
         return Restored(
@@ -344,15 +346,15 @@ class Restorer:
             chain=received.chain,
             fell_back=bool(tries.excluded) or reply.fell_back or damaged,
             notes=tuple(([tries.damage] if tries.damage else []) + notes + changed + reported),
-            exact=road is None
+            exact=partial is None
             and verified is not False
             and not (received.rounded or received.rounded_state or targets.notes),
             verified=verified,
             rounded=received.rounded,
             rounded_state=received.rounded_state,
-            mode="full" if road is None else "partial",
-            pls=self._ground.pls,
-            rank_steps=() if road is None else road.verdict.steps,
+            mode="full" if partial is None else "partial",
+            pls=self._plan.pls,
+            rank_steps=() if partial is None else partial.rank_steps,
         )
 
     def _receive(
@@ -362,7 +364,7 @@ class Restorer:
         request: RestoreRequest,
         tries: _Tries,
         notes: list[str],
-        road: Road | None,
+        partial: PartialRestore | None,
     ) -> tuple[Received, ModelTargets, ResumePositions]:
         """Rows into the tables, blobs decoded, where loaders go on.
 
@@ -379,9 +381,9 @@ class Restorer:
         )
 
         def judge(raw: Mapping[str, memoryview]) -> Blobs:
-            if road is not None:
-                raw = road.overlay(raw)
-                notes.extend(road.notes)
+            if partial is not None:
+                raw = partial.overlay(raw)
+                notes.extend(partial.notes)
             blobs = Blobs.decode(raw, rank=self._rank.number)
             notes.extend(blobs.check(self._program, strict=request.strict, weights_only=request.weights_only))
             nonlocal turnover
@@ -417,7 +419,7 @@ class Restorer:
             targets,
             judge,
             rank=self._rank.number,
-            newer=tuple if road is None else road.frames,
+            newer=tuple if partial is None else partial.frames,
         )
         return received, targets, turnover
 
