@@ -1,10 +1,9 @@
-"""The chart as others get it: a package in a registry, and a Kustomize base; both are the chart."""
+"""The chart as others get it: a package in a registry, and what Kustomize makes of it."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from tests.support.eventually import eventually
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.registry_server import RegistryServer
 from tests.support.tool import ROOT, built
-from tools import kustomize
 
-BASE = ROOT / "kustomize" / "base"
 PAGE = (ROOT / "docs" / "kubernetes" / "kustomize.md").read_text(encoding="utf-8")
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
 Document = dict[str, Any]
@@ -61,46 +58,33 @@ def test_a_registry_hands_out_the_chart_that_was_pushed(tmp_path: Path) -> None:
     assert named(pulled) == named(list(render().documents))
 
 
-def test_the_kustomize_base_is_fresh() -> None:
-    """`tools/kustomize.py` makes it; here it only compares."""
-    command = [sys.executable, str(ROOT / "tools" / "kustomize.py"), "--check"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_stale_base_would_be_seen() -> None:
-    """One changed field is another file."""
-    documents = list(render(version=f"{kustomize.KUBERNETES}").documents)
-    made = kustomize.files(documents)
-    assert set(made) == {path.name for path in BASE.iterdir()}
-    documents[0] = {**documents[0], "spec": {"changed": True}}
-    assert kustomize.files(documents) != made
-
-
-def test_the_base_has_what_the_chart_makes_and_nothing_of_helm_s() -> None:
-    """Every object but the hooks, and a namespace for them."""
-    found = named(built_by_kustomize(BASE))
-    chart = [
-        each
-        for each in render(version=kustomize.KUBERNETES).documents
-        if "helm.sh/hook" not in each["metadata"].get("annotations", {})
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's folder: what its first command renders, and its kustomization."""
+    folder = tmp_path_factory.mktemp("kustomize")
+    ((*command, name),) = [
+        line.replace(" > ", " ").split() for line in PAGE.splitlines() if line.startswith("helm template")
     ]
-    assert set(found) == {*named(chart), ("Namespace", "", NAMESPACE)}
-    assert "helm" not in "".join(path.read_text().lower() for path in BASE.iterdir())
-    for key, document in named(chart).items():
-        assert found[key] == kustomize.bare(document), key
-
-
-def test_the_page_s_overlay(tmp_path: Path) -> None:
-    """Images and policy are the overlay's, all else is the base's."""
+    at = command.index("charts/deltashard")
+    (folder / name).write_text(run(*command[1:at], CHART, *command[at + 1 :]))
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    folder = tmp_path / "overlays" / "mine"
-    folder.mkdir(parents=True)
-    (tmp_path / "kustomize").symlink_to(ROOT / "kustomize")
     (folder / "kustomization.yaml").write_text(text)
-    found, base = named(built_by_kustomize(folder)), named(built_by_kustomize(BASE))
-    assert set(found) == set(base)
-    changed = {key for key in base if found[key] != base[key]}
+    return folder
+
+
+def test_the_page_s_kustomization(page: Path) -> None:
+    """Every object of the chart but the hooks; images and policy are the kustomization's, all else is the chart's."""
+    (version,) = re.findall(r"--kube-version (\S+)", PAGE)
+    chart = named(
+        [
+            each
+            for each in render(version=version).documents
+            if "helm.sh/hook" not in each["metadata"].get("annotations", {})
+        ]
+    )
+    found = named(built_by_kustomize(page))
+    assert set(found) == set(chart)
+    changed = {key for key in chart if found[key] != chart[key]}
     names = ("deltashard-webhook", "deltashard-controller")
     deployments = {("Deployment", NAMESPACE, name) for name in names}
     policy = ("ConfigMap", NAMESPACE, "deltashard-default-policy")
@@ -108,25 +92,26 @@ def test_the_page_s_overlay(tmp_path: Path) -> None:
     for key in deployments:
         (container,) = found[key]["spec"]["template"]["spec"]["containers"]
         assert container["image"].startswith("registry.example/deltashard-operator:")
-    said = yaml.safe_load(found[policy]["data"]["policy.yaml"])
-    theirs = yaml.safe_load(base[policy]["data"]["policy.yaml"])
-    assert set(theirs) <= set(said), "what the base's policy has, the overlay's has too"
-    assert said["fleet"] == theirs["fleet"]
+    patched = yaml.safe_load(found[policy]["data"]["policy.yaml"])
+    default = yaml.safe_load(chart[policy]["data"]["policy.yaml"])
+    assert set(default) <= set(patched), "the patch has all that the chart's policy has"
+    assert patched["fleet"] == default["fleet"]
 
 
 @pytest.mark.timeout(600)
-def test_applied_twice_on_a_real_cluster(apiserver: ApiServer, http: Rest) -> None:
+def test_applied_twice_on_a_real_cluster(page: Path, apiserver: ApiServer, http: Rest) -> None:
     """What the controller wrote in between stays."""
     config = f"--kubeconfig={apiserver.kubeconfig}"
-    kubectl("apply", "-k", BASE, config)
+    kubectl("create", "namespace", NAMESPACE, config)
+    kubectl("apply", "-k", page, config)
     webhooks = [
         {"name": each["name"], "clientConfig": {"caBundle": "YQ=="}}
         for each in http("GET", CONFIGURATION).document["webhooks"]
     ]
     strategic = "application/strategic-merge-patch+json"
     assert http("PATCH", CONFIGURATION, {"webhooks": webhooks}, content=strategic).status == 200
-    said = kubectl("apply", "-k", BASE, config)
-    assert "created" not in said
+    again = kubectl("apply", "-k", page, config)
+    assert "created" not in again
     assert {each["clientConfig"]["caBundle"] for each in http("GET", CONFIGURATION).document["webhooks"]} == {
         "YQ=="
     }
