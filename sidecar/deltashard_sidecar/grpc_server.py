@@ -23,14 +23,12 @@ from deltashard_proto.cause import to_metadata
 from deltashard_proto.message_limit import MESSAGE_OPTIONS
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1 import trainer_pb2_grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save_service import Refused
 from deltashard_sidecar.session.session import UnknownSession
 from deltashard_sidecar.sidecar import RankTaken, Sidecar
 
-SERVICE = "deltashard.v1.Trainer"
 CALLS = 256
 """Calls at once: every trainer holds a Watch and a Save, and may restore."""
 
@@ -167,7 +165,7 @@ def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> 
 
 
 class Server:
-    """The gRPC server on its socket, with health."""
+    """The gRPC server on its socket."""
 
     def __init__(self, sidecar: Sidecar, path: Path) -> None:
         self._server = grpc.server(
@@ -176,19 +174,11 @@ class Server:
         trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
             TrainerService(sidecar), self._server
         )
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_insecure_port(f"unix:{path}")
 
     def start(self) -> None:
         """Serve."""
         self._server.start()
-        for name in ("", SERVICE):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-
-    def stopping(self) -> None:
-        """Say that no new trainer should come."""
-        self._health.enter_graceful_shutdown()
 
     def stop(self, grace_s: float) -> None:
         """End every call and close the socket."""

@@ -150,7 +150,6 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
             log.info("sidecar.lingered", linger_s=config.linger_s)
             break
     log.info("sidecar.stopping", in_flight=len(sidecar.flights.in_flight()))
-    server.stopping()
     sidecar.terminate(hurry=lambda: signals.again() or not keeper.whole)
     if fleet is not None:
         fleet.stop()

@@ -55,7 +55,8 @@ ATTACH_DEADLINE_S = 90.0
 OPEN_DEADLINE_S = 330.0
 LEAST_DETACH_S = 1.0
 """Saying goodbye may take so long even if the deadline of `close()` has passed."""
-_ALIVE = "/grpc.health.v1.Health/Check"
+_ALIVE = "/deltashard.v1.Trainer/Alive"
+"""No call of the contract: a process that runs rejects it, and that is an answer."""
 
 _OPTIONS = (
     *MESSAGE_OPTIONS,
