@@ -323,7 +323,6 @@ def _verdict(mean: float, error: float) -> str:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The section of the page."""
     counts = sorted({cell["restores"] for cell in found["cells"]})
     arms = list(dict.fromkeys(cell["arm"] for cell in found["cells"]))
     twins = found["twins"]

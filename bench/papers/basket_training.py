@@ -103,7 +103,6 @@ class Model:
     dense_sums: F32
 
     def copy(self) -> Model:
-        """Another one, equal."""
         return Model(
             weights=self.weights.copy(),
             sums=self.sums.copy(),

@@ -63,7 +63,6 @@ PAGE_YEAR = "2022"
 
 
 def measure(quick: bool) -> Found:
-    """All figures of the part."""
     found: Found = {
         "kernels": _kernels(),
         "trace": _trace(20_000 if quick else 1_000_000),
@@ -478,7 +477,6 @@ def _say(what: str) -> None:
 
 
 def page(found: Found) -> str:
-    """The section of docs/papers.md."""
     sweep = found["sweep"]
     columns = "64"
     one = sweep[columns]

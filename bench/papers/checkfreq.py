@@ -79,7 +79,6 @@ QUICK = Size(
 
 
 def measure(quick: bool) -> Found:
-    """All figures of the part."""
     size = QUICK if quick else FULL
     machine = Machine()
     found: Found = {"every_steps": size.every_steps, "often": OFTEN}
@@ -451,7 +450,6 @@ def check(found: Found) -> list[str]:
 
 
 def page(found: Found) -> str:
-    """The section of docs/papers.md."""
     model, machine = found["model"], found["machine"]
     return "\n\n".join(
         [

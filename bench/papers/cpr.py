@@ -31,7 +31,6 @@ SEED = 2021
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """See the module."""
     generator = np.random.default_rng(SEED)
     found: dict[str, Any] = {
         "corners": corners(),
@@ -301,7 +300,6 @@ def check(found: dict[str, Any]) -> list[str]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The section."""
     from report import table
 
     (_, *solved), exact = found["corners"], found["renewal"][0]

@@ -315,7 +315,6 @@ def check_quality(found: Mapping[str, Any]) -> list[str]:
 
 
 def quality_page(found: Mapping[str, Any]) -> str:
-    """The section of the page."""
     intervals = [cell["every"] for cell in _cells(found, PLAIN)]
 
     def table(metric: str) -> list[str]:

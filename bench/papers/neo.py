@@ -34,7 +34,6 @@ RESHARD_S = 900.0
 
 
 def measure(quick: bool) -> Found:
-    """All figures of the part."""
     with tempfile.TemporaryDirectory(prefix="deltashard-papers-") as folder:
         found: Found = {}
         _say("bytes of a row")
@@ -369,7 +368,6 @@ def check(found: Found) -> list[str]:
 
 
 def page(found: Found) -> str:
-    """The section of docs/papers.md."""
     return "\n\n".join(
         [
             "## Neo: optimizer state",
