@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import urllib3
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 
 try:
+    import urllib3
     from kubernetes import client, config
 except ImportError:
     raise SystemExit(

@@ -1,0 +1,95 @@
+"""Each extra of the package brings what its code imports, and nothing else; what all parts import is in the base."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+
+import deltashard_cli
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.stores import s3
+
+from tests.support.tool import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+S3, CLOUD, KUBECTL = (
+    "checkpoint/deltashard_checkpoint/stores/s3",
+    "checkpoint/deltashard_checkpoint/stores/cloud",
+    "cli/deltashard_cli/kubectl",
+)
+FOLDERS = {
+    "trainer": ("trainer", "checkpoint"),
+    "sidecar": ("sidecar", "checkpoint"),
+    "cli": ("cli", "checkpoint"),
+    "operator": ("operator",),
+    "s3": (S3,),
+    "cloud": (CLOUD,),
+    "kubectl": (KUBECTL,),
+}
+APART = {S3, CLOUD, KUBECTL}
+"""What these folders import is brought by their own extras."""
+ELSEWHERE = {"pytest", "torch"}
+"""The stores' conformance suite; the commands on torch's formats, which say what they lack."""
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Distributions, those of the extras that they refer to among them."""
+    found = set()
+    for each in requirements:
+        name, more = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?[^\[]*", each).groups()  # type: ignore[union-attr]
+        found |= {name} if name != "deltashard" else names([n for e in more.split(",") for n in EXTRAS[e]])
+    return found
+
+
+BASE = names(PROJECT["project"]["dependencies"])
+
+
+def imported(folder: str, apart: set[str]) -> Iterator[str]:
+    """Top-level packages that the modules under a folder import, also when a function runs."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        if any(path.is_relative_to(ROOT / each) for each in apart):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module.partition(".")[0]
+
+
+def needed(folders: tuple[str, ...]) -> set[str]:
+    """Distributions of what the folders import."""
+    providers = packages_distributions()
+    tops = {top for folder in folders for top in imported(folder, APART - {*folders})}
+    foreign = tops - sys.stdlib_module_names
+    return {
+        providers[top][0].lower().replace("_", "-") for top in foreign if not top.startswith("deltashard")
+    }
+
+
+@pytest.mark.parametrize("extra", FOLDERS)
+def test_an_extra_brings_what_its_code_imports(extra: str) -> None:
+    brought, imports = names(EXTRAS[extra]), needed(FOLDERS[extra])
+    assert imports - BASE - brought <= ELSEWHERE
+    own = {each for each in EXTRAS[extra] if not each.startswith("deltashard")}
+    assert names([*own]) <= imports, "brought, and not imported"
+
+
+def test_the_base_is_what_all_parts_import() -> None:
+    assert needed(("proto", "checkpoint")) >= BASE
+    assert not BASE & {name for extra in FOLDERS for name in names(EXTRAS[extra])}
+
+
+def test_without_its_packages_a_part_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(UserError, match="certifi, minio, urllib3") as caught:
+        importlib.reload(s3)
+    assert "deltashard[s3]" in caught.value.remedy
+    with pytest.raises(SystemExit, match=re.escape("deltashard[cli]")):
+        importlib.reload(deltashard_cli)
