@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: an optional native kernel (numba serves where no C compiler is).
+"""What pyproject.toml cannot say: an optional native kernel (numpy serves where no C compiler is).
 
 It knows nothing of Python, being loaded by ctypes; so one wheel serves every Python from 3.11 on (`abi3`).
 """

@@ -114,6 +114,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     faulthandler.register(signal.SIGUSR1)
     signals = StopSignals()
     metrics = Metrics()
+    _judge_kernels(config, metrics, log)
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
     run = Run(config, metrics=metrics, log=log)
     sidecar = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
@@ -165,6 +166,22 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     keeper.retire()
     log.info("sidecar.stopped")
     return status
+
+
+def _judge_kernels(config: settings.Settings, metrics: Metrics, log: Logger) -> None:
+    """Warn where numpy encodes; `UserError` in a pod, whose limits were chosen for the native kernels."""
+    from deltashard_checkpoint.codecs import kernel_choice
+
+    if not kernel_choice.slow():
+        return
+    if config.workload_uid:
+        raise UserError(
+            "the native kernels were not built, and numpy is too slow for a pod",
+            where=kernel_choice.__name__,
+            remedy="take the published image, or install a wheel into yours",
+        )
+    metrics.numpy_kernels.set(1)
+    log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW)
 
 
 def _fleet(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("numpy", "numba", "torch", "google.protobuf", "grpc")
+HEAVY = ("numpy", "torch", "google.protobuf", "grpc")
 
 
 def test_its_import_loads_no_codecs() -> None:

@@ -146,7 +146,10 @@ class Checkpointer:
         self.run = self._attachment.run
         """The run's name."""
         try:
-            log.info("run %r: %s", self.run, self.doctor().line)
+            diagnosis = self.doctor()
+            log.info("run %r: %s", self.run, diagnosis.line)
+            if diagnosis.kernels:
+                log.warning("run %r: %s", self.run, diagnosis.kernels)
         except Exception:
             log.debug("doctor() failed", exc_info=True)
 

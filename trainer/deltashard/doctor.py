@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from deltashard_checkpoint.codecs import kernel_choice
 from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import Tensor, nn
 
@@ -73,6 +74,8 @@ class Diagnosis:
     """How often the sidecar saves, and whether that was chosen."""
     blocked: str = ""
     """Why a save that is due did not happen yet; empty: none is due."""
+    kernels: str = ""
+    """That rows are read and hashed slowly, and the remedy; empty: they are not."""
 
     @property
     def line(self) -> str:
@@ -108,6 +111,8 @@ class Diagnosis:
             lines.append(f"Saved {self.timer}.")
         if self.blocked:
             lines.append(f"Blocked: {self.blocked}")
+        if self.kernels:
+            lines.append(f"Slow: {self.kernels}")
         return "\n".join(lines)
 
 
@@ -154,6 +159,7 @@ def diagnose(
         missing=tuple(_missing(program, loaders)),
         timer="" if policy is None else timer_of(policy),
         blocked="" if blocked is None else str(blocked),
+        kernels=kernel_choice.SLOW if kernel_choice.slow() else "",
     )
 
 

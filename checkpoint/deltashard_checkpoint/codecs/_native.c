@@ -1,5 +1,5 @@
 /* Native kernels of the codecs: optional, called through ctypes (which releases the GIL), equal bit for bit to
- * numba_kernel.py, which is their specification.
+ * numpy_kernel.py, which is their specification.
  *
  * One body, compiled three times: this file includes itself under `#pragma GCC target`, for AVX-512, for AVX2 and for
  * whatever the compiler targets by default (aarch64 has only that one). `DS_NAME` tells the copies apart, `ds_isa`
@@ -22,7 +22,7 @@
 #endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the format is little-endian; numba serves elsewhere"
+#error "the format is little-endian; numpy serves elsewhere"
 #endif
 
 #define ABI 3

@@ -1,8 +1,7 @@
-"""Which kernels serve this process: the native ones where they were built, else numba's.
+"""Which kernels serve this process: the native ones where they were built, else numpy's, which are slow.
 
-`DELTASHARD_KERNELS=numba|native` forces one (native then fails loudly where it is missing); `native-avx2` and
-`native-default` hold the native ones below what the machine can. numba is imported only when it serves: importing it
-costs a second and 100 MiB, which a sidecar with native kernels never pays.
+`DELTASHARD_KERNELS=numpy|native` forces one (native then fails loudly where it is missing); `native-avx2` and
+`native-default` hold the native ones below what the machine can.
 """
 
 from __future__ import annotations
@@ -14,19 +13,23 @@ from types import ModuleType
 from deltashard_checkpoint.errors import UserError
 
 VARIABLE = "DELTASHARD_KERNELS"
+SLOW = (
+    "numpy encodes and decodes rows here, about 100 times slower than the native kernels, which were not built: "
+    "install a wheel, or install from source with GCC"
+)
 _NATIVE = {"native": 2, "native-avx2": 1, "native-default": 0}
 
 
 @cache
 def active() -> ModuleType:
-    """The module of kernels in use, chosen once: `native_kernel` or `numba_kernel`.
+    """The module of kernels in use, chosen once: `native_kernel` or `numpy_kernel`.
 
     Raises `UserError` when the variable asks for something unknown or for native kernels that were not built.
     """
     asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "numba", *_NATIVE):
-        raise UserError(f"{VARIABLE}={asked!r}", remedy=f"unset it, or one of numba, {', '.join(_NATIVE)}")
-    if asked != "numba":
+    if asked not in ("", "numpy", *_NATIVE):
+        raise UserError(f"{VARIABLE}={asked!r}", remedy=f"unset it, or one of numpy, {', '.join(_NATIVE)}")
+    if asked != "numpy":
         try:
             from deltashard_checkpoint.codecs import native_kernel
         except ImportError as e:
@@ -39,6 +42,11 @@ def active() -> ModuleType:
         else:
             native_kernel.choose_level(_NATIVE.get(asked, 2))
             return native_kernel
-    from deltashard_checkpoint.codecs import numba_kernel
+    from deltashard_checkpoint.codecs import numpy_kernel
 
-    return numba_kernel
+    return numpy_kernel
+
+
+def slow() -> bool:
+    """Whether numpy serves; `SLOW` is what to warn of. Raises like `active`."""
+    return active().__name__.endswith(".numpy_kernel")

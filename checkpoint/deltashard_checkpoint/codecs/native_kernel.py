@@ -1,6 +1,6 @@
 """The kernels of `_native.c`, bound through ctypes: each call releases the GIL for its whole length.
 
-The same functions, arguments and results as `numba_kernel`, whose docstrings describe them. Importing this module
+The same functions, arguments and results as `numpy_kernel`, whose docstrings describe them. Importing this module
 raises `ImportError` where the extension was not built, or was built from another version; `kernel_choice` then falls
 back.
 """

@@ -9,7 +9,7 @@ far apart, and a large result is written around the caches: another process read
 It tells a changed row from an unchanged one where nothing else can (optimizers that are not known to touch looked-up
 rows only). The weights w_j are random odd 64-bit numbers drawn from a seed; several sections (weights, optimizer
 state) are hashed as one long row, words counted through. A row whose bytes are not a multiple of 4 ends with a word
-filled up with zero bytes. Plain wrapping multiply-adds: the same in numba, C and torch (CUDA), and additive, so a
+filled up with zero bytes. Plain wrapping multiply-adds: the same in numpy, C and torch (CUDA), and additive, so a
 section can be hashed where it lies.
 
 Collisions: a change of a single word is never missed (w_j is odd). A change of several words is missed with

@@ -13,7 +13,7 @@ from deltashard_checkpoint.errors import UserError
 
 SIDECAR = "deltashard-sidecar"
 URL = "DELTASHARD_URL"
-NOT_THE_STORES = ("DELTASHARD_", "POD_", "NODE_", "NUMBA_")
+NOT_THE_STORES = ("DELTASHARD_", "POD_", "NODE_")
 """How variables begin that are of the sidecar's own matters."""
 MEMORY, TOKENS = "deltashard-shm", "deltashard-token"
 FLEET = "fleet"

@@ -20,9 +20,5 @@ def security_context(run_as_user: int | None, group: int) -> dict[str, Any]:
     }
 
 
-HOME = {
-    "HOME": CACHE_PATH,
-    "TMPDIR": CACHE_PATH,
-    "NUMBA_CACHE_DIR": CACHE_PATH + "/numba",
-}
+HOME = {"HOME": CACHE_PATH, "TMPDIR": CACHE_PATH}
 """Variables that say where it may write: its root file system is read-only."""

@@ -17,7 +17,7 @@ from deltashard_operator.policy.field import NAME, Fields
 MAX_ENV = 32
 MAX_VOLUMES = 8
 MAX_SOURCES = 8
-RESERVED_ENV = ("HOME", "TMPDIR", "NUMBA_CACHE_DIR")
+RESERVED_ENV = ("HOME", "TMPDIR")
 """Variables of every sidecar, besides DELTASHARD_*; others that this policy sets are refused where it does."""
 PROXY_ENV = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "ALL_PROXY", "GRPC_PROXY")
 """In whatever case of letters: gRPC obeys the lower one, and would send the controller's stream there."""

@@ -143,6 +143,11 @@ class Metrics:
         )
         self.encode = Counter("deltashard_encode_cpu_seconds", "Processor time spent encoding", registry=r)
         self.blocks = Gauge("deltashard_arena_blocks", "Blocks of the arena by use", ("use",), registry=r)
+        self.numpy_kernels = Gauge(
+            "deltashard_numpy_kernels",
+            "1: rows are encoded by numpy, slowly; 0: by native kernels",
+            registry=r,
+        )
         self.queue = Gauge(
             "deltashard_encode_queue_batches", "Batches handed over and not yet encoded", registry=r
         )

@@ -693,7 +693,7 @@ def test_a_trainer_of_another_user_with_the_shared_group(tmp_path: Path) -> None
         os.chown(path, SIDECAR_USER, SHARED_GROUP)
     environment = {
         "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HOME": str(cache), "TMPDIR": str(cache),
-        "NUMBA_CACHE_DIR": f"{cache}/numba", "DELTASHARD_URL": f"file://{store}", "DELTASHARD_RUN": "ns/job",
+        "DELTASHARD_URL": f"file://{store}", "DELTASHARD_RUN": "ns/job",
         "DELTASHARD_OWNER": "ns/job", "DELTASHARD_WORKLOAD_UID": "w-1", "DELTASHARD_DIR": str(volume),
         "DELTASHARD_SOCKET": f"{volume}/sidecar.sock", "DELTASHARD_CACHE_DIR": f"{cache}/packs",
         "DELTASHARD_ARENA_BYTES": "64MiB", "DELTASHARD_CACHE_BYTES": "512MiB", "DELTASHARD_TERM_DEADLINE_S": "10",

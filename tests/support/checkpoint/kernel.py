@@ -16,5 +16,5 @@ def native() -> ModuleType:
     except ImportError as e:
         if any(shutil.which(c) for c in ("cc", "gcc", "clang")):
             pytest.fail(f"a C compiler is here, but no native kernels: {e}")
-        pytest.skip("no C compiler: numba serves")
+        pytest.skip("no C compiler: numpy serves")
     return native_kernel

@@ -15,6 +15,7 @@ from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
 from deltashard.save.capture import Capture
 from deltashard.tracking.tracking import Tracking, TrackingSettings
+from deltashard_checkpoint.codecs import kernel_choice, numpy_kernel
 from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import nn
 
@@ -54,6 +55,14 @@ def test_it_says_how_tables_are_tracked_and_what_is_saved() -> None:
     assert "no loader is wrapped" in missing.meaning
     assert "position in the data" not in found.line, "it may still be wrapped"
     assert "\n" not in found.line
+
+
+def test_it_warns_of_slow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _doctor(_program(_model(), ())).kernels
+    monkeypatch.setattr(kernel_choice, "active", lambda: numpy_kernel)
+    found = _doctor(_program(_model(), ()))
+    assert found.kernels == kernel_choice.SLOW
+    assert kernel_choice.SLOW in str(found)
 
 
 def test_it_says_why_a_table_is_hashed() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from deltashard_checkpoint.codecs import kernel_choice, numba_kernel
+from deltashard_checkpoint.codecs import kernel_choice, numpy_kernel
 
 from tests.support.checkpoint.kernel import native
 
@@ -18,10 +18,10 @@ __all__ = ["native"]
 REFERENCE = Path(__file__).parents[4] / "bench" / "codecs_reference.py"
 
 
-@pytest.fixture(params=["numba", "native"])
+@pytest.fixture(params=["numpy", "native"])
 def kernel_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes numba's or the native kernels serve the test."""
-    chosen = numba_kernel if request.param == "numba" else request.getfixturevalue("native")
+    """Makes numpy's or the native kernels serve the test."""
+    chosen = numpy_kernel if request.param == "numpy" else request.getfixturevalue("native")
     monkeypatch.setattr(kernel_choice, "active", lambda: chosen)
     return chosen
 
