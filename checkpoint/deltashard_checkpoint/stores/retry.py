@@ -8,6 +8,11 @@ and is raised at once.
 **`put_if_absent` is never tried again.** When its acknowledgement is lost, a second try finds the key taken, by itself;
 whether that means won or lost only the content tells, and only the log knows its own content. A listing that
 breaks off goes on after the last key it gave.
+
+A read (`get`, `get_into`) is patient for `RetryPolicy.silence_s` only, and twice as long after each try that silence
+ended, up to `deadline.SILENCE_S`: a hung connection costs two seconds. The store remembers which silence was needed,
+so one that is slow as a whole is asked again once, not at every read; each read that needs no second try takes 2 % off
+what is remembered.
 """
 
 from __future__ import annotations
@@ -28,10 +33,12 @@ from deltashard_checkpoint.stores.abc import (
     Store,
     StoreUnavailable,
 )
-from deltashard_checkpoint.stores.deadline import abandoned, deadline, remaining_s
+from deltashard_checkpoint.stores.deadline import SILENCE_S, abandoned, deadline, remaining_s, silence
 
 Result = TypeVar("Result")
 BACKOFF = Backoff(first_s=0.1, longest_s=5.0)
+_FORGETTING = 0.98
+"""Of the remembered silence, by each read that needed no more."""
 DELETE_BATCH = 1000
 """Keys in one delete request: what S3 takes."""
 
@@ -48,6 +55,8 @@ class RetryPolicy:
     """At most so many tries a call."""
     backoff: Backoff = BACKOFF
     """Pauses between tries."""
+    silence_s: float = 2.0
+    """A read that hears nothing for so long is tried again, with twice the patience."""
 
     def allowance_s(self, size_bytes: int) -> float:
         """The deadline of a call that moves `size_bytes`."""
@@ -63,9 +72,6 @@ class StoreObserver(Protocol):
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         """The whole call, tries and waits together; `size_bytes` moved when `error` is None."""
 
-    def hedged(self, outcome: str) -> None:
-        """A read took so long that a second one was asked for, or would have been: one of `hedge.OUTCOMES`."""
-
 
 class SilentObserver:
     """Observes nothing."""
@@ -75,9 +81,6 @@ class SilentObserver:
 
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         """See `StoreObserver.finished`."""
-
-    def hedged(self, outcome: str) -> None:
-        """See `StoreObserver.hedged`."""
 
 
 class RetryingStore(Store):
@@ -100,6 +103,8 @@ class RetryingStore(Store):
         self._clock = clock
         self._sleep = sleep
         self._uniform = uniform
+        self._patience_s = self.policy.silence_s
+        """The silence that reads needed lately."""
 
     def put(self, key: str, data: Buffer) -> None:
         """See `Store.put`."""
@@ -113,11 +118,11 @@ class RetryingStore(Store):
 
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
-        return self._call("get", key, 0, lambda: self.inner.get(key), sized=len)
+        return self._call("get", key, 0, self._patient(lambda: self.inner.get(key)), sized=len)
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
         """See `Store.get_into`."""
-        self._call("get_into", key, out.nbytes, lambda: self.inner.get_into(key, offset, out))
+        self._call("get_into", key, out.nbytes, self._patient(lambda: self.inner.get_into(key, offset, out)))
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
@@ -146,6 +151,30 @@ class RetryingStore(Store):
     def close(self) -> None:
         """See `Store.close`."""
         self.inner.close()
+
+    def _patient(self, read: Callable[[], Result]) -> Callable[[], Result]:
+        """`read` with a bounded silence, for one call: each try that silence ended doubles the next one's."""
+        silence_s = self._patience_s
+        grown = False
+
+        def attempt() -> Result:
+            nonlocal silence_s, grown
+            begun_s = self._clock()
+            try:
+                with silence(silence_s):
+                    result = read()
+            except StoreUnavailable:
+                if self._clock() - begun_s >= 0.95 * silence_s:  # timers fire a moment early
+                    silence_s, grown = min(2 * silence_s, SILENCE_S), True
+                raise
+            self._patience_s = (
+                max(self._patience_s, silence_s)
+                if grown
+                else max(self.policy.silence_s, self._patience_s * _FORGETTING)
+            )
+            return result
+
+        return attempt
 
     def _call(
         self,

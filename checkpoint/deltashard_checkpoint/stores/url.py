@@ -16,10 +16,9 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.stores.hedge import HedgingStore
 from deltashard_checkpoint.stores.key_rule import check_prefix
 from deltashard_checkpoint.stores.memory import MemoryStore
-from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy, SilentObserver, StoreObserver
+from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy, StoreObserver
 
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "s3": ("endpoint", "region", "addressing", "sse", "kms-key-id"),
@@ -55,8 +54,7 @@ def open_store(
         BadStoreUrl: `url` is not one.
         BucketMissing: the directory does not exist and must not be made. Buckets are met at the first request.
     """
-    observer = observer or SilentObserver()
-    return RetryingStore(_open(url, create=create, observer=observer), policy=policy, observer=observer)
+    return RetryingStore(_open(url, create=create), policy=policy, observer=observer)
 
 
 def local_path(text: str) -> Path:
@@ -71,7 +69,7 @@ def local_path(text: str) -> Path:
         ) from None
 
 
-def _open(url: str, *, create: bool, observer: StoreObserver) -> Store:
+def _open(url: str, *, create: bool) -> Store:
     if url.startswith(("/", "./", "../", "~/")) or url in {".", ".."}:
         return FileStore(local_path(url), create=create)
     parts = urlsplit(url)
@@ -93,7 +91,7 @@ def _open(url: str, *, create: bool, observer: StoreObserver) -> Store:
             )
         return FileStore(unquote(parts.path), create=create)
     if parts.scheme in OPTIONS:
-        return HedgingStore(_in_bucket(parts, options, url), hedged=observer.hedged)
+        return _in_bucket(parts, options, url)
     raise BadStoreUrl(f"unknown kind of store {parts.scheme or url!r}", where=url, remedy=_FORMS)
 
 

@@ -126,10 +126,6 @@ class StoreHealth:
         if self._measured is not None and error is None:
             self._measured.called(operation, seconds, size_bytes)
 
-    def hedged(self, outcome: str) -> None:
-        """See `StoreObserver.hedged`."""
-        self._metrics.hedges.labels(outcome).inc()
-
     def _recovered(self, kind: str) -> None:
         with self._lock:
             self._failures = 0

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
-from deltashard_checkpoint.stores.hedge import OUTCOMES
 from deltashard_proto.cause import Cause
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
@@ -169,12 +168,6 @@ class Metrics:
         self.retries = Counter(
             "deltashard_store_retries", "Attempts on the store that failed and may be retried", registry=r
         )
-        self.hedges = Counter(
-            "deltashard_store_hedged_reads",
-            "Reads that took so long that they were asked for a second time, by what came of that",
-            ("outcome",),
-            registry=r,
-        )
         self.trainers = Gauge("deltashard_trainers_attached", "Trainers attached", registry=r)
         self.attempts = Counter(
             "deltashard_attempts_opened", "Attempts opened by trainers of this process", registry=r
@@ -250,8 +243,6 @@ class Metrics:
             self.turns.labels(why)
         for why in COMPACTIONS:
             self.compactions.labels(why)
-        for outcome in OUTCOMES:
-            self.hedges.labels(outcome)
         for cause in sorted(FLEET_CAUSES):
             self.fleet_refusals.labels(cause)
         for cause in sorted([*CAUSES, "other"]):

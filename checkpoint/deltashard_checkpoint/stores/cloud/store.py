@@ -37,8 +37,7 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.stores.cloud.account import Account
 from deltashard_checkpoint.stores.cloud.waiter import Waiter, in_time, returned
-from deltashard_checkpoint.stores.deadline import remaining_s
-from deltashard_checkpoint.stores.gate import deliver
+from deltashard_checkpoint.stores.deadline import SILENCE_S, remaining_s
 from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
 from deltashard_checkpoint.stores.transport import ca_bundle, certificate_refused, proxy_of, warn_if_open, way
 
@@ -59,7 +58,7 @@ class CloudStore(Store):
     """Objects under `prefix` of `account`'s bucket; thread-safe; not to be used across a fork."""
 
     def __init__(
-        self, account: Account, *, url: str, prefix: str = "", silence_timeout_s: float = 20.0
+        self, account: Account, *, url: str, prefix: str = "", silence_timeout_s: float = SILENCE_S
     ) -> None:
         self.url = url
         self._account = account
@@ -173,7 +172,7 @@ class CloudStore(Store):
             chunk = memoryview(some)
             if len(chunk) > len(view) - done:
                 raise StoreUnavailable("the store sent more than was asked for", where=where)
-            deliver(view, done, chunk)
+            view[done : done + len(chunk)] = chunk
             done += len(chunk)
         return done
 

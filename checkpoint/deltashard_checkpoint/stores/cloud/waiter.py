@@ -1,7 +1,7 @@
 """Requests of an asynchronous client, made from threads: each ends with its caller's deadline.
 
-A request runs on one event loop, in the caller's context, so that `deadline`, `until` and the gate of a hedged read
-hold within it. Its thread waits; when no time remains, or the gate closes, the request is cancelled. A buffer that
+A request runs on one event loop, in the caller's context, so that `deadline`, `silence` and `until` hold
+within it. Its thread waits; when no time remains the request is cancelled. A buffer that
 was lent to the client is waited for: until it has let go of it, the memory could still be sent.
 """
 
@@ -17,8 +17,7 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.stores.deadline import remaining_s
-from deltashard_checkpoint.stores.gate import Gate, current
+from deltashard_checkpoint.stores.deadline import remaining_s, silence_s
 
 Result = TypeVar("Result")
 _LATE = "the call's deadline passed"
@@ -26,17 +25,6 @@ _LOOK_S = 0.25
 """How often a waiting thread asks whether its caller gave up."""
 _RELEASE_S = 60.0
 """A cancelled request lets go of its buffer at once; this bounds the wait for one that does not."""
-
-
-class _Request:
-    """What `gate.Carrier` asks of a connection."""
-
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
-
-    def hang_up(self, gate: Gate) -> None:  # noqa: ARG002 - a request is of one gate
-        """See `gate.Carrier`."""
-        self._cancel()
 
 
 class Waiter:
@@ -69,18 +57,12 @@ class Waiter:
             loop.call_soon_threadsafe(lambda: [each.cancel() for each in task])
 
         context = copy_context()
-        gate = current()
-        if gate is not None:
-            gate.carried_by(_Request(cancel))
         loop.call_soon_threadsafe(begin)
         try:
             return self._awaited(answer, cancel)
         except KeyboardInterrupt:
             cancel()
             raise
-        finally:
-            if gate is not None:
-                gate.carried_by(None)
 
     def _awaited(self, answer: Future[Result], cancel: Callable[[], None]) -> Result:
         out_of_time = False
@@ -93,7 +75,7 @@ class Waiter:
         try:
             return answer.result()
         except asyncio.CancelledError:
-            why = _LATE if out_of_time else "another request for the same bytes was faster"
+            why = _LATE if out_of_time else "the store was closed"
             raise StoreUnavailable(why, where=self._where) from None
 
     def _running(self) -> asyncio.AbstractEventLoop:
@@ -126,10 +108,10 @@ class Waiter:
             loop.close()
 
 
-async def in_time(step: Awaitable[Result], silence_s: float, what: str, where: str) -> Result:
-    """What `step` gives; raises `StoreUnavailable` after so many seconds without."""
+async def in_time(step: Awaitable[Result], longest_s: float, what: str, where: str) -> Result:
+    """What `step` gives; `StoreUnavailable` when none comes in `longest_s` or in the silence of a read."""
     try:
-        async with asyncio.timeout(min(silence_s, remaining_s())):
+        async with asyncio.timeout(silence_s(longest_s)):
             return await step
     except TimeoutError:
         raise StoreUnavailable(what if remaining_s() > 0 else _LATE, where=where) from None

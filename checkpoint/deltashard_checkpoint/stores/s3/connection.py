@@ -14,11 +14,9 @@ soon as the refusal's head was read; the answer holds its socket open until its 
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -30,8 +28,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.response import BaseHTTPResponse, HTTPResponse
 
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.stores.deadline import remaining_s
-from deltashard_checkpoint.stores.gate import Gate, current
+from deltashard_checkpoint.stores.deadline import remaining_s, silence_s
 from deltashard_checkpoint.stores.transport import ca_bundle, proxy_of, shown
 
 SLICE_BYTES = 1024 * 1024
@@ -43,29 +40,10 @@ class _Once(HTTPConnection):
     """Not used again after a refused upload."""
 
     _method = ""
-    _gate: Gate | None = None
-
-    def __init__(self, *args: Any, **kw: Any) -> None:
-        super().__init__(*args, **kw)
-        self._gate_lock = threading.Lock()
 
     def putrequest(self, method: str, url: str, *args: Any, **kw: Any) -> None:
         self._method = method
-        gate = current()
-        with self._gate_lock:
-            self._gate = gate
-        if gate is not None:
-            gate.carried_by(self)
         super().putrequest(method, url, *args, **kw)
-
-    def hang_up(self, gate: Gate) -> None:
-        """See `gate.Carrier`."""
-        with self._gate_lock:
-            sock = self.sock if self._gate is gate else None
-            if sock is not None:
-                with suppress(OSError):
-                    # The descriptor itself: a TLS socket's own method would pull its state away from its reader.
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 itself does
         response = super().getresponse()
@@ -114,7 +92,8 @@ class Connections(urllib3.PoolManager):
         check_deadline(url.partition("?")[0])
         left_s = max(_SHORTEST_S, remaining_s())
         kw["timeout"] = urllib3.Timeout(
-            connect=min(self._connect_timeout_s, left_s), read=min(self._silence_timeout_s, left_s)
+            connect=min(self._connect_timeout_s, left_s),
+            read=max(_SHORTEST_S, silence_s(self._silence_timeout_s)),
         )
         kw["retries"] = False
         proxy = proxy_of(url)

@@ -40,7 +40,7 @@ from deltashard_checkpoint.stores.abc import (
     StoreUnavailable,
     check_size,
 )
-from deltashard_checkpoint.stores.gate import deliver
+from deltashard_checkpoint.stores.deadline import SILENCE_S
 from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
 from deltashard_checkpoint.stores.retry import Listing
 from deltashard_checkpoint.stores.s3.connection import SLICE_BYTES, Connections, check_deadline, slices
@@ -73,7 +73,7 @@ class S3Store(Store):
         addressing: str = "auto",
         encryption: Encryption | None = None,
         connect_timeout_s: float = 5.0,
-        silence_timeout_s: float = 20.0,
+        silence_timeout_s: float = SILENCE_S,
         connections: int = 32,
     ) -> None:
         """`addressing`: the bucket in the path, in the host's name (virtual), or as suits the endpoint (auto)."""
@@ -252,7 +252,7 @@ class S3Store(Store):
                 break  # the caller goes on by range
             if not some:
                 break
-            deliver(view, done, some)
+            view[done : done + len(some)] = some
             done += len(some)
         return done
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.errors import CorruptObject
-from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, RequestRefused, StoreUnavailable
-from deltashard_checkpoint.stores.deadline import deadline, remaining_s, until
+from deltashard_checkpoint.stores.abc import (
+    Buffer,
+    ObjectExists,
+    ObjectNotFound,
+    RequestRefused,
+    StoreUnavailable,
+)
+from deltashard_checkpoint.stores.deadline import deadline, remaining_s, silence_s, until
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
@@ -40,9 +46,6 @@ class Log:
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         self.calls.append((operation, size_bytes, error is None))
 
-    def hedged(self, outcome: str) -> None:
-        raise AssertionError(outcome)
-
 
 def retrying(inner: FaultyStore, clock: Clock, log: Log | None = None, **policy: object) -> RetryingStore:
     return RetryingStore(
@@ -63,6 +66,57 @@ def test_it_tries_again_with_growing_pauses() -> None:
     assert clock.slept == pytest.approx([0.1, 0.2, 0.4])
     assert log.tries == [("put", False)] * 3 + [("put", True)]
     assert log.calls == [("put", 3, True)]
+
+
+class Slow(MemoryStore):
+    """Its reads begin after so many seconds."""
+
+    def __init__(self, clock: Clock, *first_byte_s: float) -> None:
+        super().__init__()
+        self.clock = clock
+        self.first_byte_s = list(first_byte_s)
+        self.silences: list[float] = []
+
+    def get(self, key: str) -> bytes:
+        allowed_s, needed_s = silence_s(20.0), self.first_byte_s.pop(0)
+        self.silences.append(allowed_s)
+        self.clock.now_s += min(allowed_s, needed_s)
+        if allowed_s < needed_s:
+            raise StoreUnavailable("silent")
+        return super().get(key)
+
+    def put(self, key: str, data: Buffer) -> None:
+        self.silences.append(silence_s(20.0))
+        super().put(key, data)
+
+
+def test_reads_hear_nothing_for_two_seconds_and_then_for_longer() -> None:
+    """Doubled from try to try up to the store's own; writes have that at once. Other failures double nothing."""
+    clock = Clock()
+    slow = Slow(clock, *[100.0] * 5, 0.0)
+    store = RetryingStore(slow, policy=RetryPolicy(deadline_s=600.0), clock=clock, sleep=clock.sleep)
+    store.put("a", b"x")
+    assert store.get("a") == b"x"
+    assert slow.silences == [20.0, 2.0, 4.0, 8.0, 16.0, 20.0, 20.0]
+    faulty = FaultyStore(Slow(clock, 0.0, 0.0))
+    store = RetryingStore(faulty, clock=clock, sleep=clock.sleep)
+    store.put("a", b"x")
+    faulty.fail_next(Fault.UNAVAILABLE)
+    assert store.get("a") == store.get("a") == b"x"
+    assert faulty.inner.silences == [20.0, 2.0, 2.0]
+
+
+def test_the_silence_that_a_store_needs_is_remembered() -> None:
+    """One that is slow as a whole costs its first read three requests, each later one a single one; it may get faster."""
+    clock = Clock()
+    slow = Slow(clock, *[5.0] * 4, *[0.0] * 100)
+    store = RetryingStore(slow, clock=clock, sleep=clock.sleep)
+    store.put("a", b"x")
+    del slow.silences[:]
+    for _ in range(102):
+        store.get("a")
+    assert slow.silences[:5] == pytest.approx([2.0, 4.0, 8.0, 8.0, 8.0 * 0.98])
+    assert slow.silences[-1] == 2.0
 
 
 def test_create_only_is_tried_once() -> None:

@@ -9,7 +9,6 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import BucketMissing
 from deltashard_checkpoint.stores.cloud.store import CloudStore
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.stores.hedge import HedgingStore
 from deltashard_checkpoint.stores.key_rule import BadKey
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.s3.store import S3Store
@@ -41,16 +40,15 @@ def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Endpoint and region from the URL before the environment; the store's own URL has neither."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://from-environment.example")
     with open_store("s3://bucket/pre/fix/") as store:
-        assert isinstance(store.inner, HedgingStore)
-        assert isinstance(store.inner.inner, S3Store)
-        assert store.inner.inner._endpoint == "https://from-environment.example"
+        assert isinstance(store.inner, S3Store)
+        assert store.inner._endpoint == "https://from-environment.example"
         assert store.url == "s3://bucket/pre/fix"
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://s3-only.example")
     with open_store("s3://bucket") as store:
-        assert store.inner.inner._endpoint == "https://s3-only.example"  # type: ignore[attr-defined]
+        assert store.inner._endpoint == "https://s3-only.example"  # type: ignore[attr-defined]
     with open_store("s3://bucket?endpoint=http://127.0.0.1:9000&region=eu-west-1") as store:
-        assert store.inner.inner._endpoint == "http://127.0.0.1:9000"  # type: ignore[attr-defined]
-        assert store.inner.inner._client._base_url.region == "eu-west-1"  # type: ignore[attr-defined]
+        assert store.inner._endpoint == "http://127.0.0.1:9000"  # type: ignore[attr-defined]
+        assert store.inner._client._base_url.region == "eu-west-1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +78,8 @@ def test_prefixes_that_no_key_may_have(url: str) -> None:
 def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket's own address unless an endpoint is said; the store's own URL has no options."""
     with open_store("gs://bucket/pre/fix/") as store:
-        assert isinstance(store.inner, HedgingStore)
-        assert isinstance(store.inner.inner, CloudStore)
-        assert store.inner.inner._account.endpoint == "https://storage.googleapis.com"
+        assert isinstance(store.inner, CloudStore)
+        assert store.inner._account.endpoint == "https://storage.googleapis.com"
         assert store.url == "gs://bucket/pre/fix"
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "fromenv")
     for url, endpoint in (
@@ -91,7 +88,7 @@ def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
         ("az://ctr/x?endpoint=http://127.0.0.1:1/dev", "http://127.0.0.1:1/dev"),
     ):
         with open_store(url) as store:
-            assert store.inner.inner._account.endpoint == endpoint  # type: ignore[attr-defined]
+            assert store.inner._account.endpoint == endpoint  # type: ignore[attr-defined]
             assert store.url == "az://ctr/x"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=other;AccountKey=eA==")
     with pytest.raises(UserError, match="the URL names the account said, the connection string other"):
