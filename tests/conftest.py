@@ -28,7 +28,7 @@ TEMPORARY = "deltashard-tests-"
 LEAST_FREE_GIB = 2
 """Of the disk. What tests leave is removed when they pass, so a whole run needs hardly more."""
 
-pytest.register_assert_rewrite("deltashard_checkpoint.stores.conformance")
+pytest.register_assert_rewrite("tests.support.checkpoint.store_conformance")
 # How long an example takes says something about the machine, nothing about what is tested.
 # The examples are the same in every run, so that a change is judged by what it changes; DELTASHARD_FUZZ=1 draws new ones.
 settings.register_profile(

@@ -3,9 +3,9 @@
 One pass over shopping baskets (`basket_training`), its tables cut by rows into 8 shards. At random steps a shard dies,
 every one once: its rows and accumulators fall back to what was last saved of them, everything else goes on. Plain
 partial recovery saves all rows every T. At the same bytes the priority variants save r N rows every r T: the two small
-tables whole, the rest from the table of pairs, chosen by SCAR, MFU or SSU as the product's `deciding.priority` scores
-them. Differential saves, at the same bytes again, take all changed rows as often as that allows. These and MFU are
-measured at 8 bits, too, which are three times as many rows for the same bytes.
+tables whole, the rest from the table of pairs, chosen by SCAR, MFU or SSU as `priority` scores them. Differential
+saves, at the same bytes again, take all changed rows as often as that allows. These and MFU are measured at 8 bits,
+too, which are three times as many rows for the same bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from basket_training import (
     paragraph,
     task,
 )
-from deltashard_checkpoint.deciding.priority import AccessCounts, SampledReads, scar, top
+from priority import AccessCounts, SampledReads, scar, top
 
 PAIR_ROWS = 1 << 18
 SEEDS = 4

@@ -76,10 +76,11 @@ from deltashard_checkpoint.stores.abc import (
     Store,
     StoreUnavailable,
 )
-from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write import commit
+
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 
 RUN = "job"
 TABLE = TableSchema(fqn="t", rows=6, columns=2, dtype="float32")

@@ -8,13 +8,13 @@ import functools
 import random
 
 import pytest
-from deltashard_checkpoint.stores.faulty import Fault
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.crash import log_model
 from tests.crash.log_model import MOVES, Counts, World, act, run_schedule
+from tests.support.checkpoint.faulty_store import Fault
 
 CHUNKS, CHUNK = 5, 150
 

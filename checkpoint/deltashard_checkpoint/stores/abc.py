@@ -100,7 +100,7 @@ QUIET_S = 3600.0
 
 
 class Store(ABC):
-    """Conformance is defined by `conformance.StoreTests`, which every back-end's test runs."""
+    """Each back-end passes the same tests: `StoreTests` of tests/support/checkpoint/store_conformance.py."""
 
     url: str
 

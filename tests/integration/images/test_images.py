@@ -181,11 +181,11 @@ PARTS = {
 }
 """Folders whose code runs in an image."""
 ELSEWHERE = {
-    # numba_kernel.py, never loaded; the stores' conformance suite; `deltashard export` to .pt and kubectl's plugin, which
-    # say what they lack; stores in buckets, which in a pod the sidecar opens and the trainer does not
-    "sidecar": {"numba", "pytest", "torch", "kubernetes"},
+    # `deltashard export` to .pt and kubectl's plugin, which say what they lack; stores in buckets, which in a pod the
+    # sidecar opens and the trainer does not
+    "sidecar": {"torch", "kubernetes"},
     "operator": set(),
-    "example": {"numba", "certifi", "minio", "obstore", "pytest", "urllib3"},
+    "example": {"certifi", "minio", "obstore", "urllib3"},
 }
 
 

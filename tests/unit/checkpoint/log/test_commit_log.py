@@ -21,13 +21,13 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.maintenance.retention import Retention, retire
 from deltashard_checkpoint.stores.abc import AccessDenied, ConditionalPutUnsupported, StoreUnavailable
-from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import Sayings, _Commit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 from tests.support.checkpoint.run_builder import Run, Time, resealed
 
 

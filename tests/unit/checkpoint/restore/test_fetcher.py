@@ -16,9 +16,9 @@ from deltashard_checkpoint.restore import checkpoint_reader
 from deltashard_checkpoint.restore.fetcher import Fetcher, warm_cache
 from deltashard_checkpoint.restore.plan import Plan, Request
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.stores.abc import Store
-from deltashard_checkpoint.stores.conformance import StoreTests
-from deltashard_checkpoint.stores.faulty import FaultyStore
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.checkpoint.faulty_store import FaultyStore
+from tests.support.checkpoint.store_conformance import StoreTests
 
 
 class TestMemoryStore(StoreTests):

@@ -7,8 +7,9 @@ from contextlib import suppress
 
 import pytest
 from deltashard_checkpoint.stores.abc import ObjectNotFound, StoreUnavailable
-from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
+
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 
 
 def test_each_fault_by_script() -> None:

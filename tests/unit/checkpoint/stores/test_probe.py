@@ -2,9 +2,10 @@
 
 import pytest
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
-from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.probe import probe
+
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 
 
 class Overwriting(MemoryStore):

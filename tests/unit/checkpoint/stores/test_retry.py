@@ -13,9 +13,10 @@ from deltashard_checkpoint.stores.abc import (
     StoreUnavailable,
 )
 from deltashard_checkpoint.stores.deadline import deadline, remaining_s, silence_s, until
-from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
+
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 
 
 class Clock:

@@ -16,7 +16,6 @@ from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.format.index import decode_index
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import TableSchema
-from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore
 from deltashard_checkpoint.stores.url import open_store
@@ -24,6 +23,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.part_writer import NoRoom, PartAborted, PartTarget, PartWriter, UploadFailed
 from deltashard_proto.cause import Cause
 
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 from tests.support.checkpoint.sample import RUN, Model, open_descriptors, schema, whole
 from tests.support.checkpoint.small_store import SmallStore
 from tests.support.eventually import eventually

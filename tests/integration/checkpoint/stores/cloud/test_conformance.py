@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 from deltashard_checkpoint.stores.abc import Store
-from deltashard_checkpoint.stores.conformance import StoreTests
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support.checkpoint.store_conformance import StoreTests
 from tests.support.server.cloud_server import CloudServer
 
 

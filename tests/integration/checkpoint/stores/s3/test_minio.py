@@ -27,13 +27,13 @@ from deltashard_checkpoint.stores.abc import (
     StoreFull,
     StoreUnavailable,
 )
-from deltashard_checkpoint.stores.conformance import StoreTests
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.probe import probe
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
 from deltashard_checkpoint.stores.s3.store import S3Store
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support.checkpoint.store_conformance import StoreTests
 from tests.support.machine import limit_s
 from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers, Trickle
 from tests.support.server.minio_server import MinioServer, free_port

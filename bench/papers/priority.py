@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-
 from deltashard_checkpoint.errors import UserError
 
 Ids = npt.NDArray[np.int64]

@@ -6,8 +6,6 @@ class TestMyStore(StoreTests):
     def store(self) -> Iterator[Store]:
         yield MyStore(...)  # empty
 ```
-
-Needs pytest, which only tests have; nothing else in the package imports this module.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, Store, StoreUnavailable
 from deltashard_checkpoint.stores.key_rule import BadKey
@@ -64,7 +61,7 @@ class StoreTests:
 
     def test_ranges(self, store: Store) -> None:
         """Any range within an object, into the middle of a buffer; beyond its end is corrupt, never padded."""
-        data = random.Random(1).randbytes(10_000)  # noqa: S311 - test data
+        data = random.Random(1).randbytes(10_000)
         store.put("ranged", data)
         for offset, length in [(0, 10_000), (0, 1), (9_999, 1), (17, 4_096), (10_000, 0), (0, 0)]:
             assert store.get_range("ranged", offset, length) == data[offset : offset + length]
@@ -77,7 +74,7 @@ class StoreTests:
 
     def test_a_big_object_survives(self, store: Store) -> None:
         """As big as a pack, written from a view and read back into a buffer, and in part."""
-        data = random.Random(2).randbytes(self.big_bytes)  # noqa: S311 - test data
+        data = random.Random(2).randbytes(self.big_bytes)
         store.put("big.pack", memoryview(data))
         out = bytearray(len(data))
         store.get_into("big.pack", 0, memoryview(out))

@@ -78,7 +78,7 @@ class FaultyStore(Store):
         self.down = False
         self.rates = dict(rates or {})
         self.calls: list[Call] = []
-        self._random = random.Random(seed)  # noqa: S311 - schedules must repeat
+        self._random = random.Random(seed)
         self._armed: list[_Armed] = []
         self._late: list[Callable[[], None]] = []
         self._lock = threading.Lock()

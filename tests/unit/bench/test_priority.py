@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
-from deltashard_checkpoint.deciding.priority import (
-    EVERY,
-    AccessCounts,
-    PriorityError,
-    SampledReads,
-    scar,
-    top,
-)
 from hypothesis import given
 from hypothesis import strategies as st
+
+PRIORITY = runpy.run_path(str(Path(__file__).parents[3] / "bench" / "papers" / "priority.py"))
+EVERY, AccessCounts, PriorityError = PRIORITY["EVERY"], PRIORITY["AccessCounts"], PRIORITY["PriorityError"]
+SampledReads, scar, top = PRIORITY["SampledReads"], PRIORITY["scar"], PRIORITY["top"]
 
 ROWS = 40
 ids = st.lists(st.integers(0, ROWS - 1), max_size=30).map(lambda rows: np.array(rows, np.int64))
