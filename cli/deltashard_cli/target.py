@@ -21,7 +21,8 @@ from deltashard_checkpoint.format.object_key import run_key, validate_run
 from deltashard_checkpoint.log.entry import entry_key, seq_of
 from deltashard_checkpoint.stores.abc import BucketMissing, ObjectNotFound, Store
 from deltashard_checkpoint.stores.retry import RetryPolicy
-from deltashard_checkpoint.stores.url import OPTIONS, BadStoreUrl, local_path, open_store
+from deltashard_checkpoint.stores.scheme import BadStoreUrl
+from deltashard_checkpoint.stores.url import local_path, open_store
 from deltashard_checkpoint.whole_run.remains import belongs, remains
 
 _INSIDE_RUN = re.compile(r"/(?:cache|closing|data|log|probe)/")
@@ -134,7 +135,7 @@ def must_exist(store: Store) -> None:
     """Raises `NoSuchRun` for a prefix of a bucket under which there is nothing, as a missing directory is refused."""
     if (
         urlsplit(store.url).path.strip("/")
-        and urlsplit(store.url).scheme in OPTIONS  # a bucket, not a directory
+        and urlsplit(store.url).scheme not in {"file", "memory"}  # a bucket
         and next(store.list(""), None) is None
     ):
         raise NoSuchRun(

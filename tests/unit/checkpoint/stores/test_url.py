@@ -12,7 +12,8 @@ from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.key_rule import BadKey
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.s3.store import S3Store
-from deltashard_checkpoint.stores.url import BadStoreUrl, local_path, open_store
+from deltashard_checkpoint.stores.scheme import BadStoreUrl
+from deltashard_checkpoint.stores.url import local_path, open_store
 
 
 def test_a_memory_store_is_one_per_name() -> None:

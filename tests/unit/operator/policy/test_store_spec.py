@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from deltashard_checkpoint.stores.url import OPTIONS, _options
+from deltashard_checkpoint.stores.url import options_of, scheme_of
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.policy.store_spec import WebIdentity
 
@@ -40,7 +40,9 @@ from tests.support.operator import sample
 def test_a_store_becomes_a_url_that_the_sidecar_reads(store: dict[str, Any], url: str) -> None:
     assert sample.policy({"store": store}).url == url
     parts = urlsplit(url)
-    assert set(_options(parts, url)) <= set(OPTIONS[parts.scheme])
+    scheme = scheme_of(parts.scheme)
+    assert scheme is not None
+    assert set(options_of(parts.query, scheme, url)) <= set(scheme.options)
 
 
 def test_each_kind_has_its_own_identity() -> None:

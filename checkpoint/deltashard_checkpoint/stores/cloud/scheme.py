@@ -1,0 +1,41 @@
+"""The schemes `gs` and `az`: entry points of the package, so that nothing else imports this folder."""
+
+from __future__ import annotations
+
+import re
+
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.cloud.account import AzureAccount, GoogleAccount
+from deltashard_checkpoint.stores.cloud.store import CloudStore
+from deltashard_checkpoint.stores.scheme import Place, Scheme
+
+_ANY = re.compile(".+")
+
+
+def _google(place: Place) -> Store:
+    account = GoogleAccount(place.bucket, endpoint=place.options.get("endpoint"), where=place.url)
+    return CloudStore(account, url=place.url, prefix=place.prefix)
+
+
+def _azure(place: Place) -> Store:
+    account = AzureAccount(
+        place.bucket,
+        account=place.options.get("account"),
+        endpoint=place.options.get("endpoint"),
+        where=place.url,
+    )
+    return CloudStore(account, url=place.url, prefix=place.prefix)
+
+
+GOOGLE = Scheme(
+    form="use gs://bucket/prefix",
+    bucket=re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", re.ASCII),
+    options={"endpoint": _ANY},
+    open=_google,
+)
+AZURE = Scheme(
+    form="use az://container/prefix?account=name",
+    bucket=re.compile(r"[a-z0-9](-?[a-z0-9]){2,62}", re.ASCII),
+    options={"endpoint": _ANY, "account": re.compile(r"[a-z0-9]{3,24}", re.ASCII)},
+    open=_azure,
+)
