@@ -18,8 +18,7 @@ from deltashard_cli.target import find_run, named_run
 @run_options
 @click.argument("name")
 @which_option
-@ended_option
-def pin(url: str, name: str, run: str | None, which: str, *, ended: bool, as_json: bool) -> None:
+def pin(url: str, name: str, run: str | None, which: str, *, as_json: bool) -> None:
     """Give the pinned NAME to a checkpoint, which is then kept until another one has the name, or it is unpinned.
 
     Works beside a living trainer. A later commit under the same name takes it.
@@ -27,7 +26,7 @@ def pin(url: str, name: str, run: str | None, which: str, *, ended: bool, as_jso
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
     before = log.refresh().pinned.get(name)
-    entry = word.pin(log, name, which, ended=ended)
+    entry = word.pin(log, name, which)
     seq = log.state.pinned[name]
     _tell(
         as_json=as_json,
@@ -47,13 +46,12 @@ def pin(url: str, name: str, run: str | None, which: str, *, ended: bool, as_jso
 @click.command()
 @run_options
 @click.argument("name")
-@ended_option
-def unpin(url: str, name: str, run: str | None, *, ended: bool, as_json: bool) -> None:
+def unpin(url: str, name: str, run: str | None, *, as_json: bool) -> None:
     """Take the pinned NAME away: its checkpoint is kept only as long as anything else asks for it."""
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
     before = log.refresh().pinned.get(name)
-    entry = word.pin(log, name, None, ended=ended)
+    entry = word.pin(log, name, None)
     _tell(
         as_json=as_json,
         document={

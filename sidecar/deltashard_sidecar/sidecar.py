@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
-from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
 from deltashard_checkpoint.write.commit import FencedError
 from deltashard_proto.arena_layout import LINES
 from deltashard_proto.cause import Cause
@@ -161,7 +160,6 @@ class Sidecar:
             several_pins=True,
             prepares=True,
             took_part=self.run.participation.newest(self.run.name),
-            reads_format=TOLD_FORMAT,
         )
 
     def _check_group(self, request: pb.AttachRequest) -> None:

@@ -132,7 +132,7 @@ def stories(directory: Path) -> Iterator[Story]:
                 if life == 2:
                     yield Story("ends in a retirement", _objects(store), dict(expected))
                 garbage_collection.collect(log, grace_s=0.0, forget_at=1)
-        word.pin(log, "kept", f"{covers}", ended=True)
+        word.pin(log, "kept", f"{covers}")
     yield Story("ends in a pin", _objects(store), dict(expected))
     store = MemoryStore()
     log = _log(store)

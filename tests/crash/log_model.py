@@ -9,7 +9,7 @@ the log's. Trainers are modelled with the marks that the format page asks of the
 covers, when marks are dropped, how they are seeded again. A cell is one (row, column) of one table; its value is the
 number of the write, so two cells are never equal by accident.
 
-A gang of several ranks has a layout (format 2) or none; the split of rows or columns changes from attempt to attempt. Now
+A gang of several ranks has a layout or none; the split of rows or columns changes from attempt to attempt. Now
 and then one rank cuts a step later than the others, or the ranks' boxes do not tile the table: neither may come to be.
 
 What must hold, whatever happened (`World.check`):
@@ -836,7 +836,7 @@ class World:
         name, state = self.random.choice(["best", "paper"]), self.last_state()
 
         def work() -> None:
-            word.pin(self.log(state), name, which, ended=True, deadline_s=20.0)
+            word.pin(self.log(state), name, which, deadline_s=20.0)
 
         return self.spawn("pin", work)
 

@@ -150,7 +150,7 @@ def act(directory: Path, action: str) -> None:
             gone = min(state.checkpoints)
             retention.retire_these(log, lambda _state: [gone])
         case "pin":
-            word.pin(log, "paper", "step:3", ended=True)
+            word.pin(log, "paper", "step:3")
         case "rewind":
             word.rewind(log, "step:3", ended=True)
         case "gc":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from deltashard_checkpoint.format.index import encode_index
 from tests.golden.golden_case import golden_index, golden_tree
 from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import RUN_2, make_run_2
+from tests.golden.golden_run_3 import RUN_3, make_run_3
 from tests.golden.golden_run_4 import RUN_4, make_run_4
-from tests.golden.golden_run_5 import RUN_5, make_run_5
 from tests.support.checkpoint.sample import sample_frames
 
 HERE = Path(__file__).parent / f"v{frames.VERSION}"
@@ -51,6 +52,8 @@ def write_pieces() -> None:
 
 def write_run(name: str, make: Callable[[Path], tuple[dict[str, bytes], dict[int, Held]]]) -> None:
     """A run, as it lies in a store, and beside it in `{name}-expected` what its checkpoints restore."""
+    for old in (HERE / name, HERE / f"{name}-expected"):
+        shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory() as directory:
         objects, living = make(Path(directory))
     for key, data in objects.items():
@@ -73,8 +76,8 @@ WRITERS = (
     (write_pieces, "state.tree"),
     (partial(write_run, RUN, make_run), RUN),
     (partial(write_run, RUN_2, make_run_2), RUN_2),
+    (partial(write_run, RUN_3, make_run_3), RUN_3),
     (partial(write_run, RUN_4, make_run_4), RUN_4),
-    (partial(write_run, RUN_5, make_run_5), RUN_5),
 )
 """What writes golden files, and one of them by which it is seen to have done so."""
 

@@ -165,7 +165,7 @@ class Writer:
         self.attempt = self.cut = self.world_size = 0
 
     def open(self, *, world_size: int = 1, layout: Layout | None = None, **options: object) -> None:
-        """A new trainer, which begins with what it restores; `layout` makes it one of format 2."""
+        """A new trainer, which begins with what it restores; `layout`: of several ranks."""
         if layout is not None:
             options["layout"] = layout.data
         self.layout = "" if layout is None else layout.digest
@@ -174,7 +174,7 @@ class Writer:
         self.log = RunLog(self.store, self.run, clocks=self.clocks, readers=1)
         opened = open_attempt(
             self.log,
-            **{"owner": "golden", "closing_wait_s": 0.0, "world_size": world_size, "knows": None, **options},
+            **{"owner": "golden", "closing_wait_s": 0.0, "world_size": world_size, **options},
         )
         self.attempt, self.cut, self.world_size = opened.attempt, 0, world_size
         if opened.resume is not None:

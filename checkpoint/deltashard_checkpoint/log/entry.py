@@ -18,7 +18,6 @@ from deltashard_checkpoint.format.schema import Box, TableSchema
 
 _ENTRY_NAME = re.compile(r"log/(\d{20})\.json", re.ASCII)
 _VOIDS = re.compile(r"-voids-([0-9a-f]{32})", re.ASCII)
-_KNOWS = re.compile(r"-knows-(\d{1,3})(?:-|$)", re.ASCII)
 _FOLDS = re.compile(r"-fold-(\d{1,15})-([0-9a-f]{32})", re.ASCII)
 _DIGEST_CHARS = 32
 _PREFIX = re.compile(rf"data/(?:(\d{{20}})/(\d{{8}})|compact-{TOKEN_PATTERN})/", re.ASCII)
@@ -62,7 +61,7 @@ class Entry:
     writer: str
     """Random token, the same for every retry of one put: after a lost acknowledgement it says whose entry this is.
 
-    It may go on: see `knowing_writer`, `voiding_writer` and `folding_writer`."""
+    It may have more behind it: see `voiding_writer`, `copied_writer` and `folding_writer`."""
     at_s: float
 
 
@@ -253,24 +252,12 @@ class Sealed:
     hash: str
 
 
-# What an entry says beside its fields: in its writer's token. A field that an earlier version does not know makes the
-# entry one that it cannot read, and versions before this rule took that for rot.
+# What an entry says beside its fields: in its writer's token.
 
 
 def voiding_writer(writer: str, bad: str) -> str:
     """The token of an attempt that voids the slot whose bytes have the hash `bad`."""
     return f"{writer}-voids-{bad[:_DIGEST_CHARS]}"
-
-
-def knowing_writer(writer: str, known: int) -> str:
-    """The token of an attempt whose processes read entries up to format `known`."""
-    return f"{writer}-knows-{known}"
-
-
-def known_format(entry: AttemptOpened) -> int | None:
-    """The highest format of entries that the attempt's processes read; None of a version that did not say it."""
-    match = _KNOWS.search(entry.writer)
-    return int(match[1]) if match else None
 
 
 def copied_writer(source: str) -> str:
@@ -295,7 +282,7 @@ def named_fold(entry: Entry) -> FoldName | None:
 
 
 def voided_digest(entry: AttemptOpened) -> str | None:
-    """The first 32 digits of the hash of the bytes that `voids` is about; None of a version that did not say it."""
+    """The first 32 digits of the hash of the bytes that `voids` is about; None of none that it voids."""
     match = _VOIDS.search(entry.writer)
     return match[1] if match and entry.voids is not None else None
 

@@ -44,10 +44,6 @@ from deltashard_checkpoint.log.entry import (
 )
 
 FORMAT = 1
-MANY_RANKS_FORMAT = 2
-"""Of attempts whose ranks keep a layout, and of their checkpoints."""
-TOLD_FORMAT = 3
-"""Of what a person says of a run: pins and rewinds. A version that passed over these would retire what they keep."""
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{1,128}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -65,7 +61,6 @@ KINDS: dict[str, type[Entry]] = {
     "pin": Pinned,
     "rewind": Rewound,
 }
-_TOLD = ("pin", "rewind")
 
 
 # Writing
@@ -75,7 +70,7 @@ def document_of(entry: Entry) -> dict[str, Any]:
     """The JSON document of an entry, without its hash."""
     kind = next(name for name, cls in KINDS.items() if type(entry) is cls)
     doc: dict[str, Any] = {
-        "format": format_of(entry),
+        "format": FORMAT,
         "kind": kind,
         "seq": entry.seq,
         "previous": entry.previous,
@@ -129,16 +124,6 @@ def document_of(entry: Entry) -> dict[str, Any]:
         case Repaired():
             doc |= {"ignorable": True, "lost": list(entry.lost)}
     return doc
-
-
-def format_of(entry: Entry) -> int:
-    """The format that says this entry."""
-    if isinstance(entry, (Pinned, Rewound)):
-        return TOLD_FORMAT
-    many = (isinstance(entry, AttemptOpened) and entry.layout) or (
-        isinstance(entry, Checkpoint) and entry.listed is not None
-    )
-    return MANY_RANKS_FORMAT if many else FORMAT
 
 
 def _parts_document(entry: Checkpoint) -> dict[str, Any]:
@@ -224,22 +209,15 @@ def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
     """The entry of a document whose hash fits."""
     where = reader.where
     version = reader.integer("format", low=1)
-    if version not in (FORMAT, MANY_RANKS_FORMAT, TOLD_FORMAT):
+    if version != FORMAT:
         raise UnsupportedVersion(
-            f"log entry has format {version}, this library reads {FORMAT} to {TOLD_FORMAT}",
+            f"log entry has format {version}, this library reads {FORMAT}",
             where=where,
             remedy=_UPGRADE,
         )
     if reader.integer("seq") != seq:
         raise ForeignObject(f"entry says it is slot {document['seq']}", where=where)
     kind = reader.text("kind")
-    told = kind in _TOLD
-    if (
-        version == MANY_RANKS_FORMAT and not (kind in ("attempt", "checkpoint") and "layout" in document)
-    ) or ((version == TOLD_FORMAT) is not told):
-        raise UnsupportedVersion(
-            f"log entry of kind {kind[:40]!r} has format {version}", where=where, remedy=_UPGRADE
-        )
     common: dict[str, Any] = {
         "seq": seq,
         "previous": reader.text("previous", None if seq == 0 else _HASH),
@@ -254,8 +232,6 @@ def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
         return Ignored(kind=kind, **common)
     entry = _ENTRIES[kind](reader, common)
     reader.end()
-    if version != format_of(entry):
-        reader.fail(f"a {kind} that says this has format {format_of(entry)}")
     return entry
 
 

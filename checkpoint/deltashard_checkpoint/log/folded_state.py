@@ -20,13 +20,8 @@ from deltashard_checkpoint.log.entry_codec import document_of, parse
 from deltashard_checkpoint.log.pin import Word
 from deltashard_checkpoint.log.run_state import Attempt, RunState
 
-FORMAT = 2
-"""1 was folded by a version that did not forget what is reclaimed: it is not the state that others fold."""
-MANY_RANKS_FORMAT = 3
-"""Of a state with an attempt that has a layout."""
-TOLD_FORMAT = 4
-"""Of a state with a person's word on a pin, or checkpoints that a rewind has set aside."""
-_LAYOUT = re.compile(r"[0-9a-f]{32}", re.ASCII)
+FORMAT = 1
+_LAYOUT = re.compile(r"|[0-9a-f]{32}", re.ASCII)
 _NAME = re.compile(r"log/fold-(\d{20})-([0-9a-f]{32})\.json", re.ASCII)
 E = TypeVar("E", bound=Entry)
 
@@ -51,18 +46,13 @@ def dump(state: RunState) -> bytes:
     """`state` as bytes; only of a log that is not stopped."""
     assert state.stopped is None
     document = {
-        "format": _format_of(state),
+        "format": FORMAT,
         "run": state.run,
         "owner": state.owner,
         "tip": state.tip,
         "tip_hash": state.tip_hash,
         "attempt": state.attempt,
-        "attempts": [
-            [n, a.world_size, a.resumes_from, a.resumes_attempt, a.last_cut, a.last_seq, a.last_step]
-            for n, a in sorted(state.attempts.items())
-        ],
-        **_openers(state),
-        **_layouts(state),
+        "attempts": [_attempt_row(n, a) for n, a in sorted(state.attempts.items())],
         "checkpoints": [_sealed(c) for _, c in sorted(state.checkpoints.items())],
         "compactions": [_sealed(c) for _, c in sorted(state.compactions.items())],
         "superseded": [[prefix, seq] for prefix, seq in sorted(state.superseded.items())],
@@ -70,35 +60,15 @@ def dump(state: RunState) -> bytes:
         "compactions_from": state.compactions_from,
         "committed": state.committed,
         "keeps": state.keeps,
-        **_told(state),
+        "pins": [[name, *word] for name, word in sorted(state.words.items())],
+        "aside": sorted(state.aside),
     }
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
 
 
-def _openers(state: RunState) -> dict[str, Any]:
-    """Which workload and pod opened which attempt, where any said so."""
-    found = [[n, a.workload, a.pod] for n, a in sorted(state.attempts.items()) if a.workload or a.pod]
-    return {"openers": found} if found else {}
-
-
-def _format_of(state: RunState) -> int:
-    if state.words or state.aside:
-        return TOLD_FORMAT
-    return MANY_RANKS_FORMAT if any(attempt.layout for attempt in state.attempts.values()) else FORMAT
-
-
-def _told(state: RunState) -> dict[str, Any]:
-    """What people said of pins and rewinds, where anything still counts."""
-    if not (state.words or state.aside):
-        return {}
-    pins = [[name, *word] for name, word in sorted(state.words.items())]
-    return {"pins": pins, "aside": sorted(state.aside)}
-
-
-def _layouts(state: RunState) -> dict[str, Any]:
-    """Which attempt has which layout, where any has one."""
-    found = [[n, a.layout] for n, a in sorted(state.attempts.items()) if a.layout]
-    return {"layouts": found} if found else {}
+def _attempt_row(number: int, a: Attempt) -> list[Any]:
+    resumed, last = (a.resumes_from, a.resumes_attempt), (a.last_cut, a.last_seq, a.last_step)
+    return [number, a.world_size, *resumed, *last, a.workload, a.pod, a.layout]
 
 
 def _sealed(entry: Entry) -> dict[str, Any]:
@@ -116,52 +86,22 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
     if hashlib.sha256(canonical(document)).hexdigest() != digest:
         raise CorruptObject("fold does not match its own hash", where=where)
     r = Reader(document, where)
-    version = r.integer("format")
-    if version not in (FORMAT, MANY_RANKS_FORMAT, TOLD_FORMAT):
+    if r.integer("format") != FORMAT:
         raise UnsupportedVersion("fold of another format", where=where)
     if r.text("run") != run or r.integer("tip") != seq:
         raise ForeignObject("fold of another run or slot", where=where)
-    openers = {}
-    for item in r.items("openers") if r.has("openers") else ():
-        opened, *names = r.as_list(item, "opener", 3)
-        openers[r.as_integer(opened, "opener")] = [r.as_text(name, "opener") for name in names]
-    layouts = {}
-    for item in r.items("layouts") if r.has("layouts") else ():
-        opened, layout = r.as_list(item, "layout", 2)
-        layouts[r.as_integer(opened, "layout")] = r.as_text(layout, "layout", _LAYOUT)
-    attempts = {}
-    for item in r.items("attempts"):
-        opened, *rest = r.as_list(item, "attempt", 7)
-        number = r.as_integer(opened, "attempt")
-        world_size, *optional = (None if n is None else r.as_integer(n, "attempt") for n in rest)
-        if world_size is None:
-            r.fail("attempt without a world size")
-        resumes_from, resumes_attempt, last_cut, last_seq, last_step = optional
-        workload, pod = openers.get(number, ("", ""))
-        attempts[number] = Attempt(
-            world_size=world_size,
-            resumes_from=resumes_from,
-            resumes_attempt=resumes_attempt,
-            last_cut=last_cut,
-            last_seq=last_seq,
-            last_step=last_step,
-            workload=workload,
-            pod=pod,
-            layout=layouts.get(number, ""),
-        )
+    attempts = dict(_attempt(r, item) for item in r.items("attempts"))
     checkpoints = [_entry(r, item, Checkpoint) for item in r.items("checkpoints")]
     compactions = [_entry(r, item, Compacted) for item in r.items("compactions")]
     superseded, retired = _prefixes(r, "superseded"), _prefixes(r, "retired")
     if not all(is_prefix(prefix) for prefix in (*superseded, *retired)):
         r.fail("a prefix is neither a cut's nor a compaction's")
-    words, aside = {}, []
-    if version == TOLD_FORMAT:
-        for item in r.items("pins"):
-            pin, slot, held = r.as_list(item, "pin", 3)
-            words[r.as_text(pin, "pin")] = Word(
-                r.as_integer(slot, "pin"), None if held is None else r.as_integer(held, "pin")
-            )
-        aside = [r.as_integer(item, "aside") for item in r.items("aside")]
+    words = {}
+    for item in r.items("pins"):
+        pin, slot, held = r.as_list(item, "pin", 3)
+        words[r.as_text(pin, "pin")] = Word(
+            r.as_integer(slot, "pin"), None if held is None else r.as_integer(held, "pin")
+        )
     state = RunState(
         run=run,
         owner=r.text("owner"),
@@ -177,14 +117,32 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
         committed=r.integer("committed"),
         keeps=r.nullable("keeps"),
         words=words,
-        aside=frozenset(aside),
+        aside=frozenset(r.as_integer(item, "aside") for item in r.items("aside")),
     )
-    if version != _format_of(state):
-        r.fail("a fold that says this has another format")
     r.end()
     if (why := _contradiction(state)) is not None:
         r.fail(why)
     return state
+
+
+def _attempt(r: Reader, item: Any) -> tuple[int, Attempt]:
+    """An attempt's number, and the attempt."""
+    opened, size, *rest = r.as_list(item, "attempt", 10)
+    resumes_from, resumes_attempt, last_cut, last_seq, last_step = (
+        None if n is None else r.as_integer(n, "attempt") for n in rest[:5]
+    )
+    workload, pod, layout = rest[5:]
+    return r.as_integer(opened, "attempt"), Attempt(
+        world_size=r.as_integer(size, "attempt"),
+        resumes_from=resumes_from,
+        resumes_attempt=resumes_attempt,
+        last_cut=last_cut,
+        last_seq=last_seq,
+        last_step=last_step,
+        workload=r.as_text(workload, "attempt"),
+        pod=r.as_text(pod, "attempt"),
+        layout=r.as_text(layout, "attempt", _LAYOUT),
+    )
 
 
 def _contradiction(state: RunState) -> str | None:

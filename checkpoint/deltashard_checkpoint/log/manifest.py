@@ -26,9 +26,7 @@ from deltashard_checkpoint.log.part_list import ListedPart, PartList
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 
-FORMAT = 2
-WITHOUT_BLOBS = 1
-"""The format that did not say which ranks hold blobs: any may."""
+FORMAT = 1
 T = TypeVar("T")
 _TOKEN = re.compile(TOKEN_PATTERN, re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -45,7 +43,6 @@ class Manifest:
     layout: str
     """Digest of their layout."""
     parts: tuple[ListedPart, ...]
-    format: int = FORMAT
 
     @property
     def data(self) -> bytes:
@@ -53,15 +50,15 @@ class Manifest:
         blobs = [rank for rank, part in enumerate(self.parts) if part.common_blobs]
         return canonical(
             {
-                "format": self.format,
+                "format": FORMAT,
                 "run": self.run,
                 "attempt": self.attempt,
                 "cut": self.cut,
                 "step": self.step,
                 "layout": self.layout,
                 "parts": [[p.token, p.xxh3, p.covers, p.rows, p.stored_bytes] for p in self.parts],
+                "blobs": blobs,
             }
-            | ({} if self.format == WITHOUT_BLOBS else {"blobs": blobs})
         )
 
     @property
@@ -81,13 +78,10 @@ class Manifest:
         if digest_of(data) != digest:
             raise CorruptObject("a manifest does not match the hash in its name", where=where)
         r = Reader(load(data, where), where)
-        version = r.integer("format")
-        if version not in (WITHOUT_BLOBS, FORMAT):
+        if r.integer("format") != FORMAT:
             raise UnsupportedVersion("manifest of another format", where=where, remedy="upgrade deltashard")
         parts = list(r.items("parts"))
-        blobs = list(range(len(parts)))
-        if version != WITHOUT_BLOBS:
-            blobs = [r.as_integer(item, "rank") for item in r.items("blobs")]
+        blobs = [r.as_integer(item, "rank") for item in r.items("blobs")]
         if blobs != sorted(set(blobs)) or any(rank >= len(parts) for rank in blobs):
             raise CorruptObject("ranks with blobs are out of order, or of no part", where=where)
         common = frozenset(blobs)
@@ -98,7 +92,6 @@ class Manifest:
             step=r.integer("step"),
             layout=r.text("layout", _DIGEST),
             parts=tuple(_part(r, item, rank in common) for rank, item in enumerate(parts)),
-            format=version,
         )
         r.end()
         return found

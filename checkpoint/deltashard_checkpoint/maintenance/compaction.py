@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.format.object_key import compaction_token
 from deltashard_checkpoint.log.chain import ChainLink, chain, closure
-from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
 from deltashard_checkpoint.log.entry import Compacted, Entry, Part
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
@@ -51,10 +51,12 @@ def compact(
 ) -> Compacted | None:
     """Compact checkpoint `seq`; None when it already is a baseline (nothing to gain).
 
-    Raises `CheckpointNotFound`, `CompactionAbandoned`, `UserError` for one of several ranks, and what the log and
-    `move` raise.
+    Raises `LogStopped`, `CheckpointNotFound`, `CompactionAbandoned`, `UserError` for one of several ranks, and what the
+    log and `move` raise.
     """
     state = log.refresh(deadline_s=deadline_s)
+    if state.stopped is not None:
+        raise stopped(state)
     if _of_several_ranks(state, seq):
         raise UserError(
             f"checkpoint {seq} is of several ranks, and such are not compacted yet",

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from deltashard_checkpoint.deciding.ending import has_ended
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import AttemptOpened, Sealed, is_copied, known_format
-from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
+from deltashard_checkpoint.log.entry import AttemptOpened, Sealed, is_copied
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, closing_key
@@ -29,8 +28,6 @@ class Holder:
     seen_s: float
     """Its newest sign of life: when the newest of its entries that is live was written, by its clock."""
     workload: str
-    knows: int | None
-    """The highest format of entries that it reads; None: it is of a version that does not say it."""
     closing: bool
     """A save of it is still uploading while its pod ends."""
 
@@ -62,7 +59,6 @@ def holder(log: RunLog, state: RunState) -> Holder | None:
         attempt=state.attempt,
         seen_s=last.at_s if last is not None else 0.0 if entry is None else entry.at_s,
         workload=opened.workload,
-        knows=known_format(entry) if isinstance(entry, AttemptOpened) else None,
         closing=closing,
     )
 
@@ -76,18 +72,6 @@ def check_ended(log: RunLog, state: RunState, *, ended: bool, what: str) -> None
         + ("it ended: a save of it is still uploading" if found.closing else "it ended"),
         where=f"run {state.run}",
         remedy="end it (a trainer that closes says so in its last save); if it is gone without a word, say --ended",
-    )
-
-
-def check_reads(log: RunLog, state: RunState, *, ended: bool, what: str) -> None:
-    """Refuse an entry that a trainer of an older version, which may be alive, would stop at. Raises `RunHeld`."""
-    if ended or (found := holder(log, state)) is None or (found.knows or 0) >= TOLD_FORMAT:
-        return
-    raise RunHeld(
-        f"{what} is refused beside a trainer of an older version: attempt {found.attempt}{_of(found)} could not read "
-        "on behind it, and would save no more",
-        where=f"run {state.run}",
-        remedy="restart it with this version first; if it has ended, say --ended",
     )
 
 

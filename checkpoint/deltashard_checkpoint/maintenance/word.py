@@ -12,7 +12,7 @@ from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
 from deltashard_checkpoint.log.entry import Checkpoint, Entry, Pinned, Rewound
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.maintenance.holder import check_ended, check_reads
+from deltashard_checkpoint.maintenance.holder import check_ended
 from deltashard_checkpoint.write.attempt import select
 
 MAX_NAME = 256
@@ -32,12 +32,11 @@ def chosen(state: RunState, which: str) -> Checkpoint:
 
 
 def pin(
-    log: RunLog, name: str, which: str | None, *, ended: bool = False, deadline_s: float = DEFAULT_DEADLINE_S
+    log: RunLog, name: str, which: str | None, *, deadline_s: float = DEFAULT_DEADLINE_S
 ) -> Pinned | None:
     """Give a pinned name to checkpoint `which`, None: to nobody; None when that is so already.
 
-    `ended`: a person says that no trainer of an older version lives. Raises `RunHeld` beside one that may, `UserError`
-    for what is no name or, to unpin, nobody's, and what `chosen` and `RunLog.append` raise.
+    Raises `UserError` for what is no name or, to unpin, nobody's, and what `chosen` and `RunLog.append` raise.
     """
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise UserError(
@@ -57,7 +56,6 @@ def pin(
             )
         if wanted == held:
             return None
-        check_reads(log, state, ended=ended, what="a pin")
         return Pinned(seq=seq, previous="", writer=writer, at_s=0.0, name=name, checkpoint=wanted)
 
     sealed = log.append(build, before="pin.before_put", after="pin.after_put", deadline_s=deadline_s)

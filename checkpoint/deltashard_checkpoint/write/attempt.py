@@ -53,10 +53,8 @@ from deltashard_checkpoint.log.entry import (
     Genesis,
     Sealed,
     entry_key,
-    knowing_writer,
     voiding_writer,
 )
-from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
 from deltashard_checkpoint.log.repair import LogMovedOn, NothingToRepair, Salvage, repair, salvage
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectNotFound, StoreUnavailable
@@ -184,7 +182,6 @@ def open_attempt(
     closing_wait_s: float = CLOSING_WAIT_S,
     deadline_s: float = DEFAULT_DEADLINE_S,
     choosing: Callable[[RunState, Checkpoint], None] | None = None,
-    knows: int | None = TOLD_FORMAT,
     basis: Basis | None = None,
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
@@ -193,8 +190,7 @@ def open_attempt(
     table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster; `took_part` is the
     newest attempt in which the pod is known to have been, whoever opened it. `choosing` hears of the checkpoint that
     will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to read
-    it may begin with that. `knows`: the highest format of entries that all of the attempt's processes read, which its
-    entry says (None: nothing, as versions before did). `basis`: what the trainer has loaded already.
+    it may begin with that. `basis`: what the trainer has loaded already.
     Raises `OwnerMismatch`, `FencedError` (`Overtaken`), what `select` raises, `LogStopped` when the log holds an entry
     of a newer version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run
     of a name that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its
@@ -203,7 +199,7 @@ def open_attempt(
     kept = None if layout is None else _layout_of(layout, world_size)
     opener = _Opener(
         owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=world_size, which=which,
-        excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest, knows=knows,
+        excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest,
     )  # fmt: skip
     state, marked, mended = _look(log, opener, closing_wait_s, deadline_s)
     if basis is not None and (ours := _opened_before(log, state, basis)) is not None:
@@ -288,7 +284,7 @@ def read_unopened(
     """
     opener = _Opener(
         owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=1, which=which,
-        excluded=tuple(exclude), takeover=takeover, layout="", knows=None,
+        excluded=tuple(exclude), takeover=takeover, layout="",
     )  # fmt: skip
     state = log.refresh(deadline_s=deadline_s, heed_hint=True)
     if state.tip >= 0:
@@ -328,7 +324,6 @@ class _Opener:
     takeover: bool
     layout: str
     """Digest; empty: none."""
-    knows: int | None
 
     def check(self, now: RunState) -> None:
         """Refuse what may not open: a log that cannot be read on, another's run, a workload or pod that was followed.
@@ -370,8 +365,6 @@ class _Opener:
 
     def entry(self, now: RunState, seq: int, writer: str, resume: Checkpoint | None) -> AttemptOpened:
         """The entry for slot `seq`; a slot before it that cannot be read counts for nothing from then on."""
-        if self.knows is not None:
-            writer = knowing_writer(writer, self.knows)
         return AttemptOpened(
             seq=seq,
             previous="",

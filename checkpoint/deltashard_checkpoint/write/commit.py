@@ -53,7 +53,7 @@ from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, Store
 from deltashard_checkpoint.vocabulary import PRECISION_KEY
 from deltashard_checkpoint.write.precision import coarsest
 
-FORMAT = 2
+FORMAT = 1
 """Of a report; 1 did not say whether the part holds blobs for all, which it may."""
 COMMIT_DEADLINE_S = 600.0
 FOLLOWERS_WAIT_S = 0.25
@@ -701,8 +701,7 @@ class _Commit:
 
     def _parse(self, data: bytes, key: str) -> _Said:
         r = Reader(load(data, key), key)
-        version = r.integer("format")
-        if version not in (1, FORMAT):
+        if r.integer("format") != FORMAT:
             raise UnsupportedVersion("report of another format", where=key, remedy="upgrade deltashard")
         said = (r.text("run"), r.integer("world_size"))
         if said != (self.log.run, self.world_size):
@@ -715,7 +714,7 @@ class _Commit:
             fingerprint=r.mapping("fingerprint"),
             metadata=r.mapping("metadata"),
             pins=r.texts("pins"),
-            common_blobs=version == 1 or r.boolean("blobs"),
+            common_blobs=r.boolean("blobs"),
         )
         r.end()
         return found

@@ -113,7 +113,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins", "prepares", "reads_format", "took_part")
+    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins", "prepares", "took_part")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -128,7 +128,6 @@ class AttachReply(_message.Message):
     URL_FIELD_NUMBER: _ClassVar[int]
     SEVERAL_PINS_FIELD_NUMBER: _ClassVar[int]
     PREPARES_FIELD_NUMBER: _ClassVar[int]
-    READS_FORMAT_FIELD_NUMBER: _ClassVar[int]
     TOOK_PART_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     arena_path: str
@@ -144,9 +143,8 @@ class AttachReply(_message.Message):
     url: str
     several_pins: bool
     prepares: bool
-    reads_format: int
     took_part: int
-    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., several_pins: _Optional[bool] = ..., prepares: _Optional[bool] = ..., reads_format: _Optional[int] = ..., took_part: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., several_pins: _Optional[bool] = ..., prepares: _Optional[bool] = ..., took_part: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("seq", "attempt", "cut", "step", "baseline", "durable_s", "stored_bytes", "raw_bytes", "rows")
@@ -207,13 +205,12 @@ class Basis(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "reads_format", "took_part", "basis", "layout")
+    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "took_part", "basis", "layout")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WHICH_FIELD_NUMBER: _ClassVar[int]
     FROM_RUN_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_SEQS_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
-    READS_FORMAT_FIELD_NUMBER: _ClassVar[int]
     TOOK_PART_FIELD_NUMBER: _ClassVar[int]
     BASIS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -222,11 +219,10 @@ class OpenRequest(_message.Message):
     from_run: str
     exclude_seqs: _containers.RepeatedScalarFieldContainer[int]
     takeover: bool
-    reads_format: int
     took_part: int
     basis: Basis
     layout: bytes
-    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., reads_format: _Optional[int] = ..., took_part: _Optional[int] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., layout: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., took_part: _Optional[int] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "layout", "previous_attempt", "metadata", "basis", "unopened")

@@ -26,7 +26,6 @@ from deltashard_checkpoint.format.object_key import new_token, run_key
 from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
 from deltashard_checkpoint.log.commit_log import LogRemoved, RunLog, stopped
 from deltashard_checkpoint.log.entry import Checkpoint, Part
-from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
@@ -390,8 +389,6 @@ class Run:
             workload=self.settings.workload_uid,
             pod=self.settings.pod_uid,
             took_part=max(request.took_part, self.participation.newest(self.name)),
-            # Of a group the entry says what all its sidecars read: each of them goes on behind it.
-            knows=TOLD_FORMAT if who.world_size == 1 else min(TOLD_FORMAT, request.reads_format) or None,
             world_size=who.world_size,
             layout=request.layout or None,
             which=which,

@@ -388,7 +388,7 @@ def test_cp_of_a_run_that_people_spoke_in_and_of_a_log_with_void_slots(
     written = chain(file_url, tmp_path)
     written.store.put(f"{RUN}/{entry_key(4)}", b"rotten")
     open_attempt(RunLog(written.store, RUN), owner="tests")
-    assert cli("pin", at(file_url), "paper", "-c", "2", "--ended")[0] == 0
+    assert cli("pin", at(file_url), "paper", "-c", "2")[0] == 0
     assert cli("rewind", at(file_url), "-c", "2", "--ended")[0] == 0
     assert cli("cp", at(file_url), file_url, "--to-run", "b")[0] == 0
     source, copy = (RunLog(written.store, run).refresh() for run in (RUN, "b"))

@@ -33,8 +33,6 @@ class Word:
     """What this rank saves."""
     took_part: int = 0
     """The newest attempt in which trainers of its pod were, by the word of its sidecar."""
-    reads_format: int = 0
-    """The highest format of log entries that its sidecar reads; 0: not known."""
 
     def text(self) -> bytes:
         """As it lies in the store."""
@@ -45,14 +43,13 @@ class Word:
             dict(self.dense),
             boxes,
             self.took_part,
-            self.reads_format,
         ]
         return zlib.compress(json.dumps(said).encode(), 1)
 
     @classmethod
     def of(cls, text: bytes) -> Word:
         """From the store."""
-        facts, tables, dense, boxes, took_part, reads_format = json.loads(zlib.decompress(text))
+        facts, tables, dense, boxes, took_part = json.loads(zlib.decompress(text))
         return cls(
             facts=facts,
             tables={name: (rows, columns) for name, (rows, columns) in tables.items()},
@@ -62,7 +59,6 @@ class Word:
                 for table, a, b, c, d in boxes
             ],
             took_part=took_part,
-            reads_format=reads_format,
         )
 
 

@@ -74,7 +74,6 @@ class Assembly:
             dense={name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in dense.items()},
             boxes=program.boxes,
             took_part=0 if said is None else said.took_part,
-            reads_format=0 if said is None else said.reads_format,
         )
         self._meeting = Meeting(rank.number, rank.world_size, word.text())
         self._turn = 0
@@ -94,7 +93,7 @@ class Assembly:
     def open(self, ask: Callable[[pb.OpenRequest], pb.OpenReply]) -> pb.OpenReply:
         """What rank 0's sidecar answers to `ask`, for all; raises what rank 0 met, on every rank.
 
-        `ask` is given what all ranks together have to say in the request: layout, attempts, format.
+        `ask` is given what all ranks together have to say in the request: layout, attempts.
         """
         self._turn += 1
         if self._rank.number != 0:
@@ -108,7 +107,6 @@ class Assembly:
             together = pb.OpenRequest(
                 layout=layout.data,
                 took_part=max(word.took_part for word in words),
-                reads_format=min(word.reads_format for word in words),
             )
             reply = ask(together)
         except BaseException as error:

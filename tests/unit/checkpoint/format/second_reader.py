@@ -1,6 +1,6 @@
 """A second reader of checkpoint stores, owed to docs/format.md alone: `read_run`, `restore`.
 
-Its authors saw the page and the golden runs, and no line of the package (but for formats 2 and 3, which came later). It
+Its authors saw the page and the golden runs, and no line of the package. It
 verifies every hash and keeps the law of which entries count; bounds of single fields, which the package checks too, it
 leaves out.
 """
@@ -58,12 +58,12 @@ def parse_document(data):
 
 def covers(e):
     """The checkpoints that the parts of one cover."""
-    return {*(e["covers"] if e["format"] == 2 else (part["covers"] for part in e["parts"]))} - {None}
+    return {*(e["covers"] if "manifest" in e else (part["covers"] for part in e["parts"]))} - {None}
 
 
 def ranks(e):
     """How many parts a checkpoint has."""
-    return e["world_size"] if e["format"] == 2 else len(e["parts"])
+    return e["world_size"] if "manifest" in e else len(e["parts"])
 
 
 def read_layout(root, digest, size):
@@ -98,8 +98,7 @@ class Run:
         self.root, self.name, self.stopped = Path(path), Path(path).name, None
         self.began_at = self.tip = fold.get("tip", -1)
         self.tip_hash, self.owner, self.attempt = (fold.get(k, "") for k in ("tip_hash", "owner", "attempt"))
-        layouts = dict(fold.get("layouts", []))
-        self.attempts = {a[0]: (a[1], a[4], a[6], layouts.get(a[0])) for a in fold.get("attempts", [])}
+        self.attempts = {a[0]: (a[1], a[4], a[6], a[9] or None) for a in fold.get("attempts", [])}
         self.resumes = {a[0]: a[2:4] for a in fold.get("attempts", [])}
         self.aside, self.words = set(fold.get("aside", [])), {n: w for n, *w in fold.get("pins", [])}
         self.checkpoints = {e["seq"]: e for e in fold.get("checkpoints", [])}
@@ -108,7 +107,7 @@ class Run:
     def parts(self, c):
         """The parts that a live checkpoint is read from: its compaction's, its own, or those that a manifest lists."""
         e = self.checkpoints[c]
-        if c in self.compacted or e["format"] == 1:
+        if c in self.compacted or "parts" in e:
             return self.compacted.get(c) or e["parts"]
         prefix = f"data/{e['attempt']:020d}/{e['cut']:08d}/"
         data = (self.root / f"{prefix}{e['manifest']}.manifest").read_bytes()
@@ -118,7 +117,7 @@ class Run:
         listed = json.loads(data)
         said = [listed[k] for k in ("format", "run", "attempt", "cut", "step", "layout")]
         law = [
-            said[0] if said[0] in (1, 2) else 0,
+            1,
             self.name,
             *(e[k] for k in ("attempt", "cut", "step", "layout")),
         ]
@@ -134,10 +133,7 @@ class Run:
     def take(self, e):
         """Let an entry change the state, unless the law refuses it."""
         kind, seq, live = e.get("kind"), e.get("seq"), self.checkpoints
-        formats = (
-            3 if kind in ("pin", "rewind") else 1 + (kind in ("attempt", "checkpoint") and "layout" in e)
-        )
-        known = e.get("format") == formats if kind in KINDS else e.get("ignorable") is True
+        known = e.get("format") == 1 and (kind in KINDS or e.get("ignorable") is True)
         need(known and (kind == "genesis") == (seq == 0), f"slot {seq} is newer, or genesis: {kind}")
         voids = kind == "attempt" and e["voids"] is not None
         need(voids or e.get("previous") == self.tip_hash, f"slot {seq} does not follow the one before")
@@ -173,7 +169,7 @@ class Run:
             self.checkpoints[seq], self.attempts[self.attempt] = e, (size, e["cut"], e["step"], layout)
         elif kind == "compact":
             need(e["replaces"] in live, f"slot {seq} compacts what is not live")
-            need(live[e["replaces"]]["format"] == 1, f"slot {seq} compacts what many ranks wrote")
+            need("parts" in live[e["replaces"]], f"slot {seq} compacts what many ranks wrote")
             self.compacted[e["replaces"]] = e["parts"]
         elif kind == "retire":
             gone, stays = set(e["checkpoints"]), live.keys() - set(e["checkpoints"])
@@ -245,7 +241,7 @@ def read_run(path):
         try:
             need(slot < tip and slots.issuperset(range(slot + 1, tip + 1)), "slots behind it are missing")
             fold = parse_document(data)
-            law = [4 if "aside" in fold else 3 if "layouts" in fold else 2, Path(path).name, slot]
+            law = [1, Path(path).name, slot]
             need(hashlib.sha256(data).hexdigest()[:32] == digest, "not the digest in its name")
             need([fold.get(k) for k in ("format", "run", "tip")] == law, "newer, or of another run or slot")
             for entry in fold["checkpoints"] + fold["compactions"]:

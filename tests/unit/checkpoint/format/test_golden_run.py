@@ -23,8 +23,6 @@ from deltashard_checkpoint.log.entry import (
     Ignored,
     Repaired,
     Sealed,
-    entry_key,
-    known_format,
     named_fold,
     voided_digest,
 )
@@ -38,25 +36,27 @@ from deltashard_proto.v1 import index_pb2
 
 from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import CUT, RUN_2, make_run_2
-from tests.golden.golden_run_4 import RUN_3, RUN_4, make_run_4
-from tests.golden.golden_run_5 import RUN_5, make_run_5
+from tests.golden.golden_run_3 import RUN_3, make_run_3
+from tests.golden.golden_run_4 import RUN_4, make_run_4
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
 LIVING = (2, 4, 5, 6, 11, 14, 17, 19, 20)
 LIVING_2 = (2, 4, 8)
 LIVING_3 = (4, 5, 7, 9, 10, 13)
-LIVING_5 = (2, 3, 6, 13)
-EACH = [(run, seq) for run, living in ((RUN, LIVING), (RUN_2, LIVING_2)) for seq in living]
-EACH += [(run, seq) for run in (RUN_3, RUN_4) for seq in LIVING_3]
-EACH += [(RUN_5, seq) for seq in LIVING_5]
+LIVING_4 = (2, 3, 6, 13)
+EACH = [
+    (run, seq)
+    for run, living in ((RUN, LIVING), (RUN_2, LIVING_2), (RUN_3, LIVING_3), (RUN_4, LIVING_4))
+    for seq in living
+]
 """All living checkpoints."""
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """A store that holds copies."""
-    for run in (RUN, RUN_2, RUN_3, RUN_4, RUN_5):
+    for run in (RUN, RUN_2, RUN_3, RUN_4):
         shutil.copytree(GOLDEN / run, tmp_path / "store" / run)
     return open_store(f"file://{tmp_path}/store", create=False)
 
@@ -94,19 +94,15 @@ def test_every_living_checkpoint_restores_to_the_same_bits(store: Store, run: st
     [
         (RUN, make_run, LIVING),
         (RUN_2, make_run_2, LIVING_2),
-        (RUN_4, make_run_4, LIVING_3),
-        (RUN_5, make_run_5, LIVING_5),
+        (RUN_3, make_run_3, LIVING_3),
+        (RUN_4, make_run_4, LIVING_4),
     ],
 )
 def test_the_same_bytes_are_written_again(
     tmp_path: Path, run: str, make: Callable[[Path], tuple[dict[str, bytes], dict[int, Held]]], slots: tuple[int, ...]
 ) -> None:  # fmt: skip
-    """But for what ranks without a layout tell one another of a cut: no build wrote that in earnest."""
-    written, living = make(tmp_path)
-    objects, golden = (
-        {key: data for key, data in each.items() if run in {RUN_4, RUN_5} or not key.endswith(".part")}
-        for each in (written, found_in(GOLDEN / run))
-    )
+    objects, living = make(tmp_path)
+    golden = found_in(GOLDEN / run)
     assert objects.keys() == golden.keys()
     assert [key for key in golden if objects[key] != golden[key]] == []
     assert tuple(living) == slots
@@ -180,48 +176,32 @@ def test_a_repaired_run_reads_up_to_what_is_newer(store: Store) -> None:
     assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVING_2[:1]
 
 
-@pytest.mark.parametrize("run", [RUN_3, RUN_4])
-def test_runs_of_many_ranks_have_both_formats_and_a_layout_for_each_way_to_shard(
-    store: Store, run: str
-) -> None:
-    log = RunLog(store, run)
+def test_a_run_of_many_ranks_has_a_layout_for_each_way_to_shard(store: Store) -> None:
+    log = RunLog(store, RUN_3)
     entries = [log.read_slot(seq).entry for seq in range(14)]
-    assert [e.seq for e in entries if json.loads(store.get(f"{run}/{entry_key(e.seq)}"))["format"] == 2] == [
-        3, 4, 5, 6, 7, 8, 9, 10,
-    ]  # fmt: skip
+    assert [e.seq for e in entries if getattr(e, "layout", "")] == [3, 4, 5, 6, 7, 8, 9, 10]
     assert entries[7].covers == (None, 4, 5)
     assert len({e.layout for e in entries if isinstance(e, AttemptOpened) and e.layout}) == 2
-    folded = {name: json.loads(store.get(f"{run}/{fold_key(name)}"))["format"] for name in log.listed().folds}
-    assert 3 in {folded[name] for e in entries if (name := named_fold(e)) in folded}
-    # The state is the same without any.
+    # The state is the same without any folded state.
     state = log.refresh()
-    store.delete([f"{run}/{fold_key(name)}" for name in folded] + [f"{run}/log/HINT"])
-    assert RunLog(store, run).refresh() == state
+    store.delete([f"{RUN_3}/{fold_key(name)}" for name in log.listed().folds] + [f"{RUN_3}/log/HINT"])
+    assert RunLog(store, RUN_3).refresh() == state
 
 
-def test_a_run_in_which_people_spoke(store: Store) -> None:
-    """Pins and rewinds are of format 3, and so is what they leave in a folded state (4); without any it is the same."""
-    log = RunLog(store, RUN_5)
-    formats = [json.loads(store.get(f"{RUN_5}/{entry_key(seq)}"))["format"] for seq in range(15)]
-    assert [seq for seq, version in enumerate(formats) if version == 3] == [4, 5, 7, 10, 11]
-    assert {version for seq, version in enumerate(formats) if seq not in {4, 5, 7, 10, 11}} == {1}
-    assert [known_format(log.read_slot(seq).entry) for seq in (1, 8, 12)] == [3, 3, 3]
+def test_a_run_in_which_people_pinned_and_rewound(store: Store) -> None:
+    log = RunLog(store, RUN_4)
     slots = [log.read_slot(seq) for seq in range(15)]
-    states = [fold(RunState(run=RUN_5), slots[: tip + 1]) for tip in range(15)]
+    states = [fold(RunState(run=RUN_4), slots[: tip + 1]) for tip in range(15)]
     newest = [(state.newest() or slots[2].entry).seq for state in states]
     assert newest == [2, 2, 2, 3, 3, 3, 6, 3, 3, 9, 9, 6, 6, 13, 13]
     pins = [dict(state.pinned) for state in states]
     assert pins[4:7] == [{"best": 2, "paper": 2}, {"best": 3, "paper": 2}, {"best": 6, "paper": 2}]
     assert pins[10:] == [{"paper": 2}] * 5
     assert [sorted(states[tip].aside) for tip in (7, 9, 11, 13, 14)] == [[6], [6], [9], [9], []]
-    folded = {
-        name: json.loads(store.get(f"{RUN_5}/{fold_key(name)}"))["format"] for name in log.listed().folds
-    }
-    assert {folded[name] for slot in slots if (name := named_fold(slot.entry)) in folded} == {4}
     state = log.refresh()
     assert state == states[-1]
-    store.delete([f"{RUN_5}/{fold_key(name)}" for name in folded] + [f"{RUN_5}/log/HINT"])
-    assert RunLog(store, RUN_5).refresh() == state
+    store.delete([f"{RUN_4}/{fold_key(name)}" for name in log.listed().folds] + [f"{RUN_4}/log/HINT"])
+    assert RunLog(store, RUN_4).refresh() == state
 
 
 def rows_of_run_2(attempt: int, cut: int) -> list[Frame]:

@@ -362,9 +362,8 @@ def test_folds_are_read_strictly():
         load(data, 3)
     with pytest.raises(CorruptObject, match="hash in its name"):
         folded_state.load(resealed({**document, "owner": "us"}), "job", name)
-    for other in (1, 5):
-        with pytest.raises(UnsupportedVersion):
-            load(resealed({**document, "format": other}))
+    with pytest.raises(UnsupportedVersion):
+        load(resealed({**document, "format": 2}))
     for key in document:
         for bad in (None, -1, [[]], "x", {}, [1], [["a"]]):
             if key != "hash" and document[key] != bad and not (key == "attempt" and bad is None):
@@ -397,7 +396,7 @@ def rich_state():
     base, delta = run.commit(first, 1, pins=("p",)), None
     delta = run.commit(first, 2, base)
     run.compacted(delta)
-    word.pin(run.log, "kept", f"{delta}", ended=True)
+    word.pin(run.log, "kept", f"{delta}")
     run.commit(first, 3)
     word.rewind(run.log, f"{delta}", ended=True)
     second = run.open(workload="c").attempt
@@ -432,9 +431,7 @@ def test_a_hostile_fold_is_rejected_by_name_or_can_be_worked_with(rich_state, da
         list(lineage(state, attempt))
 
 
-@pytest.mark.parametrize(
-    "member", ["openers", "layouts", "attempts", "superseded", "retired", "pins", "aside"]
-)
+@pytest.mark.parametrize("member", ["attempts", "superseded", "retired", "pins", "aside"])
 @pytest.mark.parametrize("bad", [{"a": {}}, [[{}, "", ""]], [{}], [[[], 1, 1]], [[{}] * 7]])
 def test_a_fold_with_objects_in_place_of_numbers_is_corrupt(rich_state, member, bad):
     document = json.loads(folded_state.dump(rich_state))

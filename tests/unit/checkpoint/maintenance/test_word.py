@@ -70,8 +70,7 @@ def test_a_word_is_forgotten_with_what_it_is_about():
     assert run.log.refresh().words.keys() == {"best"}
     run.retire([first])
     assert run.log.state.words == {}
-    assert folded_state.dump(run.log.state).startswith(b'{"attempt"')
-    assert b'"format":2' in folded_state.dump(run.log.state)
+    assert b'"pins":[]' in folded_state.dump(run.log.state)
 
 
 def test_a_log_that_cannot_be_followed_is_not_spoken_in():
@@ -86,23 +85,12 @@ def test_a_log_that_cannot_be_followed_is_not_spoken_in():
             say()
 
 
-def test_a_trainer_of_an_older_version_may_not_be_spoken_beside():
-    run = Run()
-    _, (first, *_) = three(run, knows=None)
-    with pytest.raises(RunHeld, match="older version"):
-        word.pin(run.reader(), "a", f"{first}")
-    assert word.pin(run.reader(), "a", f"{first}", ended=True) is not None
-    run = Run()
-    _, (first, *_) = three(run)
-    assert word.pin(run.reader(), "a", f"{first}") is not None
-
-
 def test_who_holds_a_run_is_what_its_last_commit_says():
     run = Run()
     assert holder(run.log, run.log.refresh()) is None, "no attempt"
     attempt = run.open(workload="uid").attempt
     found = holder(run.log, run.log.refresh())
-    assert (found.attempt, found.workload, found.knows, found.closing) == (attempt, "uid", 3, False)
+    assert (found.attempt, found.workload, found.closing) == (attempt, "uid", False)
     for directive, held in (
         ("timer; x", True),
         ("close; x", False),

@@ -21,7 +21,7 @@ from deltashard_checkpoint.whole_run.transcript import NotCopyable
 from tests.unit.checkpoint.format.second_reader import read_run, restore
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
-LIVE = {"run": (2, 4, 5, 6, 11, 14, 17, 19, 20), "run-3": (4, 5, 7, 9, 10, 13), "run-4": (4, 5, 7, 9, 10, 13), "run-5": (2, 3, 6, 13)}  # fmt: skip
+LIVE = {"run": (2, 4, 5, 6, 11, 14, 17, 19, 20), "run-3": (4, 5, 7, 9, 10, 13), "run-4": (2, 3, 6, 13)}  # fmt: skip
 
 
 @pytest.fixture
@@ -61,9 +61,7 @@ def test_a_whole_run_keeps_its_slots_and_its_bits(store, tmp_path, golden):
     there = FileStore(tmp_path / "there")
     run_copy.copied(source, RunLog(there, golden), None, run_copy.copy)
     live = {info.key for prefix in ("data/", "layout/") for info in there.list(f"{golden}/{prefix}")}
-    # But for a manifest of the first format, which did not say which ranks hold blobs: all may.
-    same = {key for key in live if golden != "run-3" or not key.endswith(".manifest")}
-    assert all(there.get(key) == store.get(key) for key in same)
+    assert all(there.get(key) == store.get(key) for key in live)
     assert len(live) == done.objects
     assert run_copy.copied(source, RunLog(there, golden), None, run_copy.copy).entries == 0
 
@@ -88,12 +86,12 @@ def test_one_checkpoint_begins_a_run_with_what_it_builds_on(store, tmp_path, gol
 def test_a_log_that_lacks_entries_is_copied_by_checkpoint_only(store, tmp_path):
     with pytest.raises(LogStopped):  # it ends in an entry of a newer version
         copy_draft.draft(RunLog(store, "run-2"), RunLog(store, "copy"))
-    store.delete([f"run-4/{entry_key(seq)}" for seq in (0, 1)])
-    source = RunLog(store, "run-4")
+    store.delete([f"run-3/{entry_key(seq)}" for seq in (0, 1)])
+    source = RunLog(store, "run-3")
     with pytest.raises(NotCopyable, match="log entry 0"):
         copy_draft.draft(source, RunLog(store, "copy"))
     run_copy.copied(source, RunLog(store, "copy"), "10", run_copy.copy)
-    assert_restores(tmp_path / "store", "copy", {3: 10}, "run-4")
+    assert_restores(tmp_path / "store", "copy", {3: 10}, "run-3")
     assert RunLog(store, "copy").refresh().owner == "golden"
 
 
@@ -115,16 +113,16 @@ class Retiring(FileStore):
 
 def test_a_copy_begins_anew_when_the_source_lets_something_go(store, tmp_path):
     def let_go() -> None:
-        tool = RunLog(store, "run-5")
+        tool = RunLog(store, "run-4")
         word.pin(tool, "paper", None)
         word.rewind(tool, "2", ended=True)
         retention.retire_these(tool, lambda _state: [3, 6, 13])
         garbage_collection.collect(tool, grace_s=0.0)
 
-    source = RunLog(Retiring(tmp_path / "store", let_go), "run-5")
+    source = RunLog(Retiring(tmp_path / "store", let_go), "run-4")
     done = run_copy.copied(source, RunLog(store, "copy"), None, run_copy.copy)
     assert (done.checkpoints, done.seq, done.through) == (1, 2, 17)
-    assert_restores(tmp_path / "store", "copy", {2: 2}, "run-5")
+    assert_restores(tmp_path / "store", "copy", {2: 2}, "run-4")
     # A copy whose log was under way is promised a moment; what it needs of that must be there.
     tool = RunLog(store, "run-3")
     half = RunLog(store, "half")
@@ -136,8 +134,8 @@ def test_a_copy_begins_anew_when_the_source_lets_something_go(store, tmp_path):
     removal.remove(half)
     assert run_copy.copied(RunLog(store, "run-3"), half, None, run_copy.copy).seq == 13
     # What is gone and was not retired is damage, and said.
-    gone = next(info.key for info in store.list("run-4/data/") if info.key.endswith(".pack"))
+    gone = next(info.key for info in store.list("run-3/data/") if info.key.endswith(".pack"))
     store.delete([gone])
     with pytest.raises(InvalidCheckpoint, match=r"\.pack does not exist"):
-        run_copy.copied(RunLog(store, "run-4"), RunLog(store, "broken"), None, run_copy.copy)
+        run_copy.copied(RunLog(store, "run-3"), RunLog(store, "broken"), None, run_copy.copy)
     assert RunLog(store, "broken").refresh().tip == -1

@@ -1,0 +1,100 @@
+"""An entry of a newer version: the fold stops there, and no tool or trainer of this version changes or deletes anything."""
+
+import json
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+from deltashard_checkpoint.errors import CorruptObject, UnsupportedVersion
+from deltashard_checkpoint.log import entry_codec
+from deltashard_checkpoint.log.commit_log import LogStopped
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.repair import repair, salvage
+from deltashard_checkpoint.maintenance import garbage_collection, word
+from deltashard_checkpoint.maintenance.compaction import compact
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement, retire_these
+
+from tests.support.checkpoint.run_builder import WHOLE, Run, part, resealed
+
+NEWER = {
+    "version": {"format": 2},
+    "kind": {"kind": "future"},
+    "member": {"surprise": 1},
+    "type": {"stall_s": None},
+    "part": {"parts": {}},
+}
+ACTORS: dict[str, Callable[[Run], object]] = {
+    "a new trainer": lambda run: run.open(),
+    "a takeover": lambda run: run.open(takeover=True, owner="other"),
+    "the living trainer": lambda run: run.append_checkpoint(
+        [part(1, 9, 0, [WHOLE], None)], attempt=1, cut=9, step=9
+    ),
+    "gc": lambda run: garbage_collection.collect(run.log, grace_s=0.0, forget_at=1),
+    "gc of debris": lambda run: garbage_collection.collect(
+        run.log, grace_s=0.0, unnamed=[f"data/{1:020d}/{cut:08d}/" for cut in range(9)]
+    ),
+    "retention": lambda run: append_retirement(run.log, Retention(keep_last=1)),
+    "retire": lambda run: retire_these(run.log, lambda _state: [2]),
+    "compaction": lambda run: compact(run.log, 3, lambda *_: pytest.fail("moved")),
+    "pin": lambda run: word.pin(run.log, "paper", "seq:2"),
+    "rewind": lambda run: word.rewind(run.log, "seq:2", ended=True),
+    "repair": lambda run: repair(run.log, salvage(run.log)),
+}
+
+
+def skewed(change: dict[str, object]) -> tuple[Run, dict[str, bytes]]:
+    """A run of three checkpoints, the newest newer than this version; its objects, its parts' among them."""
+    run = Run()
+    attempt = run.open().attempt
+    first = run.commit(attempt, 1)
+    run.commit(attempt, 2, first)
+    run.retire([], [f"data/{attempt:020d}/{0:08d}/"])
+    newest = run.commit(attempt, 3)
+    key = f"job/{entry_key(newest)}"
+    run.memory.put(key, resealed({**json.loads(run.memory.get(key)), **change}))
+    run.time.now_s += 1e6
+    run.log = run.reader()
+    return run, objects(run)
+
+
+def objects(run: Run) -> dict[str, bytes]:
+    return {info.key: run.memory.get(info.key) for info in run.memory.list("job/")}
+
+
+@pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
+@pytest.mark.parametrize("actor", ACTORS.values(), ids=ACTORS)
+def test_what_a_newer_version_wrote_stops_the_log_and_nothing_behind_it_is_deleted(change, actor):
+    run, before = skewed(change)
+    state = run.log.refresh()
+    assert (state.stopped.seq, state.stopped.voidable) == (state.tip, False)
+    assert isinstance(state.stopped.error, UnsupportedVersion)
+    assert (state.newest().seq, state.committed) == (3, 2), "what is older restores"
+    for _ in range(2):
+        run.log = run.reader()
+        with pytest.raises(LogStopped) as raised:
+            actor(run)
+        assert "upgrade" in raised.value.remedy
+        assert objects(run) == before
+
+
+def test_were_it_called_rot_the_next_attempt_would_leave_it_behind_and_gc_would_delete_it():
+    """The mutant: without the rule the commit of the newer version is given up, and its objects go."""
+    run, before = skewed(NEWER["version"])
+
+    def as_rot(data: bytes, seq: int) -> entry_codec.Sealed:
+        try:
+            return entry_codec.parse(data, seq)
+        except UnsupportedVersion as error:
+            raise CorruptObject(error.what, where=error.where) from None
+
+    with mock.patch("deltashard_checkpoint.log.commit_log.parse", as_rot):
+        attempt = run.open().attempt
+        run.commit(attempt, 1)
+        attempt = run.open().attempt
+        run.commit(attempt, 1)
+        retire_these(run.log, lambda state: sorted(state.checkpoints)[:-1])
+        gone = garbage_collection.debris(run.log, run.log.refresh())
+        run.retire([], gone)
+        garbage_collection.collect(run.log, grace_s=-1.0)
+    newest = max(key for key in before if "/data/" in key)
+    assert newest not in objects(run)
