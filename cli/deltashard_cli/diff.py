@@ -11,7 +11,7 @@ from deltashard_checkpoint.format import element_type, typed_tree
 from deltashard_checkpoint.restore.checkpoint_reader import TableArrays
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 
-from deltashard_cli.export import array_of, tensor_of, values_of
+from deltashard_cli.directory import array_of, tensor_of, values_of
 from deltashard_cli.output import Advance
 
 Array = npt.NDArray[np.generic]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import sys
 import traceback
+from importlib.metadata import EntryPoint, entry_points
 
 import click
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UserError
@@ -26,7 +27,6 @@ from deltashard_cli import (
     write_command,
 )
 from deltashard_cli.output import escaped, nobody_reads, note, print_json, warnings
-from deltashard_cli.planning import plan_command
 
 OK = 0
 PROBLEMS = 1
@@ -46,7 +46,47 @@ Exit codes:
 """
 
 
-@click.group(epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+EXTRAS = "deltashard.commands"
+"""Entry points of the commands that are no part of the core: plan, export, import, and those of other packages."""
+
+
+class Commands(click.Group):
+    """The core's commands, which are imported, and those of extras, which are loaded when they are named."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """See `click.Group`."""
+        return sorted({*super().list_commands(ctx), *entry_points(group=EXTRAS).names})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """See `click.Group`."""
+        if (core := super().get_command(ctx, cmd_name)) is not None:
+            return core
+        for extra in entry_points(group=EXTRAS, name=cmd_name):
+            try:
+                found: click.Command = extra.load()
+            except ImportError as error:
+                return _not_installed(extra, error)
+            return found
+        return None
+
+
+def _not_installed(extra: EntryPoint, error: ImportError) -> click.Command:
+    """In the place of a command whose packages are missing: it says which, in the help too."""
+    what = f"`deltashard {extra.name}` needs {error.name or error}, which is not installed"
+
+    def refuse(*_given: object, **_options: object) -> None:
+        raise UserError(what, where=extra.value, remedy="install it beside deltashard")
+
+    return click.Command(
+        extra.name,
+        callback=refuse,
+        help=f"{what}.",
+        params=[click.Argument(["given"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True},
+    )
+
+
+@click.group(cls=Commands, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="deltashard")
 def cli() -> None:
     """Plan, look at, check, restore, export and tidy deltashard checkpoints.
@@ -70,17 +110,11 @@ for command in (
     read_command.inspect,
     log_command.log,
     read_command.restore_plan,
-    plan_command.plan,
     read_command.verify,
     read_command.diff,
-):
-    cli.add_command(command)
-for command in (repair_command.scan, repair_command.repair):
-    cli.add_command(command)
-for command in (
+    repair_command.scan,
+    repair_command.repair,
     write_command.restore,
-    write_command.export,
-    write_command.import_,
     word_command.pin,
     word_command.unpin,
     word_command.retire,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+SPOOL_BYTES = 1 << 30
+"""Of packs on their way."""
 
 
 class Finite(click.FloatRange):
@@ -52,4 +55,13 @@ def ended_option(command: Command) -> Command:
         "--ended",
         is_flag=True,
         help="You know that the run's trainer has ended, though its last save does not say so.",
+    )(command)
+
+
+def spool_option(command: Command) -> Command:
+    """--spool: where packs wait on their way."""
+    return click.option(
+        "--spool",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        help="Directory for packs on their way, up to 1 GiB; default: the system's for temporary files.",
     )(command)

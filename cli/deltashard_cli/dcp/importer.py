@@ -39,7 +39,8 @@ from deltashard_cli.dcp.reader import (
     read_tensor,
 )
 from deltashard_cli.dcp.state_dict import OptimizerDict, Sorted, sort_out
-from deltashard_cli.export import DENSE
+from deltashard_cli.directory import DENSE
+from deltashard_cli.option import SPOOL_BYTES
 from deltashard_cli.output import Advance
 from deltashard_cli.target import POLICY, Target
 
@@ -49,7 +50,6 @@ MIN_ROWS, MIN_WEIGHTS = 65_536, 1 << 20
 """As the trainer's rule has them: a 2-D parameter of that size is a table, whatever its module."""
 _RANGE_BYTES = 64 << 20
 """Of rows and optimizer state that are put together at once."""
-_SPOOL_BYTES = 1 << 30
 _ENCODING_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 """The encoding that keeps every bit of a type."""
 _FIELD_DTYPES = frozenset(
@@ -203,7 +203,7 @@ def import_draft(
     )  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="deltashard-", dir=spool) as place,
-        PackCache(Path(place), budget_bytes=_SPOOL_BYTES) as cache,
+        PackCache(Path(place), budget_bytes=SPOOL_BYTES) as cache,
         PartWriter(target.store, where, cache) as writer,
     ):
         for table in made.tables:

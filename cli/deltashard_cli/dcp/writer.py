@@ -38,15 +38,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from deltashard_cli.export import (
+from deltashard_cli.directory import (
     Written,
     array_of,
     beside,
     check_new_directory,
     dense_tensors,
     no_tensors,
-    torch_tensor,
 )
+from deltashard_cli.export import torch_tensor
 from deltashard_cli.output import Advance
 
 OPTIMIZER = "optimizer"

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
+import click
 import pytest
-from deltashard_cli.main import main
+from deltashard_cli import main as command_line
+from deltashard_cli.main import EXTRAS, main
+
+from tests.support.command_line import Cli
 
 WRONG = [
     (("cp", "a"), "MissingParameter", "TO", "deltashard cp"),
@@ -37,3 +43,39 @@ def test_a_usage_error_is_the_error_document_under_json(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert said in shown.err
+
+
+def test_commands_of_extras_are_found_by_their_entry_points(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of this package, and those of others; one whose packages are missing says which, and no other command fails."""
+    known = [
+        each for each in command_line.entry_points(group=EXTRAS) if each.value.startswith("deltashard_cli")
+    ]
+    assert {each.name for each in known} == {"plan", "export", "import"}
+    found = EntryPoints(
+        [
+            *known,
+            EntryPoint(name="more", value="deltashard_cli.planning.plan_command:plan", group=EXTRAS),
+            EntryPoint(name="absent", value="no_such_package.command:absent", group=EXTRAS),
+        ]
+    )
+    monkeypatch.setattr(command_line, "entry_points", found.select)
+    code, text = cli("--help")
+    assert code == 0
+    for name in ("ls", "plan", "export", "import", "more"):
+        assert f"  {name} " in text
+    assert "`deltashard absent` needs" in text
+    assert cli("more", "--bytes", "1GiB")[0] == 0
+    code, text = cli("absent", "s3://bucket", "--whatever", "--json")
+    assert code == 2
+    error = json.loads(text[: text.rindex("}") + 1])["error"]
+    assert error["what"] == "`deltashard absent` needs no_such_package, which is not installed"
+    assert error["remedy"] == "install it beside deltashard"
+
+
+def test_every_command_stands_on_the_reference_page() -> None:
+    page = (Path(__file__).parents[3] / "docs/reference/command-line.md").read_text()
+    listed = page.partition("```")[2].partition("```")[0]
+    names = {line.split()[1] for line in listed.splitlines() if line.startswith("deltashard ")}
+    assert names == set(command_line.cli.list_commands(click.Context(command_line.cli)))

@@ -1,0 +1,187 @@
+"""Arrays and tensors of a checkpoint, and `restore`: a directory of arrays, whole or not at all.
+
+It is written beside its place and renamed. numpy and .npy know no bfloat16: there its bits are uint16, and the manifest
+says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format import element_type, typed_tree
+from deltashard_checkpoint.restore.checkpoint_reader import TableArrays
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
+
+from deltashard_cli.output import Advance
+
+Array = npt.NDArray[np.generic]
+DENSE = "dense/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """An array with the name of its element type; `values` holds the bits (bfloat16 as uint16)."""
+
+    name: str
+    dtype: str
+    values: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What was written where."""
+
+    path: str
+    seq: int
+    step: int
+    tables: int
+    tensors: int
+    blobs: int
+    bytes: int
+    skipped: tuple[str, ...] = ()
+    """Dense values that are no plain tensors (sparse ones) and have no place in the file."""
+    left_out: tuple[str, ...] = ()
+    """What else was asked for and has no place there, each with the reason."""
+
+
+def tensor_of(tree: Any) -> typed_tree.Tensor | None:
+    """The tensor that a blob's tree is, wherever it lived; None for any other tree."""
+    while isinstance(tree, typed_tree.Tagged) and tree.tag == "torch.accelerator":
+        tree = tree.value
+    if isinstance(tree, np.ndarray):
+        return typed_tree.Tensor(
+            dtype=tree.dtype.name, shape=tree.shape, data=np.ascontiguousarray(tree).data
+        )
+    return tree if isinstance(tree, typed_tree.Tensor) else None
+
+
+def array_of(tensor: typed_tree.Tensor) -> Array:
+    """A tensor's bits as an array of its shape."""
+    return np.frombuffer(tensor.data, element_type.by_name(tensor.dtype).carrier).reshape(tensor.shape)
+
+
+def dense_tensors(blobs: Mapping[str, memoryview]) -> Iterator[Named]:
+    """Parameters and buffers that are no tables, under their names in the model."""
+    for name, blob in sorted(blobs.items()):
+        if name.startswith(DENSE) and (tensor := tensor_of(typed_tree.decode(blob))) is not None:
+            yield Named(name=name[len(DENSE) :], dtype=tensor.dtype, values=array_of(tensor))
+
+
+def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, raw: bool, advance: Advance) -> Written:
+    """Write tables, their optimizer state and all blobs under the new directory `out`, with manifest.json.
+
+    `tables/{fqn}/weight.npy`, `tables/{fqn}/{field}.npy`, `dense/{name}.npy` and `blobs/{name}.tree` (a typed tree as
+    stored); with `raw` arrays are bare little-endian bytes in `.bin`. Raises `UserError` when `out` exists.
+    """
+    check_new_directory(out)
+    entry = checkpoint.entry
+    manifest: dict[str, Any] = {
+        "format": 1,
+        "run": checkpoint.state.run,
+        "seq": entry.seq,
+        "step": entry.step,
+        "tables": {},
+        "dense": {},
+        "blobs": {},
+    }
+    arrays = 0
+    with beside(out) as place:
+        for table in checkpoint.tables(advance=advance):
+            schema = table.schema
+            directory = Path("tables") / _file_name(schema.fqn)
+            dtype_of = {spec.name: spec.dtype for spec in schema.fields}
+            manifest["tables"][schema.fqn] = {
+                "weight": _write_array(place, directory / "weight", schema.dtype, table.weights, raw=raw),
+                "fields": {
+                    name: _write_array(place, directory / _file_name(name), dtype_of[name], values, raw=raw)
+                    for name, values in table.fields.items()
+                },
+            }
+            arrays += 1 + len(table.fields)
+        blobs = checkpoint.blobs(advance=advance)
+        for found in dense_tensors(blobs):
+            path = Path("dense") / _file_name(found.name)
+            manifest["dense"][found.name] = _write_array(place, path, found.dtype, found.values, raw=raw)
+            arrays += 1
+        for name, blob in sorted(blobs.items()):
+            if name.removeprefix(DENSE) not in manifest["dense"]:
+                path = Path("blobs") / f"{_file_name(name)}.tree"
+                _new_file(place / path).write_bytes(blob)
+                manifest["blobs"][name] = {"file": str(path), "bytes": len(blob)}
+        (place / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    return Written(
+        path=str(out),
+        seq=entry.seq,
+        step=entry.step,
+        tables=len(manifest["tables"]),
+        tensors=arrays,
+        blobs=len(manifest["blobs"]),
+        bytes=written,
+    )
+
+
+def no_tensors(blobs: Iterable[str], dense: Iterable[Named]) -> tuple[str, ...]:
+    """Names of the dense blobs that are not among the tensors."""
+    tensors = {DENSE + each.name for each in dense}
+    return tuple(sorted(name for name in blobs if name.startswith(DENSE) and name not in tensors))
+
+
+def _file_name(name: str) -> str:
+    """A name as one path segment, the same for the same name."""
+    return quote(name, safe="._-+ ").replace("..", "%2E%2E")
+
+
+def _new_file(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _write_array(place: Path, stem: Path, dtype: str, values: Array, *, raw: bool) -> dict[str, Any]:
+    path = stem.with_name(stem.name + (".bin" if raw else ".npy"))
+    whole = np.ascontiguousarray(values)
+    if raw:
+        _new_file(place / path).write_bytes(whole.data)
+    else:
+        np.save(_new_file(place / path), whole, allow_pickle=False)
+    return {"file": str(path), "dtype": dtype, "shape": list(values.shape)}
+
+
+def check_new_directory(out: Path) -> None:
+    """Raises `UserError` where `out` exists or cannot be made; missing directories above it are."""
+    if out.exists():
+        raise UserError("the output exists already", where=str(out), remedy="name a new directory")
+    above = next(each for each in out.absolute().parents if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError("no directory can be made there", where=str(out), remedy="name another place")
+
+
+@contextmanager
+def beside(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that becomes `out` when all went well, and goes when not."""
+    place = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    place.mkdir(parents=True)
+    try:
+        yield place
+        place.rename(out)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def values_of(table: TableArrays, name: str | None) -> tuple[str, Array]:
+    """(dtype, values) of a table's weights (None) or of one field."""
+    if name is None:
+        return table.schema.dtype, table.weights
+    return next(spec.dtype for spec in table.schema.fields if spec.name == name), table.fields[name]
