@@ -1,9 +1,9 @@
 """CPR (Maeng et al., MLSys 2021): what partial recovery saves, what it loses, and how sure one can be of either.
 
-The rules are the product's own (`deltashard_checkpoint.deciding`): `recovery` has the paper's formulas, `simulation`
-draws failures. CPR published neither its code nor the seconds of its events, only that full recovery costs 8.2 to 8.5 %
-and partial 0.53 to 0.68 %. For a failure in 20 h, PLS 0.1 and 18 shards there is one pair of events for each pair of
-such figures: `corners` solves for it. What quality a PLS costs is measured by `cpr_quality`.
+The intervals are the product's own (`deltashard_checkpoint.deciding`); `recovery` has the paper's comparison,
+`simulation` draws failures. CPR published neither its code nor the seconds of its events, only that full recovery costs
+8.2 to 8.5 % and partial 0.53 to 0.68 %. For a failure in 20 h, PLS 0.1 and 18 shards there is one pair of events for
+each pair of such figures: `corners` solves for it. What quality a PLS costs is measured by `cpr_quality`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from deltashard_checkpoint.deciding import recovery, simulation
+import recovery
+from deltashard_checkpoint.deciding import simulation
 from deltashard_checkpoint.deciding.interval import pls_interval_s, young
 
 MINUTE, HOUR = 60.0, 3600.0
@@ -55,7 +56,7 @@ def costs(
 
 
 def overheads(of: recovery.Costs, pls: float = PLS, shards: int = SHARDS) -> dict[str, Any]:
-    """Both kinds by the paper's formulas, in percent, and which the product would take."""
+    """Both kinds by the paper's formulas, in percent, and which is cheaper."""
     judged = recovery.cheaper(of, pls=pls, shards=shards)
     return {
         "full": 100 * judged.full,
@@ -316,8 +317,8 @@ def page(found: dict[str, Any]) -> str:
 trains nothing again, and saves as rarely as the portion of lost samples (PLS) allows. The paper says {PAPER_FULL[0]} to
 {PAPER_FULL[1]} % of training time for the first and {PAPER_PARTIAL[0]} to {PAPER_PARTIAL[1]} % for the second.
 
-**How measured.** The paper's formulas, as `deltashard_checkpoint/deciding/recovery.py` has them and the product uses
-them, with a failure in 20 h, PLS {PLS} and {SHARDS} shards. The paper does not print what a save and a recovery took.
+**How measured.** The paper's formulas, as `bench/papers/recovery.py` has them, with a failure in 20 h, PLS {PLS} and
+{SHARDS} shards. The paper does not print what a save and a recovery took.
 For each pair of its figures there is one pair of events that gives both; these lie close together (O_save
 {min(saves):.1f} to {max(saves):.1f} min, O_load + O_res {min(recovers):.1f} to {max(recovers):.1f} min), so its two
 claims go together. But **the figures agree by construction**, and prove nothing of a system. The first row is the base

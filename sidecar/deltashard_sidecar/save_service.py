@@ -195,7 +195,7 @@ class SaveService:
                 cut.cut,
                 reading,
                 planned_steps=begin.planned_steps,
-                pls_target=begin.pls_target,
+                partial=begin.pls_target > 0,
                 timed=cut.reason in PERIODIC,
             )
         return save

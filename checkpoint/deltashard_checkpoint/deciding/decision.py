@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Subject = Literal["interval", "bits", "recovery"]
+Subject = Literal["interval", "bits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -396,7 +396,6 @@ def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> t
 _CHANGED: Mapping[Subject, str] = {
     "interval": "IntervalChanged",
     "bits": "BitsChanged",
-    "recovery": "RecoveryChanged",
 }
 
 

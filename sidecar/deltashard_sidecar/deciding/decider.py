@@ -25,10 +25,8 @@ from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, Measure, Profile
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
-from deltashard_checkpoint.deciding.goal import FIXED, goal
-from deltashard_checkpoint.deciding.interval import ENOUGH, Situation, failing_apart
+from deltashard_checkpoint.deciding.interval import Situation, failing_apart
 from deltashard_checkpoint.deciding.record import Held, Record, cost_of, recorded
-from deltashard_checkpoint.deciding.recovery import advised
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
@@ -137,8 +135,6 @@ class Decider:
         self._looked_at: tuple[float, int] | None = None
         """The timers that were chosen at the last look; None: none were."""
         self._partial = False
-        self._pls_target = 0.0
-        """The trainer's, under partial recovery; 0: it says none."""
         self._left_steps = math.inf
         self._saves = 0
         for cause in CAUSES:
@@ -260,15 +256,14 @@ class Decider:
             self._disturbed_s = self._clock()
 
     def save_begins(
-        self, cut: int, reading: Reading, *, planned_steps: int, pls_target: float, timed: bool
+        self, cut: int, reading: Reading, *, planned_steps: int, partial: bool, timed: bool
     ) -> None:
         """A save of rank 0 begins at the step that was read; `timed`: the timer wanted it."""
         with self._lock:
             self._begin = Begin(cut=cut, reading=reading, timed=timed)
             self._cost = self._ended_s = None
             self._left_steps = planned_steps - reading.step if planned_steps > reading.step else math.inf
-            self._pls_target = pls_target if 0 < pls_target <= 1 else 0.0
-            self._partial = self._pls_target > 0
+            self._partial = partial
 
     def save_failed(self, cut: int) -> None:
         """It will never commit, and is no measurement."""
@@ -451,24 +446,7 @@ class Decider:
     def decisions(self) -> list[Decision]:
         """What holds, what would, and why."""
         with self._lock:
-            found = [] if self._choice is None else [self._choice.decision]
-            recovery = self._recovery()
-            return found if recovery is None else [*found, recovery]
-
-    def _recovery(self) -> Decision | None:
-        """Full or partial, where a PLS is aimed at; the trainer's script decides, so it is only shown."""
-        policy, profile, opening = self._policy, self._profile, self._opening
-        aim = goal(policy.goal) if policy.goal else FIXED
-        pls = aim.amount if aim.aim == "pls" else self._pls_target
-        known = self._held is not None or profile.save.n >= ENOUGH
-        if not pls or not known or opening is None:
-            return None
-        return advised(
-            self._situation(opening),
-            pls=pls,
-            load_s=profile.restore.mean,
-            reschedule_s=profile.reschedule.mean,
-        )
+            return [] if self._choice is None else [self._choice.decision]
 
 
 def _sampled(measure: Measure, seconds: float) -> Measure:

@@ -43,7 +43,7 @@ class Life:
 
     def __init__(self, *, step_s: float = 0.5, seed: int = 0, **said: object) -> None:
         self.rng = random.Random(seed)
-        self.now_s, self.step, self.step_s, self.cut, self.pls = 1e9, 0, step_s, 0, 0.0
+        self.now_s, self.step, self.step_s, self.cut, self.partial = 1e9, 0, step_s, 0, False
         self.metrics = Metrics()
         self.policy = Policy(goal="auto", **said)  # type: ignore[arg-type]
         config = settings.load(
@@ -88,7 +88,7 @@ class Life:
         """A save of the step that was last ended, and the first step after its commit."""
         self.cut += 1
         begun = Reading(self.step, self.now_s)
-        self.decider.save_begins(self.cut, begun, planned_steps=0, pls_target=self.pls, timed=reason_timed)
+        self.decider.save_begins(self.cut, begun, planned_steps=0, partial=self.partial, timed=reason_timed)
         ended_s = self.now_s + durable_s
         inside = int((durable_s - stall_s - slower_s) / self.step_s)
         self.now_s += stall_s + slower_s + inside * self.step_s
@@ -215,7 +215,7 @@ def test_only_what_a_timer_wanted_is_measured() -> None:
     life.open()
     life.train(50.0)
     life.save(stall_s=30.0, durable_s=30.0, reason_timed=False)
-    life.decider.save_begins(99, Reading(life.step, life.now_s), planned_steps=0, pls_target=0.0, timed=True)
+    life.decider.save_begins(99, Reading(life.step, life.now_s), planned_steps=0, partial=False, timed=True)
     life.now_s += 5.0
     life.decider.save_failed(99)
     life.step += 1
@@ -329,21 +329,6 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
     assert "0 lossy failures and 1 restores" in other.decider.decisions()[0].evidence
 
 
-def test_recovery_is_compared_where_a_pls_is_aimed_at() -> None:
-    """By what was measured, at the trainer's target or the goal's; the script decides."""
-    life = Life()
-    life.open(world_size=4)
-    life.saves(ENOUGH, lambda: 0.1)
-    assert [each.subject for each in life.decider.decisions()] == ["interval"], "nobody aims at a PLS"
-    life.pls = 0.02
-    life.saves(1, lambda: 0.1)
-    interval, recovery = life.decider.decisions()
-    assert (interval.goal, recovery.goal) == ("auto", "pls=0.02")
-    # Four pods fail once in 7.5 days, which costs 15 minutes of 30; partial recovery's saves next to nothing.
-    assert (recovery.value, recovery.would) == ("partial", "partial")
-    assert "full recovery costs 0.14 % of training saving every 30 min" in recovery.why
-
-
 def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
     """A log whose attempt 1 committed, and so many after it did not; the newest is open."""
     state, nothing = log_of(metadata), Attempt(world_size=1, resumes_from=2, resumes_attempt=1)
@@ -427,13 +412,12 @@ def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:
     life.decider.governed(life.policy)
     life.open(world_size=4)
     life.saves(ENOUGH, lambda: 0.1)
-    interval, recovery = life.decider.decisions()
+    (interval,) = life.decider.decisions()
     assert "needs partial recovery" in interval.unreachable
-    assert recovery.value == "full"
-    life.pls = 0.0001
+    life.partial = True
     life.saves(2, lambda: 0.1)
-    interval, recovery = life.decider.decisions()
-    assert (interval.unreachable, recovery.value) == ("", "partial")
+    (interval,) = life.decider.decisions()
+    assert interval.unreachable == ""
 
 
 def test_a_commit_that_says_nonsense_is_passed_over() -> None:

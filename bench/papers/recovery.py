@@ -1,22 +1,20 @@
-"""Whether to recover fully or partially: CPR's overheads (MLSys'21). Pure.
+"""CPR's comparison of full and partial recovery (MLSys'21). Pure.
 
 Full recovery rolls all shards back, partial only the lost one; with M the time between failures,
 
     full     O_save T_tot / T_save + (O_load + T_save / 2 + O_res) T_tot / M        best at T_save = sqrt(2 O_save M)
     partial  O_save T_tot / T_save + (O_load + O_res) T_tot / M                     as long as the PLS allows
 
-and E[PLS] = T_save / (2 M N) for N shards. First order: the exact forms, and failures
-that are drawn, stand in `simulation`.
+and E[PLS] = T_save / (2 M N) for N shards. First order: the exact forms, and failures that are drawn, stand in the
+simulation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from deltashard_checkpoint.deciding.decision import Decision
-from deltashard_checkpoint.deciding.goal import AUTO, Goal, duration
-from deltashard_checkpoint.deciding.interval import SLACK, Situation, chosen, pls_interval_s, share, young
+from deltashard_checkpoint.deciding.interval import pls_interval_s, share, young
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,29 +68,3 @@ def cheaper(costs: Costs, *, pls: float, shards: int) -> Recovery:
     if partial < full:
         return Recovery(kind="partial", full=full, partial=partial, interval_s=partial_s)
     return Recovery(kind="full", full=full, partial=partial, interval_s=young(costs.save_s, costs.mtbf_s))
-
-
-def advised(now: Situation, *, pls: float, load_s: float, reschedule_s: float) -> Decision:
-    """CPR's comparison for a run as it was measured, each kind at the interval that the run would choose for it.
-
-    Partial recovery is not exact, so what it saves must be worth it: more than `SLACK` of training.
-    """
-    aim = Goal(aim="pls", amount=pls)
-    value = "partial" if now.partial else "full"
-    if now.shards == 1:
-        return _decision(aim, value, "full", "there is one rank: nobody survives it")
-    costs = Costs(save_s=max(now.cost_s, 0.0), load_s=load_s, reschedule_s=reschedule_s, mtbf_s=now.mtbf_s)
-    full_s = chosen(AUTO, now).seconds
-    partial_s = chosen(aim, replace(now, partial=True)).seconds
-    full, partial = full_overhead(costs, full_s), partial_overhead(costs, partial_s)
-    why = (
-        f"a save costs {duration(costs.save_s)}, steps are lost once in {duration(now.mtbf_s)} and a restart takes "
-        f"{duration(load_s + reschedule_s)}: full recovery costs {100 * full:.2g} % of training saving every "
-        f"{duration(full_s)}, partial {100 * partial:.2g} % saving every {duration(partial_s)}, at an expected PLS of "
-        f"{expected_pls(partial_s, now.mtbf_s, now.shards):.2g}; not exact, it must save more than {100 * SLACK:g} %"
-    )
-    return _decision(aim, value, "partial" if full - partial > SLACK else "full", why)
-
-
-def _decision(aim: Goal, value: str, would: str, why: str) -> Decision:
-    return Decision(subject="recovery", goal=str(aim), value=value, would=would, why=why)
