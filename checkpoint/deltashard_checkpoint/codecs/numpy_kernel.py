@@ -272,13 +272,13 @@ def hash_some_rows(words: Array, weights: Array, rows: Array, out: Array) -> Non
 
 
 def _gaps(ids: Array) -> Array:
-    gaps: Array = np.diff(ids, prepend=np.int64(-1)) - 1
-    return gaps
+    return np.diff(ids, prepend=np.int64(-1)) - 1
 
 
 def _lengths(gaps: Array) -> Array:
     """Bytes of each gap's LEB128."""
-    return np.sum([gaps >> (7 * k) > 0 for k in range(1, 9)], axis=0) + 1
+    lengths: Array = np.sum([gaps >> (7 * k) > 0 for k in range(1, 9)], axis=0) + 1
+    return lengths
 
 
 def delta_bytes(ids: Array) -> int:
