@@ -12,7 +12,6 @@ Cli = Callable[..., tuple[int, str]]
 
 
 def running(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the entry point."""
 
     def run(*arguments: object) -> tuple[int, str]:
         capsys.readouterr()

@@ -153,7 +153,6 @@ class SidecarProcess:
             return page.read().decode()
 
     def poll(self) -> int | None:
-        """Exit status, or None while it lives."""
         if self.status is None:
             self.status = Zygote.get().ask(poll=self.pid)
         return self.status
@@ -707,7 +706,6 @@ class Cut:
             self.blob(name, data)
 
     def seal(self, *, pin: str | None = None, full: bool = False, stall_s: float = 0.01) -> None:
-        """Seal and wait for `staged`."""
         seal = pb.SaveRequest.Seal(
             rows=self.rows, raw_bytes=self.raw_bytes, stall_s=stall_s, pin=pin, full=full
         )

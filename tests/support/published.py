@@ -42,7 +42,6 @@ class Published:
 
     @property
     def name(self) -> str:
-        """Repository and tag."""
         return f"{self.repository}:{VERSION}"
 
 

@@ -94,5 +94,4 @@ def _importing() -> bool:
 
 @functools.cache
 def watch() -> Watch:
-    """This process's."""
     return Watch()

@@ -30,7 +30,6 @@ class SmallDisk:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are free."""
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 

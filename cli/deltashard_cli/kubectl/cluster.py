@@ -61,7 +61,6 @@ class Cluster:
         self.namespace = namespace or chosen["context"].get("namespace") or "default"
 
     def runs(self) -> list[Document]:
-        """The CheckpointRuns of the namespace, by name."""
         found = self._pages(f"{RUNS}/namespaces/{quote(self.namespace, safe='')}/checkpointruns")
         return sorted(found, key=lambda each: str(each["metadata"]["name"]))
 
@@ -70,11 +69,9 @@ class Cluster:
         return self._document(self._request("GET", path))
 
     def create(self, path: str, body: Document) -> Document:
-        """Make it; the object as it is then."""
         return self._document(self._request("POST", path, body))
 
     def delete(self, path: str) -> None:
-        """Delete it with what it owns."""
         self._request("DELETE", path, {"propagationPolicy": "Background"})
 
     def text(self, path: str, query: Mapping[str, str]) -> str:
@@ -82,7 +79,6 @@ class Cluster:
         return self._request("GET", path, query=query).decode("utf-8", "replace")
 
     def select(self, path: str, selector: str) -> list[Document]:
-        """Objects with these labels."""
         return list(self._pages(path, labelSelector=selector))
 
     def _pages(self, path: str, **query: str) -> Iterator[Document]:

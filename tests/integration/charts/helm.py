@@ -125,7 +125,6 @@ class Release:
         return path
 
     def install(self, values: Mapping[str, Any] | None = None, *flags: str) -> str:
-        """`helm install`, with its namespace."""
         return self(
             *("install", self.name, CHART, "--create-namespace", "--values", self._values(values)), *flags
         )
@@ -135,5 +134,4 @@ class Release:
         return self("upgrade", self.name, CHART, "--reset-values", "--values", self._values(values), *flags)
 
     def uninstall(self, *flags: str) -> str:
-        """`helm uninstall`."""
         return self("uninstall", self.name, *flags)

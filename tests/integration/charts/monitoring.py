@@ -23,7 +23,6 @@ def rules() -> list[dict[str, Any]]:
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    """The rules by the alert's name."""
     return {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 

@@ -30,7 +30,6 @@ def kubectl(*words: str | Path) -> str:
 
 
 def named(documents: list[Document]) -> dict[tuple[str, str, str], Document]:
-    """Objects by kind, namespace and name."""
     return {
         (each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"]): each
         for each in documents

@@ -36,7 +36,6 @@ def release(apiserver: ApiServer, http: Rest, tmp_path: Path) -> Any:
 
 
 def job(*, annotated: bool) -> dict[str, Any]:
-    """A Job, to be created in a dry run."""
     annotations = {"annotations": {"deltashard.io/policy": "default"}} if annotated else {}
     spec = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}]}
     return {
@@ -301,7 +300,6 @@ def deletions(listing: Any, since: str, n: int) -> dict[str, list[int]]:
 
 
 def path_of(document: dict[str, Any]) -> str:
-    """Where an object is."""
     group, _, version = document["apiVersion"].rpartition("/")
     kind, metadata = document["kind"].lower(), document["metadata"]
     plural = kind[:-1] + "ies" if kind.endswith("cy") else kind + "s"

@@ -52,7 +52,6 @@ def bind(http: Rest, role: str, namespace: str) -> None:
 
 
 def may(http: Rest, role: str, verb: str, resource: str, namespace: str) -> bool:
-    """What the API server's authorizer says."""
     plural, _, subresource = resource.partition("/")
     asked = {"group": "deltashard.io", "resource": plural, "subresource": subresource}
     spec = {"user": f"the-{role}", "resourceAttributes": {**asked, "verb": verb, "namespace": namespace}}

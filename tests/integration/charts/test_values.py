@@ -32,7 +32,6 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
-    """The value at its path."""
     head, _, rest = path.partition(".")
     return {head: nested(rest, value) if rest else value}
 
@@ -70,7 +69,6 @@ def ports(rendering: Rendering) -> dict[str, int]:
 
 
 def policy(rendering: Rendering) -> Any:
-    """The default policy's spec."""
     return yaml.safe_load(rendering.find("ConfigMap", "deltashard-default-policy")["data"]["policy.yaml"])
 
 
@@ -112,7 +110,6 @@ def labels(kind: str) -> Callable[[Rendering], Any]:
 
 
 def alert(name: str, key: str = "expr") -> Callable[[Rendering], Any]:
-    """A field of an alert."""
 
     def look(rendering: Rendering) -> Any:
         groups = rendering.find("PrometheusRule")["spec"]["groups"]
@@ -164,7 +161,6 @@ PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "
 
 
 def images(rendering: Rendering) -> set[str]:
-    """The image of everything the chart runs."""
     made = [container(component, "image")(rendering) for component in ("webhook", "controller")]
     return {*made, test_pod(rendering)["spec"]["containers"][0]["image"]}
 

@@ -18,12 +18,10 @@ class Stage:
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, keyword: str) -> list[str]:
-        """The arguments of every such instruction."""
         return [text for word, text in self.instructions if word == keyword]
 
 
 def read(path: Path) -> dict[str, Stage]:
-    """Stages by name, in order."""
     text = re.sub(r"(?m)^\s*#.*\n", "", path.read_text())
     lines = [line for line in re.sub(r"\\\n\s*", " ", text).splitlines() if line.strip()]
     arguments: dict[str, str] = {}
@@ -63,7 +61,6 @@ def words(text: str | None) -> tuple[str, ...]:
 
 
 def variables(stages: list[Stage]) -> dict[str, str]:
-    """The environment."""
     return {
         name: value
         for stage in stages

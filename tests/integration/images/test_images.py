@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import hashlib
 import json
@@ -14,10 +13,8 @@ import tempfile
 import threading
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -174,30 +171,6 @@ def test_what_is_copied_reaches_the_builder() -> None:
     assert sources >= {*where, "pyproject.toml", "setup.py", "README.md", "LICENSE"}
 
 
-PARTS = {
-    "sidecar": ["sidecar", "checkpoint", "proto", "cli"],
-    "operator": ["operator", "proto"],
-    "example": ["trainer", "checkpoint", "proto", "examples/kubernetes"],
-}
-"""Folders whose code runs in an image."""
-ELSEWHERE = {
-    # `deltashard export` to .pt and kubectl's plugin, which say what they lack; stores in buckets, which in a pod the
-    # sidecar opens and the trainer does not
-    "sidecar": {"torch", "kubernetes"},
-    "operator": set(),
-    "example": {"certifi", "minio", "obstore", "urllib3"},
-}
-
-
-def _imports(folder: Path) -> Iterator[tuple[Path, str]]:
-    for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                yield from ((path, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield path, node.module
-
-
 BLOCKED = """
 import importlib.metadata, json, pkgutil, sys
 allowed = set(json.loads(sys.argv[1]))
@@ -242,26 +215,6 @@ def test_every_module_of_an_image_imports_with_what_is_installed(target: str, pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert ("torch" in json.loads(done.stdout)) == (target == "example")
-
-
-@pytest.mark.parametrize("image", FINAL)
-def test_lazy_imports_are_in_the_image_too(image: Published) -> None:
-    """What a function imports when it runs is no surprise in production."""
-    installed, providers = _requirements(image.target), packages_distributions()
-    own = {"baskets", "model"} | {Path(package).name for package in packages_of_the_project()}
-    for part in PARTS[image.target]:
-        for path, module in _imports(ROOT / part):
-            top = module.partition(".")[0]
-            if top in sys.stdlib_module_names or top in own or top in ELSEWHERE[image.target]:
-                continue
-            found = {each.lower().replace("_", "-") for each in providers.get(top, [])}
-            assert found & set(installed), f"{path.relative_to(ROOT)} imports {module}"
-
-
-def packages_of_the_project() -> list[Path]:
-    """Import packages that the wheel holds."""
-    where = PROJECT["tool"]["setuptools"]["packages"]["find"]["where"]
-    return [path.parent for folder in where for path in (ROOT / folder).glob("*/__init__.py")]
 
 
 class _Quiet(SimpleHTTPRequestHandler):

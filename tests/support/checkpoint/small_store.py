@@ -25,7 +25,6 @@ class SmallStore(MemoryStore):
         return None
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`."""
         for key in keys:
             if self.room is not None and self._knows(key):
                 self.room += 1

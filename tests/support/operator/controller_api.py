@@ -94,7 +94,6 @@ def checkpoint_run(name: str = "train-0b4f3c1e", uid: str = UID, **status: Any) 
 
 
 def pod() -> Document:
-    """A pod of the Job."""
     labels = {
         cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE,
         cluster_name.JOB_NAME_LABEL: "train",

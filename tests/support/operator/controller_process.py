@@ -63,7 +63,6 @@ class ControllerProcess:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, ready: bool = True) -> None:
-        """Start and wait until it is ready."""
         self.fleet_port, self.metrics_port = self.fleet_port or free_port(), free_port()
         (self.directory / "policy.yaml").write_text(yaml.safe_dump(self.policy))
         put(self.directory, self.authority.issue())
@@ -100,7 +99,6 @@ class ControllerProcess:
 
     @property
     def log(self) -> str:
-        """What it logged."""
         return (self.directory / "log").read_text()
 
     def get(self, path: str) -> tuple[int, str]:
@@ -115,7 +113,6 @@ class ControllerProcess:
             return reply.status, reply.data.decode()
 
     def metric(self, name: str, **labels: str) -> float | None:
-        """One sample of /metrics."""
         for line in self.get("metrics")[1].splitlines():
             if line.startswith(name + ("{" if labels else " ")) and all(
                 f'{key}="{value}"' in line for key, value in labels.items()
@@ -124,7 +121,6 @@ class ControllerProcess:
         return None
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it; returns its exit status."""
         assert self.process is not None
         self.process.send_signal(number)
         status = self.process.wait(60)
@@ -141,13 +137,11 @@ class Cluster:
 
     @classmethod
     def make(cls, http: Rest) -> Self:
-        """A namespace of its own."""
         namespace = f"t-{uuid.uuid4().hex[:8]}"
         http.namespace(namespace)
         return cls(http, namespace)
 
     def path(self, kind: str, name: str = "") -> str:
-        """Of a collection or an object."""
         root = {
             "jobs": "/apis/batch/v1",
             "checkpointruns": "/apis/deltashard.io/v1alpha1",
@@ -162,7 +156,6 @@ class Cluster:
         owners: list[Document] | None = None,
         **spec: Any,
     ) -> Document:
-        """A Job, injected."""
         notes = {cluster_name.POLICY: "default"} | (annotations or {})
         labels = {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE}
         container = {"name": "trainer", "image": "train"}
@@ -223,7 +216,6 @@ class Cluster:
         return reply.document
 
     def running_pod(self, owner: Document | None = None, **more: Any) -> Document:
-        """A pod whose trainer runs."""
         pod = self.pod(owner, **more)
         self.kubelet(pod, phase="Running")
         return pod
@@ -294,7 +286,6 @@ class Cluster:
         assert reply.status == 200, reply.document
 
     def runs(self) -> list[Document]:
-        """The namespace's CheckpointRuns."""
         # An API server that just started does not know its custom resources for a moment.
         return self.http("GET", self.path("checkpointruns")).document.get("items", [])
 
@@ -304,7 +295,6 @@ class Cluster:
         return next((each for each in self.runs() if each["spec"]["workload"]["uid"] == uid), {})
 
     def status(self, owner: Document) -> Document:
-        """Its status."""
         return self.run(owner).get("status") or {}
 
     def reaches(self, owner: Document, **wanted: Any) -> Document:
@@ -325,12 +315,10 @@ class Cluster:
         return next((c for c in self.status(owner).get("conditions", []) if c["type"] == type_), {})
 
     def events(self, reason: str) -> list[Document]:
-        """The namespace's Events of a reason."""
         items = self.http("GET", self.path("events")).document["items"]
         return [each for each in items if each["reason"] == reason]
 
     def node(self, name: str, *, ready: bool = True) -> None:
-        """A node, or a change of it."""
         self.http.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
         status = "True" if ready else "Unknown"
         conditions = [{"type": "Ready", "status": status, "reason": "x", "message": "x"}]
@@ -424,7 +412,6 @@ class Sidecar:
         self._welcome.set()
 
     def open(self) -> None:
-        """Call once."""
         self._channel = grpc.secure_channel(
             f"localhost:{self._port}",
             grpc.ssl_channel_credentials(self._trusted),
@@ -459,11 +446,9 @@ class Sidecar:
         raise AssertionError("never welcome")
 
     def beat(self, **fields: Any) -> None:
-        """A heartbeat."""
         self._out.put(wire.ReportRequest(heartbeat=heartbeat(**fields)))
 
     def close(self) -> None:
-        """Hang up."""
         self._out.put(None)
         self._call.cancel()
         self._channel.close()

@@ -53,7 +53,6 @@ class Pod:
         return request_token(rest, self.namespace, spec)
 
     def delete(self, rest: Rest) -> None:
-        """Away with it, at once."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}?gracePeriodSeconds=0"
         assert rest("DELETE", path).status == 200
 
@@ -75,7 +74,6 @@ class Pod:
 
 
 def request_token(rest: Rest, namespace: str, spec: dict[str, Any]) -> str:
-    """A token of the default service account."""
     document = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
     reply = rest("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts/default/token", document)
     assert reply.status == 201, reply.document
@@ -137,7 +135,6 @@ class Service:
     reviewer: Reviewer
 
     def value(self, name: str, **labels: str) -> float:
-        """One of its metrics."""
         found = self.metrics.registry.get_sample_value(f"deltashard_fleet_{name}", labels)
         assert found is not None, name
         return found

@@ -58,7 +58,6 @@ DECISION = Decision(
 
 
 def full_run() -> Run:
-    """It; every field of its status is there."""
     return Run(
         workload=WORKLOAD,
         wish=Wish(policy="fast"),

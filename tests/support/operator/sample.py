@@ -81,7 +81,6 @@ def answered(request: Request | Answer, spec: Mapping[str, Any] | None = None) -
 
 
 def operations(response: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The operations of a response's patch."""
     return json.loads(base64.b64decode(response["patch"])) if "patch" in response else []
 
 
@@ -91,7 +90,6 @@ def applied(document: Mapping[str, Any], response: Mapping[str, Any]) -> dict[st
 
 
 def sidecar_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The sidecar of a pod template."""
     return next(c for c in document["spec"]["initContainers"] if c["name"] == "deltashard-sidecar")
 
 

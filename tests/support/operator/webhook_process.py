@@ -84,7 +84,6 @@ class WebhookProcess:
             return reply.status, reply.data.decode()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it; returns its exit status."""
         assert self.process is not None
         self.process.send_signal(number)
         status = self.process.wait(60)

@@ -233,11 +233,9 @@ class ApiServer:
 
     @property
     def pids(self) -> dict[str, int]:
-        """By program."""
         return {Path(str(process.args[0])).name: process.pid for process in self._processes}
 
     def api(self) -> client.ApiClient:
-        """A new client with cluster-admin rights."""
         configuration = client.Configuration()
         config.load_kube_config(str(self.kubeconfig), client_configuration=configuration)
         return client.ApiClient(configuration)
@@ -305,7 +303,6 @@ class ApiServer:
             raise
 
     def kill_api(self) -> None:
-        """End the API server at once; etcd stays."""
         self._processes[1].kill()
         self._processes[1].wait(30)
 
@@ -361,7 +358,6 @@ class ApiServer:
         self.kubeconfig.write_text(yaml.safe_dump(document))
 
     def stop(self) -> None:
-        """End both, the API first."""
         for process in reversed(self._processes):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

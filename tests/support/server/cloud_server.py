@@ -58,7 +58,6 @@ class CloudServer(ABC):
         return f"http://127.0.0.1:{port or self.port}"
 
     def url(self, bucket: str, prefix: str = "", *, port: int | None = None) -> str:
-        """A store URL."""
         return f"{self.scheme}://{bucket}/{prefix}?endpoint={self.endpoint(port)}"
 
     def start(self) -> None:
@@ -94,7 +93,6 @@ class CloudServer(ABC):
         return process.poll() is None
 
     def stop(self) -> None:
-        """End it."""
         self._http.clear()
         process, self._process = self._process, None
         if process is not None:

@@ -113,7 +113,6 @@ class FleetServer(fleet_pb2_grpc.FleetServicer):
         self.close()
 
     def close(self) -> None:
-        """Stop, as a controller that goes away."""
         self.end_streams()
         self._server.stop(0).wait()
         self._pool.shutdown()

@@ -57,7 +57,6 @@ class MinioServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the running server."""
         assert self._process is not None, "MinIO is not running"
         return self._process.pid
 
@@ -166,7 +165,6 @@ class MinioServer:
         return ["--certs-dir", folder]
 
     def kill(self) -> None:
-        """SIGKILL, as a lost node."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:

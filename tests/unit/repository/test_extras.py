@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 
 import deltashard_cli
@@ -35,8 +34,8 @@ FOLDERS = {
 }
 APART = {S3, CLOUD, KUBECTL}
 """What these folders import is brought by their own extras."""
-ELSEWHERE = {"pytest", "torch"}
-"""The stores' conformance suite; the commands on torch's formats, which say what they lack."""
+ELSEWHERE = {"torch"}
+"""The commands on torch's formats, which say what they lack."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -51,34 +50,28 @@ def names(requirements: list[str]) -> set[str]:
 BASE = names(PROJECT["project"]["dependencies"])
 
 
-def imported(folder: str, apart: set[str]) -> Iterator[str]:
-    """Top-level packages that the modules under a folder import, also when a function runs."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        if any(path.is_relative_to(ROOT / each) for each in apart):
+def needed(folders: tuple[str, ...]) -> set[str]:
+    """Distributions of what the modules under the folders import, also when a function runs."""
+    found: set[str] = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        if any(path.is_relative_to(ROOT / each) for each in APART - {*folders}):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                yield from (alias.name.partition(".")[0] for alias in node.names)
+                found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                yield node.module.partition(".")[0]
-
-
-def needed(folders: tuple[str, ...]) -> set[str]:
-    """Distributions of what the folders import."""
-    providers = packages_distributions()
-    tops = {top for folder in folders for top in imported(folder, APART - {*folders})}
-    foreign = tops - sys.stdlib_module_names
-    return {
-        providers[top][0].lower().replace("_", "-") for top in foreign if not top.startswith("deltashard")
-    }
+                found.add(node.module)
+    tops = {name.partition(".")[0] for name in found} - sys.stdlib_module_names
+    foreign = {top for top in tops if not top.startswith("deltashard")}
+    return {packages_distributions()[top][0].lower().replace("_", "-") for top in foreign}
 
 
 @pytest.mark.parametrize("extra", FOLDERS)
 def test_an_extra_brings_what_its_code_imports(extra: str) -> None:
     brought, imports = names(EXTRAS[extra]), needed(FOLDERS[extra])
     assert imports - BASE - brought <= ELSEWHERE
-    own = {each for each in EXTRAS[extra] if not each.startswith("deltashard")}
-    assert names([*own]) <= imports, "brought, and not imported"
+    own = [each for each in EXTRAS[extra] if not each.startswith("deltashard")]
+    assert names(own) <= imports, "brought, and not imported"
 
 
 def test_the_base_is_what_all_parts_import() -> None:
