@@ -1,17 +1,15 @@
 """SIGKILLs of the sidecar while its trainer attaches, opens an attempt and restores, at random instants.
 
-`attach_kills.py WORKDIR COUNT [SEED] [forked]`, run as a script: lives of one program, one after the other. In each the
+`attach_kills.py WORKDIR COUNT [SEED]`, run as a script: lives of one program, one after the other. In each the
 sidecar is killed once in every phase, a random while after the phase began; the program catches nothing, and its
-`close()` makes the last step durable. `forked`: sidecars are forked from a process that has imported everything, which
-takes a tenth of the time; the kills then miss the interpreter's start. Prints one JSON line a life, and one at the end:
-kills by the phase that they hit, and the longest life.
+`close()` makes the last step durable. Prints one JSON line a life, and one at the end: kills by the phase that they hit,
+and the longest life.
 """
 
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,8 +21,7 @@ from typing import Any
 
 import deltashard
 import torch
-from deltashard.attach import launcher
-from deltashard.attach.launcher import ChildLauncher, normal_url, runtime_dir
+from deltashard.attach.launcher import normal_url, runtime_dir
 from deltashard.attach.session import Link, Session
 from deltashard.restore import frame_stream
 from torch import nn
@@ -65,11 +62,11 @@ class Phases:
 class Killer(threading.Thread):
     """One kill in each phase, in order."""
 
-    def __init__(self, phases: Phases, runtime: Path, chance: random.Random, zygote: "Zygote | None") -> None:
+    def __init__(self, phases: Phases, runtime: Path, chance: random.Random) -> None:
         super().__init__(daemon=True)
         self.over = threading.Event()
         self.hit: Counter[str] = Counter()
-        self._phases, self._runtime, self._chance, self._zygote = phases, runtime, chance, zygote
+        self._phases, self._runtime, self._chance = phases, runtime, chance
 
     def run(self) -> None:
         for phase, longest_s in LONGEST_S.items():
@@ -82,8 +79,6 @@ class Killer(threading.Thread):
 
     def _kill(self) -> bool:
         """Whether there was a sidecar: one that is only being started counts."""
-        if self._zygote is not None:
-            return self._zygote.kill()
         killed = False
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -94,58 +89,6 @@ class Killer(threading.Thread):
                 os.kill(int(folder.name), signal.SIGKILL)
                 killed = True
         return killed
-
-
-class Zygote:
-    """Starts sidecars by a fork, in the place of `ChildLauncher._spawn`."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).parents[1] / "support" / "sidecar_zygote.py"
-        self._process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-        self._lock = threading.Lock()
-        self._pid: int | None = None
-        alive = launcher._alive
-
-        def reaping(pid: int) -> bool:
-            if (status := self._ask({"poll": pid})) is not None and status >= 0:
-                launcher._exit_codes[pid] = status
-            return alive(pid)
-
-        launcher._alive = reaping
-        ChildLauncher._spawn = lambda child: self._spawn(child)  # noqa: PLW0108 - a method of the launcher
-
-    def _ask(self, request: dict[str, Any]) -> Any:
-        with self._lock:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
-
-    def _spawn(self, child: ChildLauncher) -> int:
-        self._pid = self._ask(
-            {
-                "argv": child._arguments[2:],
-                "env": dict(os.environ),
-                "cwd": "/",
-                "log": os.fspath(child.log_path),
-                "constants": {},
-            }
-        )
-        return self._pid
-
-    def kill(self) -> bool:
-        """Whether there was a sidecar to kill."""
-        pid, self._pid = self._pid, None
-        if pid is not None:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pid = None
-        return pid is not None
 
 
 class Program:
@@ -217,14 +160,13 @@ def main() -> int:
     torch.set_num_threads(1)
     url, count = normal_url(Path(sys.argv[1]) / "store"), int(sys.argv[2])
     chance = random.Random(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    zygote = Zygote() if sys.argv[4:] == ["forked"] else None
     phases, hit, longest_s, lives = Phases(), Counter[str](), 0.0, 0
     kept = first_life(url)
     Session._attach = phases.within("attach", Session._attach)
     Link.open = phases.within("open", Link.open)
     frame_stream.read_frames = phases.within("restore", frame_stream.read_frames)
     while hit.total() < count:
-        killer = Killer(phases, runtime_dir(url, RUN), chance, zygote)
+        killer = Killer(phases, runtime_dir(url, RUN), chance)
         began_s = time.monotonic()
         kept = life(url, kept, killer)
         lives += 1
