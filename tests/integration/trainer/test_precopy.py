@@ -32,7 +32,7 @@ class Program:
         self.folder = folder
         self.rows = rows
         self.first = nn.Embedding(rows, COLUMNS, sparse=True)
-        self.second = nn.EmbeddingBag(rows // 2, COLUMNS, mode="sum")
+        self.second = nn.EmbeddingBag(rows // 2, COLUMNS, mode="sum", sparse=True)
         self.top = nn.Linear(COLUMNS, 1)
         self.model = nn.ModuleDict({"first": self.first, "second": self.second, "top": self.top})
         self.optimizers = [

@@ -105,9 +105,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool, bool]] = {
     "lookahead": (lambda ps: Lookahead(torch.optim.SGD(ps, lr=LR)), True, True),
     "lookahead_wrapped": (lambda ps: WrappedLookahead(torch.optim.Adagrad(ps, lr=LR)), True, True),
 }
-EXACT = {
-    "sgd", "sgd_foreach_off", "sgd_fused", "adagrad", "adagrad_lr_decay", "sparse_adam", "rowwise_adagrad",
-}  # fmt: skip
+EXACT = {"sgd", "sgd_foreach_off", "adagrad", "adagrad_lr_decay", "sparse_adam", "rowwise_adagrad"}
+"""With sparse gradients."""
 
 TABLES = ("embedding", "padded", "bag_sum", "bag_mean", "bag_max", "bag_weighted", "bag_offsets", "max_norm")
 

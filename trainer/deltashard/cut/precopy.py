@@ -312,7 +312,7 @@ class Precopy:
         )
         self.tables = [TableAhead(table, cut) for table, cut in tables]
         for table in self.tables:
-            table.table.watch()
+            table.table.marks.watch()
         stream.prepare(begin)
         self._spared = 0
         self._job: Future[None] = pool.submit(self._run)

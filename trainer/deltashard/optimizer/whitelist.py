@@ -1,25 +1,22 @@
-"""The whitelist: under which optimizers a row without a gradient keeps its weight and its state, bit for bit.
+"""The whitelist: under which optimizers a step changes only the rows that its sparse gradient lists, bit for bit.
 
 Only the exact type counts (a subclass may do anything) and the parameter groups as they stand at the step, since a
 scheduler may switch momentum or weight decay on. `why_inexact` is called before every step of every optimizer, so it
 compares a few values per group and nothing else.
 
-    SGD             momentum = 0, weight_decay = 0, 0 <= lr < inf: what is subtracted from a weight is +0, or nothing
-    Adagrad         likewise, weight_decay = 0; a zero gradient adds zero to `sum`, and 0 / (sqrt(sum) + eps) moves
-                    nothing as long as the divisor is not zero: eps is a number of float32 (`why_inexact_in` has what
-                    that asks of the table). `lr_decay` scales.
-    SparseAdam      always: it touches the rows of its sparse gradient and refuses dense ones
+    SGD             without momentum and weight decay
+    Adagrad         without weight decay; `lr_decay` scales
+    SparseAdam      always: it refuses dense gradients
     RowWiseAdagrad  always (ours; no weight decay exists)
 
 Not on the list, with reasons: dense Adam, AdamW, RMSprop and Adafactor decay the state of rows without a gradient;
-momentum and Lookahead move rows without a gradient; weight decay and max_norm as well. `maximize` may turn the sign of
-a zero, and `differentiable` rebinds tensors: both are rare, and so not worth a proof.
+momentum and Lookahead move rows without a gradient; weight decay and max_norm as well. `differentiable` rebinds
+tensors, which is rare, and so not worth a proof.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,35 +28,14 @@ from deltashard.optim import RowWiseAdagrad
 Group = Mapping[str, Any]
 
 
-_SMALLEST = torch.finfo(torch.float32).tiny
-
-
-def _rate(group: Group) -> str | None:
-    """Why lr * 0 may be anything but 0: -0 turns a weight of -0 into 0."""
-    rate = group["lr"]
-    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
-        return "a learning rate on an accelerator"
-    return None if 0 <= rate < math.inf else "a learning rate that is negative or infinite"
-
-
 def _sgd(group: Group) -> str | None:
-    if group["momentum"] != 0:
-        return "momentum"
-    if group["weight_decay"] != 0:
-        return "weight_decay"
-    if (reason := _rate(group)) is not None:
-        return reason
-    return "maximize or differentiable" if group["maximize"] or group["differentiable"] else None
+    return "momentum" if group["momentum"] != 0 else _adagrad(group)
 
 
 def _adagrad(group: Group) -> str | None:
     if group["weight_decay"] != 0:
         return "weight_decay"
-    if not group["eps"] >= _SMALLEST:
-        return "eps = 0"
-    if (reason := _rate(group)) is not None:
-        return reason
-    return "maximize or differentiable" if group["maximize"] or group["differentiable"] else None
+    return "differentiable" if group["differentiable"] else None
 
 
 def _always(_group: Group) -> str | None:
@@ -75,7 +51,7 @@ WHITELIST: dict[type, Callable[[Group], str | None]] = {
 
 
 def why_inexact(optimizer: Any) -> str | None:
-    """Why rows without a gradient may change at this optimizer's next step; None: they cannot."""
+    """Why rows that the gradient does not list may change at this optimizer's next step; None: they cannot."""
     rule = WHITELIST.get(type(optimizer))
     if rule is None:
         return f"{type(optimizer).__name__} is not an optimizer known to leave rows without a gradient alone"
@@ -87,16 +63,6 @@ def why_inexact(optimizer: Any) -> str | None:
         reason = rule(group)
         if reason is not None:
             return f"{type(optimizer).__name__} with {reason}"
-    return None
-
-
-def why_inexact_in(optimizer: Any, dtype: torch.dtype) -> str | None:
-    """Why a dense gradient may change rows without one, of a table of `dtype`; None: it cannot."""
-    if torch.finfo(dtype).tiny > _SMALLEST and type(optimizer) is torch.optim.Adagrad:
-        return f"{type(optimizer).__name__}'s eps may be 0 in {str(dtype).removeprefix('torch.')}"
-    # Flushing is a mode of the thread: arithmetic alone tells.
-    if float(torch.full((), 1e-40).mul_(1)) == 0:
-        return "denormals are flushed (torch.set_flush_denormal), in rows without a gradient too"
     return None
 
 

@@ -595,7 +595,7 @@ class Saver:
                 found[table] = mine, renewed
             elif mine is not None and mine.strayed:
                 self._stats.count_faults(1)
-                table.go_over(
+                table.fall_back_to_hashing(
                     "rows copied ahead of a cut were not what is there at it: it is written for a while, without a "
                     "trace (through .data), and put back"
                 )

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from deltashard.state.discovery import Kernel
 from deltashard.tracking.marks import Marks, in_graph
+from deltashard.tracking.tracker import Tracker
 
 
-class LookupTracker:
+class LookupTracker(Tracker):
     """Marks the rows of one shard that its kernel updates."""
+
+    name = "lookups"
 
     def __init__(self, kernel: Kernel, marks: Marks, lost: Callable[[Exception], None]) -> None:
         """`lost` is called with what kept rows from being marked, instead of raising into the backward pass."""
@@ -24,11 +27,7 @@ class LookupTracker:
         self._end = kernel.listen(self._updated)
 
     def close(self) -> None:
-        """Listen no more."""
         self._end()
-
-    def cut_taken(self) -> None:
-        """Nothing is remembered from before a cut: what is updated after it is marked after it."""
 
     def _updated(self, ids: Tensor) -> None:
         try:

@@ -5,7 +5,7 @@ and samples count the shard's own rows; schemas and boxes are the whole table's.
 may change while training:
 
     gradients  exactly one optimizer owns it, that optimizer is on the whitelist as it stands (checked before every
-               step), and no lookup renormalises (max_norm)
+               step), its gradients are sparse, and no lookup renormalises (max_norm)
     lookups    a fused kernel changes it within the backward pass, by a rule that changes only rows of the lookup
     hashes     everything else, and small tables, for which one look per cut costs less than anything per step
 
@@ -46,7 +46,6 @@ from deltashard.optimizer.whitelist import (
     hookable,
     innermost,
     why_inexact,
-    why_inexact_in,
     why_replaced,
 )
 from deltashard.sharded.embedding_module import find
@@ -62,15 +61,15 @@ from deltashard.tracking.foreign_step import ForeignSteps
 from deltashard.tracking.gradient import GradientWatch
 from deltashard.tracking.lookup_tracker import LookupTracker
 from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection, in_graph, settle
-from deltashard.tracking.row_tracker import HashTracker, RowTracker, Untracked
 from deltashard.tracking.step_hook import StepHooks, Steps, why_not_alone
 from deltashard.tracking.tensor_versions import Signature, Signed
+from deltashard.tracking.tracker import HashTracker, SparseGradientTracker, Tracker, Untracked
 
 _log = logging.getLogger("deltashard.tracking")
 
 _UNSIGNED: Signed = (Signature([]), slice(None))
 _WHOLE = slice(None)
-_WhyAtACut = Callable[[Any, torch.dtype | None], str | None]
+_WhyReplaced = Callable[[Any], str | None]
 _JOBS_AT_ONCE = 64
 """Chunks of hashing, of all tables together, before their results are taken."""
 
@@ -143,8 +142,7 @@ class TrackedTable:
         """The other rank that saves this replica; None: this process does."""
         self._settings = settings
         self._seed = settings.seed ^ zlib.crc32(found.key.encode())
-        self._rows: RowTracker | LookupTracker | None = None
-        self._hashes: HashTracker | None = None
+        self._tracker: Tracker | None = None
         self._audit = Audit(found.key, self._seed)
         self._samples = 0
         self._outside = 0
@@ -170,9 +168,12 @@ class TrackedTable:
     @property
     def tracker(self) -> str:
         """How rows are found: "gradients", "lookups" or "hashes"."""
-        if self._rows is None:
-            return "hashes"
-        return "lookups" if isinstance(self._rows, LookupTracker) else "gradients"
+        return "hashes" if self._tracker is None else self._tracker.name
+
+    @property
+    def watched(self) -> bool:
+        """Whether its rows are marked as they change, by what is known of its writes."""
+        return self._tracker is not None and self._tracker.name != "hashes"
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live row fields in schema order: [R], [R, 1] or [R, D], possibly on another device than `param`."""
@@ -206,9 +207,9 @@ class TrackedTable:
 
     def attach(self, owners: Iterable[Any], views: Iterable[OptimizerView]) -> None:
         """Set the optimizers: those handed over that own this table, and the views that hold its state."""
-        if self._rows is not None and self._differs():
+        if self.watched and self._differs():
             self._written_outside()  # `sign` below would take it for seen
-        first = self._rows is None and self._hashes is None
+        first = self._tracker is None
         self.views = list(views)[::-1]
         owners = list(owners)
         sole = owners[0] if len(owners) == 1 else None
@@ -220,29 +221,26 @@ class TrackedTable:
             return
         reason = self._why_hashes(owners)
         small = self.param.numel() * self.param.element_size() < self._settings.hash_below_bytes
-        if reason is None and not small:
-            if self._rows is None and self._hashes is None:
-                kernel = self.found.kernel
-                self._rows = (
-                    RowTracker(self.found, self.marks)
-                    if kernel is None
-                    else LookupTracker(kernel, self.marks, self.lost)
-                )
-        elif self._rows is not None or self._hashes is None:
-            self.go_over(reason or "it is small", quiet=reason is None)
+        if reason is not None or small:
+            self.fall_back_to_hashing(reason or "it is small", quiet=reason is None)
+        elif first:
+            kernel = self.found.kernel
+            self._tracker = (
+                SparseGradientTracker(self.found, self.marks)
+                if kernel is None
+                else LookupTracker(kernel, self.marks, self.lost)
+            )
         if first:  # later `refresh` looks: a field that appeared, or another shape, must not pass for seen
             self._schema = self._read_schema()
         self.sign()
 
-    def go_over(self, reason: str, *, quiet: bool = False) -> None:
+    def fall_back_to_hashing(self, reason: str, *, quiet: bool = False) -> None:
         """Track by hashes from now on."""
-        if self._hashes is not None or self.saver is not None:
+        if isinstance(self._tracker, HashTracker) or self.saver is not None:
             return
-        if self._rows is not None:
-            self._rows.close()
-            self._rows = None
+        self.close()
         self.signed, self._pinned = _UNSIGNED, []
-        self._hashes = HashTracker(self._seed)
+        self._tracker = HashTracker(self._seed)
         if not in_graph(self.param):  # the first look marks all of it anyway
             self.marks.mark_all()
         self.reason = reason
@@ -254,23 +252,23 @@ class TrackedTable:
 
         `inexact` is what `why_inexact` and `why_not_alone` say of the owner now.
         """
-        if self._rows is None or self._left_to_graph():
+        if not self.watched or self._left_to_graph():
             return
         reason = inexact or self._why_not_lookups()
         if reason is not None:
-            self.go_over(reason)
+            self.fall_back_to_hashing(reason)
         elif self._differs():
             self._written_outside()
         self.hold()
 
     def hold(self) -> None:
         """Keep the gradient that the sole owner's step is about to apply."""
-        if isinstance(self._rows, RowTracker):
-            self._rows.hold()
+        if self._tracker is not None:
+            self._tracker.hold()
 
     def after_step(self) -> None:
         """After the sole owner's step: take what it wrote as seen."""
-        if self._rows is None:
+        if not self.watched:
             return
         signature, (seen, part) = Signature(self.signable()), self.signed
         if signature.addresses != seen.addresses[part]:
@@ -280,12 +278,12 @@ class TrackedTable:
 
     def mark_held(self) -> None:
         """The step applied the gradient that was held: mark its rows."""
-        if not isinstance(self._rows, RowTracker) or self._left_to_graph():
+        if self._tracker is None or not self.watched or self._left_to_graph():
             return
         try:
-            self._rows.stepped()
+            self._tracker.stepped()
         except Untracked as untracked:
-            self.go_over(str(untracked))
+            self.fall_back_to_hashing(str(untracked))
 
     def _left_to_graph(self) -> bool:
         """Whether its optimizer's step is being captured: then it is tracked by hashes, and nothing is marked.
@@ -294,25 +292,23 @@ class TrackedTable:
         """
         if not in_graph(self.param):
             return False
-        self.go_over("its optimizer runs inside a CUDA graph, where no hook does")
+        self.fall_back_to_hashing("its optimizer runs inside a CUDA graph, where no hook does")
         return True
 
     def lost(self, error: Exception) -> None:
         """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
-        self.go_over(f"its changed rows cannot be told ({type(error).__name__}: {error})")
+        self.fall_back_to_hashing(f"its changed rows cannot be told ({type(error).__name__}: {error})")
 
-    def refresh(self, why: _WhyAtACut) -> None:
+    def refresh(self, why: _WhyReplaced) -> None:
         """Bring marks and schema up to date for a cut; a look at hashes follows.
 
-        `why` is `_why_at_a_cut`, which may remember what it said at this cut.
+        `why` is `why_replaced`, which may remember what it answered at this cut.
         """
-        if self._rows is not None and self._differs():
-            self._written_outside()
-            self.sign()
-        if self._rows is not None and self.marks.flags.device != self.param.device:
-            self.go_over("it moved to another device")
-        if isinstance(self._rows, RowTracker) and (reason := self._why_not_here(self.sole, why)) is not None:
-            self.go_over(reason)
+        self.mark_if_written()
+        if self.watched and self.marks.flags.device != self.param.device:
+            self.fall_back_to_hashing("it moved to another device")
+        if self.tracker == "gradients" and (reason := self._why_not_here(self.sole, why)) is not None:
+            self.fall_back_to_hashing(reason)
         if self.param.stride() != self._stride:  # which neither versions nor addresses show
             self._stride = self.param.stride()
             self.marks.mark_all()
@@ -326,56 +322,42 @@ class TrackedTable:
 
     def look(self) -> Hashing | None:
         """After `refresh`: begin the look at a table that is tracked by hashes; `looked` ends it."""
-        return None if self._hashes is None else self._hashes.begin(self._sections())
+        return None if self._tracker is None else self._tracker.begin(self._sections())
 
     def looked(self, hashing: Hashing) -> None:
         """All jobs of the look have run: mark what differs."""
-        if self._hashes is not None:
-            self._hashes.end(hashing, self._sections(), self.marks)
-
-    def cut_taken(self, cut: int, *, full: bool) -> None:
-        """See `Marks.cut_taken`."""
-        self.marks.cut_taken(cut, full=full)
-        if self._rows is not None:
-            self._rows.cut_taken()
-
-    def watch(self) -> None:
-        """From this boundary on, every row that changes is marked, whether it was marked before or not."""
-        self.marks.watch()
-        if self._rows is not None:
-            self._rows.cut_taken()
+        if self._tracker is not None:
+            self._tracker.end(hashing, self._sections(), self.marks)
 
     def reseed(self, ids: Tensor | None) -> None:
         """See `Marks.reseed`; call it when weights *and* row fields are restored."""
         self._schema = self._read_schema()
         self.marks.reseed(ids)
         self._audit.forget()
-        if self._hashes is not None:
-            self._hashes.adopt(self._sections())
-        if self._rows is not None:
-            self._rows.cut_taken()
+        if self._tracker is not None:
+            self._tracker.adopt(self._sections())
         self.sign()
 
     def audit_draw(self, tables: int) -> Callable[[], None] | None:
         """Draw the audit's next sample, as one of so many tables; what it returns looks at the rows."""
         count = self._settings.audited_rows(self._samples, self.marks.rows, tables)
         self._samples += 1
-        if self._rows is not None and count:
+        if self.watched and count:
             return self._audit.draw(self._sections(), count)
         self._audit.forget()
         return None
 
     def audit_ahead(self) -> Callable[[], None] | None:
         """What compares the sample ahead of the cut, on another thread; None: nothing is sampled."""
-        return None if self._rows is None else self._audit.ahead(self._sections())
+        return self._audit.ahead(self._sections()) if self.watched else None
 
     def audit_check(self, *, ahead: bool = False) -> AuditFault | None:
         """Check the sample, or take what was found ahead; a fault marks everything and ends tracking by gradients."""
-        if self._rows is None or self._differs():
+        if not self.watched or self._differs():
             return None  # what was written from outside with a trace is no fault: `refresh` marks all of it
         fault = self._audit.check(self._sections(), self.marks, ahead=ahead)
         if fault is not None:
-            self.go_over("an audit found rows that changed unseen")
+            self.fall_back_to_hashing("an audit found rows that changed unseen")
         return fault
 
     def stray_check(self, rows: Tensor) -> AuditFault | None:
@@ -383,20 +365,20 @@ class TrackedTable:
 
         Those that no mark tells of since are a fault, as `audit_check` has them.
         """
-        if self._rows is None or self._differs():
+        if not self.watched or self._differs():
             return None
         wrong = rows[self.marks.clean(rows)].tolist()
         if not wrong:
             return None
-        self.go_over(
+        self.fall_back_to_hashing(
             "rows were copied while it was written without a trace (through .data), and put back since"
         )
         return AuditFault(table=self.key, rows=tuple(wrong[:16]), found=len(wrong), checked=len(rows))
 
     def close(self) -> None:
         """Remove the hooks."""
-        if self._rows is not None:
-            self._rows.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
     def found_again(self, found: FoundTable) -> None:
         """The same parameter; other modules may look it up now."""
@@ -405,8 +387,8 @@ class TrackedTable:
     def shared_with(self, other: str | None) -> None:
         """What lies in the same memory, by name; its steps write these rows, too."""
         self._shares = other
-        if other is not None and (self._rows is not None or self._hashes is not None):
-            self.go_over(self._why_shared(other))
+        if other is not None and self._tracker is not None:
+            self.fall_back_to_hashing(self._why_shared(other))
 
     @staticmethod
     def _why_shared(other: str) -> str:
@@ -425,7 +407,7 @@ class TrackedTable:
             "The optimizer must be given the new one",
             self.fqn,
         )
-        self.go_over("its parameter was replaced", quiet=True)
+        self.fall_back_to_hashing("its parameter was replaced", quiet=True)
         self.marks.mark_all()
 
     def sign(self) -> None:
@@ -433,7 +415,7 @@ class TrackedTable:
 
         The memory is pinned meanwhile, so that an address that was seen cannot come back as another tensor's.
         """
-        if self._rows is None:
+        if not self.watched:
             self.signed, self._pinned = _UNSIGNED, []
             return
         tensors = self.signable()
@@ -442,13 +424,19 @@ class TrackedTable:
 
     def mark_outside(self) -> None:
         """Someone wrote this table, or its state, outside of an optimizer's step."""
-        if self._rows is not None:
+        if self.watched:
+            self._written_outside()
+            self.sign()
+
+    def mark_if_written(self) -> None:
+        """The same where versions or addresses show it."""
+        if self.watched and self._differs():
             self._written_outside()
             self.sign()
 
     def rewritten(self) -> None:
         """We wrote its state ourselves: every row counts as changed."""
-        if self._rows is not None and self._left_to_graph():
+        if self.watched and self._left_to_graph():
             return
         self.marks.mark_all()
         self.sign()
@@ -457,7 +445,7 @@ class TrackedTable:
         self.marks.mark_all()
         self._outside += 1
         if self._outside >= self._settings.outside_writes:
-            self.go_over("it is written outside of its optimizer's steps")
+            self.fall_back_to_hashing("it is written outside of its optimizer's steps")
         else:
             _log.warning(
                 "table %s was written outside of its optimizer's step: all of its rows count as changed. "
@@ -475,18 +463,20 @@ class TrackedTable:
         # A wrapper that is no torch optimizer is not on the whitelist either.
         if self._shares is not None:
             return self._why_shared(self._shares)
+        dense = not all(lookup.sparse for lookup in self.lookups)
         return (
             why_inexact(owners[0])
             or why_not_alone(owners[0])
             or self._why_not_lookups()
-            or self._why_not_here(owners[0], _why_at_a_cut)
+            or ("its gradients are dense (sparse=False)" if dense else None)
+            or self._why_not_here(owners[0], why_replaced)
         )
 
-    def _why_not_here(self, owner: Any, why: _WhyAtACut) -> str | None:
+    def _why_not_here(self, owner: Any, why: _WhyReplaced) -> str | None:
         """What is looked at when a cut is due, not at each step."""
         if self.param.device.type == "cpu" and self.param.is_shared():  # type: ignore[no-untyped-call]
             return "its memory is shared with other processes"
-        return why(owner, None if all(lookup.sparse for lookup in self.lookups) else self.param.dtype)
+        return why(owner)
 
     def _why_not_lookups(self) -> str | None:
         if not self.param.requires_grad:
@@ -694,7 +684,7 @@ class Tracking:
         if self.steps.first is not None:
             self.steps.first.finish()
             self.steps.first = None
-        why = cache(_why_at_a_cut)
+        why = cache(why_replaced)
         for table in self.tables:
             table.refresh(why)
         self._look_at_state()
@@ -736,7 +726,7 @@ class Tracking:
     def cut_taken(self, cut: int, mode: Mode, *, full: bool = False) -> None:
         """Every table's selection was copied for `cut`; `full`: all rows of all tables were (implied by "all")."""
         for table in self.tables:
-            table.cut_taken(cut, full=full or mode == "all")
+            table.marks.cut_taken(cut, full=full or mode == "all")
         self.regrown = False
         if self.steps.gradients is not None:
             self.steps.gradients.close()
@@ -951,11 +941,6 @@ class Tracking:
         for view in self.optimizers:
             view.watch_attributes(earlier)
         self._grouped = None
-
-
-def _why_at_a_cut(owner: Any, dense: torch.dtype | None) -> str | None:
-    """Why an optimizer may change rows without a gradient, beside `why_inexact`; `dense`: type of a dense gradient."""
-    return why_replaced(owner) or (None if dense is None else why_inexact_in(owner, dense))
 
 
 def _by_view(views: Iterable[OptimizerView]) -> list[list[Tensor]]:

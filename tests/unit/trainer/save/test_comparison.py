@@ -36,7 +36,9 @@ class Program:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, strays: bool = True) -> None:
         monkeypatch.setattr(precopy, "PROBED", 0)
-        self.model = nn.ModuleDict({"e": nn.Embedding(ROWS, COLUMNS), "top": nn.Linear(COLUMNS, 1)})
+        self.model = nn.ModuleDict(
+            {"e": nn.Embedding(ROWS, COLUMNS, sparse=True), "top": nn.Linear(COLUMNS, 1)}
+        )
         self.weight = self.model["e"].weight
         self.tracking = Tracking(self.model, [torch.optim.SGD([self.weight], lr=0.1)], settings=PLAIN)
         self.tracking.refresh()
@@ -51,7 +53,7 @@ class Program:
             position=0, fqn="e.weight", key="e.weight", box=self.table.box, weights=self.weight, fields=(),
             selection=RowSelection(all=False, ids=None),
         )  # fmt: skip
-        self.table.watch()
+        self.table.marks.watch()
         self.ahead = TableAhead(self.table, where)
         kept = self.weight.detach().clone()
         if strays:
