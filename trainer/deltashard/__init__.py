@@ -42,6 +42,7 @@ from deltashard.partial.recovery import PartialRecovery as _PartialRecovery
 from deltashard.restore import recovery_plan as _recovery_plan
 from deltashard.restore.restore import Restored
 from deltashard.save.handle import Commit, SaveHandle, Stats
+from deltashard.sharded import extension as _extension  # noqa: F401 - tracking asks it about TorchRec's modules
 from deltashard.state.discovery import TableSettings
 from deltashard.tracking.tracking import TrackingSettings
 

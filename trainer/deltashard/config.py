@@ -25,9 +25,9 @@ from torch import nn
 
 from deltashard.errors import UserError
 from deltashard.optimizer.optimizer_state import views_of
-from deltashard.sharded.handed_optimizer import parts_of
 from deltashard.state.discovery import canonical_prefixes
 from deltashard.state.value import why_unstorable
+from deltashard.tracking.handed_optimizer import parts_of
 from deltashard.tracking.tracking import TrackingSettings
 
 RESERVED = "deltashard/"

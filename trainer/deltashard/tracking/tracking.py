@@ -48,22 +48,20 @@ from deltashard.optimizer.whitelist import (
     why_inexact,
     why_replaced,
 )
-from deltashard.sharded.embedding_module import find
-from deltashard.sharded.fused_view import FusedView
-from deltashard.sharded.handed_optimizer import HandedOptimizers, parts_of
 from deltashard.state.discovery import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
 from deltashard.state.kernel_thread import share
 from deltashard.state.replica import owners
 from deltashard.state.row_hash import Hashing
 from deltashard.tracking.audit import AT_CUT, Audit, AuditFault
+from deltashard.tracking.extension import find, tracker_of, views
 from deltashard.tracking.first_step import FirstStep, Report
 from deltashard.tracking.foreign_step import ForeignSteps
 from deltashard.tracking.gradient import GradientWatch
-from deltashard.tracking.lookup_tracker import LookupTracker
+from deltashard.tracking.handed_optimizer import HandedOptimizers, parts_of
 from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection, in_graph, settle
 from deltashard.tracking.step_hook import StepHooks, Steps, why_not_alone
 from deltashard.tracking.tensor_versions import Signature, Signed
-from deltashard.tracking.tracker import HashTracker, SparseGradientTracker, Tracker, Untracked
+from deltashard.tracking.tracker import HashTracker, Tracker, Untracked
 
 _log = logging.getLogger("deltashard.tracking")
 
@@ -224,12 +222,7 @@ class TrackedTable:
         if reason is not None or small:
             self.fall_back_to_hashing(reason or "it is small", quiet=reason is None)
         elif first:
-            kernel = self.found.kernel
-            self._tracker = (
-                SparseGradientTracker(self.found, self.marks)
-                if kernel is None
-                else LookupTracker(kernel, self.marks, self.lost)
-            )
+            self._tracker = tracker_of(self.found, self.marks, self.lost)
         if first:  # later `refresh` looks: a field that appeared, or another shape, must not pass for seen
             self._schema = self._read_schema()
         self.sign()
@@ -821,8 +814,7 @@ class Tracking:
 
     def _views(self, inventory: Inventory) -> list[OptimizerView]:
         """Of the optimizers that were handed over, in order, then of the fused ones."""
-        views = views_of(self._handed.now, inventory.names, self.by_key, inventory.fused)
-        return [*views, FusedView(views, inventory)] if inventory.sharded else views
+        return views(views_of(self._handed.now, inventory.names, self.by_key, inventory.fused), inventory)
 
     def _attach(self) -> None:
         self._grouped = _by_view(self.optimizers)

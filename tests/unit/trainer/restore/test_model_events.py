@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from deltashard.errors import CheckpointMismatch
-from deltashard.sharded.handed_optimizer import HandedOptimizers
+from deltashard.tracking.handed_optimizer import HandedOptimizers
 from deltashard_checkpoint.errors import UserError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

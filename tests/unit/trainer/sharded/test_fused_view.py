@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from deltashard.sharded.fused_view import FusedView
-from deltashard.sharded.handed_optimizer import parts_of
 from deltashard.state.discovery import Inventory
+from deltashard.tracking.handed_optimizer import parts_of
 from deltashard.tracking.tracking import Tracking
 from torch import nn
 

@@ -1,7 +1,4 @@
-"""The optimizers that a training script hands over, without what TorchRec puts around them.
-
-A `CombinedOptimizer` is taken apart and a `KeyedOptimizerWrapper` unwrapped: what counts is the torch optimizer inside,
-whose steps can be watched. Fused optimizers are left out: they are found in the model itself (`fused_view`).
+"""The optimizers that a training script hands over, without what a library puts around them (`extension`).
 
 A script may replace an optimizer while it trains. Where it does so in the list or dict that it gave, or in the
 attribute of a module of the model that held the optimizer, the new one is found there. One that is held by a variable
@@ -12,7 +9,7 @@ reported.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from deltashard_checkpoint.errors import UserError
 from torch import nn
 
 from deltashard.optimizer.optimizer_state import views_of
+from deltashard.tracking.extension import parts
 
 
 def parts_of(optimizers: Iterable[Any]) -> list[Any]:
@@ -31,31 +29,17 @@ def parts_of(optimizers: Iterable[Any]) -> list[Any]:
     return [part for optimizer in optimizers for part in _parts(optimizer)]
 
 
-def _parts(optimizer: Any) -> Iterator[Any]:
+def _parts(optimizer: Any) -> list[Any]:
     zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     if zero is not None and isinstance(optimizer, zero):
-        raise _refusal(
+        raise refusal(
             optimizer, "every rank holds another part of its state", "use the optimizer inside of it"
         )
-    keyed: Any = sys.modules.get("torchrec.optim.keyed")
-    fused: Any = sys.modules.get("torchrec.optim.fused")
-    if keyed is None or not isinstance(optimizer, keyed.KeyedOptimizer):
-        yield optimizer
-    elif isinstance(optimizer, keyed.CombinedOptimizer):
-        for _, part in optimizer.optimizers:
-            yield from _parts(part)
-    elif isinstance(optimizer, keyed.KeyedOptimizerWrapper):
-        yield optimizer._optimizer  # noqa: SLF001 - TorchRec offers no accessor
-    elif fused is None or not isinstance(optimizer, fused.FusedOptimizer):
-        raise _refusal(
-            optimizer,
-            "it keeps what no torch optimizer can be asked for",
-            "give the optimizers inside of it, and do the rest in the loop: a torch.optim.lr_scheduler in state= for "
-            "rates, torch.nn.utils.clip_grad_norm_ for clipping",
-        )
+    return parts(optimizer)
 
 
-def _refusal(optimizer: Any, why: str, remedy: str) -> UserError:
+def refusal(optimizer: Any, why: str, remedy: str) -> UserError:
+    """The error of an optimizer that cannot be handed over."""
     return UserError(
         f"{type(optimizer).__name__} is not supported: {why}", where="Checkpointer(optimizer=)", remedy=remedy
     )
