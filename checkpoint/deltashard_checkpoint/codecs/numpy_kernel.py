@@ -277,7 +277,9 @@ def _gaps(ids: Array) -> Array:
 
 def _lengths(gaps: Array) -> Array:
     """Bytes of each gap's LEB128."""
-    lengths: Array = np.sum([gaps >> (7 * k) > 0 for k in range(1, 9)], axis=0) + 1
+    lengths = np.ones(len(gaps), np.int64)
+    for k in range(1, 9):
+        lengths += gaps >> (7 * k) > 0
     return lengths
 
 

@@ -18,7 +18,7 @@ class BadStoreUrl(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StoreUrl:
     """What a URL says; bucket and options match their patterns."""
 
     scheme: str
@@ -29,7 +29,7 @@ class Place:
     """The URL as it was given."""
 
     @property
-    def url(self) -> str:
+    def bare(self) -> str:
         """Without options."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
 
@@ -44,7 +44,7 @@ class Scheme:
     """Of its name."""
     options: Mapping[str, re.Pattern[str]]
     """What a URL may say beside the store's name, and what that looks like."""
-    open: Callable[[Place], Store]
+    open: Callable[[StoreUrl], Store]
     """Makes the store; buckets are met at the first request."""
 
 

@@ -17,23 +17,23 @@ from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.key_rule import check_prefix
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy, StoreObserver
-from deltashard_checkpoint.stores.scheme import BadStoreUrl, Place, Scheme, registered, registered_names
+from deltashard_checkpoint.stores.scheme import BadStoreUrl, Scheme, StoreUrl, registered, registered_names
 
 _ANY = re.compile(".+")
 
 
-def _s3(place: Place) -> Store:
+def _s3(url: StoreUrl) -> Store:
     from deltashard_checkpoint.stores.s3.encryption import encryption
     from deltashard_checkpoint.stores.s3.store import S3Store
 
-    options = place.options
+    options = url.options
     return S3Store(
-        bucket=place.bucket,
-        prefix=place.prefix,
+        bucket=url.bucket,
+        prefix=url.prefix,
         endpoint=options.get("endpoint"),
         region=options.get("region"),
         addressing=options.get("addressing", "auto"),
-        encryption=encryption(options.get("sse"), options.get("kms-key-id"), where=place.text),
+        encryption=encryption(options.get("sse"), options.get("kms-key-id"), where=url.text),
     )
 
 
@@ -103,7 +103,7 @@ def _open(url: str, *, create: bool) -> Store:
             else f"unknown kind of store {parts.scheme or url!r}"
         )
         raise BadStoreUrl(what, where=url, remedy=_forms())
-    return scheme.open(_place(parts, scheme, url))
+    return scheme.open(_parsed(parts, scheme, url))
 
 
 def scheme_of(name: str) -> Scheme | None:
@@ -116,7 +116,7 @@ def _forms() -> str:
     return f"use s3://bucket/prefix{others}, file:///dir or memory://name"
 
 
-def _place(parts: SplitResult, scheme: Scheme, url: str) -> Place:
+def _parsed(parts: SplitResult, scheme: Scheme, url: str) -> StoreUrl:
     if scheme.bucket.fullmatch(parts.netloc) is None:
         what = (
             f"{parts.netloc!r} cannot name a bucket"
@@ -124,7 +124,7 @@ def _place(parts: SplitResult, scheme: Scheme, url: str) -> Place:
             else f"{parts.scheme} URL without a bucket"
         )
         raise BadStoreUrl(what, where=url, remedy=scheme.form)
-    return Place(
+    return StoreUrl(
         scheme=parts.scheme,
         bucket=parts.netloc,
         prefix=check_prefix(unquote(parts.path).strip("/")),

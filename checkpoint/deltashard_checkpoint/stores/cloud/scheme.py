@@ -7,24 +7,24 @@ import re
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.cloud.account import AzureAccount, GoogleAccount
 from deltashard_checkpoint.stores.cloud.store import CloudStore
-from deltashard_checkpoint.stores.scheme import Place, Scheme
+from deltashard_checkpoint.stores.scheme import Scheme, StoreUrl
 
 _ANY = re.compile(".+")
 
 
-def _google(place: Place) -> Store:
-    account = GoogleAccount(place.bucket, endpoint=place.options.get("endpoint"), where=place.url)
-    return CloudStore(account, url=place.url, prefix=place.prefix)
+def _google(url: StoreUrl) -> Store:
+    account = GoogleAccount(url.bucket, endpoint=url.options.get("endpoint"), where=url.bare)
+    return CloudStore(account, url=url.bare, prefix=url.prefix)
 
 
-def _azure(place: Place) -> Store:
+def _azure(url: StoreUrl) -> Store:
     account = AzureAccount(
-        place.bucket,
-        account=place.options.get("account"),
-        endpoint=place.options.get("endpoint"),
-        where=place.url,
+        url.bucket,
+        account=url.options.get("account"),
+        endpoint=url.options.get("endpoint"),
+        where=url.bare,
     )
-    return CloudStore(account, url=place.url, prefix=place.prefix)
+    return CloudStore(account, url=url.bare, prefix=url.prefix)
 
 
 GOOGLE = Scheme(
