@@ -71,12 +71,6 @@ class PackCache:
         with self._changed:
             return self._used_bytes
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that cannot be evicted now."""
-        with self._changed:
-            return sum(entry.bytes for entry in self._entries.values() if entry.pins)
-
     def create(
         self,
         key: str,

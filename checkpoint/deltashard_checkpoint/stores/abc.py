@@ -120,12 +120,6 @@ class Store(ABC):
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
         """Fill `out` with the object's bytes [offset, offset + len(out)); a short object raises `CorruptObject`."""
 
-    def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes from `offset`; same errors as `get_into`."""
-        out = bytearray(length)
-        self.get_into(key, offset, memoryview(out))
-        return bytes(out)
-
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
         """Size and Last-Modified; raises `ObjectNotFound`."""

@@ -70,11 +70,9 @@ class FileStore(Store):
             )
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         self._write(key, data, create_only=False)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         self._write(key, data, create_only=True)
 
     def _write(self, key: str, data: Buffer, *, create_only: bool) -> None:
@@ -138,7 +136,6 @@ class FileStore(Store):
             ) from error
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         try:
             with self._path(key).open("rb") as file:
                 check_size(os.fstat(file.fileno()).st_size, where=f"{self.url}/{key}")
@@ -147,7 +144,6 @@ class FileStore(Store):
             raise self._translated(error, key) from error
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Store.get_into`."""
         view = out.cast("B")
         done = 0
         try:
@@ -164,7 +160,6 @@ class FileStore(Store):
             raise self._translated(error, key) from error
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         path = self._path(key)
         try:
             status = path.stat()
@@ -175,7 +170,6 @@ class FileStore(Store):
         return ObjectInfo(key=key, size_bytes=status.st_size, modified_at_s=status.st_mtime)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         check_prefix(prefix)
         if not self.root.is_dir():
             raise BucketMissing(

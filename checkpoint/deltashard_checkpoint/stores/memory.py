@@ -37,18 +37,10 @@ class MemoryStore(Store):
                 _named[name] = cls(url=f"memory://{name}")
             return _named[name]
 
-    @staticmethod
-    def forget(name: str) -> None:
-        """Drop the process's store of this name (tests)."""
-        with _named_lock:
-            _named.pop(name, None)
-
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         self._put(check_key(key), bytes(data), create_only=False)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         self._put(check_key(key), bytes(data), create_only=True)
 
     def _put(self, key: str, data: bytes, *, create_only: bool) -> None:
@@ -61,11 +53,9 @@ class MemoryStore(Store):
             self._objects[key] = (data, self.clock())
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         return self._object(key)[0]
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Store.get_into`."""
         view = out.cast("B")
         data = self._object(key)[0][offset : offset + len(view)]
         view[: len(data)] = data
@@ -76,7 +66,6 @@ class MemoryStore(Store):
             )
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         data, modified_at_s = self._object(key)
         return ObjectInfo(key=key, size_bytes=len(data), modified_at_s=modified_at_s)
 
@@ -94,14 +83,12 @@ class MemoryStore(Store):
         return iter(found)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`."""
         for key in keys:
             with self._lock:
                 if self._objects.pop(check_key(key), None) is not None:
                     del self._keys[bisect_left(self._keys, key)]
 
     def now_s(self) -> float:
-        """See `Store.now_s`."""
         return self.clock()
 
     def _object(self, key: str) -> tuple[bytes, float]:

@@ -107,7 +107,6 @@ class RetryingStore(Store):
         """The silence that reads needed lately."""
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         size_bytes = memoryview(data).nbytes
         self._call("put", key, size_bytes, lambda: self.inner.put(key, data))
 
@@ -117,15 +116,12 @@ class RetryingStore(Store):
         self._call("put_if_absent", key, size_bytes, lambda: self.inner.put_if_absent(key, data), attempts=1)
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         return self._call("get", key, 0, self._patient(lambda: self.inner.get(key)), sized=len)
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Store.get_into`."""
         self._call("get_into", key, out.nbytes, self._patient(lambda: self.inner.get_into(key, offset, out)))
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         return self._call("head", key, 0, lambda: self.inner.head(key))
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
@@ -135,21 +131,17 @@ class RetryingStore(Store):
             yield found
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`."""
         left = iter(keys)
         while some := tuple(islice(left, DELETE_BATCH)):
             self._call("delete", some[0], 0, partial(self.inner.delete, some))
 
     def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:
-        """See `Store.sweep`."""
         return self._call("delete", prefix, 0, lambda: self.inner.sweep(prefix, quiet_s=quiet_s))
 
     def now_s(self) -> float:
-        """See `Store.now_s`."""
         return self._call("now", "", 0, self.inner.now_s)
 
     def close(self) -> None:
-        """See `Store.close`."""
         self.inner.close()
 
     def _patient(self, read: Callable[[], Result]) -> Callable[[], Result]:

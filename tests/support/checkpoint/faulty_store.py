@@ -122,11 +122,9 @@ class FaultyStore(Store):
     # -- the store ----------------------------------------------------------------------------------------------
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         self._write("put", key, data, self.inner.put)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         self._write("put_if_absent", key, data, self.inner.put_if_absent)
 
     def _write(self, operation: str, key: str, data: Buffer, write: Callable[[str, Buffer], None]) -> None:
@@ -148,7 +146,6 @@ class FaultyStore(Store):
         write(key, data)
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         fault = self._meet("get", key)
         data = self.inner.get(key)
         if fault is Fault.TRUNCATED:
@@ -160,7 +157,6 @@ class FaultyStore(Store):
         return data
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Store.get_into`."""
         fault = self._meet("get_into", key)
         view = out.cast("B")
         if fault is Fault.TRUNCATED:
@@ -171,12 +167,10 @@ class FaultyStore(Store):
             self._flip(view)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         self._meet("head", key)
         return self.inner.head(key)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         fault = self._meet("list", prefix)
         found = self.inner.list(prefix, start_after=start_after)
         return self._cut_short(prefix, list(found)) if fault is Fault.TRUNCATED else found
@@ -187,7 +181,6 @@ class FaultyStore(Store):
         raise StoreUnavailable("injected: listing broke off", where=prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`."""
         some = list(keys)
         fault = self._meet("delete", some[0] if some else "")
         self.inner.delete(some)
@@ -195,12 +188,10 @@ class FaultyStore(Store):
             raise StoreUnavailable("injected: acknowledgement lost", where=some[0] if some else "")
 
     def now_s(self) -> float:
-        """See `Store.now_s`."""
         self._meet("now", "")
         return self.inner.now_s()
 
     def close(self) -> None:
-        """See `Store.close`."""
         self.inner.close()
 
     # -- choosing -----------------------------------------------------------------------------------------------

@@ -70,11 +70,9 @@ class CloudStore(Store):
             proxy_of(account.endpoint)
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         self._attempt(key, lambda: self._put(key, data, create_only=False), writes=True)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         self._attempt(key, lambda: self._put(key, data, create_only=True), writes=True)
 
     async def _put(self, key: str, data: Buffer, *, create_only: bool) -> None:
@@ -96,7 +94,6 @@ class CloudStore(Store):
             await returned(view, where)
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         return self._attempt(key, lambda: self._get(key))
 
     async def _get(self, key: str) -> bytes:
@@ -111,7 +108,6 @@ class CloudStore(Store):
         return bytes(out)
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Store.get_into`."""
         view = out.cast("B")
         if len(view) == 0:
             if self.head(key).size_bytes < offset:
@@ -304,7 +300,6 @@ class CloudStore(Store):
         return parsedate_to_datetime(date).timestamp()
 
     def close(self) -> None:
-        """See `Store.close`."""
         self._waiter.close()
 
     def _name(self, key: str) -> str:

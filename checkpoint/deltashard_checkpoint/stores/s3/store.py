@@ -124,11 +124,9 @@ class S3Store(Store):
             self._client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         self._attempt(key, lambda: self._put(key, memoryview(data).cast("B"), create_only=False))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         self._attempt(key, lambda: self._put(key, memoryview(data).cast("B"), create_only=True))
 
     def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
@@ -185,7 +183,6 @@ class S3Store(Store):
         }
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         return self._attempt(key, lambda: self._get(key))
 
     def _get(self, key: str) -> bytes:
@@ -205,7 +202,6 @@ class S3Store(Store):
         return bytes(out)
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Store.get_into`."""
         view = out.cast("B")
         if len(view) == 0:
             if self.head(key).size_bytes < offset:
@@ -329,7 +325,6 @@ class S3Store(Store):
         return self._attempt("", attempt, is_key=False)
 
     def close(self) -> None:
-        """See `Store.close`."""
         self._connections.clear()
 
     def _name(self, key: str) -> str:

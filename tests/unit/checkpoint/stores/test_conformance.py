@@ -11,7 +11,6 @@ from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.support.checkpoint.faulty_store import FaultyStore
 from tests.support.checkpoint.store_conformance import StoreTests
 
 
@@ -38,11 +37,3 @@ class TestOpenedFileStore(StoreTests):
     def store(self, tmp_path: Path) -> Iterator[Store]:
         with open_store(f"file://{tmp_path}/store") as store:
             yield store
-
-
-class TestFaultlessFaultyStore(StoreTests):
-    """A faulty store without faults is a store."""
-
-    @pytest.fixture
-    def store(self) -> Store:
-        return FaultyStore(MemoryStore())

@@ -10,7 +10,6 @@ from deltashard_checkpoint.stores.abc import BucketMissing
 from deltashard_checkpoint.stores.cloud.store import CloudStore
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.key_rule import BadKey
-from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.s3.store import S3Store
 from deltashard_checkpoint.stores.scheme import BadStoreUrl
 from deltashard_checkpoint.stores.url import local_path, open_store
@@ -21,8 +20,6 @@ def test_a_memory_store_is_one_per_name() -> None:
     open_store("memory://one").put("a", b"x")
     assert open_store("memory://one").get("a") == b"x"
     assert list(open_store("memory://two").list("")) == []
-    MemoryStore.forget("one")
-    assert list(open_store("memory://one").list("")) == []
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
