@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import recovery
-from deltashard_checkpoint.deciding import simulation
+import simulation
 from deltashard_checkpoint.deciding.interval import pls_interval_s, young
 
 MINUTE, HOUR = 60.0, 3600.0
@@ -346,8 +346,8 @@ of what follows:""",
 ([how fast it is](speed.md)), full recovery's formula gives {quick:.2f} % under the same failures, all but
 {quick - recovering:.2f} of it load and reschedule, which partial recovery has, too: there is little left for it to
 gain.""",
-        f"""**The simulator.** `deciding/simulation.py` draws gaps between failures. Against the exact renewal forms, by
-{exact["failures"]:,} failures each; the paper's formula is their first order, and low by
+        f"""**The simulator.** `bench/papers/simulation.py` draws gaps between failures. Against the exact renewal
+forms, by {exact["failures"]:,} failures each; the paper's formula is their first order, and low by
 {exact["exact"] - exact["first_order"]:.2f} points in its own case:""",
         table(
             ["recovery", "save every", "drawn", "exact", "first order"],

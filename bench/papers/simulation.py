@@ -11,8 +11,8 @@ where d >= c are the seconds from trigger to durable (d = c: a save is durable w
 recovery** loses no time but R: (1 + c/T) (1 + R/M) - 1; what it loses are samples of one shard of N, as CPR (MLSys'21)
 counts them: PLS += (trained since the last save) / (total N), so E[PLS] = T / (2 M N).
 
-The same is drawn here from any gaps: exponential, Gamma, Weibull, or those of a trace. Whoever calls brings the random
-generator, so the same seed gives the same figures.
+The same is drawn here from any gaps: exponential, Gamma or Weibull. The caller brings the random generator, so the
+same seed gives the same figures.
 """
 
 from __future__ import annotations
@@ -84,11 +84,6 @@ def weibull_gaps(generator: np.random.Generator, mean_s: float, shape: float, co
     return generator.weibull(shape, count) * (mean_s / math.gamma(1 + 1 / shape))
 
 
-def trace_gaps(generator: np.random.Generator, seen: Gaps, mean_s: float, count: int) -> Gaps:
-    """Gaps of a trace, drawn with replacement and scaled to a mean; `seen` has one at least, and they are positive."""
-    return generator.choice(seen, count) * (mean_s / float(np.mean(seen)))
-
-
 def full_recovery(run: Run, gaps: Gaps) -> Estimate:
     """Overhead of full recovery over these gaps; infinite where no checkpoint was ever reached."""
     reached = np.floor(np.maximum(gaps - run.lag_s, 0.0) / (run.interval_s + run.save_s))
@@ -98,13 +93,6 @@ def full_recovery(run: Run, gaps: Gaps) -> Estimate:
 def partial_recovery(run: Run, gaps: Gaps) -> Estimate:
     """Overhead of partial recovery over these gaps: all that is trained counts, at the pace that saves leave."""
     return _ratio(gaps + run.recover_s, gaps * (run.interval_s / (run.interval_s + run.save_s)))
-
-
-def lost_work(run: Run, gaps: Gaps) -> Estimate:
-    """Trained seconds that a failure costs under full recovery: the mean of these gaps."""
-    reached = np.floor(np.maximum(gaps - run.lag_s, 0.0) / (run.interval_s + run.save_s))
-    lost = gaps - reached * (run.interval_s + run.save_s)
-    return _mean(lost)
 
 
 def portions_lost(
