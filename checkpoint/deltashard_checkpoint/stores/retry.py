@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from deltashard_checkpoint.backoff import Backoff, chance
 from deltashard_checkpoint.stores.abc import (
@@ -63,24 +63,14 @@ class RetryPolicy:
         return self.deadline_s + size_bytes / self.slowest_bytes_per_s
 
 
-class StoreObserver(Protocol):
-    """Where metrics and logs hang on: called once per try and once per call, never to raise."""
+class StoreObserver:
+    """Where metrics and logs hang on: called once per try and once per call, never to raise. This one does nothing."""
 
     def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:
         """One try of `operation` (put, put_if_absent, get, get_into, head, list, delete, now) took `seconds`."""
 
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         """The whole call, tries and waits together; `size_bytes` moved when `error` is None."""
-
-
-class SilentObserver:
-    """Observes nothing."""
-
-    def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:
-        """See `StoreObserver.attempted`."""
-
-    def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
-        """See `StoreObserver.finished`."""
 
 
 class RetryingStore(Store):
@@ -99,7 +89,7 @@ class RetryingStore(Store):
         self.inner = inner
         self.url = inner.url
         self.policy = policy or RetryPolicy()
-        self.observer: StoreObserver = observer or SilentObserver()
+        self.observer = observer or StoreObserver()
         self._clock = clock
         self._sleep = sleep
         self._uniform = uniform

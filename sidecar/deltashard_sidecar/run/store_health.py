@@ -1,6 +1,6 @@
 """Whether the store answers, from the calls that are made on it anyway: no probe of its own.
 
-Every try of every call comes by here (`stores.retries.StoreObserver`). An answer that is about an object (there, not
+Every try of every call comes by here (`stores.retry.StoreObserver`). An answer that is about an object (there, not
 there, taken) means the store is well. A refusal that waiting will not mend by itself (bucket missing, quota full, keys
 denied, a clock that is off) counts at once; an unreachable store counts once several tries in a row failed over some
 seconds, since single ones are retried and forgotten. Each cause is one incident, with the refusal's own sentence.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
+from deltashard_checkpoint.stores.retry import StoreObserver
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
@@ -51,7 +52,7 @@ def cause_of(error: Exception | None) -> Cause | None:
     return known or (Cause.REFUSED if isinstance(error, UserError) else None)
 
 
-class StoreHealth:
+class StoreHealth(StoreObserver):
     """The observer of one store. Thread-safe."""
 
     def __init__(
@@ -84,8 +85,7 @@ class StoreHealth:
         """Whether there are credentials at all."""
         return Cause.MISSING not in self._causes.values()
 
-    def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:  # noqa: ARG002 - protocol
-        """See `StoreObserver.attempted`."""
+    def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:  # noqa: ARG002 - the observer's
         cause, kind = cause_of(error), KINDS.get(operation, operation)
         if cause is None:
             if (self._causes or self._failures) and (error is None or isinstance(error, _ANSWERS)):
@@ -122,7 +122,6 @@ class StoreHealth:
         )
 
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
-        """See `StoreObserver.finished`."""
         if self._measured is not None and error is None:
             self._measured.called(operation, seconds, size_bytes)
 

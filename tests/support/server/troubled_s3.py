@@ -102,7 +102,7 @@ class TroubledS3:
         self._numbers: Counter[str] = Counter()
         self._flipped: set[str] = set()
         self._late: list[Callable[[], object]] = []
-        self._hung = self._released = 0
+        self._released = 0
         self._closed = False
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.proxy = self
@@ -142,11 +142,6 @@ class TroubledS3:
             self._released += 1
             self._lock.notify_all()
 
-    def wait_hung(self, timeout_s: float = 60.0) -> bool:
-        """Wait until a request hangs."""
-        with self._lock:
-            return self._lock.wait_for(lambda: self._hung > 0, timeout_s)
-
     def seen(self, kind: str, key: str, query: Mapping[str, Sequence[str]]) -> tuple[Request, Trouble | None]:
         """Number a request and choose its trouble; a late one may arrive before it."""
         with self._lock:
@@ -176,8 +171,6 @@ class TroubledS3:
         """Until others have gone by, `release` or the end; it is no test's business how long that takes."""
         with self._lock:
             seen, released = len(self.requests), self._released
-            self._hung += 1
-            self._lock.notify_all()
 
             def over() -> bool:
                 if self._closed or self._released > released:
@@ -185,7 +178,6 @@ class TroubledS3:
                 return self._hung_for is not None and len(self.requests) - seen >= self._hung_for
 
             self._lock.wait_for(over, None if self._hung_for is None else 2.0)
-            self._hung -= 1
 
     def put_off(self, arrive: Callable[[], object]) -> None:
         with self._lock:

@@ -33,6 +33,8 @@ from deltashard_checkpoint.stores.transport import ca_bundle, proxy_of, shown
 
 SLICE_BYTES = 1024 * 1024
 _SHORTEST_S = 0.01
+_CONNECT_S = 5.0
+_CONNECTIONS = 32
 _UPLOADS = frozenset({"PUT", "POST"})
 
 
@@ -72,10 +74,10 @@ _POOLS = {"http": _Pool, "https": _SecurePool}
 class Connections(urllib3.PoolManager):
     """A connection pool that obeys `deadline` and remembers, per thread, when the store says it is."""
 
-    def __init__(self, *, connect_timeout_s: float, silence_timeout_s: float, connections: int) -> None:
+    def __init__(self, silence_timeout_s: float) -> None:
         bundle = ca_bundle()
         self._kept: dict[str, Any] = {
-            "maxsize": connections,
+            "maxsize": _CONNECTIONS,
             "cert_reqs": "CERT_REQUIRED",
             "ca_certs": str(bundle[1]) if bundle else certifi.where(),
         }
@@ -83,7 +85,6 @@ class Connections(urllib3.PoolManager):
         self.pool_classes_by_scheme = _POOLS
         self._proxied: dict[str, urllib3.ProxyManager] = {}
         self._proxied_lock = threading.Lock()
-        self._connect_timeout_s = connect_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._seen = threading.local()
 
@@ -92,7 +93,7 @@ class Connections(urllib3.PoolManager):
         check_deadline(url.partition("?")[0])
         left_s = max(_SHORTEST_S, remaining_s())
         kw["timeout"] = urllib3.Timeout(
-            connect=min(self._connect_timeout_s, left_s),
+            connect=min(_CONNECT_S, left_s),
             read=max(_SHORTEST_S, silence_s(self._silence_timeout_s)),
         )
         kw["retries"] = False

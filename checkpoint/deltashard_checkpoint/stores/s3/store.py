@@ -72,9 +72,7 @@ class S3Store(Store):
         region: str | None = None,
         addressing: str = "auto",
         encryption: Encryption | None = None,
-        connect_timeout_s: float = 5.0,
         silence_timeout_s: float = SILENCE_S,
-        connections: int = 32,
     ) -> None:
         """`addressing`: the bucket in the path, in the host's name (virtual), or as suits the endpoint (auto)."""
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
@@ -86,9 +84,7 @@ class S3Store(Store):
         region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         parts = checked_endpoint(endpoint)
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
-        self._connections = Connections(
-            connect_timeout_s=connect_timeout_s, silence_timeout_s=silence_timeout_s, connections=connections
-        )
+        self._connections = Connections(silence_timeout_s)
         self._credentials = StandardProvider(http=self._connections, region=region)
         if region is None and not (parts.hostname or "").endswith("amazonaws.com"):
             region = "us-east-1"
