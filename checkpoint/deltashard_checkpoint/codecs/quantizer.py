@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from deltashard_checkpoint.codecs import kernel_choice
 from deltashard_checkpoint.codecs.encoding import EncodingError, dtype_name, raw_encoding, section_bytes
+from deltashard_checkpoint.codecs.numpy_kernel import bfloat_bits
 from deltashard_checkpoint.codecs.side_list import exception_bytes, write_exceptions
 from deltashard_checkpoint.vocabulary import Encoding
 
@@ -183,12 +184,7 @@ def narrowed(values: Array, name: str) -> Array:
     """float32 or float64 `values` in dtype `name` (bfloat16 as uint16), rounded to nearest even, overflow to Inf."""
     if name == "bfloat16":
         with np.errstate(over="ignore"):
-            bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-        return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), quiet, rounded).astype(
-            np.uint16
-        )
+            return bfloat_bits(np.ascontiguousarray(values, np.float32))
     with np.errstate(over="ignore"):
         return values.astype(name, copy=False)
 
