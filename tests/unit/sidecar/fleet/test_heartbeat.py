@@ -58,7 +58,6 @@ def test_measured_numbers_are_no_news_and_decisions_are() -> None:
     """A mean that moves with every save is told with the next heartbeat; another interval, bound or goal at once."""
     held = {
         "subject": "interval",
-        "mode": "apply",
         "goal": "auto",
         "value": "every 60 s",
         "would": "every 60 s",
@@ -75,7 +74,12 @@ def test_measured_numbers_are_no_news_and_decisions_are() -> None:
         "not below 4 s",
     )
     assert not pace.due(beat, 110.0)
-    for name, value in (("would", "every 90 s"), ("mode", "off"), ("bound", ""), ("unreachable", "too dear")):
+    for name, value in (
+        ("would", "every 90 s"),
+        ("goal", "fixed"),
+        ("bound", ""),
+        ("unreachable", "too dear"),
+    ):
         changed = fleet.Heartbeat()
         changed.CopyFrom(beat)
         setattr(changed.decisions[0], name, value)
