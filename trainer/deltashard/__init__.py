@@ -40,7 +40,7 @@ from deltashard.errors import DeltashardError, FencedError, SaveFailed
 from deltashard.loader.resumable_sampler import ResumableSampler
 from deltashard.partial.recovery import PartialRecovery as _PartialRecovery
 from deltashard.restore import recovery_plan as _recovery_plan
-from deltashard.restore.restore import Restored
+from deltashard.restore.request import Restored
 from deltashard.save.handle import Commit, SaveHandle, Stats
 from deltashard.sharded import extension as _extension  # noqa: F401 - tracking asks it about TorchRec's modules
 from deltashard.state.discovery import TableSettings

@@ -31,7 +31,7 @@ from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import UserError
 from deltashard.loader.loader_access import Skip
 from deltashard.loader.registry import OnChange
-from deltashard.restore.restore import Restored, RestoreRequest
+from deltashard.restore.request import Restored, RestoreRequest
 from deltashard.save.handle import SaveHandle, Stats
 from deltashard.tracking.tracking import TrackingSettings
 from deltashard.wiring import LEAVE_S, Wiring

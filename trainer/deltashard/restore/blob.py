@@ -78,7 +78,6 @@ class Blobs:
 
     @property
     def world_size(self) -> int:
-        """Of the group that saved."""
         return int(self.meta.get("world_size", 1))
 
     def loaders_at(self, rank: int, world_size: int) -> ResumePositions:
@@ -249,7 +248,6 @@ class Blobs:
         return notes
 
     def apply_tensors(self, tracking: Tracking, *, strict: bool) -> None:
-        """Parameters and buffers in place."""
         live = tracking.dense()
         for name, value in self._saved(tracking).items():
             target = live.get(name)
@@ -297,7 +295,6 @@ def _fits(stored: Tensor, live: Tensor) -> bool:
 
 
 def _place_of(source: str) -> str:
-    """An entry of `state=`, or a module that says its own state, in words."""
     if source.startswith(managed_collision.COLLISIONS):
         return f"the history of ids of module {source.removeprefix(managed_collision.COLLISIONS)}"
     if source.startswith(contract.MODULE):

@@ -113,7 +113,6 @@ class Contents:
 
 
 def differing(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Shards whose recorded sum was not found again."""
     return sorted(key for key, value in recorded.items() if found.get(key) != value)
 
 

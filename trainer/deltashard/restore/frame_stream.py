@@ -172,7 +172,6 @@ class Arrivals:
         self.rounded: dict[str, str] = {}
 
     def take(self, frame: memoryview, filled: pb.RestoreReply.Filled) -> None:
-        """Apply one frame."""
         if not filled.HasField("table"):
             self._dense.apply(frame)
             return
@@ -201,7 +200,6 @@ class Arrivals:
         return self._applier.narrowed
 
     def finish(self, plan: pb.RestoreReply.Plan) -> Blobs:
-        """Everything was sent: insist that nothing lacks."""
         blobs = self._begin_rows() if self._blobs is None else self._blobs
         targets = self._targets
         self._applier.finish(initial=[] if targets.strict else [box_of(box) for box in plan.initial])

@@ -7,7 +7,7 @@ which says what it did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,7 +135,6 @@ class ModelTargets:
 
     @property
     def boxes(self) -> list[Box]:
-        """What of the tables is wanted."""
         return [_box(table, held) for table, held in self._tables]
 
     def place(self, strangers: Collection[int]) -> None:
@@ -176,6 +175,15 @@ class ModelTargets:
             for placed in self.placed:
                 for staging, live in placed.copies:
                     live.copy_(staging.view(live.shape))
+
+    def mark(self, tracking: Tracking) -> None:
+        """Mark rows that came from deltas, for the next cut's baseline, and newer ones, which no commit holds."""
+        for placed in self.placed:
+            tracking.reseed(placed.table, torch.from_numpy(np.flatnonzero(placed.from_deltas)))
+        for placed in self.placed:
+            if len(ids := np.flatnonzero(placed.newer)):
+                marks = placed.table.marks
+                marks.mark(torch.from_numpy(ids).to(marks.flags.device))
 
     @property
     def complete(self) -> bool:
@@ -230,17 +238,3 @@ class ModelTargets:
         staging = torch.empty(part.shape, dtype=part.dtype, device="cpu")
         copies.append((staging, part))
         return array_of(staging)
-
-
-def delta_rows(placed: Sequence[_Placed]) -> Iterator[tuple[TrackedTable, Tensor]]:
-    """(shard, int64 ids within it that came from delta frames), for re-seeding marks."""
-    for each in placed:
-        yield each.table, torch.from_numpy(np.flatnonzero(each.from_deltas))
-
-
-def newer_rows(placed: Sequence[_Placed]) -> Iterator[tuple[TrackedTable, Tensor]]:
-    """(shard, int64 ids within it that are newer than the checkpoint), which no commit holds."""
-    for each in placed:
-        ids = np.flatnonzero(each.newer)
-        if len(ids):
-            yield each.table, torch.from_numpy(ids)

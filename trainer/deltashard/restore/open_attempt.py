@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
@@ -136,14 +136,7 @@ class AttemptOpener:
         return Assembly(self._rank, self._program, facts, None if link is None else link.reply)
 
     def open(
-        self,
-        *,
-        which: str,
-        from_run: str | None,
-        exclude: Sequence[int],
-        takeover: bool,
-        retry: Retry,
-        assembly: Assembly | None = None,
+        self, wanted: pb.OpenRequest, retry: Retry, assembly: Assembly | None
     ) -> tuple[Link, pb.OpenReply]:
         """Ask for an attempt, of one sidecar after the other; the link that knows of it, and the reply.
 
@@ -155,13 +148,8 @@ class AttemptOpener:
                 try:
                     with retry.noting():
                         link = self.link(retry)
-                        request = pb.OpenRequest(
-                            session=link.session,
-                            which=which,
-                            from_run=from_run or "",
-                            exclude_seqs=exclude,
-                            takeover=takeover,
-                        )
+                        request = pb.OpenRequest(session=link.session)
+                        request.MergeFrom(wanted)
                         request.MergeFrom(together)
                         self._asked = request
                         return link.open(request)
@@ -177,7 +165,7 @@ class AttemptOpener:
             with assembly.telling("received" if reply.HasField("resume_seq") else "restored"):
                 link = self._attach_with(reply, retry)
         if reply.log_damage:
-            log.warning("run %r: %s", from_run or self._attachment.run, reply.log_damage)
+            log.warning("run %r: %s", wanted.from_run or self._attachment.run, reply.log_damage)
             self._listener.emit(
                 "fell_back" if reply.fell_back else "log_damaged",
                 seq=reply.resume_seq if reply.HasField("resume_seq") else None,
@@ -233,14 +221,9 @@ class AttemptOpener:
     def open_unrestored(self) -> None:
         """The first `step()` of a program that never called `restore()`."""
         assembly = self.assemble(which="not called")
-        _, reply = self.open(
-            which="none" if self._fresh else "latest",
-            from_run=None,
-            exclude=(),
-            takeover=False,
-            retry=self.retry("the first step()", DEADLINE_S, SidecarUnavailable),
-            assembly=assembly,
-        )
+        retry = self.retry("the first step()", DEADLINE_S, SidecarUnavailable)
+        wanted = pb.OpenRequest(which="none" if self._fresh else "latest")
+        _, reply = self.open(wanted, retry, assembly)
         if reply.HasField("resume_seq"):
             raise NotRestored(
                 f"run {self._attachment.run!r} has checkpoints (the newest is of step {reply.step}), and restore() was "
