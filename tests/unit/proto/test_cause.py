@@ -105,7 +105,6 @@ class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]
 Failed.__abstractmethods__ = frozenset()
 
 
-@pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize(
     ("cause", "code", "details", "kind", "text"),
     [
@@ -120,12 +119,10 @@ Failed.__abstractmethods__ = frozenset()
         (Cause.ERROR, grpc.StatusCode.INTERNAL, "x", SidecarUnavailable, "INTERNAL: x [open]"),
     ],
 )  # fmt: skip
-def test_a_refused_call_is_the_same_error_from_an_older_sidecar(
-    older: bool, cause: Cause, code: grpc.StatusCode, details: str, kind: type, text: str
+def test_a_refused_call_is_the_error_of_its_cause(
+    cause: Cause, code: grpc.StatusCode, details: str, kind: type, text: str
 ) -> None:
-    """Which says its error class in the details and nothing in metadata."""
-    metadata = (("other", b""),) if older else to_metadata(cause)
-    error = translate(Failed(code, details, metadata), where="open")
+    error = translate(Failed(code, details, to_metadata(cause)), where="open")
     assert type(error) is kind
     assert str(error) == text
 

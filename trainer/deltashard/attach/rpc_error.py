@@ -43,25 +43,17 @@ _CALLERS = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.ALREADY_EXISTS,
 )
-_NAMED = {
-    "TakenOver": Cause.TAKEN_OVER,
-    "FencedError": Cause.FENCED,
-    "UnknownSession": Cause.LOST,
-    "Stopping": Cause.STOPPING,
-}
 
 
 def details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    """Status and message of a failed call."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     message = error.details() if isinstance(error, grpc.Call) else str(error)
     return code, message or ""
 
 
 def cause_of(error: grpc.RpcError) -> str:
-    """Why the sidecar refused a call. An older one says only its error class, in the details."""
-    said = from_metadata(error.trailing_metadata()) if isinstance(error, grpc.Call) else ""
-    return said or _NAMED.get(details(error)[1].split(":", 1)[0], "")
+    """Why the sidecar refused a call; empty: nobody answered."""
+    return from_metadata(error.trailing_metadata()) if isinstance(error, grpc.Call) else ""
 
 
 def translate(

@@ -84,7 +84,6 @@ class Link:
 
     @property
     def session(self) -> str:
-        """Session id for every later call."""
         return str(self.reply.session)
 
     def open(self, request: pb.OpenRequest, *, deadline_s: float = OPEN_DEADLINE_S) -> pb.OpenReply:
@@ -100,12 +99,6 @@ class Link:
         except ValueError as error:  # closed: the session thread has seen that the sidecar is gone
             raise SidecarGone(str(error), where="open attempt") from None
         except grpc.RpcError as error:
-            if details(error)[0] == grpc.StatusCode.RESOURCE_EXHAUSTED and size:
-                raise UserError(
-                    f"the sidecar takes no layout of {size} bytes: {details(error)[1]}",
-                    where="open attempt",
-                    remedy="it is of an older version than this library: update it",
-                ) from None
             # What the sidecar said is all in it: gRPC's own trace would only bury it.
             raise translate(error, where="open attempt", fallback=RestoreFailed) from None
         return reply
@@ -252,11 +245,9 @@ class Session:
 
     @property
     def away_s(self) -> float:
-        """For how many seconds there has been no link; 0: there is one."""
         return 0.0 if self.link is not None else time.monotonic() - self._away_since_s
 
     def post(self, event: Event) -> None:
-        """Queue an event for the training thread."""
         self.events.append(event)
         self._alert()
 
@@ -265,7 +256,6 @@ class Session:
         return self.events.popleft() if self.events else None
 
     def fence(self, error: FencedError) -> None:
-        """This attempt is over, for good."""
         if self.fenced is None:
             self.fenced = error
             self.post(FencedOff(error=error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from deltashard_proto.v1 import trainer_pb2_grpc
 
 from tests.support.fake_trainer import Model, Trainer, sidecar
 
-OLDER_BYTES = 64 << 20
-"""The limit of builds before this one."""
+LARGE_BYTES = 64 << 20
 
 
 def _layout(ranks: int, tables: int) -> Layout:
@@ -60,7 +58,7 @@ def _link(address: str) -> Iterator[Link]:
 def test_a_layout_of_more_than_64_mib_opens_an_attempt(tmp_path: Path) -> None:
     """2.1 million boxes, over a real sidecar: it is stored as it was sent."""
     layout = _layout(2100, 1000)
-    assert len(layout.data) > OLDER_BYTES
+    assert len(layout.data) > LARGE_BYTES
     url = (tmp_path / "store").as_uri()
     with sidecar(tmp_path, url, arena_bytes="64MiB") as process:
         trainer = Trainer(process.socket, Model(of_rank=0), rank=0, world_size=2100)
@@ -73,37 +71,7 @@ def test_a_layout_of_more_than_64_mib_opens_an_attempt(tmp_path: Path) -> None:
         assert store.get(f"run/{layout.key}") == layout.data
 
 
-class _Older(trainer_pb2_grpc.TrainerServicer):
-    def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenReply:
-        return pb.OpenReply(attempt=len(request.layout))
-
-
-@pytest.fixture
-def older(tmp_path: Path) -> Iterator[str]:
-    """The address of a server with an older sidecar's limits."""
-    with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool, options=(("grpc.max_receive_message_length", OLDER_BYTES),))
-        trainer_pb2_grpc.add_TrainerServicer_to_server(_Older(), server)
-        address = f"unix:{tmp_path}/older.sock"
-        server.add_insecure_port(address)
-        server.start()
-        yield address
-        server.stop(0).wait()
-
-
-def test_an_older_sidecar_takes_what_it_always_took_and_else_the_user_is_told_to_update_it(
-    older: str,
-) -> None:
-    """Also after it has refused one, on the same channel."""
-    with _link(older) as link:
-        with pytest.raises(UserError, match=f"takes no layout of {OLDER_BYTES} bytes") as raised:
-            link.open(pb.OpenRequest(layout=bytes(OLDER_BYTES)))
-        assert "older version" in raised.value.remedy
-        small = OLDER_BYTES - 100
-        assert link.open(pb.OpenRequest(layout=bytes(small))).attempt == small
-
-
-def test_what_no_sidecar_takes_is_not_sent(older: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_sidecar_takes_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "MAX_LAYOUT_BYTES", 99)
-    with _link(older) as link, pytest.raises(UserError, match="100 bytes, of 99 at most"):
+    with _link("unix:/nowhere") as link, pytest.raises(UserError, match="100 bytes, of 99 at most"):
         link.open(pb.OpenRequest(layout=bytes(100)))
