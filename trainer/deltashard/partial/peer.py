@@ -52,7 +52,6 @@ class Peers:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether there are ranks on other machines, or in other pods, that are heard of."""
         return self._beats is not None
 
     @property
@@ -67,7 +66,6 @@ class Peers:
         return self.elsewhere and (isinstance(error, DistError) or "gloo/transport/" in str(error))
 
     def leave(self) -> None:
-        """This rank leaves in order."""
         if self._runtime is not None:
             with contextlib.suppress(OSError):  # the runtime directory was wiped
                 _left_of(trainer_lock(self._runtime, self._local)).touch()
@@ -99,7 +97,6 @@ class _Beats:
         return self._dead
 
     def close(self, *, leaving: bool = False) -> None:
-        """Beat no more."""
         self._leaving |= leaving
         self._stop.set()
         self._thread.join(timeout=BEAT_S)

@@ -31,16 +31,17 @@ from deltashard.attach.launcher import ChildLauncher, staged_in_pod
 from deltashard.attach.term_signal import TermHandler
 from deltashard.errors import RunWentOn
 from deltashard.partial import staged_part
-from deltashard.partial.ground import Ground
-from deltashard.partial.parcel import Donor, Parcel, packed
+from deltashard.partial.hang_watchdog import HangWatchdog
 from deltashard.partial.peer import Peers
 from deltashard.partial.position import moved_on
+from deltashard.partial.recovery_context import RecoveryContext
+from deltashard.partial.remote_part import Donor, RemoteStagedPart, packed
 from deltashard.partial.rule import Situation, Staged, Terms, Verdict, Word, judge
-from deltashard.partial.sentinel import Sentinel
 from deltashard.partial.staged_part import StagedPart
 from deltashard.partial.stager import Stager
 from deltashard.program import Program
-from deltashard.restore.recovery_plan import Gathering, PlanContext, RecoveryPlan
+from deltashard.restore.assembly import Assembly
+from deltashard.restore.recovery_plan import PlanContext, RecoveryPlan
 from deltashard.state.value import decode_value, encode_value
 from deltashard.tracking.cut_base import CutBase
 
@@ -52,13 +53,13 @@ _DONOR = "donor"
 class PartialRecovery(RecoveryPlan):
     """Of one Checkpointer among several ranks; where recovery is full, it only ends ranks in a dead collective."""
 
-    def __init__(self, context: PlanContext) -> None:
-        config, url, run = context.config, context.member.attachment.url, context.member.attachment.run
-        child = context.launcher if isinstance(context.launcher, ChildLauncher) else None
-        self._loop = context.loop
-        self._program = context.loop.program
-        self._rank = context.member.rank
-        self._ground = Ground(
+    def __init__(self, made_for: PlanContext) -> None:
+        config, url, run = made_for.config, made_for.member.attachment.url, made_for.member.attachment.run
+        child = made_for.launcher if isinstance(made_for.launcher, ChildLauncher) else None
+        self._loop = made_for.loop
+        self._program = made_for.loop.program
+        self._rank = made_for.member.rank
+        self._context = RecoveryContext(
             Terms(pls_target=float(config.pls_target or 0), planned_steps=int(config.planned_steps or 0))
             if config.partial
             else None,
@@ -66,25 +67,25 @@ class PartialRecovery(RecoveryPlan):
             run=f"{url} {run}",
             home=staged_in_pod(url, run) if child is None else child.staged,
         )
-        self.terms = str(self._ground.terms or "full")
-        self.pls_target = self._ground.pls_target
+        self.terms = str(self._context.terms or "full")
+        self.pls_target = self._context.pls_target
         # In a pod there is nobody else to ask, and what a rank would stage for partial recovery alone.
         heard = not self._rank.alone and (child is not None or self.pls_target > 0)
         self._peers = Peers(None if child is None else child.runtime, self._rank.local) if heard else None
         self._strays: tuple[int, ...] = ()
         """Ranks that are elsewhere now, and have staged here."""
         self._stager: Stager | None = None
-        self._sentinel: Sentinel | None = None
-        if self._ground.off:
-            log.warning('recovery="partial" is full here: %s', self._ground.off)
+        self._watchdog: HangWatchdog | None = None
+        if self._context.off:
+            log.warning('recovery="partial" is full here: %s', self._context.off)
 
     @property
     def pls(self) -> float:
-        return self._ground.pls
+        return self._context.pls
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        return self._ground.metadata
+        return self._context.metadata
 
     @property
     def dead(self) -> bool:
@@ -99,31 +100,31 @@ class PartialRecovery(RecoveryPlan):
         if self._peers is None:
             return
         self._stager = Stager(
-            self._ground, self._program, base, clock=self._loop.clock, peers=self._peers, blobs=blobs
+            self._context, self._program, base, clock=self._loop.clock, peers=self._peers, blobs=blobs
         )
         if term is not None:
-            self._sentinel = Sentinel(term, dead=lambda: self.dead, stage=self._stager.stage)
+            self._watchdog = HangWatchdog(term, dead=lambda: self.dead, stage=self._stager.stage)
 
     def resumed(self, metadata: Mapping[str, str]) -> None:
-        self._ground.resumed(metadata)
+        self._context.resumed(metadata)
 
-    def agree(self, ranks: Gathering, reply: pb.OpenReply, *, unusual: str) -> PartialRestorePlan | None:
-        ground = self._ground
-        if ground.terms is None:
+    def agree(self, ranks: Assembly, reply: pb.OpenReply, *, unusual: str) -> PartialRestorePlan | None:
+        context = self._context
+        if context.terms is None:
             return None
-        mine, why = (None, "") if ground.off else staged_part.look(ground.home, ground.rank)
+        mine, why = (None, "") if context.off else staged_part.look(context.home, context.rank)
         if mine is not None and mine.index.boxes != tuple(t.box for t in self._program.tracking.tables):
             why = "its boxes are not those of this rank"
         word = Word(
             staged=None if mine is None else mine.staged,
             unusable=why,
-            off=ground.off,
-            place=ground.place,
+            off=context.off,
+            place=context.place,
             carried_bytes=0 if mine is None else mine.carried_bytes(self._replicated),
-            strays=() if ground.off or mine is not None else staged_part.others(ground.home, ground.rank),
+            strays=() if context.off or mine is not None else staged_part.others(context.home, context.rank),
             rows=self._rows(),
         )
-        terms = ground.terms
+        terms = context.terms
         told = ranks.settle(
             "recovery",
             _text(word),
@@ -132,9 +133,9 @@ class PartialRecovery(RecoveryPlan):
             ),
         )
         said = _verdict(told)
-        if not ground.off:
+        if not context.off:
             self._strays = tuple(
-                set(staged_part.others(ground.home, ground.rank)) & set(said.elsewhere(ground.rank))
+                set(staged_part.others(context.home, context.rank)) & set(said.elsewhere(context.rank))
             )
         return self._taken(said, mine, ranks)
 
@@ -143,15 +144,13 @@ class PartialRecovery(RecoveryPlan):
         """Tables that every rank has."""
         return frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
 
-    def _taken(
-        self, verdict: Verdict, mine: StagedPart | None, ranks: Gathering
-    ) -> PartialRestorePlan | None:
-        ground = self._ground
+    def _taken(self, verdict: Verdict, mine: StagedPart | None, ranks: Assembly) -> PartialRestorePlan | None:
+        context = self._context
         if not verdict.partial:
-            if ground.rank == 0:
+            if context.rank == 0:
                 log.warning("recovery is full, all ranks go back to the checkpoint: %s", verdict.why_full)
             return None
-        if ground.rank == 0:
+        if context.rank == 0:
             log.warning(
                 "recovery is PARTIAL, which is not exact: training goes on after step %d; rows are of steps %s, "
                 "ranks %s were lost; PLS %.3g, of the run %.3g",
@@ -166,19 +165,19 @@ class PartialRecovery(RecoveryPlan):
             donor = self._donor(verdict, mine, ranks)
         except (DeltashardError, OSError, ValueError) as error:
             log.warning("rank %d's staged part cannot be read any more: %s", verdict.donor, error)
-        return PartialRestorePlan(verdict, self._program, ground, mine=mine, donor=donor)
+        return PartialRestorePlan(verdict, self._program, context, mine=mine, donor=donor)
 
-    def _donor(self, verdict: Verdict, mine: StagedPart | None, ranks: Gathering) -> Donor | None:
+    def _donor(self, verdict: Verdict, mine: StagedPart | None, ranks: Assembly) -> Donor | None:
         """The donor's part, or what this rank is sent of it; None: the donor cannot send it."""
-        rank = self._ground.rank
+        rank = self._context.rank
         if verdict.donor == rank:
             if verdict.elsewhere(rank):
                 ranks.send(_DONOR, None if mine is None else packed(mine, self._replicated))
             return mine
         if rank in verdict.elsewhere(verdict.donor):
             data = ranks.receive(_DONOR)
-            return None if data is None else Parcel(data)
-        return StagedPart(staged_part.path_of(self._ground.home, verdict.donor))
+            return None if data is None else RemoteStagedPart(data)
+        return StagedPart(staged_part.path_of(self._context.home, verdict.donor))
 
     def _rows(self) -> float:
         found = 0.0
@@ -190,34 +189,34 @@ class PartialRecovery(RecoveryPlan):
         return found
 
     def _situation(self, reply: pb.OpenReply, unusual: str) -> Situation:
-        ground = self._ground
+        context = self._context
         if not unusual and reply.log_damage:
             unusual = "the log is damaged"
         if not unusual and reply.fell_back:
             unusual = "a newer checkpoint is not whole"
         return Situation(
-            run=ground.run,
-            world_size=ground.world_size,
+            run=context.run,
+            world_size=context.world_size,
             layout=reply.layout,
-            lineage=ground.lineage,
+            lineage=context.lineage,
             previous_attempt=reply.previous_attempt if reply.HasField("previous_attempt") else None,
             seq=reply.resume_seq,
             step=reply.step,
             attempt=reply.resume_attempt,
-            pls=ground.pls,
-            recoveries=ground.recoveries,
+            pls=context.pls,
+            recoveries=context.recoveries,
             rows=float(sum(rows for rows, _ in self._program.shapes.values())),
             unusual=unusual,
         )
 
     def begun(self, reply: pb.OpenReply, meeting: str) -> None:
         # All that was to be restored is: what was staged before is of no use any more.
-        ground = self._ground
-        if ground.terms is not None and not ground.off:
-            staged_part.discard(ground.home, ground.rank)
+        context = self._context
+        if context.terms is not None and not context.off:
+            staged_part.discard(context.home, context.rank)
             for rank in self._strays:
-                staged_part.discard(ground.home, rank)
-        ground.begin(reply.attempt, reply.layout, meeting)
+                staged_part.discard(context.home, rank)
+        context.begin(reply.attempt, reply.layout, meeting)
         if self._peers is not None:
             self._peers.meet()
             if self.pls_target:
@@ -231,8 +230,8 @@ class PartialRecovery(RecoveryPlan):
             self._peers.leave()
 
     def close(self) -> None:
-        if self._sentinel is not None:
-            self._sentinel.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._peers is not None:
             self._peers.close()
 
@@ -244,7 +243,7 @@ class PartialRestorePlan:
         self,
         verdict: Verdict,
         program: Program,
-        ground: Ground,
+        context: RecoveryContext,
         *,
         mine: StagedPart | None,
         donor: Donor | None,
@@ -252,8 +251,8 @@ class PartialRestorePlan:
         """`donor` None: it cannot be read after all, which `overlay` says to all."""
         self._verdict = verdict
         self._program = program
-        self._ground = ground
-        self._rank = ground.rank
+        self._context = context
+        self._rank = context.rank
         self.step = verdict.step
         self.rank_steps = verdict.steps
         self._mine = mine
@@ -269,7 +268,6 @@ class PartialRestorePlan:
             raise self._unread(error) from error
 
     def frames(self) -> Iterator[memoryview]:
-        """Rows that are newer than the checkpoint's."""
         replicated = frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
         if self._mine is not None:
             sharded = frozenset(t.fqn for t in self._program.tracking.tables) - replicated
@@ -278,7 +276,7 @@ class PartialRestorePlan:
             yield from self._donor.frames(replicated)
 
     def applied(self) -> None:
-        self._ground.added(self._verdict.pls, self._verdict.recoveries)
+        self._context.added(self._verdict.pls, self._verdict.recoveries)
 
     def _unread(self, error: Exception) -> RunWentOn:
         return RunWentOn(

@@ -39,12 +39,10 @@ _HASHED_AT_ONCE = 16 << 20
 
 
 def path_of(home: Path, rank: int) -> Path:
-    """Where a rank's staged part lies."""
     return home / f"rank-{rank}.part"
 
 
 def discard(home: Path, rank: int) -> None:
-    """A rank's staged part, finished or not, is no more."""
     for path in (path_of(home, rank), path_of(home, rank).with_suffix(".new")):
         path.unlink(missing_ok=True)
 
@@ -160,7 +158,6 @@ class StagedPart:
         return self._view[start : start + place.info.length]
 
     def frames(self, tables: frozenset[str]) -> Iterator[memoryview]:
-        """Those with rows of `tables`."""
         for place in self.index.places:
             if place.info.kind is not FrameKind.BLOB and place.info.table in tables:
                 yield self._at(place)
@@ -174,17 +171,14 @@ class StagedPart:
         ]
 
     def carried_bytes(self, tables: frozenset[str]) -> int:
-        """Size of `carried`."""
         return sum(len(frame) for frame in self.carried(tables))
 
     def blobs(self) -> dict[str, memoryview]:
-        """All of them, by name."""
         places = (place for place in self.index.places if place.info.kind is FrameKind.BLOB)
         return blobs_of(map(self._at, places))
 
 
 def blobs_of(frames: Iterable[memoryview]) -> dict[str, memoryview]:
-    """The blobs that these frames are of, by name."""
     applier = FrameApplier([])
     for frame in frames:
         applier.apply(frame)

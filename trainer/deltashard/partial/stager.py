@@ -1,6 +1,6 @@
 """What a survivor stages: rows changed since the last commit, as they are, and all else that it holds.
 
-On the training thread when a collective has raised, or on the sentinel's while the training thread is inside of one
+On the training thread when a collective has raised, or on the watchdog's while the training thread is inside of one
 that will not end. Tables that are on every rank are staged whole, but by the rank that saves them, which knows what
 changed.
 """
@@ -19,8 +19,8 @@ from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.typed_tree import EncodedTree
 
 from deltashard.partial import staged_part
-from deltashard.partial.ground import Ground
 from deltashard.partial.peer import Peers
+from deltashard.partial.recovery_context import RecoveryContext
 from deltashard.partial.rule import Staged
 from deltashard.program import Program
 from deltashard.sharded.batched_kernel import KernelShard
@@ -43,7 +43,7 @@ class Stager:
 
     def __init__(
         self,
-        ground: Ground,
+        context: RecoveryContext,
         program: Program,
         base: CutBase,
         *,
@@ -52,7 +52,7 @@ class Stager:
         blobs: Callable[[int], Iterable[tuple[str, EncodedTree]]],
     ) -> None:
         """`blobs` gives all that this rank has at a step beside rows, by plain names."""
-        self._ground = ground
+        self._context = context
         self._program = program
         self._tracking = program.tracking
         self._blobs = blobs
@@ -62,7 +62,7 @@ class Stager:
         self._lock = threading.Lock()
         self._done = False
         self._updating_s = 0.0
-        for table in self._tracking.tables if ground.terms is not None and not ground.off else ():
+        for table in self._tracking.tables if context.terms is not None and not context.off else ():
             if isinstance(table.found.kernel, KernelShard):
                 table.found.kernel.batch.watch(lambda begins: self._tracking.steps.update(begins=begins))
 
@@ -70,7 +70,7 @@ class Stager:
         """`error` came out of the training loop: stage, if it says that a rank died; returns whether it does."""
         # torch raises what a collective met as RuntimeError, of which its own errors are a kind. Any other error is
         # this rank's own: whatever led to it is better not kept.
-        if not self._ground.ready or not isinstance(error, RuntimeError):
+        if not self._context.ready or not isinstance(error, RuntimeError):
             return False
         until_s = time.monotonic() + DEATH_S
         idle = threading.Event()
@@ -89,7 +89,7 @@ class Stager:
     def stage(self, still: Callable[[], bool]) -> bool:
         """Stage what this rank holds, while `still()`; returns whether there is nothing more to be done."""
         with self._lock:
-            if self._done or not self._ground.ready:
+            if self._done or not self._context.ready:
                 return True
             try:
                 done = self._stage(still)
@@ -100,40 +100,40 @@ class Stager:
                     type(error).__name__,
                     error,
                 )
-                staged_part.discard(self._ground.home, self._ground.rank)
+                staged_part.discard(self._context.home, self._context.rank)
                 done = True
             self._done = done
             return done
 
     def _stage(self, still: Callable[[], bool]) -> bool:
-        ground, tracking, steps = self._ground, self._tracking, self._tracking.steps
+        context, tracking, steps = self._context, self._tracking, self._tracking.steps
         covers = self._base.commit
-        if covers is None or ground.attempt is None or self._clock.step == 0:
+        if covers is None or context.attempt is None or self._clock.step == 0:
             log.warning("a rank died before the first checkpoint of this run: there is nothing to stage upon")
             return True
         if steps.updating:
-            # On the sentinel's thread: the training thread is in a kernel, and will come out of it.
+            # On the watchdog's thread: the training thread is in a kernel, and will come out of it.
             self._updating_s = self._updating_s or time.monotonic()
             return time.monotonic() - self._updating_s > UPDATE_S
         began_s, where = time.monotonic(), self._where()
         staged = Staged(
-            run=ground.run,
-            attempt=ground.attempt,
-            rank=ground.rank,
-            world_size=ground.world_size,
-            layout=ground.layout,
-            lineage=ground.lineage,
+            run=context.run,
+            attempt=context.attempt,
+            rank=context.rank,
+            world_size=context.world_size,
+            layout=context.layout,
+            lineage=context.lineage,
             covers=covers,
             step=self._clock.step,
             clean=not steps.stepped and not steps.inside,
             ahead=steps.updated,
-            pls=ground.pls,
-            recoveries=ground.recoveries,
+            pls=context.pls,
+            recoveries=context.recoveries,
         )
         tracking.audit_before_commit()
         counts = tracking.refresh()
         path = staged_part.write(
-            ground.home,
+            context.home,
             staged,
             self._frames(staged.step),
             tables=self._program.schemas,
@@ -142,7 +142,7 @@ class Stager:
         if not still() or self._where() != where:
             path.unlink()  # the training thread went on meanwhile: this is of no one instant
             return False
-        staged_part.publish(ground.home, ground.rank)
+        staged_part.publish(context.home, context.rank)
         log.warning(
             "a rank died: %d rows of step %d are staged on top of checkpoint %d, in %.1f s",
             counts.commit,

@@ -19,20 +19,8 @@ from deltashard.attach.term_signal import TermHandler
 from deltashard.config import CheckpointConfig
 from deltashard.errors import UserError
 from deltashard.program import TrainingLoop
+from deltashard.restore.assembly import Assembly
 from deltashard.tracking.cut_base import CutBase
-
-
-class Gathering(Protocol):
-    """All ranks in one `restore()`, as an `Assembly` has them."""
-
-    def settle(self, what: str, word: str, judge: Callable[[list[str]], str]) -> str:
-        """What rank 0 makes of all ranks' words, on every rank."""
-
-    def send(self, what: str, data: bytes | None) -> None:
-        """Give the others bytes of this rank's; None: it cannot."""
-
-    def receive(self, what: str) -> bytes | None:
-        """What another rank sends; None: it cannot."""
 
 
 class PartialRestore(Protocol):
@@ -92,7 +80,7 @@ class RecoveryPlan:
     def resumed(self, metadata: Mapping[str, str]) -> None:
         """The checkpoint of this run that is resumed has `metadata`; of another run's, or none: nothing."""
 
-    def agree(self, ranks: Gathering, reply: pb.OpenReply, *, unusual: str) -> PartialRestore | None:
+    def agree(self, ranks: Assembly, reply: pb.OpenReply, *, unusual: str) -> PartialRestore | None:
         """What all ranks take beside the checkpoint of `reply`; None: nothing.
 
         `unusual`: what makes it no plain restart; empty: nothing.

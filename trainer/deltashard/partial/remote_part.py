@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Protocol
 
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
@@ -17,24 +16,13 @@ from deltashard_checkpoint.format.frame import FrameKind, parse_frame
 from deltashard.partial.staged_part import StagedPart, blobs_of
 
 
-class Donor(Protocol):
-    """Where the donor's part is read."""
-
-    def blobs(self) -> dict[str, memoryview]:
-        """All that it holds beside rows, by name."""
-
-    def frames(self, tables: frozenset[str]) -> Iterator[memoryview]:
-        """Those with rows of `tables`."""
-
-
 def packed(part: StagedPart, tables: frozenset[str]) -> bytes:
-    """What others take of `part`; `tables` are on every rank."""
     frames = part.carried(tables)
     lengths = struct.pack(f"<{len(frames) + 1}Q", len(frames), *(len(frame) for frame in frames))
     return b"".join([lengths, *frames])
 
 
-class Parcel:
+class RemoteStagedPart:
     """What `packed` made of a part, on a rank that cannot read it."""
 
     def __init__(self, data: bytes) -> None:
@@ -53,12 +41,14 @@ class Parcel:
             at += length
 
     def blobs(self) -> dict[str, memoryview]:
-        """See `Donor`."""
         return blobs_of(f for f in self._frames if parse_frame(f).info.kind is FrameKind.BLOB)
 
     def frames(self, tables: frozenset[str]) -> Iterator[memoryview]:
-        """See `Donor`."""
         for frame in self._frames:
             info = parse_frame(frame).info
             if info.kind is not FrameKind.BLOB and info.table in tables:
                 yield frame
+
+
+Donor = StagedPart | RemoteStagedPart
+"""Where the donor's part is read."""

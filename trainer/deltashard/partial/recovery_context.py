@@ -12,8 +12,8 @@ from deltashard.attach.rank import Rank
 from deltashard.partial.rule import Terms
 
 
-class Ground:
-    """Of one Checkpointer; the training thread writes, the sentinel's reads."""
+class RecoveryContext:
+    """Of one Checkpointer; the training thread writes, the watchdog's reads."""
 
     def __init__(self, terms: Terms | None, rank: Rank, *, run: str, home: Path | None) -> None:
         """`terms` None: recovery is full. `home`: where parts of this machine, or pod, are staged; None: nowhere."""
@@ -38,12 +38,10 @@ class Ground:
 
     @property
     def pls_target(self) -> float:
-        """That the run's PLS may come to; 0: recovery is full."""
         return 0.0 if self.terms is None or self.off else self.terms.pls_target
 
     @property
     def ready(self) -> bool:
-        """Whether something would be staged."""
         return self.terms is not None and not self.off and self.attempt is not None
 
     def begin(self, attempt: int, layout: str, meeting: str) -> None:
@@ -53,7 +51,6 @@ class Ground:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What every commit says of the run."""
         said = {LINEAGE_KEY: self.lineage} if self.pls_target and self.lineage else {}
         if self.recoveries:
             said |= {PLS_KEY: f"{self.pls:.9g}", RECOVERIES_KEY: str(self.recoveries)}
@@ -65,7 +62,6 @@ class Ground:
         self.lineage = metadata.get(LINEAGE_KEY, "")
 
     def added(self, pls: float, recoveries: int) -> None:
-        """A partial recovery: the run's PLS is `pls` now, after so many."""
         self.pls, self.recoveries = pls, recoveries
 
 

@@ -33,7 +33,7 @@ LOOK_S = 0.05
 _Call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
-class Pulse:
+class MainThreadHeartbeat:
     """Whether the main thread executes Python."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Pulse:
         return 0
 
 
-class Sentinel:
+class HangWatchdog:
     """The thread of one Checkpointer; made on the main thread."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Sentinel:
         self._dead = dead
         self._stage = stage
         self._stop = threading.Event()
-        self._pulse = Pulse()
+        self._heartbeat = MainThreadHeartbeat()
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._read_fd, True)
         before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
@@ -87,7 +87,7 @@ class Sentinel:
             )
             return
         _live.add(self)
-        threading.Thread(target=self._run, name="deltashard-sentinel", daemon=True).start()
+        threading.Thread(target=self._run, name="deltashard-watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Give the descriptor back; on the main thread, or it stays."""
@@ -103,7 +103,6 @@ class Sentinel:
             os.write(self._write_fd, b"\0")
 
     def forget(self) -> None:
-        """In a forked child, whose signals are no news of its parent's."""
         if self.awake and not self._stop.is_set():
             self._stop.set()
             with contextlib.suppress(ValueError):
@@ -125,17 +124,17 @@ class Sentinel:
     def _came(self) -> None:
         """SIGTERM came: wait until the handler has ended the process, or it is known that it never will."""
         alive_s = time.monotonic()
-        beats = self._pulse.ask()
+        beats = self._heartbeat.ask()
         while not self._stop.is_set() and self._term.stands:
             now_s = time.monotonic()
-            if (now := self._pulse.ask()) != beats:
+            if (now := self._heartbeat.ask()) != beats:
                 beats, alive_s = now, now_s
             silent_s = now_s - alive_s
             over = self._term.until_s is not None and self._term.left_s <= 0
             if silent_s > LOST_S and (over or self._dead()):
 
                 def still(beats: int = beats) -> bool:
-                    return self._pulse.beats == beats
+                    return self._heartbeat.beats == beats
 
                 if self._stage(still) and still():
                     self._term.end()
@@ -144,12 +143,12 @@ class Sentinel:
             self._stop.wait(LOOK_S)
 
 
-_live: weakref.WeakSet[Sentinel] = weakref.WeakSet()
+_live: weakref.WeakSet[HangWatchdog] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    for sentinel in list(_live):
-        sentinel.forget()
+    for watchdog in list(_live):
+        watchdog.forget()
 
 
 os.register_at_fork(after_in_child=_in_child)
