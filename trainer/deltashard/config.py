@@ -116,19 +116,16 @@ class CheckpointConfig:
 
     @property
     def partial(self) -> bool:
-        """Whether survivors of a lost rank may keep their rows."""
         return self.recovery == "partial"
 
     @property
     def records_content(self) -> bool:
-        """Whether content hashes are recorded: `content_hash`, or the environment."""
         if self.content_hash is None:
             return os.environ.get("DELTASHARD_CONTENT_HASH", "0") == "1"
         return self.content_hash
 
     @property
     def copies_ahead(self) -> bool:
-        """Whether rows may be copied ahead of a cut: `precopy`, or the environment."""
         return os.environ.get("DELTASHARD_PRECOPY", "1") != "0" if self.precopy is None else self.precopy
 
     @property
@@ -256,7 +253,6 @@ def _check_goal(goal: object) -> None:
 
 
 def _check_recovery(config: CheckpointConfig) -> None:
-    """Raises `UserError` for what says neither full recovery nor partial."""
     recovery, planned_steps = config.recovery, config.planned_steps
     pls_target: object = config.pls_target
     if recovery not in ("full", "partial"):

@@ -79,7 +79,6 @@ class Diagnosis:
 
     @property
     def line(self) -> str:
-        """All of it in one line, for the log."""
         size = _size(sum(table.bytes for table in self.tables))
         count = Counter(table.tracker for table in self.tables)
         lookups = f", by lookups {count['lookups']}" if count["lookups"] else ""
@@ -164,7 +163,6 @@ def diagnose(
 
 
 def timer_of(policy: pb.Policy) -> str:
-    """How often a sidecar saves, in words, and under which goal."""
     said = [f"every {policy.every_s:.4g} s"] if policy.every_s else []
     if policy.every_steps:
         said.append(f"every {policy.every_steps} steps")

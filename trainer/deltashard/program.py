@@ -82,7 +82,6 @@ class Program:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """What of the tables this process saves."""
         return tuple(table.box for table in self.tracking.saved)
 
     @property
@@ -93,7 +92,6 @@ class Program:
 
     @property
     def dense_bytes(self) -> int:
-        """Size of parameters and buffers that are no tables."""
         return sum(t.numel() * t.element_size() for t in self.tracking.inventory.dense.values())
 
     def meta(

@@ -132,7 +132,6 @@ class Wiring:
                 )
 
     def _assemble(self, config: CheckpointConfig) -> None:
-        """The parts that save and restore, once there is a sidecar."""
         clock, attachment, attempt, listener = self.clock, self.attachment, self.attempt, self.listener
         loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock, stance=self.stance)
         member = RunMember(rank=self.rank, attempt=attempt, attachment=attachment, listener=listener)

@@ -29,7 +29,8 @@ class Attachment:
         """The run's name."""
         self._clock = clock
         self._epoch = first.reply.epoch
-        self._policy = first.reply.policy
+        self.policy: pb.Policy = first.reply.policy
+        """The sidecar's, as it last reported it."""
         clock.adopt(first.line)
 
     @property
@@ -38,22 +39,17 @@ class Attachment:
         link = self.session.link
         return link if link is not None and self._clock.ticks_on(link.line) else None
 
-    @property
-    def policy(self) -> pb.Policy:
-        """The sidecar's policy, as it last told."""
-        return self._policy
-
     def adopt(self, link: Link) -> bool:
         """A new attachment: its line and its policy; returns whether it is of a sidecar that was started since."""
         restarted = bool(link.reply.epoch != self._epoch)
         self._clock.adopt(link.line)
         self._clock.show()
-        self._epoch, self._policy = link.reply.epoch, link.reply.policy
+        self._epoch, self.policy = link.reply.epoch, link.reply.policy
         return restarted
 
     def instruct(self, policy: pb.Policy) -> None:
         """The sidecar has another policy from now on."""
-        self._policy = policy
+        self.policy = policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

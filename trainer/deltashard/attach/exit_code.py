@@ -18,7 +18,6 @@ EXIT_TAKEN_OVER = 79
 
 
 def caused_by_takeover(error: BaseException | None) -> bool:
-    """Whether `error` is a `TakenOver`, or was raised because of one."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, TakenOver):

@@ -31,7 +31,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from deltashard_checkpoint.private_file import open_private, private_dir, write_private
 from deltashard_checkpoint.stores.url import local_path
@@ -64,12 +63,17 @@ STAGED_DIR = "DELTASHARD_STAGED_DIR"
 """Names, in a pod, the folder of a volume in which survivors of a lost rank stage what they held."""
 
 
-class Launcher(Protocol):
-    """Finds a sidecar, and brings it back when it is gone."""
+class PodLauncher:
+    """The sidecar is another container's: only look for its socket. Its log is that container's, too."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self._socket = socket_path
+        self._given_up = False
 
     @property
     def place(self) -> Path:
         """Tells the sidecars of this machine apart."""
+        return self._socket
 
     def ensure(self) -> Path:
         """The socket of a sidecar that accepts connections.
@@ -78,31 +82,6 @@ class Launcher(Protocol):
             SidecarGone: there is none now, and another try may find one.
             SidecarUnavailable, UserError: it cannot be started.
         """
-
-    def give_up(self) -> None:
-        """An `ensure` that waits, in whichever thread, ends soon, and so does every later one."""
-
-    def last_words(self) -> str:
-        """What the sidecar's log says of trouble, at its end; empty: nothing, or it cannot be read from here."""
-
-    def close(self) -> None:
-        """The trainer is done with it."""
-
-
-class PodLauncher:
-    """The sidecar is another container's: only look for its socket."""
-
-    def __init__(self, socket_path: Path) -> None:
-        self._socket = socket_path
-        self._given_up = False
-
-    @property
-    def place(self) -> Path:
-        """See `Launcher`."""
-        return self._socket
-
-    def ensure(self) -> Path:
-        """See `Launcher`."""
         if self._given_up:
             raise SidecarUnavailable("the trainer closes", where=str(self._socket))
         if not accepts(self._socket):
@@ -114,11 +93,11 @@ class PodLauncher:
         return self._socket
 
     def give_up(self) -> None:
-        """See `Launcher`."""
+        """An `ensure` that waits, in whichever thread, ends soon, and so does every later one."""
         self._given_up = True
 
     def last_words(self) -> str:
-        """See `Launcher`: the log is its container's."""
+        """What the sidecar's log says of trouble, at its end; empty: nothing, or it cannot be read from here."""
         return ""
 
     def close(self) -> None:
@@ -135,7 +114,6 @@ class SidecarOptions:
     """Settings of the sidecar by name, e.g. {"every_s": 30, "encoding": "q8"}."""
 
     def arguments(self, runtime: Path, cache: Path) -> list[str]:
-        """The command line after the interpreter."""
         arguments = ["-m", "deltashard_sidecar.main", "serve", "--url", self.url, "--run", self.run]
         arguments += ["--dir", str(runtime), "--cache-dir", str(cache)]
         for name, value in sorted({"cache_total_bytes": CACHE_TOTAL_BYTES, **self.flags}.items()):
@@ -200,7 +178,6 @@ def staged_in_pod(url: str, run: str) -> Path | None:
 
 
 def accepts(path: Path) -> bool:
-    """Whether something listens on the unix socket."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         probe.settimeout(5.0)
         try:
@@ -231,7 +208,6 @@ def _alive(pid: int) -> bool:
 
 
 def _ended(code: int | None) -> str:
-    """How a process ended, in words."""
     if code is None:
         return "is gone"
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
@@ -261,12 +237,10 @@ class ChildLauncher:
 
     @property
     def place(self) -> Path:
-        """See `Launcher`."""
         return self.runtime
 
     @property
     def log_path(self) -> Path:
-        """What the child writes to stderr and stdout."""
         return self.runtime / "sidecar.log"
 
     @property
@@ -276,7 +250,6 @@ class ChildLauncher:
 
     @property
     def socket_path(self) -> Path:
-        """Where it serves."""
         return self.runtime / "sidecar.sock"
 
     def _make_private(self) -> None:
@@ -288,8 +261,8 @@ class ChildLauncher:
             self.cache.mkdir(mode=0o700, parents=True)
 
     def ensure(self) -> Path:
-        """See `Launcher`. A dead child is started again; a living one with other settings is replaced."""
-        self._refuse_given_up()
+        """As `PodLauncher.ensure`. A dead child is started again; a living one with other settings is replaced."""
+        self._pause()
         if self.pid is not None and _alive(self.pid) and accepts(self.socket_path):
             return self.socket_path
         if not holds(self._lock_path):  # the directory was removed, and the lock file went with it
@@ -328,11 +301,9 @@ class ChildLauncher:
                     where=str(self.runtime),
                     remedy="end the process that holds the lock of the file LOCK there",
                 )
-            self._given_up.wait(0.05)
-            self._refuse_given_up()
+            self._pause(0.05)
 
     def _await_started(self) -> Path:
-        """The socket of the sidecar that local rank 0 starts, or has started."""
         until_s = time.monotonic() + START_DEADLINE_S
         while (found := self._living()) is None:
             if time.monotonic() >= until_s:
@@ -341,17 +312,15 @@ class ChildLauncher:
                     where=str(self.runtime),
                     remedy="see its log. Without torchrun set LOCAL_RANK: the ranks of a machine count from 0",
                 )
-            self._given_up.wait(0.05)
-            self._refuse_given_up()
+            self._pause(0.05)
         self.pid = found
         return self.socket_path
 
     def give_up(self) -> None:
-        """See `Launcher`."""
         self._given_up.set()
 
-    def _refuse_given_up(self) -> None:
-        if self._given_up.is_set():
+    def _pause(self, seconds: float = 0.0) -> None:
+        if self._given_up.wait(seconds):
             raise SidecarUnavailable("the trainer closes", where=str(self.runtime))
 
     def _living(self) -> int | None:
@@ -362,7 +331,6 @@ class ChildLauncher:
         return pid if _alive(pid) and accepts(self.socket_path) else None
 
     def _fits(self) -> bool:
-        """Whether the living sidecar was started as this trainer would start one."""
         try:
             recorded = json.loads((self.runtime / "arguments.json").read_text())
             salt, environment = recorded["salt"], recorded["environment"]
@@ -433,12 +401,10 @@ class ChildLauncher:
                     + (self._quoted() if answered or not dead else ""),
                     where=str(self.runtime),
                 )
-            self._given_up.wait(0.01)
-            self._refuse_given_up()
+            self._pause(0.01)
         return True
 
     def _refused(self) -> UserError:
-        """The settings were refused: the sidecar's own words."""
         parts = sidecar_log.parts_of((self._lines() or [""])[-1])
         for name in self._options.flags:
             if (
@@ -455,7 +421,6 @@ class ChildLauncher:
         return sidecar_log.lines_after(self.log_path, self._log_begins)
 
     def last_words(self) -> str:
-        """See `Launcher`."""
         return sidecar_log.last_words(self._lines())
 
     def _quoted(self) -> str:
@@ -471,8 +436,7 @@ class ChildLauncher:
                 raise SidecarUnavailable(
                     f"sidecar {pid} does not stop", where=str(self.runtime), remedy=f"kill {pid}"
                 )
-            self._given_up.wait(0.01)
-            self._refuse_given_up()
+            self._pause(0.01)
 
     def close(self) -> None:
         """Ask the sidecar to finish and go, unless other ranks use it; it needs no waiting for."""
@@ -488,3 +452,7 @@ class ChildLauncher:
             others = [path for path in trainer_locks(self.runtime) if path != self._lock_path]
             return not all(is_free(lock) for lock in others)
         return False
+
+
+Launcher = PodLauncher | ChildLauncher
+"""Finds a sidecar, and brings it back when it is gone."""

@@ -110,76 +110,53 @@ def unknown(bug: IllegalEvent) -> None:
 
 
 class Attempt:
-    """State of one Checkpointer and, once it is open, its attempt; on the training thread only."""
+    """State of one Checkpointer and, once it is open, its attempt: written here, on the training thread only."""
 
     def __init__(self) -> None:
-        self._state = State.NEW
-        self._number: int | None = None
-        self._resumed_step: int | None = None
-        self._granted: tuple[int | None, str] = None, ""
-        self._cuts = 0
-        self._late: pb.OpenRequest | None = None
-
-    @property
-    def state(self) -> State:
-        """Where it is."""
-        return self._state
-
-    @property
-    def number(self) -> int | None:
+        self.state = State.NEW
+        self.number: int | None = None
         """The attempt that is, or was, open; None before the first."""
-        return self._number
-
-    @property
-    def granted(self) -> tuple[int | None, str]:
+        self.resumed_step: int | None = None
+        """Step that `restore()` left the model at; None when nothing was resumed."""
+        self.granted: tuple[int | None, str] = None, ""
         """Attempt and digest of the layout that this rank attaches with; None: none is open."""
-        return self._granted
+        self.late: pb.OpenRequest | None = None
+        """What to ask for until the attempt is open; None: it is, or none was asked for."""
+        self._cuts = 0
 
     @property
     def opened(self) -> bool:
         """Whether an attempt is, or was, open; or training began and it is to be opened late."""
-        return self._number is not None or self._late is not None
-
-    @property
-    def late(self) -> pb.OpenRequest | None:
-        """What to ask for until the attempt is open; None: it is, or none was asked for."""
-        return self._late
-
-    @property
-    def resumed_step(self) -> int | None:
-        """Step that `restore()` left the model at; None when nothing was resumed."""
-        return self._resumed_step
+        return self.number is not None or self.late is not None
 
     @property
     def closed(self) -> bool:
-        """Whether everything is released."""
-        return self._state in ENDED
+        return self.state in ENDED
 
     def happen(self, event: Event) -> State:
         """Apply `event`; returns the state after it."""
         try:
-            self._state = after(TABLE, self._state, event, where="trainer lifecycle")
+            self.state = after(TABLE, self.state, event, where="trainer lifecycle")
         except IllegalEvent as bug:
             unknown(bug)
-        return self._state
+        return self.state
 
     def grant(self, number: int, layout: str) -> None:
         """Rank 0 opened attempt `number` for all: attach with it, before anything is restored."""
-        self._granted = number, layout
+        self.granted = number, layout
 
     def begin(
         self, number: int | None, *, resumed_step: int | None, late: pb.OpenRequest | None = None
     ) -> None:
         """Attempt `number` is open, or None and `late` will open it; its cuts are counted from 1."""
         self.happen(Event.OPEN)
-        if self._granted[0] != number:
-            self._granted = number, ""
-        self._number, self._resumed_step, self._cuts = number, resumed_step, 0
-        self._late = late
+        if self.granted[0] != number:
+            self.granted = number, ""
+        self.number, self.resumed_step, self._cuts = number, resumed_step, 0
+        self.late = late
 
     @property
     def next_cut(self) -> int:
-        """Number of the next cut within the attempt."""
         return self._cuts + 1
 
     def cut_begins(self, cut: int) -> None:
@@ -195,5 +172,4 @@ class Attempt:
 
 
 def reference() -> str:
-    """The lifecycle page of the reference: a mermaid diagram and two tables, in Markdown."""
     return page("Life of a trainer", "trainer/deltashard/attach/lifecycle.py", TABLE, MEANING)

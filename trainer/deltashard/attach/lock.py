@@ -208,7 +208,6 @@ def trainer_lock(runtime: Path, local: int) -> Path:
 
 
 def trainer_locks(runtime: Path) -> list[Path]:
-    """Those of all local ranks that ever were there."""
     return list(runtime.glob("trainer-*.lock"))
 
 

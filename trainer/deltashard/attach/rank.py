@@ -40,7 +40,6 @@ class Rank:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other."""
         return self.world_size == 1
 
 

@@ -77,7 +77,6 @@ class Retry:
             raise self._error() from gone
 
     def pause(self) -> None:
-        """Back off before the next try."""
         self._failures += 1
         self._pause(min(BACKOFF.delay_s(self._failures), max(0.0, self.until_s - time.monotonic())))
 

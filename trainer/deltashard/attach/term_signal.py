@@ -98,7 +98,6 @@ class TermHandler:
 
     @property
     def left_s(self) -> float:
-        """What is left of the grace budget after a SIGTERM."""
         return 0.0 if self.until_s is None else max(0.0, self.until_s - time.monotonic())
 
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
@@ -116,7 +115,6 @@ class TermHandler:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def chain(self, signum: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
-        """Do what SIGTERM did before us."""
         if self._timer is not None:
             self._timer.cancel()
         previous = self._previous

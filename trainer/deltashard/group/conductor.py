@@ -111,7 +111,6 @@ class Conductor:
 
     @property
     def pending(self) -> bool:
-        """Whether boundaries have to look: something is promised, or due."""
         return self._orders.limit is not None or self._orders.due is not None
 
     @property
@@ -146,7 +145,6 @@ class Conductor:
         self.held_s += time.monotonic() - began_s
 
     def cut_at(self, step: int) -> int | None:
-        """Number of the cut to take at the boundary of `step`; None: none is due."""
         return self._orders.cut_at(step)
 
     def missed(self, *, last: bool = False) -> int | None:
@@ -188,7 +186,6 @@ class Conductor:
         self._called.set()
 
     def close(self) -> None:
-        """This rank takes part no more, and says so."""
         self._stop.set()
         self._called.set()
         if self._thread is not None:
@@ -220,14 +217,12 @@ class Conductor:
             self._end(f"{type(error).__name__}: {error}")
 
     def _end(self, why: str) -> None:
-        """Nothing is promised any more: whoever is held goes on."""
         if not self._stop.is_set():
             log.warning("no save is possible any more, training goes on: %s", why)
         self.down = why
         self._clock.alert()
 
     def _wanted(self) -> Proposal | None:
-        """What to propose now."""
         if time.monotonic() < self._not_before_s:
             return None
         if self._wish is not None:
@@ -242,7 +237,6 @@ class Conductor:
         return limit_after(self._clock.step, self._pace.step_s, lead * self._lead_s)
 
     def _settle(self, number: int, proposal: Proposal) -> None:
-        """See order `number` through to its verdict."""
         began_s, look_s, answered = time.monotonic(), LOOK_S, False
         while not self._stop.is_set():
             if not answered and (ack := self._answer(proposal)) is not None:

@@ -7,7 +7,8 @@ agent or in rank 0, and goes with it: then the group is about to end, and `Group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.distributed import distributed_c10d
@@ -21,23 +22,31 @@ _FAILURES: tuple[type[Exception], ...] = (
 )  # torch's DistStoreError is a RuntimeError
 
 
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Raises `GroupLost` when the store, called within, does not answer."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise GroupLost(
+            f"the store of the process group does not answer: {str(error).splitlines()[0]}",
+            where="torch.distributed",
+            remedy="it ends with torchrun's agent, or with rank 0: start the group anew",
+        ) from None
+
+
 class GroupStore:
-    """One thread's connection, under a prefix of keys."""
+    """One thread's connection, under a prefix of keys; every call raises `GroupLost`."""
 
     def __init__(self, prefix: str) -> None:
-        try:
+        with _answering():
             # torch has no other way to the store of a group that the user made.
             default: Any = distributed_c10d._get_default_store()  # noqa: SLF001
             self._store: Any = distributed_c10d.PrefixStore(prefix, default.clone())
-        except _FAILURES as error:
-            raise _lost(error) from None
 
     def put(self, key: str, value: bytes) -> None:
-        """Set `key`."""
-        try:
+        with _answering():
             self._store.set(key, value)
-        except _FAILURES as error:
-            raise _lost(error) from None
 
     def get(self, key: str) -> bytes | None:
         """What `key` was set to; None: nothing yet."""
@@ -46,37 +55,21 @@ class GroupStore:
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """What all of `keys` were set to; None: not all of them were."""
-        try:
+        with _answering():
             if not self._store.check(list(keys)):
                 return None
             if len(keys) > 1 and self._store.has_extended_api():
                 return list(self._store.multi_get(list(keys)))
             return [self._store.get(key) for key in keys]
-        except _FAILURES as error:
-            raise _lost(error) from None
 
     def agree(self, key: str, value: bytes) -> bytes:
         """What `key` was first set to, which is `value` if nobody did before."""
-        try:
+        with _answering():
             # IMPORTANT: an expectation of "" means an absent key; with any other one an absent key is not set.
             found: bytes = self._store.compare_set(key, "", value)
-        except _FAILURES as error:
-            raise _lost(error) from None
-        return found
+            return found
 
     def forget(self, key: str) -> None:
         """Let `key` go; stores that cannot keep it."""
-        try:
+        with _answering(), contextlib.suppress(NotImplementedError):
             self._store.delete_key(key)
-        except NotImplementedError:
-            pass
-        except _FAILURES as error:
-            raise _lost(error) from None
-
-
-def _lost(error: Exception) -> GroupLost:
-    return GroupLost(
-        f"the store of the process group does not answer: {str(error).splitlines()[0]}",
-        where="torch.distributed",
-        remedy="it ends with torchrun's agent, or with rank 0: start the group anew",
-    )

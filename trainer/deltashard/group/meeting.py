@@ -75,11 +75,9 @@ class Meeting:
 
     @property
     def prefix(self) -> str:
-        """For keys of whoever met here."""
         return f"{_COMMON}{self.name}/"
 
     def tell(self, what: str, word: bytes) -> None:
-        """Rank 0 tells all."""
         self._store.put(f"{self.name}/told/{what}", word)
 
     def hear(self, what: str, within_s: float) -> bytes:
@@ -94,7 +92,6 @@ class Meeting:
         return found
 
     def answer(self, what: str, word: bytes) -> None:
-        """Each rank says it, rank 0 included."""
         self._store.put(f"{self.name}/said/{what}/{self.rank}", word)
 
     def answers(self, what: str, within_s: float) -> list[bytes]:
@@ -102,17 +99,13 @@ class Meeting:
         keys = [f"{self.name}/said/{what}/{rank}" for rank in range(self.world_size)]
         found = _wait(lambda: self._store.get_all(keys), time.monotonic() + within_s)
         if found is None:
-            raise self._missing(
-                [rank for rank, key in enumerate(keys) if self._store.get(key) is None], within_s
-            )
+            raise self._missing(keys, within_s)
         return found
 
     def send(self, what: str, data: bytes | None) -> None:
         """This rank gives the others so many bytes, for whoever wants them; None: it cannot, after all."""
-        parts = [] if data is None else range(0, len(data), _SENT_AT_ONCE)
-        for at in parts:
-            assert data is not None
-            self._store.put(f"{self.name}/sent/{what}/{at}", data[at : at + _SENT_AT_ONCE])
+        for at in range(0, len(data or b""), _SENT_AT_ONCE):
+            self._store.put(f"{self.name}/sent/{what}/{at}", (data or b"")[at : at + _SENT_AT_ONCE])
         self._store.put(f"{self.name}/sent/{what}", json.dumps(None if data is None else len(data)).encode())
 
     def receive(self, what: str, within_s: float) -> bytes | None:
@@ -131,7 +124,6 @@ class Meeting:
         return b"".join(self._store.get(f"{self.name}/sent/{what}/{at}") or b"" for at in parts)
 
     def unsend(self, what: str, size: int) -> None:
-        """All have it: the store need not keep what was sent."""
         for at in range(0, size, _SENT_AT_ONCE):
             self._store.forget(f"{self.name}/sent/{what}/{at}")
 
@@ -155,10 +147,7 @@ class Meeting:
             return None if self._store.get_all(self._here()) is None else True
 
         if _wait(all_here, self._until_s) is None:
-            awaited = self._here() if self.name else hellos
-            raise self._missing(
-                [rank for rank, key in enumerate(awaited) if self._store.get(key) is None], MEET_S
-            )
+            raise self._missing(self._here() if self.name else hellos, MEET_S)
         self.tell("begun", b"")
 
     def _here(self) -> list[str]:
@@ -185,7 +174,8 @@ class Meeting:
                 remedy="call it on every rank, as often and in the same order; see rank 0's log",
             )
 
-    def _missing(self, ranks: list[int], waited_s: float) -> RanksDiffer:
+    def _missing(self, awaited: list[str], waited_s: float) -> RanksDiffer:
+        ranks = [rank for rank, key in enumerate(awaited) if self._store.get(key) is None]
         return RanksDiffer(
             f"no word of ranks {some(ranks, 8)} for {waited_s:.0f} s",
             where="restore()",

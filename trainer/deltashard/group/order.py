@@ -18,10 +18,12 @@ holds them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from deltashard_checkpoint.errors import InternalBug
 
@@ -34,8 +36,22 @@ MOST_AHEAD = 1 << 10
 that many until the cut."""
 
 
+class JsonText:
+    """What lies in the store: the fields' values in their order, as JSON."""
+
+    __slots__ = ()
+
+    def text(self) -> bytes:
+        return json.dumps(dataclasses.astuple(self)).encode()  # type: ignore[call-overload]  # of dataclasses only
+
+    @classmethod
+    def of(cls, text: bytes) -> Self:
+        names = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]  # as above
+        return cls(**dict(zip(names, json.loads(text), strict=True)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class Proposal(JsonText):
     """A cut is wanted."""
 
     reason: str
@@ -45,19 +61,9 @@ class Proposal:
     exact: bool = False
     """Of that step or of none."""
 
-    def text(self) -> bytes:
-        """As it lies in the store."""
-        return json.dumps([self.reason, self.urgent, self.at, self.exact]).encode()
-
-    @classmethod
-    def of(cls, text: bytes) -> Proposal:
-        """From the store."""
-        reason, urgent, at, exact = json.loads(text)
-        return cls(reason=str(reason), urgent=bool(urgent), at=int(at), exact=bool(exact))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
+class Ack(JsonText):
     """What a rank answers."""
 
     limit: int
@@ -67,19 +73,9 @@ class Ack:
     stays: bool = False
     """It does not pass its limit whatever the verdict is."""
 
-    def text(self) -> bytes:
-        """As it lies in the store."""
-        return json.dumps([self.limit, self.why_not, self.stays]).encode()
-
-    @classmethod
-    def of(cls, text: bytes) -> Ack:
-        """From the store."""
-        limit, why_not, stays = json.loads(text)
-        return cls(limit=int(limit), why_not=str(why_not), stays=bool(stays))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(JsonText):
     """What becomes of an order."""
 
     at: int | None
@@ -87,20 +83,6 @@ class Verdict:
     why_off: str = ""
     rank: int | None = None
     """The one because of which it is off."""
-
-    def text(self) -> bytes:
-        """As it lies in the store."""
-        return json.dumps([self.at, self.why_off, self.rank]).encode()
-
-    @classmethod
-    def of(cls, text: bytes) -> Verdict:
-        """From the store."""
-        at, why_off, rank = json.loads(text)
-        return cls(
-            at=None if at is None else int(at),
-            why_off=str(why_off),
-            rank=None if rank is None else int(rank),
-        )
 
 
 def limit_after(step: int, step_time_s: float, lead_s: float = 0.0) -> int:
@@ -169,7 +151,6 @@ class Orders:
         return limit is not None and step < limit
 
     def held(self, step: int) -> bool:
-        """Whether the boundary of `step` has to wait for the verdict."""
         limit = self.limit
         return limit is not None and step >= limit
 
@@ -188,12 +169,10 @@ class Orders:
         self.number += 1
 
     def cut_at(self, step: int) -> int | None:
-        """The cut to take at the boundary of `step`; None: none is due."""
         due = self.due
         return due[0] if due is not None and step >= due[1] else None
 
     def taken(self, cut: int) -> None:
-        """The cut was taken, or could not be: it is not due any more."""
         due = self.due
         if due is not None and due[0] == cut:
             self.due = None

@@ -35,7 +35,6 @@ class Word:
     """The newest attempt in which trainers of its pod were, by the word of its sidecar."""
 
     def text(self) -> bytes:
-        """As it lies in the store."""
         boxes = [[b.table, b.row_start, b.row_stop, b.col_start, b.col_stop] for b in self.boxes]
         said = [
             dict(self.facts),
@@ -48,7 +47,6 @@ class Word:
 
     @classmethod
     def of(cls, text: bytes) -> Word:
-        """From the store."""
         facts, tables, dense, boxes, took_part = json.loads(zlib.decompress(text))
         return cls(
             facts=facts,

@@ -82,7 +82,6 @@ class Assembly:
 
     @property
     def name(self) -> str:
-        """Of the meeting: no other has it."""
         return self._meeting.name
 
     @property
@@ -177,13 +176,11 @@ class Assembly:
         return told[1:]
 
     def send(self, what: str, data: bytes | None) -> None:
-        """Give the others bytes of this rank's, until `begun`; None: it cannot, after all."""
         what = f"{what}/{self._turn}"
         self._meeting.send(what, data)
         self._sent.append((what, 0 if data is None else len(data)))
 
     def receive(self, what: str) -> bytes | None:
-        """What another rank sends; None: it cannot. Raises `RanksDiffer` when it says nothing."""
         return self._meeting.receive(f"{what}/{self._turn}", RESTORE_DEADLINE_S)
 
     def begun(self) -> None:
@@ -209,7 +206,6 @@ class Assembly:
             raise
 
     def sums(self, seed: int) -> str:
-        """Of this rank's replicas."""
         return sums(self._program.tracking.replicas, seed)
 
     def _verdict(self, said: list[dict[str, Any]]) -> dict[str, Any]:

@@ -78,7 +78,6 @@ class Contract:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"module {self.path or 'the model'} ({type(self.module).__name__}, {self.why})"
 
     def extras(self) -> dict[str, Any]:
@@ -221,7 +220,6 @@ def _made(path: str, module: nn.Module, why: str, inventory: Callable[[], Invent
 
 
 def tables_in(inventory: Inventory, value: object) -> Iterator[tuple[FoundTable, Tensor]]:
-    """Tables whose memory is also in `value`, with the tensor there."""
     storages = {found.param.untyped_storage().data_ptr(): found for found in inventory.tables.values()}
     for tensor in tensors_in(value):
         if tensor.layout == torch.strided and tensor.numel():

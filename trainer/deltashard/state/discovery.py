@@ -232,7 +232,6 @@ def discover(
 
 
 def world_size() -> int:
-    """How many ranks train together."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if there else 1
 

@@ -46,7 +46,6 @@ def fingerprint() -> dict[str, str]:
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Human lines "key: then -> now" for facts that differ; facts only one side knows are left out."""
     return [
         f"{key}: {then[key]} -> {now[key]}"
         for key in sorted(then.keys() & now.keys())

@@ -32,7 +32,6 @@ _COUNTS = (
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether it is a module with such a history."""
     modules = sys.modules.get("torchrec.modules.mc_modules")
     return modules is not None and isinstance(module, modules.MCHManagedCollisionModule)
 

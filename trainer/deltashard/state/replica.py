@@ -63,5 +63,4 @@ def differing(names: Collection[str], said: Mapping[int, str]) -> list[str]:
 
 
 def some(ranks: Sequence[int], most: int) -> str:
-    """The first `most` of `ranks`, for people."""
     return ", ".join(map(str, ranks[:most])) + (" and more" if len(ranks) > most else "")

@@ -85,12 +85,10 @@ def draw_apart(rank: int, attempt: int) -> None:
 
 
 def is_generator(value: object) -> bool:
-    """Whether `capture_own` takes it."""
     return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
 def capture_own(generator: Generator) -> dict[str, Any]:
-    """One generator object's state, tagged with its kind."""
     if isinstance(generator, torch.Generator):
         return {
             "kind": "torch",
@@ -123,7 +121,6 @@ def apply_own(generator: Generator, captured: Mapping[str, Any]) -> None:
                 where="state=",
                 remedy="give a generator of the same device under the same name",
             )
-    if kind == "torch" and isinstance(generator, torch.Generator):
         generator.set_state(_tensor_of(captured["state"]))
     elif kind == "numpy" and isinstance(generator, np.random.Generator):
         generator.bit_generator.state = captured["state"]

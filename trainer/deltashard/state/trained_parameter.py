@@ -31,7 +31,6 @@ def parameters_of(tensors: Mapping[Tensor, str]) -> dict[str, nn.Parameter]:
 
 
 def trained(params: Mapping[str, nn.Parameter]) -> dict[str, bool]:
-    """Name -> `requires_grad`."""
     return {name: param.requires_grad for name, param in params.items()}
 
 

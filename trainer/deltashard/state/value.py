@@ -30,11 +30,9 @@ from deltashard.state.rng import apply_own, capture_own, is_generator
 class Stateful(Protocol):
     """The `state_dict` protocol."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The object's state."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Take a state back."""
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -115,39 +113,33 @@ def _tensor(leaf: typed_tree.Tensor) -> torch.Tensor:
     return flat.view(dtype).reshape(leaf.shape)
 
 
-def _untag(device: torch.device | None) -> Callable[[str, Any], object]:
-    def untag(tag: str, value: Any) -> object:
-        match tag:
-            case "torch.accelerator":
-                return value if device is None else value.to(device)
-            case "torch.sparse_coo":
-                return torch.sparse_coo_tensor(
-                    value["indices"],
-                    value["values"],
-                    value["shape"],
-                    is_coalesced=value["coalesced"],
-                    check_invariants=True,  # the indices came from the store
-                    device=value["values"].device,
-                )
-            case "torch.Size":
-                return torch.Size(value)
-            case "torch.dtype" if isinstance(value, str) and isinstance(
-                getattr(torch, value, None), torch.dtype
-            ):
-                return getattr(torch, value)
-            case "torch.device" if isinstance(value, str):
-                return torch.device(value)
-        raise CheckpointMismatch(
-            f"the checkpoint holds a value tagged {tag[:60]!r}, which this version does not know",
-            where="state",
-            remedy="update deltashard to the version that wrote it",
-        )
-
-    return untag
+def _untag(tag: str, value: Any) -> object:
+    match tag:
+        case "torch.accelerator":
+            return value
+        case "torch.sparse_coo":
+            return torch.sparse_coo_tensor(
+                value["indices"],
+                value["values"],
+                value["shape"],
+                is_coalesced=value["coalesced"],
+                check_invariants=True,  # the indices came from the store
+                device=value["values"].device,
+            )
+        case "torch.Size":
+            return torch.Size(value)
+        case "torch.dtype" if isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
+            return getattr(torch, value)
+        case "torch.device" if isinstance(value, str):
+            return torch.device(value)
+    raise CheckpointMismatch(
+        f"the checkpoint holds a value tagged {tag[:60]!r}, which this version does not know",
+        where="state",
+        remedy="update deltashard to the version that wrote it",
+    )
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors of a state dict, however deep in dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -163,9 +155,9 @@ def encode_value(value: object) -> typed_tree.EncodedTree:
     return typed_tree.encode(value, adapt=adapt)
 
 
-def decode_value(data: bytes | bytearray | memoryview, *, device: torch.device | None = None) -> Any:
-    """The value back, every tensor in memory of its own; accelerator tensors go to `device` (None: stay on the CPU)."""
-    return typed_tree.decode(data, tensor=_tensor, untag=_untag(device))
+def decode_value(data: bytes | bytearray | memoryview) -> Any:
+    """The value back, every tensor in memory of its own, on the CPU."""
+    return typed_tree.decode(data, tensor=_tensor, untag=_untag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,39 +186,22 @@ def _refuse(name: str, value: object) -> StateError:
     )
 
 
-def _set_mapping(name: str, target: MutableMapping[Any, Any]) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
+def _put(name: str, target: Any, value: Any) -> None:
+    """Write `value` into what the program holds: a tensor, an array, a mapping or a sequence."""
+    where = f"state[{name!r}]"
+    if isinstance(target, torch.Tensor):
+        copy_tensor(target, value, where=where)
+    elif isinstance(target, np.ndarray):
+        if not isinstance(value, np.ndarray) or value.shape != target.shape or value.dtype != target.dtype:
+            raise CheckpointMismatch("array of another shape or type", where=where)
+        target[...] = value
+    elif isinstance(target, MutableMapping):
         if not isinstance(value, Mapping):
-            raise CheckpointMismatch(
-                f"holds a {type(value).__name__}, not a mapping", where=f"state[{name!r}]"
-            )
+            raise CheckpointMismatch(f"holds a {type(value).__name__}, not a mapping", where=where)
         target.clear()
         target.update(value)
-
-    return put
-
-
-def _set_sequence(target: MutableSequence[Any]) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
+    else:
         target[:] = value
-
-    return put
-
-
-def _set_tensor(name: str, target: torch.Tensor) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
-        copy_tensor(target, value, where=f"state[{name!r}]")
-
-    return put
-
-
-def _set_array(name: str, target: np.ndarray[Any, Any]) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
-        if not isinstance(value, np.ndarray) or value.shape != target.shape or value.dtype != target.dtype:
-            raise CheckpointMismatch("array of another shape or type", where=f"state[{name!r}]")
-        target[...] = value
-
-    return put
 
 
 def copy_tensor(target: torch.Tensor, value: object, *, where: str) -> None:
@@ -313,14 +288,8 @@ def source(name: str, value: Any) -> Source | None:
         return Source(name=name, get=lambda: capture_own(value), set=lambda held: apply_own(value, held))
     if isinstance(value, tuple) and len(value) == 2 and callable(value[0]) and callable(value[1]):
         return Source(name=name, get=value[0], set=value[1])
-    if isinstance(value, torch.Tensor):
-        return Source(name=name, get=lambda: value, set=_set_tensor(name, value))
-    if isinstance(value, np.ndarray):
-        return Source(name=name, get=lambda: value, set=_set_array(name, value))
-    if isinstance(value, MutableMapping):
-        return Source(name=name, get=lambda: value, set=_set_mapping(name, value))
-    if isinstance(value, MutableSequence):
-        return Source(name=name, get=lambda: value, set=_set_sequence(value))
+    if isinstance(value, torch.Tensor | np.ndarray | MutableMapping | MutableSequence):
+        return Source(name=name, get=lambda: value, set=lambda held: _put(name, value, held))
     if isinstance(value, DataLoader):
         return None
     raise _refuse(name, value)
