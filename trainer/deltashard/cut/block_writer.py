@@ -64,7 +64,6 @@ class TableCut:
 
     @property
     def row_bytes(self) -> int:
-        """Weights and fields of one row."""
         return sum(_width(part) for part in parts_of(self))
 
 
@@ -94,7 +93,6 @@ class _Pending:
     """One of each device that a part of it lies on."""
 
     def arrive(self) -> None:
-        """Wait until it is in the arena."""
         for event in self.events:
             event.synchronize()
         if self.staging is not None:
@@ -144,7 +142,6 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """How many."""
         return int(self.message.rows.rows)
 
     def sections(self) -> list[Bytes]:
@@ -263,7 +260,6 @@ class BlockWriter:
         self._count()
 
     def blob(self, name: str, tree: EncodedTree) -> None:
-        """Copy one blob in chunks."""
         done = 0
         while done < tree.total_bytes:
             room = min(self._block_bytes - self._at, BATCH_BYTES)
@@ -407,7 +403,6 @@ class BlockWriter:
 
 
 def _over(target: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor over arena memory."""
     count = 1
     for size in shape:
         count *= size
@@ -415,7 +410,6 @@ def _over(target: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int,
 
 
 def _within(staging: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A typed window of a pinned buffer."""
     count = dtype.itemsize
     for size in shape:
         count *= size

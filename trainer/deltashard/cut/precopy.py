@@ -139,7 +139,6 @@ class TableAhead:
 
     @property
     def rows(self) -> int:
-        """How many were copied."""
         return sum(batch.rows for batch in self.batches)
 
     def copy(self, writer: BlockWriter, mode: Mode) -> Iterator[Batch]:
@@ -319,7 +318,6 @@ class Precopy:
 
     @property
     def done(self) -> bool:
-        """Whether the thread has come to its end."""
         return self._job.done()
 
     def stop(self) -> None:
@@ -332,7 +330,6 @@ class Precopy:
 
     @property
     def bytes(self) -> int:
-        """What was copied."""
         return self.writer.copied.raw_bytes
 
     def _run(self) -> None:

@@ -97,12 +97,10 @@ class SaveStream:
         return None
 
     def nudge(self) -> None:
-        """Have `prepared` look whether it is still wanted."""
         self._in.put(pb.SaveReply())
 
     @property
     def spare_blocks(self) -> int:
-        """How many blocks are granted and not used."""
         return len(self._granted)
 
     def spare_block(self) -> int:

@@ -50,12 +50,10 @@ def own_generators(loader: object, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def capture(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of the global generators and of `own`."""
     return {"globals": capture_globals(), "own": capture_each(own)}
 
 
 def capture_each(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of each of `own`."""
     return {name: capture_own(generator) for name, generator in own.items()}
 
 
@@ -78,7 +76,6 @@ def seeds(own: Mapping[str, Any]) -> dict[str, int]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two captured states are equal."""
     if isinstance(one, Mapping):
         return (
             isinstance(other, Mapping)

@@ -141,7 +141,6 @@ class LoaderAccess:
             apply(before, own)
 
     def guarantee(self, *, unchecked: bool) -> str:
-        """The kind, and what a resumed run gets, in words."""
         drew = "; its workers draw random numbers, so all batches of the epoch are read again"
         check = "its batches hold nothing that can be compared: unchecked"
         check = check if unchecked else "the last batch is drawn again and compared"

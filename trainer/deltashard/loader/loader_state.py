@@ -49,13 +49,11 @@ class LoaderState:
         self._due = now + max(_EVERY_S, _EVERY_COSTS * (now - began))
 
     def pass_ended(self) -> None:
-        """Keep the state at the end of a pass."""
         if self._access.kind == "stateful":
             with contextlib.suppress(Exception):
                 self.at_end = encode_value(self._access.loader.state_dict()).to_bytes()
 
     def load(self, own: Mapping[str, Any], *, epoch: int) -> None:
-        """Give it back at the beginning of `epoch`."""
         if self._access.kind != "stateful" or self.at_end is None:
             return
         try:

@@ -26,20 +26,16 @@ class LoopCheck:
         self._resumed_length = 0
 
     def shorter_than_step(self, count: int) -> bool:
-        """Whether so many batches were too few for a step."""
         return count < self._most
 
     @property
     def per_step(self) -> int:
-        """Batches of one step, at most."""
         return max(self._most, self._count)
 
     def resume(self, per_step: int, total: tuple[int, int] | None) -> None:
-        """As it was at the cut."""
         self._most, self.total = max(1, per_step), total
 
     def delivered(self, made: LoaderPass, step: int) -> None:
-        """`made` delivered a batch after `step`."""
         first, same_step = made.handed == 1, step == self._step
         if first and not self._pipelined and threading.get_ident() != self._thread:
             self._report("thread")

@@ -117,5 +117,4 @@ MESSAGES = {
 
 
 def in_words(error: BaseException | None) -> str:
-    """A foreign error in a message."""
     return f"{type(error).__name__}: {str(error)[:200]}"

@@ -83,7 +83,6 @@ class Position:
         return cls(**{key: value for key, value in tree.items() if key != "version"})
 
     def tree(self) -> dict[str, Any]:
-        """As plain data."""
         return {"version": VERSION, **{each.name: getattr(self, each.name) for each in fields(self)}}
 
 

@@ -81,7 +81,6 @@ class LoaderRegistry:
 
     @property
     def moved(self) -> bool:
-        """Whether a batch was taken since the last `step()`."""
         return any(loader.moved for loader in self.loaders.values())
 
     def wrap(
@@ -94,7 +93,6 @@ class LoaderRegistry:
         shared: bool = False,
         strict: bool = False,
     ) -> WrappedLoader:
-        """See `Checkpointer.wrap`."""
         old = self.loaders.get(name)
         unused = old is not None and old.newest is None
         if unused and name not in self._resumed:
@@ -123,7 +121,6 @@ class LoaderRegistry:
     # Cuts
 
     def stepped(self) -> None:
-        """A step is done."""
         if not self.loaders:
             return
         if self.clock() > self._delivered_at + 1:
@@ -141,7 +138,6 @@ class LoaderRegistry:
             self._boundary = capture_globals()
 
     def delivered(self, made: LoaderPass) -> None:
-        """`made` delivers a batch."""
         self.stepped()
         self.events += 1
         self._delivered_at = self.clock()
@@ -284,11 +280,9 @@ class LoaderRegistry:
         }
 
     def open_others(self, loader: WrappedLoader) -> list[WrappedLoader]:
-        """The other loaders with a pass under way."""
         return [other for other in self.loaders.values() if other is not loader and other.open]
 
     def open_passes(self, loader: WrappedLoader) -> list[LoaderPass]:
-        """The passes of the other loaders that are under way."""
         return [each.newest for each in self.open_others(loader) if each.newest is not None]
 
     def close(self) -> None:

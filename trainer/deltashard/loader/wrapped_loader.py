@@ -114,7 +114,6 @@ class WrappedLoader:
 
     @property
     def open(self) -> bool:
-        """Whether a pass is under way."""
         return self._state is PassState.OPEN
 
     @property
@@ -214,7 +213,6 @@ class WrappedLoader:
     # Cuts
 
     def position(self) -> Position:
-        """Where the last step boundary was."""
         self._use_up()
         if self._pending is not None:
             return self._pending

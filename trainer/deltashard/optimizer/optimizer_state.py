@@ -119,12 +119,10 @@ class OptimizerView:
 
     @property
     def class_name(self) -> str:
-        """Module and name of its class."""
         return f"{type(self.target).__module__}.{type(self.target).__qualname__}"
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """The live `optimizer.state`."""
         return cast("MutableMapping[Any, Any]", self.target.state)
 
     def params(self) -> dict[str, Tensor]:

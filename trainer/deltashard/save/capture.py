@@ -42,7 +42,6 @@ class Capture:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank."""
         return self._rank.alone
 
     @property

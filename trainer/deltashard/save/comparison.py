@@ -38,7 +38,6 @@ class Inconsistency:
         return len(self.faults) + bool(self.failed)
 
     def __str__(self) -> str:
-        """For people."""
         if self.failed:
             return f"what was copied ahead of it could not be compared with the live rows ({self.failed})"
         return "; ".join(
@@ -62,7 +61,6 @@ class Comparison:
         """The comparison; None: nothing was copied ahead of the last snapshot, or its result was taken."""
 
     def begin(self, snapshot: Flight, tables: Sequence[tuple[TrackedTable, TableAhead]]) -> None:
-        """A snapshot was taken, with this of what was copied ahead of it."""
         self._snapshot, self._tables, self.job = snapshot, tables, None
         if tables:
             self.job = self._later(lambda: _compare([ahead for _, ahead in tables]))

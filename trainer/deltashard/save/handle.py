@@ -116,15 +116,12 @@ class SaveHandle:
         self.asked_step = step
 
     def put_off(self, why: str) -> None:
-        """It could not be cut just now."""
         self.kept = why
 
     def left(self, *, step: int, cut: int) -> None:
-        """Its bytes left the trainer."""
         self.step, self.cut = step, cut
 
     def settle(self, *, commit: Commit | None = None, error: Exception | None = None) -> None:
-        """The training thread knows the end of it."""
         if not self.settled.is_set():
             self.commit, self.error = commit, error
             self.settled.set()
@@ -162,18 +159,15 @@ class Flight:
             handle.settle(commit=self.commit, error=self.error)
 
     def left(self) -> None:
-        """Its bytes left the trainer."""
         for handle in self.handles:
             handle.left(step=self.step, cut=self.cut)
 
     def committed(self, commit: Commit) -> None:
-        """Tell who waits that it is durable."""
         self.commit = commit
         for handle in self.handles:
             handle.settle(commit=commit)
 
     def failed(self, error: Exception) -> None:
-        """Tell who waits that it will not be."""
         self.error = SaveFailed(str(error), where=f"save of step {self.step}")
         for handle in self.handles:
             handle.settle(error=self.error)
@@ -229,7 +223,6 @@ class HeadStarts:
             self.ended[why] += 1
 
     def dropped(self, why: str) -> None:
-        """It was not used."""
         self.ended[why] += 1
 
 
@@ -260,24 +253,19 @@ class Stats:
         self.stalls_s.append(stall_s)
 
     def count_commit(self, commit: Commit) -> None:
-        """It is durable."""
         self.commits += 1
         self.last_commit = commit
 
     def count_skip(self, cause: str) -> None:
-        """A due cut was not taken."""
         self.skipped[str(cause)] += 1  # plain text, not a member of an enum: people print this
 
     def count_failure(self, cause: str) -> None:
-        """A save failed."""
         self.failures[cause] += 1
 
     def count_faults(self, faults: int) -> None:
-        """The audit found so many."""
         self.audit_faults += faults
 
     def count_thrown_away(self) -> None:
-        """An optimizer made restored state anew."""
         self.state_thrown_away += 1
 
     def count_event_error(self) -> int:

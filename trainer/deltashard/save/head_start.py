@@ -185,7 +185,6 @@ class HeadStart:
         return now
 
     def drop(self, why: str) -> None:
-        """What was copied ahead, if anything, will not be used."""
         now, self._now = self._now, None
         if now is None:
             return
@@ -217,7 +216,6 @@ class HeadStart:
         self._last_cut = step, now_s
 
     def close(self) -> None:
-        """No cut will be taken any more."""
         self.drop("closed")
         if self._pool is not None:
             self._pool.shutdown(wait=False)

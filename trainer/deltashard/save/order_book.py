@@ -94,7 +94,6 @@ class OrderBook:
         )
 
     def taken(self, cut: int) -> None:
-        """The cut was taken, or could not be."""
         self.conductor.taken(cut)
 
     def sampled(self, cut: int) -> None:

@@ -19,7 +19,6 @@ class Requests:
         self._urgent: str | None = None
 
     def __bool__(self) -> bool:
-        """Whether any save is asked for."""
         return bool(self._handles)
 
     def __contains__(self, handle: SaveHandle) -> bool:
@@ -41,7 +40,6 @@ class Requests:
         return any(not handle.done for handle in self._handles)
 
     def add(self, handle: SaveHandle) -> None:
-        """Ask for a save."""
         self._handles.append(handle)
 
     def hurry(self, reason: str, *, fresh: bool = True) -> None:
@@ -51,7 +49,6 @@ class Requests:
             self._setbacks.hurry()
 
     def urgent_cut(self) -> None:
-        """The urgent save is on its way."""
         self._urgent = None
 
     def take(self, *, several_pins: bool) -> list[SaveHandle]:
@@ -99,11 +96,9 @@ class Requests:
 
     @property
     def anywhere(self) -> bool:
-        """Whether one of them may be the cut of any step."""
         return any(not handle.exact for handle in self._handles)
 
     def exact_at(self, step: int) -> bool:
-        """Whether an exact save means `step`."""
         return any(handle.exact and handle.asked_step == step for handle in self._handles)
 
     def fail_exact(self, step: int, why: str) -> None:

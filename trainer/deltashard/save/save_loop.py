@@ -91,7 +91,6 @@ class SaveLoop:
 
     @property
     def term(self) -> TermHandler | None:
-        """Of SIGTERM; None: it is left alone."""
         return self._term
 
     def gate(self, *, at_step: bool = False) -> SnapshotGate:

@@ -154,7 +154,6 @@ class Saver:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save's fate is not known yet."""
         return self._flight is not None
 
     @property
@@ -207,7 +206,6 @@ class Saver:
         self._listener.emit("committed", commit=commit)
 
     def failed(self, cut: int, failure: CutFailed) -> None:
-        """Cut `cut` will not become a checkpoint."""
         self._tracking.failed(cut)
         flight = self._flight
         if flight is None or flight.cut != cut:
@@ -345,7 +343,6 @@ class Saver:
         )
 
     def _look(self) -> DirtyCounts:
-        """Bring marks up to date, and find out whether rows may have been missed."""
         self._tracking.settle()
         self._report_inconsistent()
         self._count(len(self._tracking.audit_before_commit(ahead=self.head_start.looked)))
@@ -355,7 +352,6 @@ class Saver:
         return counts
 
     def _count(self, faults: int) -> None:
-        """Rows may have been missed: the next cut takes all."""
         self._stats.count_faults(faults)
         if faults:
             self._base.ask_full(faults=faults)
@@ -656,7 +652,6 @@ class Saver:
         stream.seal(seal)
 
     def _content(self, contents: Contents, writer: BlockWriter) -> dict[str, str]:
-        """Sums of content by shard that this process saves."""
         writer.flush()
         saved = {table.key for table in self._tracking.saved}
         return {key: value for key, value in contents.sealed().items() if key in saved}

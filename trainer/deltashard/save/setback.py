@@ -40,7 +40,6 @@ class Setbacks:
 
     @property
     def backing_off(self) -> bool:
-        """Whether a save failed a moment ago."""
         return time.monotonic() < self._not_before_s
 
     def first(self, what: str) -> bool:
@@ -70,12 +69,10 @@ class Setbacks:
         self._listener.emit("save_failed", cause=cause, error=str(error), step=step)
 
     def vetoed(self, failure: BaseException) -> None:
-        """`validate()` let no cut be taken."""
         self.last = failure
         self.skipped(BlockReason.VETOED)
 
     def skipped(self, cause: str) -> None:
-        """A due cut was not taken."""
         self._stats.count_skip(cause)
         self._listener.emit("skipped", cause=cause, step=self._clock.step)
 

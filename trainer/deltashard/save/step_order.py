@@ -47,7 +47,6 @@ class OrderWatch:
         self._said = False
 
     def arm(self) -> None:
-        """A cut was taken: look again before the next optimizer step."""
         self.close()
         if self._said:
             return
@@ -61,7 +60,6 @@ class OrderWatch:
         self._tracking.steps.look_before_next(self._look)
 
     def close(self) -> None:
-        """Look no more."""
         self._tracking.steps.look_before_next(None)
 
     def _look(self) -> None:

@@ -107,7 +107,6 @@ class SnapshotGate:
         unopened: bool = False,
         backing_off: bool = False,
     ) -> SnapshotGate:
-        """See the module."""
         facts = (torn, stepped, accumulating, moved, in_flight, away, unopened, backing_off)
         return cls(frozenset(reason for (reason, _), fact in zip(_RULES, facts, strict=True) if fact))
 

@@ -53,7 +53,6 @@ class BlockedSave:
     block: Block
 
     def __str__(self) -> str:
-        """For people."""
         age = "there is no checkpoint yet" if self.age_s is None else f"the newest is {self.age_s:.0f} s old"
         remedy = self.block.remedy or REMEDY[self.block.reason]
         return f"no save for {self.for_s:.0f} s since it was due ({age}): {self.block.message} -- {remedy}"
@@ -96,11 +95,9 @@ class Watchdog:
         self._end()
 
     def taken(self) -> None:
-        """A snapshot was taken of the step where the clock stands."""
         self._taken[self._clock.step] = self._now_s()
 
     def committed(self, step: int) -> None:
-        """The snapshot of `step` is durable."""
         taken_s = self._taken.get(step, self._now_s())
         self._taken = {each: at_s for each, at_s in self._taken.items() if each > step}
         self._anchor, self._commit_s = (taken_s, step), taken_s

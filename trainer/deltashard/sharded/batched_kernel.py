@@ -54,7 +54,6 @@ class BatchedKernel:
 
     @property
     def optimizer(self) -> str:
-        """FBGEMM's name of its optimizer."""
         return str(self._tbe.optimizer.value)
 
     @property
@@ -86,13 +85,11 @@ class BatchedKernel:
 
     @property
     def hyperparameters(self) -> dict[str, float]:
-        """Rate, epsilon and weight decay in force."""
         args = self._tbe.optimizer_args
         rate = {"lr": float(self._tbe.get_learning_rate())}
         return rate | {name: float(getattr(args, name)) for name in _HYPERPARAMETERS}
 
     def change(self, values: Mapping[str, float]) -> None:
-        """Set some of them."""
         self._tbe.update_hyper_parameters(dict(values))
         if "lr" in values:
             self.group["lr"] = values["lr"]
@@ -182,7 +179,6 @@ class KernelShard:
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """Optimizer state by canonical key, live."""
         return self._state
 
     @property

@@ -109,7 +109,6 @@ class FusedView(OptimizerView):
         return live
 
     def capture(self) -> dict[str, Any]:
-        """As of `OptimizerView`, but `state` says per table what its kernel keeps, see `BatchedKernel.capture`."""
         return self._captured(self.target.first)
 
     def capture_here(self) -> dict[str, Any]:

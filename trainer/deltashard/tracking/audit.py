@@ -130,5 +130,4 @@ class Audit:
         return AuditFault(table=self._table, rows=tuple(wrong[:16]), found=len(wrong), checked=checked)
 
     def forget(self) -> None:
-        """Drop the sample: the rows were all rewritten (a restore)."""
         self._ids = self._hashes = self._ahead = None

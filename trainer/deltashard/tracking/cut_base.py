@@ -35,7 +35,6 @@ class CutBase:
 
     @property
     def faults(self) -> int:
-        """Audit faults since the last cut."""
         return self._faults
 
     def lean_on(self, commit: int, baseline: int | None) -> None:
@@ -58,11 +57,9 @@ class CutBase:
         self._full, self._faults = False, 0
 
     def is_news(self, seq: int) -> bool:
-        """Whether commit `seq` is newer than what is known."""
         return self._commit is None or seq > self._commit
 
     def committed(self, seq: int, *, baseline: bool) -> None:
-        """Count from `seq` on."""
         self._commit = seq
         if baseline:
             self._baseline = seq

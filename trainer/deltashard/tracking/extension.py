@@ -37,12 +37,10 @@ _extensions: list[Extension] = []
 
 
 def register(extension: Extension) -> None:
-    """Have tracking ask `extension`, too."""
     _extensions.append(extension)
 
 
 def find(path: str, module: nn.Module) -> Sharded | None:
-    """A `discovery.Finder`."""
     return next((said for each in _extensions if (said := each.find(path, module)) is not None), None)
 
 
@@ -61,6 +59,5 @@ def views(others: Sequence[OptimizerView], inventory: Inventory) -> list[Optimiz
 
 
 def tracker_of(found: FoundTable, marks: Marks, lost: Lost) -> Tracker:
-    """What marks the rows of a table as they change."""
     made = (each.tracker(found, marks, lost) for each in _extensions)
     return next((tracker for tracker in made if tracker is not None), SparseGradientTracker(found, marks))

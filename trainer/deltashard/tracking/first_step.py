@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from deltashard.tracking.tracking import TrackedTable
+    from deltashard.tracking.tracked_table import TrackedTable
 
 _log = logging.getLogger("deltashard.tracking")
 
@@ -92,7 +92,6 @@ class FirstStep:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to be watched."""
         return not self._left
 
     def before(self, optimizer: Any) -> None:
@@ -102,7 +101,6 @@ class FirstStep:
                 watched.grad = watched.table.param.grad
 
     def after(self, optimizer: Any) -> None:
-        """`optimizer` stepped."""
         for watched in list(self._left):
             if watched.owner is not optimizer:
                 continue
@@ -147,7 +145,6 @@ class FirstStep:
 
 
 def _rows(tensor: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` as [n, D] copies."""
     rows = tensor.detach()[ids.to(tensor.device)]
     return rows.unsqueeze(1) if rows.dim() == 1 else rows
 

@@ -47,11 +47,9 @@ class ForeignSteps:
         _hook_once()
 
     def close(self) -> None:
-        """Look at no step any more."""
         _live[:] = [live for live in _live if live() is not self]
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """After a step of any optimizer of this process."""
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)

@@ -50,7 +50,6 @@ class _Probe:
         grad.__dict__[_MARK] = self.token
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
@@ -83,7 +82,6 @@ class GradientWatch:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to be watched."""
         return not self._left
 
     def before(self, optimizer: Any, *, closure: bool) -> None:
@@ -101,7 +99,6 @@ class GradientWatch:
                 self._left.remove(probe)
 
     def close(self) -> None:
-        """Remove the hooks."""
         for probe in self._left:
             probe.close()
         self._left.clear()

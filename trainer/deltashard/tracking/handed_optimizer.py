@@ -39,7 +39,6 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def refusal(optimizer: Any, why: str, remedy: str) -> UserError:
-    """The error of an optimizer that cannot be handed over."""
     return UserError(
         f"{type(optimizer).__name__} is not supported: {why}", where="Checkpointer(optimizer=)", remedy=remedy
     )

@@ -101,7 +101,6 @@ class Marks:
             self.flags.index_fill_(0, ids.reshape(-1).long(), _MARK)
 
     def mark_all(self) -> None:
-        """Any row may have changed."""
         self.flags.fill_(_MARK)
 
     def mark_where(self, changed: Tensor) -> None:
@@ -109,7 +108,6 @@ class Marks:
         self.flags.masked_fill_(changed, _MARK)
 
     def select(self, mode: Mode) -> RowSelection:
-        """The rows that a cut of this mode must take."""
         if mode == "all":
             return RowSelection(all=True, ids=None)
         if self._array is not None:
@@ -130,7 +128,6 @@ class Marks:
         return row_kernel.find_rows(self._array, TOUCHED)
 
     def count(self, mode: Mode) -> int:
-        """How many rows a cut of this mode must take."""
         return self.rows if mode == "all" else self._count(mode)
 
     def find(self, mode: Mode, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -149,7 +146,6 @@ class Marks:
         settle(self.flags.device)
 
     def counts(self) -> DirtyCounts:
-        """Sizes of the three selections."""
         return DirtyCounts(
             commit=self._count("since_commit"), baseline=self._count("since_baseline"), total=self.rows
         )

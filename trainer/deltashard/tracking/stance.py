@@ -40,12 +40,10 @@ class Stance:
 
     @property
     def moved(self) -> bool:
-        """Whether a training forward ran since the last `step()`."""
         return self._clock.moved
 
     @property
     def torn(self) -> bool:
-        """Whether an optimizer's step began and did not end."""
         return bool(self._steps.inside)
 
     def first_step_done(self) -> None:
@@ -69,7 +67,6 @@ class Stance:
             self._called = True
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -100,7 +97,6 @@ class _ForwardHook:
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules right below it, looking through containers that cannot be called."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _parts(child)

@@ -79,7 +79,6 @@ class StepClock:
 
     @property
     def due(self) -> bool:
-        """Whether the sidecar wants a save of this step."""
         return bool(self.step >= self._line[SAVE_AT_STEP])
 
     @property
@@ -101,7 +100,6 @@ class StepClock:
 
     @property
     def urgent(self) -> bool:
-        """Whether the sidecar wants a save at once."""
         return bool(self._line[URGENT])
 
     def move(self) -> None:
@@ -139,7 +137,6 @@ class StepClock:
         self.show()
 
     def stalled(self, seconds: float) -> None:
-        """Show how long the last cut held training."""
         self._line[STALL_NS] = int(seconds * 1e9)
 
     def look_again(self, seconds: float) -> None:

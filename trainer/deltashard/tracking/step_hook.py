@@ -21,7 +21,7 @@ from deltashard.tracking.tensor_versions import TensorVersionSet
 if TYPE_CHECKING:
     from deltashard.tracking.first_step import FirstStep
     from deltashard.tracking.gradient import GradientWatch
-    from deltashard.tracking.tracking import TrackedTable
+    from deltashard.tracking.tracked_table import TrackedTable
 
 _GLOBAL_PRE = torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001 - torch offers no accessor
 _GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as above
@@ -54,7 +54,6 @@ class Steps:
         """Watches what becomes of the gradients that were there at the last cut."""
 
     def done(self) -> None:
-        """A step boundary is over."""
         self.stepped = self.updated = False
 
     def update(self, *, begins: bool) -> None:
@@ -109,14 +108,12 @@ class StepHooks:
         self._on_cuda = _on_cuda(self.optimizer)
 
     def close(self) -> None:
-        """Remove them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._versions = None
 
     def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The pre-hook."""
         steps = self._steps
         if steps.before_next:
             calls, steps.before_next = steps.before_next, []
@@ -149,7 +146,6 @@ class StepHooks:
         steps.inside.add(optimizer)
 
     def after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """The post-hook."""
         steps = self._steps
         steps.stepped = True
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
@@ -165,20 +161,17 @@ class StepHooks:
         steps.inside.discard(optimizer)  # last of all: without all marks the step is not whole either
 
     def _rewritten(self) -> None:
-        """Any row of its tables may have changed."""
         self._versions = None
         for table in self.tables:
             table.rewritten()
 
     def _holds(self, question: Callable[[TensorVersionSet], bool]) -> bool:
-        """Whether there is a version set, and it answers yes."""
         try:
             return self._versions is not None and question(self._versions)
         except Exception:  # noqa: BLE001 - a moved weight may break anything here; then each table is looked at
             return False
 
     def _taken(self) -> TensorVersionSet | None:
-        """A new version set, where one can be had."""
         if any(table.tracker != "gradients" for table in self.tables):
             return None
         try:
@@ -187,7 +180,6 @@ class StepHooks:
             return None
 
     def _mark(self) -> None:
-        """Have the tables mark what the step wrote, and take them as seen."""
         for table in self.tables:
             try:
                 table.mark_held()

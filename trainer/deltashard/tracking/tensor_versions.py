@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from deltashard.tracking.tracking import TrackedTable
+    from deltashard.tracking.tracked_table import TrackedTable
 
 _version, _address = attrgetter("_version"), Tensor.data_ptr
 _values, _signed = methodcaller("values"), attrgetter("signed")

@@ -1,18 +1,6 @@
 """The facade of tracking: which rows a cut must take, and the live tensors it takes them from.
 
-One `TrackedTable` per shard of a table that this process holds: the whole table, where it is not sharded. Marks, looks
-and samples count the shard's own rows; schemas and boxes are the whole table's. How it is tracked is decided here and
-may change while training:
-
-    gradients  exactly one optimizer owns it, that optimizer is on the whitelist as it stands (checked before every
-               step), its gradients are sparse, and no lookup renormalises (max_norm)
-    lookups    a fused kernel changes it within the backward pass, by a rule that changes only rows of the lookup
-    hashes     everything else, and small tables, for which one look per cut costs less than anything per step
-
-A table goes over to hashes for good when the whitelist stops to hold, when rows cannot be proven, when an audit fails
-or when it is written from outside repeatedly. It is marked whole at that moment, so nothing is missed; the reason is
-logged once. A single write from outside (a version counter or address that moved between our hooks, an
-optimizer's `load_state_dict`) marks the table whole.
+One `TrackedTable` per shard of a table that this process holds: the whole table, where it is not sharded.
 
 Order at a step boundary, all on the training thread:
 
@@ -29,490 +17,40 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
-from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from torch import Tensor, nn
 
 from deltashard.optimizer.optimizer_state import OptimizerView, views_of
 from deltashard.optimizer.whitelist import (
     hookable,
     innermost,
-    why_inexact,
     why_replaced,
 )
-from deltashard.state.discovery import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
+from deltashard.state.discovery import FoundTable, Inventory, discover, sharing
 from deltashard.state.kernel_thread import share
 from deltashard.state.replica import owners
 from deltashard.state.row_hash import Hashing
-from deltashard.tracking.audit import AT_CUT, Audit, AuditFault
-from deltashard.tracking.extension import find, tracker_of, views
+from deltashard.tracking.audit import AT_CUT, AuditFault
+from deltashard.tracking.extension import find, views
 from deltashard.tracking.first_step import FirstStep, Report
 from deltashard.tracking.foreign_step import ForeignSteps
 from deltashard.tracking.gradient import GradientWatch
 from deltashard.tracking.handed_optimizer import HandedOptimizers, parts_of
-from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection, in_graph, settle
-from deltashard.tracking.step_hook import StepHooks, Steps, why_not_alone
-from deltashard.tracking.tensor_versions import Signature, Signed
-from deltashard.tracking.tracker import HashTracker, Tracker, Untracked
+from deltashard.tracking.marks import DirtyCounts, Mode, settle
+from deltashard.tracking.step_hook import StepHooks, Steps
+from deltashard.tracking.tracked_table import TrackedTable, TrackingSettings
 
 _log = logging.getLogger("deltashard.tracking")
 
-_UNSIGNED: Signed = (Signature([]), slice(None))
-_WHOLE = slice(None)
-_WhyReplaced = Callable[[Any], str | None]
+__all__ = ["TrackedTable", "Tracking", "TrackingSettings"]
+
 _JOBS_AT_ONCE = 64
 """Chunks of hashing, of all tables together, before their results are taken."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackingSettings:
-    """How tables are found and tracked."""
-
-    tables: TableSettings = field(default_factory=TableSettings)
-    hash_below_bytes: int = 256 << 10
-    """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
-    audit_rows: int = 2048
-    """Rows sampled per table and cut; 0 switches the audit off (see `audit.miss_probability`)."""
-    audit_rows_in_all: int = 8192
-    """Of all tables together: of more than four each gets its share of them, for each row costs a look at memory."""
-    verify: Literal["sample", "full"] = "sample"
-    """"full": at the first `verify_cuts` cuts every row of tables tracked by gradients is compared, not a sample; rows
-    that changed without a mark are named in the log. It reads the tables twice more for each of those cuts."""
-    verify_cuts: int = 8
-    outside_writes: int = 2
-    """After so many writes from outside a table is tracked by hashes."""
-    seed: int = 0x5EED
-    """Of the hashes and of the audit's samples."""
-
-    def __post_init__(self) -> None:
-        """Raise `UserError` for a word that means nothing."""
-        if self.verify not in ("sample", "full"):
-            raise UserError(
-                f"verify={self.verify!r} means nothing",
-                where="TrackingSettings",
-                remedy='say "full", or leave it out ("sample")',
-            )
-
-    def whole_audit(self, nth: int) -> bool:
-        """Whether the sample after a table's `nth` cut (from 0) takes every row."""
-        return self.verify == "full" and nth < self.verify_cuts
-
-    def audited_rows(self, nth: int, rows: int, tables: int = 1) -> int:
-        """How many of the rows of one of `tables` tables the sample after its `nth` cut (from 0) takes."""
-        if self.whole_audit(nth):
-            return rows
-        share = max(1, self.audit_rows_in_all // max(1, tables))
-        return min(self.audit_rows, share, rows)
-
-
-class TrackedTable:
-    """One shard of a table: its live tensors, its marks (of its own rows) and how it is tracked."""
-
-    def __init__(self, found: FoundTable, settings: TrackingSettings, *, saver: int | None = None) -> None:
-        """`saver`: the rank that saves it, if that is another one: then it is not tracked here."""
-        self.fqn = found.fqn
-        self.key = found.key
-        """Names the shard."""
-        self.box = found.box
-        """What of the table this is."""
-        self.found = found
-        self.param = found.param
-        self.lookups = found.lookups
-        """The modules that look it up."""
-        self.aliases = found.aliases
-        self.marks = Marks(found.param.shape[0], found.param.device)
-        self.views: list[OptimizerView] = []
-        """Those that hold state of this table, innermost first."""
-        self.sole: Any = None
-        """The optimizer that alone owns this table, else None."""
-        self.reason = ""
-        """Why it is tracked by hashes; empty while it is tracked by gradients."""
-        self.schema_version = 0
-        self.saver = saver
-        """The other rank that saves this replica; None: this process does."""
-        self._settings = settings
-        self._seed = settings.seed ^ zlib.crc32(found.key.encode())
-        self._tracker: Tracker | None = None
-        self._audit = Audit(found.key, self._seed)
-        self._samples = 0
-        self._outside = 0
-        self._shares: str | None = None
-        self.signed: Signed = _UNSIGNED
-        """Its weights and state as they were seen last: what differs from that was written from outside."""
-        self._pinned: list[Any] = []
-        self._stride = found.param.stride()
-        self._schema = self._read_schema()
-
-    @property
-    def samples(self) -> int:
-        """How many samples the audit has drawn."""
-        return self._samples
-
-    # -- what a cut and a restore need
-
-    @property
-    def schema(self) -> TableSchema:
-        """Of the whole table, as of the last `refresh`: `schema_version` counts its changes (a lazy field appeared)."""
-        return self._schema
-
-    @property
-    def tracker(self) -> str:
-        """How rows are found: "gradients", "lookups" or "hashes"."""
-        return "hashes" if self._tracker is None else self._tracker.name
-
-    @property
-    def watched(self) -> bool:
-        """Whether its rows are marked as they change, by what is known of its writes."""
-        return self._tracker is not None and self._tracker.name != "hashes"
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The live row fields in schema order: [R], [R, 1] or [R, D], possibly on another device than `param`."""
-        return {name: tensor for name, (_, tensor) in self._fields().items()}
-
-    def allocate_state(self, spec: FieldSpec) -> Tensor:
-        """The live tensor to scatter restored values of `spec` into; see `OptimizerView.allocate`.
-
-        Raises:
-            UserError: no optimizer owns this table, or the one that does has other state.
-        """
-        owner = self.owner_of(spec)
-        if owner is None:
-            raise UserError(
-                f"The checkpoint holds optimizer state {spec.name!r}, but no optimizer of this run would own it",
-                where=self.fqn,
-                remedy="pass the optimizer to the Checkpointer, or restore with weights_only=True",
-            )
-        return owner.allocate(self.param, spec, spec.name.partition("@")[0])
-
-    def owner_of(self, spec: FieldSpec) -> OptimizerView | None:
-        """The optimizer that holds row field `spec`, by the name it is stored under; None: none here would."""
-        nth = int(spec.name.partition("@")[2] or 0)
-        return self.views[nth] if nth < len(self.views) else None
-
-    def prepare_cut(self, mode: Mode) -> RowSelection:
-        """The rows a cut of this mode takes, as of the last `Tracking.refresh`."""
-        return self.marks.select(mode)
-
-    # -- tracking
-
-    def attach(self, owners: Iterable[Any], views: Iterable[OptimizerView]) -> None:
-        """Set the optimizers: those handed over that own this table, and the views that hold its state."""
-        if self.watched and self._differs():
-            self._written_outside()  # `sign` below would take it for seen
-        first = self._tracker is None
-        self.views = list(views)[::-1]
-        owners = list(owners)
-        sole = owners[0] if len(owners) == 1 else None
-        if not first and sole is not self.sole:
-            self.marks.mark_all()  # nobody watched the new one's steps before now
-        self.sole = sole
-        if self.saver is not None:
-            self.reason, self._schema = f"rank {self.saver} saves it", self._read_schema()
-            return
-        reason = self._why_hashes(owners)
-        small = self.param.numel() * self.param.element_size() < self._settings.hash_below_bytes
-        if reason is not None or small:
-            self.fall_back_to_hashing(reason or "it is small", quiet=reason is None)
-        elif first:
-            self._tracker = tracker_of(self.found, self.marks, self.lost)
-        if first:  # later `refresh` looks: a field that appeared, or another shape, must not pass for seen
-            self._schema = self._read_schema()
-        self.sign()
-
-    def fall_back_to_hashing(self, reason: str, *, quiet: bool = False) -> None:
-        """Track by hashes from now on."""
-        if isinstance(self._tracker, HashTracker) or self.saver is not None:
-            return
-        self.close()
-        self.signed, self._pinned = _UNSIGNED, []
-        self._tracker = HashTracker(self._seed)
-        if not in_graph(self.param):  # the first look marks all of it anyway
-            self.marks.mark_all()
-        self.reason = reason
-        level = logging.DEBUG if quiet else logging.INFO
-        _log.log(level, "table %s is tracked by row hashes at each cut: %s", self.key, reason)
-
-    def before_step(self, inexact: str | None) -> None:
-        """Before the sole owner's step: is the whitelist still true, was the table written from outside?
-
-        `inexact` is what `why_inexact` and `why_not_alone` say of the owner now.
-        """
-        if not self.watched or self._left_to_graph():
-            return
-        reason = inexact or self._why_not_lookups()
-        if reason is not None:
-            self.fall_back_to_hashing(reason)
-        elif self._differs():
-            self._written_outside()
-        self.hold()
-
-    def hold(self) -> None:
-        """Keep the gradient that the sole owner's step is about to apply."""
-        if self._tracker is not None:
-            self._tracker.hold()
-
-    def after_step(self) -> None:
-        """After the sole owner's step: take what it wrote as seen."""
-        if not self.watched:
-            return
-        signature, (seen, part) = Signature(self.signable()), self.signed
-        if signature.addresses != seen.addresses[part]:
-            self.sign()  # state appeared or was re-bound within the step: pin it
-        else:
-            self.signed = (signature, _WHOLE)
-
-    def mark_held(self) -> None:
-        """The step applied the gradient that was held: mark its rows."""
-        if self._tracker is None or not self.watched or self._left_to_graph():
-            return
-        try:
-            self._tracker.stepped()
-        except Untracked as untracked:
-            self.fall_back_to_hashing(str(untracked))
-
-    def _left_to_graph(self) -> bool:
-        """Whether its optimizer's step is being captured: then it is tracked by hashes, and nothing is marked.
-
-        A mark would become part of the graph, which would write flags at each replay, even after they were freed.
-        """
-        if not in_graph(self.param):
-            return False
-        self.fall_back_to_hashing("its optimizer runs inside a CUDA graph, where no hook does")
-        return True
-
-    def lost(self, error: Exception) -> None:
-        """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
-        self.fall_back_to_hashing(f"its changed rows cannot be told ({type(error).__name__}: {error})")
-
-    def refresh(self, why: _WhyReplaced) -> None:
-        """Bring marks and schema up to date for a cut; a look at hashes follows.
-
-        `why` is `why_replaced`, which may remember what it answered at this cut.
-        """
-        self.mark_if_written()
-        if self.watched and self.marks.flags.device != self.param.device:
-            self.fall_back_to_hashing("it moved to another device")
-        if self.tracker == "gradients" and (reason := self._why_not_here(self.sole, why)) is not None:
-            self.fall_back_to_hashing(reason)
-        if self.param.stride() != self._stride:  # which neither versions nor addresses show
-            self._stride = self.param.stride()
-            self.marks.mark_all()
-        if self.marks.flags.device != self.param.device:
-            self.marks = Marks(self.param.shape[0], self.param.device)
-        schema = self._read_schema()
-        if schema != self._schema:
-            self._schema = schema
-            self.schema_version += 1
-            self.marks.mark_all()
-
-    def look(self) -> Hashing | None:
-        """After `refresh`: begin the look at a table that is tracked by hashes; `looked` ends it."""
-        return None if self._tracker is None else self._tracker.begin(self._sections())
-
-    def looked(self, hashing: Hashing) -> None:
-        """All jobs of the look have run: mark what differs."""
-        if self._tracker is not None:
-            self._tracker.end(hashing, self._sections(), self.marks)
-
-    def reseed(self, ids: Tensor | None) -> None:
-        """See `Marks.reseed`; call it when weights *and* row fields are restored."""
-        self._schema = self._read_schema()
-        self.marks.reseed(ids)
-        self._audit.forget()
-        if self._tracker is not None:
-            self._tracker.adopt(self._sections())
-        self.sign()
-
-    def audit_draw(self, tables: int) -> Callable[[], None] | None:
-        """Draw the audit's next sample, as one of so many tables; what it returns looks at the rows."""
-        count = self._settings.audited_rows(self._samples, self.marks.rows, tables)
-        self._samples += 1
-        if self.watched and count:
-            return self._audit.draw(self._sections(), count)
-        self._audit.forget()
-        return None
-
-    def audit_ahead(self) -> Callable[[], None] | None:
-        """What compares the sample ahead of the cut, on another thread; None: nothing is sampled."""
-        return self._audit.ahead(self._sections()) if self.watched else None
-
-    def audit_check(self, *, ahead: bool = False) -> AuditFault | None:
-        """Check the sample, or take what was found ahead; a fault marks everything and ends tracking by gradients."""
-        if not self.watched or self._differs():
-            return None  # what was written from outside with a trace is no fault: `refresh` marks all of it
-        fault = self._audit.check(self._sections(), self.marks, ahead=ahead)
-        if fault is not None:
-            self.fall_back_to_hashing("an audit found rows that changed unseen")
-        return fault
-
-    def stray_check(self, rows: Tensor) -> AuditFault | None:
-        """Before `refresh`: `rows` (int64 [n]) were stored at the last cut as something else than they were.
-
-        Those that no mark tells of since are a fault, as `audit_check` has them.
-        """
-        if not self.watched or self._differs():
-            return None
-        wrong = rows[self.marks.clean(rows)].tolist()
-        if not wrong:
-            return None
-        self.fall_back_to_hashing(
-            "rows were copied while it was written without a trace (through .data), and put back since"
-        )
-        return AuditFault(table=self.key, rows=tuple(wrong[:16]), found=len(wrong), checked=len(rows))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        if self._tracker is not None:
-            self._tracker.close()
-
-    def found_again(self, found: FoundTable) -> None:
-        """The same parameter; other modules may look it up now."""
-        self.found, self.lookups, self.aliases = found, found.lookups, found.aliases
-
-    def shared_with(self, other: str | None) -> None:
-        """What lies in the same memory, by name; its steps write these rows, too."""
-        self._shares = other
-        if other is not None and self._tracker is not None:
-            self.fall_back_to_hashing(self._why_shared(other))
-
-    @staticmethod
-    def _why_shared(other: str) -> str:
-        return f"it shares its memory with {other}"
-
-    def is_like(self, found: FoundTable) -> bool:
-        """Whether `found`, of the same name, has the shape and type that this table was tracked with."""
-        return found.box == self.box and dtype_name(found.param.dtype) == self._schema.dtype
-
-    def rebind(self, found: FoundTable) -> None:
-        """The model holds another parameter of the same shape now, or another module in this place."""
-        self.found_again(found)
-        self.param = found.param
-        _log.warning(
-            "the parameter of table %s was replaced: it is saved whole, as new content. "
-            "The optimizer must be given the new one",
-            self.fqn,
-        )
-        self.fall_back_to_hashing("its parameter was replaced", quiet=True)
-        self.marks.mark_all()
-
-    def sign(self) -> None:
-        """Take versions and addresses as they are.
-
-        The memory is pinned meanwhile, so that an address that was seen cannot come back as another tensor's.
-        """
-        if not self.watched:
-            self.signed, self._pinned = _UNSIGNED, []
-            return
-        tensors = self.signable()
-        self.signed = (Signature(tensors), _WHOLE)
-        self._pinned = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
-
-    def mark_outside(self) -> None:
-        """Someone wrote this table, or its state, outside of an optimizer's step."""
-        if self.watched:
-            self._written_outside()
-            self.sign()
-
-    def mark_if_written(self) -> None:
-        """The same where versions or addresses show it."""
-        if self.watched and self._differs():
-            self._written_outside()
-            self.sign()
-
-    def rewritten(self) -> None:
-        """We wrote its state ourselves: every row counts as changed."""
-        if self.watched and self._left_to_graph():
-            return
-        self.marks.mark_all()
-        self.sign()
-
-    def _written_outside(self) -> None:
-        self.marks.mark_all()
-        self._outside += 1
-        if self._outside >= self._settings.outside_writes:
-            self.fall_back_to_hashing("it is written outside of its optimizer's steps")
-        else:
-            _log.warning(
-                "table %s was written outside of its optimizer's step: all of its rows count as changed. "
-                "If this happens again it will be tracked by row hashes",
-                self.fqn,
-            )
-
-    def _why_hashes(self, owners: list[Any]) -> str | None:
-        if self.found.hashed:
-            return self.found.hashed
-        if self.found.kernel is not None:
-            return self._why_shared(self._shares) if self._shares else self.found.kernel.why_inexact
-        if len(owners) != 1:
-            return "no optimizer owns it" if not owners else "several optimizers own it"
-        # A wrapper that is no torch optimizer is not on the whitelist either.
-        if self._shares is not None:
-            return self._why_shared(self._shares)
-        dense = not all(lookup.sparse for lookup in self.lookups)
-        return (
-            why_inexact(owners[0])
-            or why_not_alone(owners[0])
-            or self._why_not_lookups()
-            or ("its gradients are dense (sparse=False)" if dense else None)
-            or self._why_not_here(owners[0], why_replaced)
-        )
-
-    def _why_not_here(self, owner: Any, why: _WhyReplaced) -> str | None:
-        """What is looked at when a cut is due, not at each step."""
-        if self.param.device.type == "cpu" and self.param.is_shared():  # type: ignore[no-untyped-call]
-            return "its memory is shared with other processes"
-        return why(owner)
-
-    def _why_not_lookups(self) -> str | None:
-        if not self.param.requires_grad:
-            return "it is frozen"
-        for module in self.lookups:
-            if module.max_norm is not None:
-                return "max_norm renormalises rows at lookup"
-        return None
-
-    def _differs(self) -> bool:
-        now, (seen, part) = Signature(self.signable()), self.signed
-        return now.versions != seen.versions[part] or now.addresses != seen.addresses[part]
-
-    def signable(self) -> list[Tensor]:
-        """What is signed: the weights, and the tensors of the optimizers' state, in the order of their names."""
-        state = [e[key] for e in self.entries() for key in sorted(e, key=str)]
-        return [self.param, *(value for value in state if isinstance(value, Tensor))]
-
-    def entries(self) -> list[Mapping[Any, Any]]:
-        """The optimizers' state of this table, innermost first."""
-        return [entry for view in self.views if (entry := view.target.state.get(self.param))]
-
-    def _fields(self) -> dict[str, tuple[str, Tensor]]:
-        found: dict[str, tuple[str, Tensor]] = {}
-        for nth, view in enumerate(self.views):
-            for key, (kind, tensor) in view.fields(self.param).items():
-                found[_name(key, nth)] = (kind, tensor)
-        return dict(sorted(found.items()))
-
-    def _sections(self) -> list[Tensor]:
-        return [self.param.detach(), *(t for _, t in self._fields().values())]
-
-    def _read_schema(self) -> TableSchema:
-        return TableSchema(
-            fqn=self.fqn,
-            rows=self.found.rows,
-            columns=self.found.columns,
-            dtype=dtype_name(self.param.dtype),
-            fields=tuple(
-                FieldSpec(name=name, kind=cast("Any", kind), dtype=dtype_name(tensor.dtype))
-                for name, (kind, tensor) in self._fields().items()
-            ),
-        )
 
 
 class Tracking:
@@ -583,7 +121,6 @@ class Tracking:
 
     @property
     def inventory(self) -> Inventory:
-        """Names, aliases and dense tensors as of the last look."""
         return self._inventory
 
     def dense(self, *, look: bool = True) -> dict[str, Tensor]:
@@ -601,7 +138,6 @@ class Tracking:
         return [table for table in self.tables if table.saver is None]
 
     def saves(self, name: str) -> bool:
-        """Whether this process saves the dense tensor `name`."""
         return self._savers.get(name, 0) == self._rank
 
     @property
@@ -628,7 +164,6 @@ class Tracking:
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Dense tensors that are not saved."""
         return self._left_out
 
     def leave_out(self, names: frozenset[str]) -> None:
@@ -647,7 +182,6 @@ class Tracking:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter of the optimizers holds a gradient now."""
         return any(param.grad is not None for params in _by_view(self.optimizers) for param in params)
 
     def step_done(self) -> None:
@@ -739,7 +273,6 @@ class Tracking:
             table.marks.rebase()
 
     def failed(self, cut: int) -> None:
-        """`cut` failed: its rows are changed rows again."""
         for table in self.tables:
             table.marks.failed(cut)
 
@@ -796,12 +329,10 @@ class Tracking:
         return faults
 
     def watch_first_step(self) -> None:
-        """After a restore: see `FirstStep`."""
         first = FirstStep(self.tables, self.report)
         self.steps.first = None if first.over else first
 
     def close(self) -> None:
-        """Remove all hooks."""
         self._foreign.close()
         if self.steps.gradients is not None:
             self.steps.gradients.close()
@@ -936,7 +467,6 @@ class Tracking:
 
 
 def _by_view(views: Iterable[OptimizerView]) -> list[list[Tensor]]:
-    """Of each optimizer, the parameters of all groups."""
     return [[param for group in view.target.param_groups for param in group["params"]] for view in views]
 
 
@@ -946,11 +476,6 @@ def _places(grouped: list[list[Tensor]]) -> list[list[int]]:
 
 def _owns(optimizer: Any, param: Tensor) -> bool:
     return any(p is param for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
-
-
-def _name(key: str, nth: int) -> str:
-    """Canonical name of a state key: the innermost optimizer's as it is, its wrappers' with @1, @2, ..."""
-    return f"{key}@{nth}" if nth else key
 
 
 _live: weakref.WeakSet[Tracking] = weakref.WeakSet()
