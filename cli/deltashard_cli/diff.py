@@ -61,7 +61,6 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Not one bit differs."""
         return not self.blobs and all(table.rows_differing == 0 for table in self.tables)
 
 

@@ -68,7 +68,6 @@ def tensor_of(tree: Any) -> typed_tree.Tensor | None:
 
 
 def array_of(tensor: typed_tree.Tensor) -> Array:
-    """A tensor's bits as an array of its shape."""
     return np.frombuffer(tensor.data, element_type.by_name(tensor.dtype).carrier).reshape(tensor.shape)
 
 

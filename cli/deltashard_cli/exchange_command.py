@@ -123,21 +123,33 @@ def import_(
     wish = Wish(tables=tables, without=without, model=model, optimizer=optimizer, step=step, owner=owner)
     made = draft(directory, wish)
     with progress("importing", made.bytes) as advance:
-        done = import_draft(made, target, wish, spool=spool, advance=advance)
+        seq, stored_bytes = import_draft(made, target, wish, spool=spool, advance=advance)
     found = verification.verify(target, deep=True)
+    names = [table.fqn for table in made.tables]
     if as_json:
+        done = {
+            "run": target.run,
+            "seq": seq,
+            "step": step,
+            "tables": names,
+            "tables_guessed": made.guessed,
+            "matrices": made.matrices,
+            "dense": made.dense,
+            "optimizer": made.optimizer,
+            "stored_bytes": stored_bytes,
+            "left_out": made.left_out,
+        }
         print_json({"imported": done, "verified": found.ok, "problems": found.problems})
     else:
         console().print(
-            f"run {done.run} begins at step {number(done.step)} (checkpoint {done.seq}): "
-            f"{plural(len(done.tables), 'table')}, {plural(done.dense, 'dense tensor')}, "
-            f"{done.optimizer or 'no optimizer state'}, {size(done.stored_bytes)}"
+            f"run {target.run} begins at step {number(step)} (checkpoint {seq}): {plural(len(names), 'table')}, "
+            f"{plural(made.dense, 'dense tensor')}, {made.optimizer or 'no optimizer state'}, {size(stored_bytes)}"
         )
-        how = "guessed, --tables says them" if done.tables_guessed else "as said"
-        console().print(f"tables ({how}): {', '.join(done.tables) or 'none'}")
-        if done.tables_guessed and done.matrices:
-            console().print(f"taken for dense, though of a table's shape: {', '.join(done.matrices)}")
-        for name in done.left_out:
+        how = "guessed, --tables says them" if made.guessed else "as said"
+        console().print(f"tables ({how}): {', '.join(names) or 'none'}")
+        if made.guessed and made.matrices:
+            console().print(f"taken for dense, though of a table's shape: {', '.join(made.matrices)}")
+        for name in made.left_out:
             note(f"left out: {name}")
         for problem in found.problems:
             note(f"problem: {problem.object}: {problem.what}")

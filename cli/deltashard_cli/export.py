@@ -78,12 +78,8 @@ def export_safetensors(
     text += b" " * (-len(text) % 8)
     with _replacing(out, force=force) as place, place.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for table in checkpoint.tables(fields=state, advance=advance):
-            file.write(np.ascontiguousarray(table.weights).data)
-            for spec in table.schema.fields if state else ():
-                file.write(np.ascontiguousarray(table.fields[spec.name]).data)
-        for each in dense:
-            file.write(np.ascontiguousarray(each.values).tobytes())
+        for each in _arrays(checkpoint, dense, state=state, advance=advance):
+            file.write(np.ascontiguousarray(each.values).data)
     return _exported(checkpoint, out, len(shapes), blobs, dense)
 
 
@@ -98,14 +94,10 @@ def export_torch(
     import torch
 
     check_place(out, force=force)
-    tensors: dict[str, torch.Tensor] = {}
-    for table in checkpoint.tables(fields=state, advance=advance):
-        tensors[table.schema.fqn] = torch_tensor(table.schema.dtype, table.weights)
-        for spec in table.schema.fields if state else ():
-            tensors[f"{table.schema.fqn}.{spec.name}"] = torch_tensor(spec.dtype, table.fields[spec.name])
     blobs = checkpoint.blobs(advance=advance)
     dense = list(dense_tensors(blobs))
-    tensors |= {each.name: torch_tensor(each.dtype, each.values) for each in dense}
+    arrays = _arrays(checkpoint, dense, state=state, advance=advance)
+    tensors = {each.name: torch_tensor(each.dtype, each.values) for each in arrays}
     with _replacing(out, force=force) as place, place.open("wb") as file:
         try:
             torch.save(tensors, file)
@@ -116,6 +108,18 @@ def export_torch(
                 remedy="look for room on the disk",
             ) from error
     return _exported(checkpoint, out, len(tensors), blobs, dense)
+
+
+def _arrays(
+    checkpoint: OpenCheckpoint, dense: Iterable[Named], *, state: bool, advance: Advance
+) -> Iterator[Named]:
+    """All that a file holds, one table in memory at a time."""
+    for table in checkpoint.tables(fields=state, advance=advance):
+        schema = table.schema
+        yield Named(name=schema.fqn, dtype=schema.dtype, values=table.weights)
+        for spec in schema.fields if state else ():
+            yield Named(name=f"{schema.fqn}.{spec.name}", dtype=spec.dtype, values=table.fields[spec.name])
+    yield from dense
 
 
 def require_torch(what: str, instead: str) -> None:

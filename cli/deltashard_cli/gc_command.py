@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 import click
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.maintenance.garbage_collection import (
-    DEFAULT_GRACE_S,
-    Collected,
-    collect,
-    debris,
-)
+from deltashard_checkpoint.maintenance.garbage_collection import DEFAULT_GRACE_S, Collected, collect, debris
 from deltashard_checkpoint.maintenance.inventory import Fate, Item, inventory
 from deltashard_checkpoint.maintenance.retention import EVERYTHING, Retention, append_retirement, retire
 from deltashard_checkpoint.stores.abc import StoreFull

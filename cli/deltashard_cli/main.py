@@ -54,11 +54,9 @@ class Commands(click.Group):
     """The core's commands, which are imported, and those of extras, which are loaded when they are named."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """See `click.Group`."""
         return sorted({*super().list_commands(ctx), *entry_points(group=EXTRAS).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """See `click.Group`."""
         if (core := super().get_command(ctx, cmd_name)) is not None:
             return core
         for extra in entry_points(group=EXTRAS, name=cmd_name):
@@ -109,7 +107,6 @@ for command in (
     read_command.ls,
     read_command.inspect,
     log_command.log,
-    read_command.restore_plan,
     read_command.verify,
     read_command.diff,
     repair_command.scan,
@@ -129,7 +126,6 @@ for command in (
 
 
 def exit_code(error: BaseException) -> int:
-    """What the process ends with for an error."""
     match error:
         case FormatError():
             return PROBLEMS
@@ -145,7 +141,6 @@ def exit_code(error: BaseException) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code."""
     end_with(cli, arguments, name="deltashard")
 
 
@@ -218,7 +213,6 @@ def _show(error: Exception, code: int, *, as_json: bool) -> None:
 
 
 def _print_usage(error: click.ClickException, code: int, *, name: str) -> None:
-    """The document of a command that was called wrongly."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     command = name if context is None else context.command_path
     _print_error(error, code, what=error.format_message(), where=command, remedy=f"see `{command} --help`")

@@ -18,7 +18,6 @@ class Finite(click.FloatRange):
     """A number in a range; neither infinite nor NaN, which every range lets through."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See `click.ParamType.convert`."""
         found = super().convert(value, param, ctx)
         if not math.isfinite(found):
             self.fail(f"{value!r} is no finite number", param, ctx)
@@ -26,7 +25,6 @@ class Finite(click.FloatRange):
 
 
 def run_options(command: Command) -> Command:
-    """URL, --run and --json."""
     command = click.option(
         "--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs."
     )(command)

@@ -214,7 +214,6 @@ def size(count: float) -> str:
 
 
 def number(count: int) -> str:
-    """An integer with thousands separated."""
     return f"{count:,}"
 
 

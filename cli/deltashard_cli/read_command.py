@@ -1,4 +1,4 @@
-"""Commands that only read: ls, inspect, restore-plan, verify, diff."""
+"""Commands that only read: ls, inspect, verify, diff."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ from deltashard_cli.summary import (
     RunSummary,
     inspection_of,
     summarize_checkpoint,
-    summarize_plan,
     summarize_run,
 )
 from deltashard_cli.target import (
@@ -291,50 +290,6 @@ def _show_own(blobs: Mapping[str, int], *, each: bool) -> None:
 
 def _more(count: int) -> str:
     return f"and {number(count)} more: --all" if count > 0 else ""
-
-
-@click.command(name="restore-plan")
-@run_options
-@which_option
-@click.option("--table", "tables", multiple=True, metavar="FQN", help="Only these tables, and no blobs.")
-@click.option("--weights-only", is_flag=True, help="Without optimizer state.")
-def restore_plan(
-    url: str, run: str | None, which: str, tables: tuple[str, ...], *, weights_only: bool, as_json: bool
-) -> None:
-    """Show what a restore would read, and from which checkpoints."""
-    target = find_run(url, run)
-    checkpoint = open_checkpoint(target, which)
-    known = {schema.fqn: schema for schema in checkpoint.entry.tables}
-    if absent := sorted(set(tables) - known.keys()):
-        raise click.UsageError(
-            f"no table {absent[0]!r} in checkpoint {checkpoint.entry.seq}; it has {sorted(known)}"
-        )
-    wanted = [known[fqn] for fqn in tables] if tables else list(known.values())
-    made = checkpoint.plan(wanted, blobs=not tables, fields=not weights_only)
-    found = summarize_plan(checkpoint.state, checkpoint.entry, made)
-    if as_json:
-        print_json(found)
-        return
-    out = console()
-    title = f"restoring {found.run} checkpoint {found.seq} (step {number(found.step)}), in this order"
-    columns = [">seq", ">step", ">requests", ">frames", ">rows", ">bytes"]
-    rows = [
-        (
-            line.seq,
-            number(line.step),
-            number(line.requests),
-            number(line.frames),
-            number(line.rows),
-            size(line.bytes),
-        )
-        for line in found.lines
-    ]
-    show(out, title, columns, rows)
-    out.print(
-        f"{plural(found.requests, 'request')} to {plural(found.packs, 'pack')}, {plural(found.frames, 'frame')}, "
-        f"{size(found.range_bytes)} to read, {plural(found.blobs, 'blob')}",
-        style="dim",
-    )
 
 
 @click.command()

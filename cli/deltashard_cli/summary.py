@@ -10,7 +10,6 @@ from deltashard_checkpoint.format.index import Index
 from deltashard_checkpoint.log.chain import ChainIncomplete, chain, closure, held_bytes, parts_of
 from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.restore.plan import Plan
 from deltashard_checkpoint.vocabulary import INCONSISTENT_KEY
 
 
@@ -70,7 +69,6 @@ class CheckpointSummary:
 
 
 def summarize_run(state: RunState) -> RunSummary:
-    """The run in one line."""
     newest = state.newest()
     return RunSummary(
         run=state.run,
@@ -238,62 +236,4 @@ def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Inde
         ),
         tables=tuple(tables),
         blobs=dict(sorted((name, count) for index in own for name, count in index.blobs.items())),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLine:
-    """What a restore reads from one checkpoint."""
-
-    seq: int
-    step: int
-    requests: int
-    frames: int
-    rows: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSummary:
-    """What a restore would do."""
-
-    run: str
-    seq: int
-    step: int
-    lines: tuple[PlanLine, ...]
-    requests: int
-    frames: int
-    bytes: int
-    range_bytes: int
-    """With the gaps between frames that are cheaper to read than to skip."""
-    packs: int
-    blobs: int
-
-
-def summarize_plan(state: RunState, entry: Checkpoint, plan: Plan) -> PlanSummary:
-    """A restore plan, by the checkpoint that bytes come from."""
-    lines = []
-    for seq in plan.chain:
-        frames = [f for request in plan.requests for f in request.frames if f.seq == seq]
-        lines.append(
-            PlanLine(
-                seq=seq,
-                step=state.checkpoints[seq].step,
-                requests=sum(any(f.seq == seq for f in request.frames) for request in plan.requests),
-                frames=len(frames),
-                rows=sum(f.info.rows for f in frames),
-                bytes=sum(f.info.length for f in frames),
-            )
-        )
-    return PlanSummary(
-        run=state.run,
-        seq=entry.seq,
-        step=entry.step,
-        lines=tuple(lines),
-        requests=len(plan.requests),
-        frames=plan.frames,
-        bytes=plan.bytes,
-        range_bytes=plan.range_bytes,
-        packs=len({request.key for request in plan.requests}),
-        blobs=len(plan.blobs),
     )

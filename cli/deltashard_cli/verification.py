@@ -52,6 +52,13 @@ class Problem:
     """Live checkpoints that need the object."""
 
 
+class Problems(list[Problem]):
+    """What is found on the way."""
+
+    def found(self, key: str, what: str, checkpoints: Iterable[int] = ()) -> None:
+        self.append(Problem(object=key, what=what, checkpoints=tuple(checkpoints)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What was checked, and what was found."""
@@ -72,18 +79,17 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """No problem was found."""
         return not self.problems
 
 
 def verify(target: Target, *, which: str | None = None, deep: bool = False) -> Verification:
     """Check a run, or only checkpoint `which` and what it needs. Raises `StoreUnavailable` and other store errors."""
     log = RunLog(target.store, target.run)
-    problems: list[Problem] = []
+    problems = Problems()
     try:
         state = read_log(log, problems)
     except LogGap as gap:
-        problems.append(Problem(object="log/", what=gap.what, checkpoints=()))
+        problems.found("log/", gap.what)
         return Verification(
             run=target.run, deep=deep, entries=0, checkpoints=(), indexes=0, packs=0, frames=0, bytes=0, restored=(),
             garbage_prefixes=0, problems=tuple(problems),
@@ -126,7 +132,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
     )
 
 
-def read_log(log: RunLog, problems: list[Problem]) -> RunState:
+def read_log(log: RunLog, problems: Problems) -> RunState:
     """The state, folded from every entry of the log, and what is wrong with them.
 
     What is bad or missing behind a folded state that the log vouches for is a problem too, and the state is that one's.
@@ -146,18 +152,12 @@ def read_log(log: RunLog, problems: list[Problem]) -> RunState:
         *((slot.seq, slot.error.what) for slot in slots if isinstance(slot, Unreadable)),
     ]
     if quick.stopped is not None:
-        problems.append(
-            Problem(
-                object=entry_key(quick.stopped.seq),
-                what=f"{quick.stopped.error.what}; what follows it in the log cannot be followed",
-                checkpoints=(),
-            )
-        )
+        what = f"{quick.stopped.error.what}; what follows it in the log cannot be followed"
+        problems.found(entry_key(quick.stopped.seq), what)
         known |= set(range(quick.stopped.seq, quick.tip + 1))
     for seq, what in behind:
         if seq not in known:
-            said = f"{what}; readers begin with a folded state of what follows it"
-            problems.append(Problem(object=entry_key(seq), what=said, checkpoints=()))
+            problems.found(entry_key(seq), f"{what}; readers begin with a folded state of what follows it")
     if len(there) <= quick.tip:
         return quick
     _check_folds(log, seen, slots, problems)
@@ -165,12 +165,11 @@ def read_log(log: RunLog, problems: list[Problem]) -> RunState:
     if state.stopped is not None:
         return quick
     if quick != state and not any(problem.object.startswith("log/fold-") for problem in problems):
-        what = "what a folded state leads to is not what the log says"
-        problems.append(Problem(object="log/", what=what, checkpoints=()))
+        problems.found("log/", "what a folded state leads to is not what the log says")
     return state
 
 
-def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: list[Problem]) -> None:
+def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: Problems) -> None:
     """The folded states that entries name: are they the fold of the entries before them?"""
     named = {
         name for slot in slots if isinstance(slot, Sealed) and (name := named_fold(slot.entry)) is not None
@@ -180,26 +179,25 @@ def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: li
         try:
             said = log.load_fold(name)
         except FormatError as error:
-            problems.append(Problem(object=fold_key(name), what=error.what, checkpoints=()))
+            problems.found(fold_key(name), error.what)
             continue
         except StoreUnavailable:
             if name in log.listed().folds:
                 raise
             continue  # the run goes on: newer ones have taken its place
         if truth.stopped is None and said != truth:
-            what = "the folded state is not that of the entries before it"
-            problems.append(Problem(object=fold_key(name), what=what, checkpoints=()))
+            problems.found(fold_key(name), "the folded state is not that of the entries before it")
 
 
-def _with_listings(target: Target, state: RunState, live: Iterable[int], problems: list[Problem]) -> RunState:
+def _with_listings(target: Target, state: RunState, live: Iterable[int], problems: Problems) -> RunState:
     """`state` with what the manifests of these checkpoints list, and a problem for each that cannot be read."""
     manifests = Manifests(target.store, target.run)
     for seq in sorted(live):
         try:
             state = manifests.listing(state, (seq,))
         except FormatError as error:
-            needed = tuple(sorted(at for at in live if seq in closure(state, (at,))))
-            problems.append(Problem(object=f"checkpoint {seq}", what=str(error), checkpoints=needed))
+            needed = sorted(at for at in live if seq in closure(state, (at,)))
+            problems.found(f"checkpoint {seq}", str(error), needed)
     return state
 
 
@@ -220,7 +218,7 @@ def _needs(state: RunState, live: Iterable[int]) -> dict[str, tuple[Part, tuple[
 
 
 def _read_indexes(
-    target: Target, needed_by: Mapping[str, tuple[Part, tuple[int, ...]]], problems: list[Problem]
+    target: Target, needed_by: Mapping[str, tuple[Part, tuple[int, ...]]], problems: Problems
 ) -> dict[str, Index]:
     """The indexes that can be read and are what their log entries say."""
 
@@ -235,12 +233,11 @@ def _read_indexes(
         for key, found in zip(needed_by, pool.map(read, needed_by), strict=True):
             part, seqs = needed_by[key]
             if isinstance(found, FormatError):
-                problems.append(Problem(object=key, what=found.what, checkpoints=seqs))
+                problems.found(key, found.what, seqs)
                 continue
             indexes[key] = found
             if found.covers != part.covers or set(found.boxes) != set(part.boxes):
-                what = "the index and its log entry differ in what the part covers"
-                problems.append(Problem(object=key, what=what, checkpoints=seqs))
+                problems.found(key, "the index and its log entry differ in what the part covers", seqs)
     return indexes
 
 
@@ -248,7 +245,7 @@ def _check_packs(
     indexes: Mapping[str, Index],
     needed_by: Mapping[str, tuple[Part, tuple[int, ...]]],
     sizes: Mapping[str, int],
-    problems: list[Problem],
+    problems: Problems,
 ) -> dict[str, int]:
     """Sizes of the packs that are there, by key."""
     there: dict[str, int] = {}
@@ -256,18 +253,16 @@ def _check_packs(
         for pack in index.packs:
             found = sizes.get(pack.key)
             if found is None:
-                problems.append(
-                    Problem(object=pack.key, what="the pack does not exist", checkpoints=needed_by[key][1])
-                )
+                problems.found(pack.key, "the pack does not exist", needed_by[key][1])
             elif found != pack.bytes:
                 what = f"the pack has {found} bytes, its index says {pack.bytes}"
-                problems.append(Problem(object=pack.key, what=what, checkpoints=needed_by[key][1]))
+                problems.found(pack.key, what, needed_by[key][1])
             else:
                 there[pack.key] = found
     return there
 
 
-def _check_plan(checkpoint: OpenCheckpoint, problems: list[Problem]) -> bool:
+def _check_plan(checkpoint: OpenCheckpoint, problems: Problems) -> bool:
     try:
         checkpoint.plan(checkpoint.entry.tables, blobs=checkpoint.blob_names)
     except (FormatError, IncompletePlan, SchemaMismatch) as error:
@@ -281,7 +276,7 @@ def _check_frames(
     indexes: Mapping[str, Index],
     needed_by: Mapping[str, tuple[Part, tuple[int, ...]]],
     packs: Mapping[str, int],
-    problems: list[Problem],
+    problems: Problems,
 ) -> int:
     """Read, hash and parse every frame once; how many were whole."""
     jobs = [
@@ -294,7 +289,7 @@ def _check_frames(
     total = sum(place.info.length for _, places, _ in jobs for place in places)
     with progress("hashing frames", total) as advance, ThreadPoolExecutor(_READERS) as pool:
 
-        def check(job: tuple[str, list[Place], tuple[int, ...]]) -> tuple[int, list[Problem]]:
+        def check(job: tuple[str, list[Place], tuple[int, ...]]) -> tuple[int, Problems]:
             key, places, seqs = job
             return _check_pack(target.store, run_key(target.run, key), key, places, seqs, advance)
 
@@ -306,8 +301,8 @@ def _check_frames(
 
 def _check_pack(
     store: Store, key: str, name: str, places: Sequence[Place], seqs: tuple[int, ...], advance: Advance
-) -> tuple[int, list[Problem]]:
-    problems = []
+) -> tuple[int, Problems]:
+    problems = Problems()
     whole = 0
     for batch in _batches(places):
         start = batch[0].offset
@@ -315,7 +310,7 @@ def _check_pack(
         try:
             store.get_into(key, start, buffer)
         except (FormatError, ObjectNotFound) as error:
-            problems.append(Problem(object=name, what=error.what, checkpoints=seqs))
+            problems.found(name, error.what, seqs)
             return whole, problems
         for place in batch:
             view = buffer[place.offset - start :][: place.info.length]
@@ -328,7 +323,7 @@ def _check_pack(
             else:
                 subject = place.info.table or f"blob {place.info.name}"
                 what = f"frame at {place.offset} (+{place.info.length}) of {subject}: {fault.what}"
-                problems.append(Problem(object=name, what=what, checkpoints=seqs))
+                problems.found(name, what, seqs)
             advance(place.info.length)
     return whole, problems
 
@@ -355,7 +350,7 @@ def _batches(places: Sequence[Place]) -> Iterator[list[Place]]:
         yield batch
 
 
-def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: list[Problem]) -> list[int]:
+def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: Problems) -> list[int]:
     """Restore each into memory, one table at a time; the seqs of those that are whole."""
     total = sum(each.plan(each.entry.tables, blobs=each.blob_names).bytes for each in checkpoints)
     restored = []

@@ -38,12 +38,10 @@ def restore(url: str, directory: Path, run: str | None, which: str, *, raw: bool
 
 
 def bytes_of(checkpoint: OpenCheckpoint) -> int:
-    """That restoring all of it reads."""
     return checkpoint.plan(checkpoint.entry.tables, blobs=True).bytes
 
 
 def report(written: Written, *, as_json: bool) -> None:
-    """What was written where."""
     if as_json:
         print_json(written)
         return

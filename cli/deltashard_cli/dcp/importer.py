@@ -86,7 +86,7 @@ class Draft:
     guessed: bool
     """The tables were guessed."""
     matrices: tuple[str, ...]
-    """Tensors that could be tables and are taken for dense ones."""
+    """Dense tensors that could have been tables."""
     optimizer: str
     """Module and name of its class; empty: none."""
     left_out: tuple[str, ...]
@@ -95,23 +95,6 @@ class Draft:
     def bytes(self) -> int:
         """Of the tables' rows, as they are."""
         return sum(table.rows * raw_row_bytes(table, table.columns) for table in self.tables)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Imported:
-    """What was committed."""
-
-    run: str
-    seq: int
-    step: int
-    tables: tuple[str, ...]
-    tables_guessed: bool
-    matrices: tuple[str, ...]
-    """Dense tensors that could have been tables."""
-    dense: int
-    optimizer: str
-    stored_bytes: int
-    left_out: tuple[str, ...]
 
 
 def draft(directory: Path, wish: Wish) -> Draft:
@@ -184,8 +167,8 @@ def check_new(target: Target) -> RunLog:
 
 def import_draft(
     made: Draft, target: Target, wish: Wish, *, spool: Path | None, advance: Advance
-) -> Imported:
-    """Begin the run and commit the draft as its first checkpoint, one rank, all rows.
+) -> tuple[int, int]:
+    """Begin the run and commit the draft as its first checkpoint, one rank, all rows; (its seq, bytes stored).
 
     Raises `UserError` when the run is there already, `NotReadable` for a table that cannot be read (nothing is
     committed then), and what writing raises.
@@ -222,18 +205,7 @@ def import_draft(
             stall_s=0.0, directive="full", metadata={"imported": SOURCE},
         ),
     )  # fmt: skip
-    return Imported(
-        run=target.run,
-        seq=done.seq,
-        step=wish.step,
-        tables=tuple(table.fqn for table in made.tables),
-        tables_guessed=made.guessed,
-        matrices=made.matrices,
-        dense=made.dense,
-        optimizer=made.optimizer,
-        stored_bytes=stats.stored_bytes,
-        left_out=made.left_out,
-    )
+    return done.seq, stats.stored_bytes
 
 
 def _taken(target: Target) -> UserError:

@@ -49,7 +49,6 @@ class Piece:
     place: Place
 
     def stop(self, dimension: int) -> int:
-        """Where it ends."""
         return self.offsets[dimension] + self.sizes[dimension]
 
 

@@ -38,14 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from deltashard_cli.directory import (
-    Written,
-    array_of,
-    beside,
-    check_new_directory,
-    dense_tensors,
-    no_tensors,
-)
+from deltashard_cli.directory import Written, array_of, beside, check_new_directory, dense_tensors, no_tensors
 from deltashard_cli.export import torch_tensor
 from deltashard_cli.output import Advance
 
@@ -71,11 +64,9 @@ class _Shard:
 
     @property
     def dtype(self) -> str:
-        """Name of the elements' type."""
         return self.schema.dtype if self.spec is None else self.spec.dtype
 
     def item(self, name: str) -> WriteItem:
-        """What DCP is told of it."""
         zeros = (0,) * len(self.tail)
         offsets = torch.Size((self.start, *zeros))
         return WriteItem(
@@ -167,7 +158,6 @@ class _Planner(DefaultSavePlanner):
         return held + len(self._paths)
 
     def create_local_plan(self) -> SavePlan:
-        """See `SavePlanner`."""
         if twice := self._paths.keys() & self.mappings.keys():
             raise UserError(f"two tensors are called {min(twice)!r}", where=self._checkpoint.where)
         self.mappings |= self._paths
@@ -175,7 +165,6 @@ class _Planner(DefaultSavePlanner):
         return replace(plan, items=[*self._items, *plan.items])
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """See `SavePlanner`."""
         shard = self._shards.get(write_item.index)
         if shard is None:
             return super().resolve_data(write_item)

@@ -71,9 +71,6 @@ class Cluster:
     def create(self, path: str, body: Document) -> Document:
         return self._document(self._request("POST", path, body))
 
-    def delete(self, path: str) -> None:
-        self._request("DELETE", path, {"propagationPolicy": "Background"})
-
     def text(self, path: str, query: Mapping[str, str]) -> str:
         """What is no document, such as a log."""
         return self._request("GET", path, query=query).decode("utf-8", "replace")

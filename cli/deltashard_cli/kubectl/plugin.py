@@ -244,7 +244,6 @@ def _result(cluster: Cluster, namespace: str, job: str, timeout_s: float) -> dic
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of `kubectl-deltashard`."""
     end_with(plugin, arguments, name="kubectl deltashard")
 
 

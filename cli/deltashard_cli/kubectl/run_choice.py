@@ -11,7 +11,6 @@ Document = Mapping[str, Any]
 
 
 def is_over(run: Document) -> bool:
-    """Whether its workload has ended."""
     return (run.get("status") or {}).get("phase") == "Finished"
 
 

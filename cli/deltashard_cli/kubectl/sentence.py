@@ -26,7 +26,6 @@ def ago(text: object, now_s: float) -> str:
 
 
 def interval(status: Document) -> str:
-    """How often it saves."""
     timers = []
     if status.get("intervalSeconds"):
         timers.append(f"{status['intervalSeconds']} s")

@@ -168,9 +168,7 @@ def _sizes(given: Given, run: RecordedRun | None, encoding: str) -> tuple[float,
     if run is not None:
         return run.raw_bytes, run.stored_bytes
     raise UserError(
-        "the size of the model is not known",
-        where="plan",
-        remedy="--bytes 400GiB, or the URL of a run",
+        "the size of the model is not known", where="plan", remedy="--bytes 400GiB, or the URL of a run"
     )
 
 

@@ -98,8 +98,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
 def plan(url: str | None, run: str | None, hours: float, *, as_json: bool, **given: Any) -> None:
     """Say how often to save, with how many bits, and what it costs, as a run with the goal `auto` chooses it.
 
-    From the model's size, or from the log of the run at URL. What is not given is assumed, and named. (What a restore
-    reads: `deltashard restore-plan`.)
+    From the model's size, or from the log of the run at URL. What is not given is assumed, and named.
     """
     if run is not None and url is None:
         raise click.UsageError("--run names a run of URL, which is missing")

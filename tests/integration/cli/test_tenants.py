@@ -122,7 +122,6 @@ def test_the_page_s_keys_are_enough_for_all_that_is_done_and_reach_nothing_of_an
     commands: list[tuple[object, ...]] = [
         ("ls", "{}"),
         ("inspect", "{}"),
-        ("restore-plan", "{}"),
         ("verify", "{}"),
         ("scan", "{}"),
         ("restore", "{}", tmp_path / "{}"),
