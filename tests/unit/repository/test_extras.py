@@ -12,7 +12,7 @@ from importlib.metadata import packages_distributions
 import deltashard_cli
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.stores import s3
+from deltashard_checkpoint.stores import cloud, s3
 
 from tests.support.tool import ROOT
 
@@ -81,8 +81,9 @@ def test_the_base_is_what_all_parts_import() -> None:
 
 def test_without_its_packages_a_part_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(UserError, match="certifi, minio, urllib3") as caught:
-        importlib.reload(s3)
-    assert "deltashard[s3]" in caught.value.remedy
+    for store, extra in ((s3, "s3"), (cloud, "cloud")):
+        with pytest.raises(UserError, match="needs? the packages certifi, ") as caught:
+            importlib.reload(store)
+        assert f"deltashard[{extra}]" in caught.value.remedy
     with pytest.raises(SystemExit, match=re.escape("deltashard[cli]")):
         importlib.reload(deltashard_cli)

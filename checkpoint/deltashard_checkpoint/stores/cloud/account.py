@@ -23,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing
 from deltashard_checkpoint.stores.transport import ca_bundle, checked_endpoint
 
@@ -47,10 +46,6 @@ _AZURE_VALUES = (
     *("AZURE_STORAGE_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET"),
 )
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}", re.ASCII)
-
-
-class CloudClientMissing(UserError):
-    """The package that speaks to Google's and Azure's storage is not installed."""
 
 
 class Account(ABC):
@@ -270,13 +265,9 @@ class AzureAccount(Account):
 
 
 def _obstore() -> tuple[Any, type[Exception]]:
-    try:
-        from obstore import store
-        from obstore.exceptions import BaseError
-    except ImportError as error:
-        raise CloudClientMissing(
-            f"gs:// and az:// need the package obstore: {error}", remedy="pip install 'deltashard[cloud]'"
-        ) from None
+    from obstore import store
+    from obstore.exceptions import BaseError
+
     return store, BaseError
 
 
