@@ -92,32 +92,36 @@ class Assembly:
     def open(self, ask: Callable[[pb.OpenRequest], pb.OpenReply]) -> pb.OpenReply:
         """What rank 0's sidecar answers to `ask`, for all; raises what rank 0 met, on every rank.
 
-        `ask` is given what all ranks together have to say in the request: layout, attempts.
+        `ask` is given what all ranks together have to say in the request: layout and attempts.
         """
-        self._turn += 1
-        if self._rank.number != 0:
-            told = json.loads(self._meeting.hear(f"open/{self._turn}", 2 * OPEN_DEADLINE_S))
-            if "error" in told:
-                raise _error_of(told["error"], "rank 0: ")
-            return pb.OpenReply.FromString(bytes.fromhex(told["reply"]))
-        try:
-            words = [Word.of(text) for text in self._meeting.words]
-            layout = agreed_layout(words)
-            together = pb.OpenRequest(
-                layout=layout.data,
-                took_part=max(word.took_part for word in words),
-            )
-            reply = ask(together)
-        except BaseException as error:
-            self._tell_open({"error": _text_of(error)})
-            raise
-        crash_point("open.before_told")
-        self._tell_open({"reply": reply.SerializeToString().hex()})
-        crash_point("open.after_told")
-        return reply
 
-    def _tell_open(self, word: Mapping[str, Any]) -> None:
-        self._meeting.tell(f"open/{self._turn}", json.dumps(word).encode())
+        def opened() -> str:
+            words = [Word.of(text) for text in self._meeting.words]
+            took_part = max(word.took_part for word in words)
+            reply = ask(pb.OpenRequest(layout=agreed_layout(words).data, took_part=took_part))
+            crash_point("open.before_told")
+            return reply.SerializeToString().hex()
+
+        self._turn += 1
+        told = self._of_rank_0(f"open/{self._turn}", opened)
+        if self._rank.number == 0:
+            crash_point("open.after_told")
+        return pb.OpenReply.FromString(bytes.fromhex(told))
+
+    def _of_rank_0(self, what: str, make: Callable[[], str]) -> str:
+        """What rank 0 makes, on every rank; raises what it met doing so, on every rank."""
+        if self._rank.number == 0:
+            try:
+                made = make()
+            except BaseException as error:
+                self._meeting.tell(what, b"-" + json.dumps(_text_of(error)).encode())
+                raise
+            self._meeting.tell(what, b"+" + made.encode())
+            return made
+        told = self._meeting.hear(what, 2 * OPEN_DEADLINE_S).decode()
+        if told[0] == "-":
+            raise _error_of(json.loads(told[1:]), "rank 0: ")
+        return told[1:]
 
     def agree(self, stage: str, error: BaseException | None = None) -> None:
         """Say that this rank came through `stage`, or not, and hear of the others.
@@ -163,17 +167,9 @@ class Assembly:
         """What rank 0 makes of all ranks' words, for all; raises what it met doing so, on every rank."""
         what = f"{what}/{self._turn}"
         self._meeting.answer(what, word.encode())
-        if self._rank.number == 0:
-            try:
-                said = [text.decode() for text in self._meeting.answers(what, OPEN_DEADLINE_S)]
-                self._meeting.tell(what, b"+" + judge(said).encode())
-            except BaseException as error:
-                self._meeting.tell(what, b"-" + json.dumps(_text_of(error)).encode())
-                raise
-        told = self._meeting.hear(what, 2 * OPEN_DEADLINE_S).decode()
-        if told[0] == "-":
-            raise _error_of(json.loads(told[1:]), "rank 0: ")
-        return told[1:]
+        return self._of_rank_0(
+            what, lambda: judge([text.decode() for text in self._meeting.answers(what, OPEN_DEADLINE_S)])
+        )
 
     def send(self, what: str, data: bytes | None) -> None:
         what = f"{what}/{self._turn}"
