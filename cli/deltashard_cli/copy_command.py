@@ -1,24 +1,20 @@
-"""Commands about whole runs: cp (to another name or store) and rm."""
+"""Commands about whole runs: cp (to another store, or of a checkpoint to a new run) and rm."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import click
 from deltashard_checkpoint.errors import FormatError, UserError
-from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
-from deltashard_checkpoint.log.entry import Checkpoint
-from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.holder import RunHeld, check_ended
-from deltashard_checkpoint.maintenance.word import chosen
 from deltashard_checkpoint.whole_run import removal, run_copy
-from deltashard_checkpoint.whole_run.copy_draft import Draft
 from deltashard_checkpoint.whole_run.remains import Remains, remains
 
 from deltashard_cli import verification
-from deltashard_cli.option import ended_option, run_options
+from deltashard_cli.option import ended_option, run_options, spool_cache, spool_option
 from deltashard_cli.output import console, note, number, plural, print_json, progress, size
 from deltashard_cli.target import POLICY, Target, Unfinished, find_run, names, new_run, run_of_url
 
@@ -26,90 +22,72 @@ from deltashard_cli.target import POLICY, Target, Unfinished, find_run, names, n
 @click.command()
 @run_options
 @click.argument("to")
-@click.option("--to-run", metavar="NAME", help="Name of the copy; default: the run's own.")
+@click.option("--as", "name", metavar="NAME", help="With -c: the new run's name.")
 @click.option(
     "--checkpoint",
     "-c",
     "which",
     metavar="WHICH",
-    help="Only this checkpoint, with all it builds on: latest, seq:N (or N), step:N or pin:NAME.",
+    help="With --as: this checkpoint begins the new run: latest, seq:N (or N), step:N or pin:NAME.",
 )
-def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None, *, as_json: bool) -> None:
-    """Copy a run, or one of its checkpoints, into the store TO: the same store under another name, or another store.
+@spool_option
+def cp(
+    url: str,
+    to: str,
+    run: str | None,
+    name: str | None,
+    which: str | None,
+    spool: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Copy a run into the store TO under its own name, or begin the new run NAME there with one of its checkpoints.
 
-    The copy is a run of its own, of one moment of the source, and byte for byte what the source restores; trainers go
-    on from it. Every object is checked by its hash on its way. A copy that was cut short is no run for anybody: call it
-    again, it goes on. A run that is there and is no such copy is refused.
+    A copy has the source's bytes, log and all; every object is checked by its hash on its way. Called again it
+    continues where it was cut short, and brings the copy up to date, unless a trainer went on with it. A new run holds
+    all rows of the checkpoint, as they were encoded. What was cut short is no run for any reader.
     """
+    if (name is None) is not (which is None):
+        raise click.UsageError("-c WHICH and --as NAME go together: which checkpoint begins which run")
     found = find_run(url, run)
     source = RunLog(found.store, found.run)
-    name = to_run or found.run
-    place = new_run(to, name)
-    target = RunLog(place.store, validate_new_run(place.run))
-
-    def work(made: Draft) -> run_copy.Copied:
-        with progress("copying", made.bytes) as advance:
-            return run_copy.copy(made, advance=advance)
-
-    done = run_copy.copied(source, target, which, work, deadline_s=POLICY.deadline_s)
+    place = new_run(to, name or found.run)
+    target = RunLog(place.store, place.run)
+    if which is None:
+        with ExitStack() as bars:
+            done = run_copy.copy_run(
+                source,
+                target,
+                sized=lambda total: bars.enter_context(progress("copying", total)),
+                deadline_s=POLICY.deadline_s,
+            )
+    else:
+        with spool_cache(spool) as cache:
+            done = run_copy.start_run(source, target, which, cache, deadline_s=POLICY.deadline_s)
     checked = verification.verify(place)
-    # What the source has committed since, also before this very call where the copy is an older one.
-    newer = _newer(source.state, which, done)
     if as_json:
-        print_json(
-            {
-                "copied": done,
-                "newer_at_source": len(newer),
-                "verified": checked.ok,
-                "problems": checked.problems,
-            }
-        )
+        print_json({"copied": done, "verified": checked.ok, "problems": checked.problems})
     else:
         out = console()
-        what = "is made" if done.entries else "is there already" + (", whole" if checked.ok else "")
-        said = f"checkpoint {done.seq}" + (
-            f" there, {done.source_seq} here" if done.seq != done.source_seq else ""
+        newest = (
+            ""
+            if done.step is None
+            else f", the newest of step {number(done.step)} (checkpoint {done.seq} there)"
         )
         out.print(
-            f"run {done.run} at {place.store.url} {what}: {plural(done.checkpoints, 'checkpoint')}, the newest of step "
-            f"{number(done.step)} ({said})"
+            f"run {done.run} at {place.store.url} "
+            f"{'is made' if done.entries else 'is up to date'}: {plural(done.checkpoints, 'checkpoint')}{newest}"
         )
-        if done.entries:
-            out.print(
-                f"{plural(done.objects, 'object')} put ({size(done.bytes)}), {done.passed_over} there already; the "
-                f"source as of its log entry {done.through}; contents were hashed on the way, `deltashard verify "
-                "--deep` reads the copy back",
-                style="dim",
-            )
-        if newer:
-            note(f"{_said_newer(newer, which, done)}: copy to another name, or remove this one first")
+        out.print(
+            f"{plural(done.objects, 'object')} put ({size(done.bytes)}), {done.passed_over} there already; the source "
+            f"as of its log entry {done.through}; contents were hashed on the way, `deltashard verify --deep` reads "
+            "the copy back",
+            style="dim",
+        )
         for problem in checked.problems:
             note(f"problem: {problem.object}: {problem.what}")
-        if not checked.ok and not done.entries:
-            note("a finished copy is not mended: remove it (`deltashard rm`) and copy anew")
-    if not checked.ok or (newer and not done.entries):
+    if not checked.ok:
         click.get_current_context().exit(1)
-
-
-def _newer(state: RunState, which: str | None, done: run_copy.Copied) -> list[Checkpoint]:
-    """What is meant now and not in the copy: checkpoints behind its moment, or the one that `which` has become."""
-    if which is None:
-        return [entry for seq, entry in state.checkpoints.items() if seq > done.through]
-    meant = chosen(state, which)
-    return [] if meant.seq == done.source_seq else [meant]
-
-
-def _said_newer(newer: Sequence[Checkpoint], which: str | None, done: run_copy.Copied) -> str:
-    if which is not None:
-        return (
-            f"the copy that was begun there is of checkpoint {done.source_seq}, and {which} is {newer[0].seq} (step "
-            f"{number(newer[0].step)}) by now"
-        )
-    return (
-        f"the copy is of the source's log up to entry {done.through}: not in it are "
-        f"{plural(len(newer), 'newer checkpoint')}, up to step {number(max(each.step for each in newer))}. A copy is "
-        "not brought up to date"
-    )
 
 
 @click.command()

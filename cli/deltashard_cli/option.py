@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from deltashard_checkpoint.cache.pack_cache import PackCache
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 SPOOL_BYTES = 1 << 30
@@ -47,19 +50,29 @@ def which_option(command: Command) -> Command:
     )(command)
 
 
+def spool_option(command: Command) -> Command:
+    """--spool."""
+    return click.option(
+        "--spool",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        help="Directory for packs on their way, up to 1 GiB; default: the system's for temporary files.",
+    )(command)
+
+
+@contextmanager
+def spool_cache(spool: Path | None) -> Iterator[PackCache]:
+    """A cache for packs on their way, which goes with the command."""
+    with (
+        tempfile.TemporaryDirectory(prefix="deltashard-", dir=spool) as directory,
+        PackCache(Path(directory), budget_bytes=SPOOL_BYTES) as cache,
+    ):
+        yield cache
+
+
 def ended_option(command: Command) -> Command:
     """--ended: a person's word that no trainer of the run lives."""
     return click.option(
         "--ended",
         is_flag=True,
         help="You know that the run's trainer has ended, though its last save does not say so.",
-    )(command)
-
-
-def spool_option(command: Command) -> Command:
-    """--spool: where packs wait on their way."""
-    return click.option(
-        "--spool",
-        type=click.Path(path_type=Path, file_okay=False, exists=True),
-        help="Directory for packs on their way, up to 1 GiB; default: the system's for temporary files.",
     )(command)

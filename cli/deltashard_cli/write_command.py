@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import click
-from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance.compaction import compact as compact_run
 from deltashard_checkpoint.maintenance.row_mover import mover
@@ -14,7 +12,7 @@ from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 
 from deltashard_cli.checkpoint_choice import open_checkpoint, using
 from deltashard_cli.directory import Written, restore_directory
-from deltashard_cli.option import SPOOL_BYTES, run_options, spool_option, which_option
+from deltashard_cli.option import run_options, spool_cache, spool_option, which_option
 from deltashard_cli.output import console, note, number, plural, print_json, progress, size
 from deltashard_cli.target import POLICY, find_run
 
@@ -27,7 +25,7 @@ from deltashard_cli.target import POLICY, find_run
 def restore(url: str, directory: Path, run: str | None, which: str, *, raw: bool, as_json: bool) -> None:
     """Write a checkpoint's tables, optimizer state and blobs into a new DIRECTORY, with a manifest.json.
 
-    To train on from it: `deltashard rewind` in the same run, `deltashard cp --to-run NAME -c WHICH` in a new one.
+    To train on from it: `deltashard rewind` in the same run, `deltashard cp --as NAME -c WHICH` in a new one.
     """
 
     def write(checkpoint: OpenCheckpoint) -> Written:
@@ -78,10 +76,7 @@ def compact(
         )
         return
     seq = choose(log.refresh(deadline_s=POLICY.deadline_s), which).seq
-    with (
-        tempfile.TemporaryDirectory(prefix="deltashard-", dir=spool) as directory,
-        PackCache(Path(directory), budget_bytes=SPOOL_BYTES) as cache,
-    ):
+    with spool_cache(spool) as cache:
         entry = compact_run(log, seq, mover(cache))
     if as_json:
         print_json({"seq": seq, "compacted": entry})

@@ -1,6 +1,6 @@
 """A process that dies in the middle of a copy or a removal: `python -m tests.crash.copy_victim DIRECTORY ACTION`.
 
-The run in DIRECTORY is `log_victim`'s, `job`; copies are `copy` in `store2`, and `one` beside the run.
+The run in DIRECTORY is `log_victim`'s, `job`; copies are `job` in `store2`, and `one` beside the run.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.whole_run import removal, run_copy
@@ -19,7 +20,7 @@ def target_of(directory: Path, action: str) -> RunLog:
     """Where the copy goes, or what is removed."""
     match action:
         case "cp":
-            return RunLog(open_store(f"file://{directory}/store2"), "copy")
+            return RunLog(open_store(f"file://{directory}/store2"), "job")
         case "cp one":
             return RunLog(open_store(f"file://{directory}/store"), "one")
     return log_of(directory)
@@ -30,8 +31,10 @@ def act(directory: Path, action: str) -> run_copy.Copied | removal.Content:
     target = target_of(directory, action)
     if action == "rm":
         return removal.remove(target)
-    which = None if action == "cp" else "step:4"
-    return run_copy.copied(log_of(directory), target, which, run_copy.copy)
+    if action == "cp":
+        return run_copy.copy_run(log_of(directory), target)
+    with PackCache(directory / "spool", budget_bytes=64 << 20) as cache:
+        return run_copy.start_run(log_of(directory), target, "step:4", cache)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.whole_run.run_copy import TargetTaken
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_cli.target import Target
 from deltashard_cli.verification import verify
@@ -21,8 +22,7 @@ COPY_POINTS = [
     "cp.after_packs",
     "cp.after_data",
     "cp.after_hint",
-    "cp.after_genesis",
-    "cp.after_newest_entry",
+    "cp.after_first_entry",
     "cp.before_last_entry",
     "cp.after_last_entry",
 ]
@@ -60,7 +60,7 @@ def files(directory: Path) -> dict[str, bytes]:
     ("action", "point"),
     [
         *(("cp", point) for point in COPY_POINTS),
-        *(("cp one", point) for point in [*COPY_POINTS[1::2], COPY_POINTS[-1]]),
+        *(("cp one", point) for point in COPY_POINTS[1:]),
     ],
 )
 def test_a_copy_that_was_killed_is_no_run_and_goes_on(prepared, tmp_path, action, point):
@@ -81,14 +81,16 @@ def test_a_copy_that_was_killed_is_no_run_and_goes_on(prepared, tmp_path, action
         with pytest.raises(DeltashardError):  # nor can a trainer begin there
             open_attempt(RunLog(target.store, target.run), owner="me", closing_wait_s=0.0, deadline_s=0.05)
 
-    done = act(directory, action)
-    assert (done.step, done.entries == 0) == (4, point == "cp.after_last_entry")
-    if point not in {"cp.after_packs", "cp.after_last_entry"}:
-        assert done.objects == 0, "what was there and whole was passed over"
+    if (action, point) != ("cp one", "cp.after_last_entry"):
+        done = act(directory, action)
+        assert (done.step, done.entries == 0) == (4, point == "cp.after_last_entry")
+        assert action == "cp one" or point == "cp.after_packs" or done.objects == 0, (
+            "what was there was passed over"
+        )
     log = RunLog(target.store, target.run)
     found = verify(Target(store=log.store, run=log.run), deep=True)
     assert found.problems == ()
-    assert len(found.restored) == (2 if action == "cp one" else 3)
+    assert len(found.restored) == (1 if action == "cp one" else 3)
     np.testing.assert_array_equal(weights(log), wanted)
 
     # A trainer goes on with it, on top of what was copied.
@@ -98,7 +100,7 @@ def test_a_copy_that_was_killed_is_no_run_and_goes_on(prepared, tmp_path, action
     save(directory, log, opened.attempt, 1, 6, np.arange(4), opened.resume.seq)
     wanted[:4] = values(6, np.arange(4))
     np.testing.assert_array_equal(weights(log), wanted)
-    with pytest.raises(DeltashardError, match=r"is there|ends at"):  # a copy that went on is a run of its own
+    with pytest.raises(TargetTaken):
         act(directory, action)
     assert files(directory / "store/job") == before
 

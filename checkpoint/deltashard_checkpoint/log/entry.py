@@ -61,7 +61,7 @@ class Entry:
     writer: str
     """Random token, the same for every retry of one put: after a lost acknowledgement it says whose entry this is.
 
-    It may have more behind it: see `voiding_writer`, `copied_writer` and `folding_writer`."""
+    It may have more behind it: see `voiding_writer` and `folding_writer`."""
     at_s: float
 
 
@@ -258,16 +258,6 @@ class Sealed:
 def voiding_writer(writer: str, bad: str) -> str:
     """The token of an attempt that voids the slot whose bytes have the hash `bad`."""
     return f"{writer}-voids-{bad[:_DIGEST_CHARS]}"
-
-
-def copied_writer(source: str) -> str:
-    """The token of an entry of a copy; `source`: the hash of the entry that it was made of."""
-    return f"{source[:_DIGEST_CHARS]}-copied"
-
-
-def is_copied(entry: Entry) -> bool:
-    """Whether the entry was written by a copy: no trainer ever had that attempt there."""
-    return re.search(r"-copied(-|$)", entry.writer) is not None
 
 
 def folding_writer(writer: str, name: FoldName) -> str:

@@ -2,8 +2,8 @@
 
 There is no lease: a trainer that is cut off, asleep or between two saves says nothing, and silence proves nothing.
 What the log does say is how an attempt ended: its last commit names what asked for it, and a close is an end, as is
-the eviction of a trainer without peers (`deciding.ending`). An attempt that no trainer ever had (a rewind's, a
-copy's) has no holder either. Everything else may be alive, until a person who knows says that it has ended. Nothing
+the eviction of a trainer without peers (`deciding.ending`). An attempt that no trainer ever had (a rewind's)
+has no holder either. Everything else may be alive, until a person who knows says that it has ended. Nothing
 rests on that word but peace: the log fences a trainer that lives on all the same.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from deltashard_checkpoint.deciding.ending import has_ended
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import AttemptOpened, Sealed, is_copied
+from deltashard_checkpoint.log.entry import AttemptOpened, Sealed
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, closing_key
@@ -48,7 +48,7 @@ def holder(log: RunLog, state: RunState) -> Holder | None:
             raise
     else:
         entry = slot.entry if isinstance(slot, Sealed) else None
-    if entry is not None and (not isinstance(entry, AttemptOpened) or is_copied(entry)):
+    if entry is not None and (not isinstance(entry, AttemptOpened)):
         return None
     opened = state.attempts[state.attempt]
     last = None if opened.last_seq is None else state.checkpoints.get(opened.last_seq)

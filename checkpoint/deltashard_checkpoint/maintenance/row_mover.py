@@ -5,8 +5,8 @@ dropped from an older one; a frame that loses nothing is copied verbatim, any ot
 survive, still encoded. So a restore of the compaction reads, row by row, the very codes, scales and state it would
 have read before. Blobs are the checkpoint's own and are copied.
 
-What is provided is tracked per table and column range, one byte a row. Chains whose column shards changed in between
-are refused (`CompactionUnfit`): an encoded row cannot be cut along columns without encoding it anew; the next
+What is provided is tracked per table and column range, one byte a row. Chains whose column shards of a row changed in
+between are refused (`CompactionUnfit`): an encoded row cannot be cut along columns without encoding it anew; the next
 baseline ends such a chain anyway.
 """
 
@@ -26,12 +26,14 @@ from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame, raw_bytes_of, take_rows
 from deltashard_checkpoint.log.chain import ChainLink, parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.compaction import Moved, Mover
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, whole_tables
 from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.plan import restore_plan
-from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.write.part_writer import PartStats, PartTarget, PartWriter
 
 DEFAULT_DEADLINE_S = 3600.0
 
@@ -51,16 +53,17 @@ class _Provided:
         info, table = frame.info, frame.table
         assert table is not None
         columns = (info.col_start, info.col_stop)
-        held = self.ranges.setdefault(info.table, {})
-        if any(a < columns[1] and columns[0] < b for a, b in held if (a, b) != columns):
-            raise CompactionUnfit(
-                f"column ranges of {info.table} changed within the chain",
-                remedy="the next baseline ends this chain",
-            )
+        held, ids = self.ranges.setdefault(info.table, {}), frame.row_ids()
+        for (first, end), others in held.items():
+            overlaps = first < columns[1] and columns[0] < end and (first, end) != columns
+            if overlaps and others[ids[ids < len(others)]].any():
+                raise CompactionUnfit(
+                    f"column ranges of {info.table} changed within the chain",
+                    remedy="the next baseline ends this chain",
+                )
         rows = held.setdefault(columns, np.zeros(0, np.bool_))
         if len(rows) < table.rows:
             held[columns] = rows = np.concatenate([rows, np.zeros(table.rows - len(rows), np.bool_)])
-        ids = frame.row_ids()
         mine = ~rows[ids]
         rows[ids] = True
         return mine
@@ -86,15 +89,9 @@ def move_rows(
 ) -> Moved:
     """Write the synthetic baseline of checkpoint `seq` under `data/compact-{token}/`; one part with all its boxes.
 
-    Raises `CompactionUnfit`, `InvalidCheckpoint` (retired meanwhile, or broken), `UploadFailed`, `StoreUnavailable`.
+    Raises what `move_checkpoint` raises.
     """
-    entry, parts = state.checkpoints[seq], parts_of(state, seq)
-    indexes = load_indexes(
-        log.store, log.run, [*(link.part for link in links), *parts], deadline_s=deadline_s
-    )
-    blobs = {name for part in parts for name in indexes[part.index_key].blobs}
-    plan = restore_plan(links, indexes, whole_tables(entry.tables), seq=seq, blob_parts=parts, blobs=blobs)
-    boxes = tuple(box for part in entry.parts for box in part.boxes)
+    entry = state.checkpoints[seq]
     target = PartTarget(
         run=log.run,
         attempt=entry.attempt,
@@ -103,12 +100,40 @@ def move_rows(
         rank=0,
         token=token,
         tables=entry.tables,
-        boxes=boxes,
+        boxes=tuple(box for part in parts_of(state, seq) for box in part.boxes),
         covers=None,
         compaction=True,
     )
+    part, stats = move_checkpoint(
+        log, state, seq, links, log.store, target, cache=cache, give_way=give_way, deadline_s=deadline_s
+    )
+    return Moved(parts=(part,), rows=stats.rows, stored_bytes=stats.stored_bytes)
+
+
+def move_checkpoint(
+    log: RunLog,
+    state: RunState,
+    seq: int,
+    links: tuple[ChainLink, ...],
+    store: Store,
+    target: PartTarget,
+    *,
+    cache: PackCache,
+    give_way: Callable[[], None] = lambda: None,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+) -> tuple[Part, PartStats]:
+    """Write all rows and blobs that checkpoint `seq` of `log` reads as one part of `target` on `store`.
+
+    Raises `CompactionUnfit`, `InvalidCheckpoint` (retired meanwhile, or broken), `UploadFailed`, `StoreUnavailable`.
+    """
+    entry, parts = state.checkpoints[seq], parts_of(state, seq)
+    indexes = load_indexes(
+        log.store, log.run, [*(link.part for link in links), *parts], deadline_s=deadline_s
+    )
+    blobs = {name for part in parts for name in indexes[part.index_key].blobs}
+    plan = restore_plan(links, indexes, whole_tables(entry.tables), seq=seq, blob_parts=parts, blobs=blobs)
     provided = _Provided()
-    with PartWriter(log.store, target, cache, deadline_s=deadline_s) as writer:
+    with PartWriter(store, target, cache, deadline_s=deadline_s) as writer:
         for fetched in Fetcher(log.store, log.run, cache=cache, deadline_s=deadline_s).fetch(plan):
             give_way()
             frame = parse_frame(fetched.data, verify=False)
@@ -124,7 +149,7 @@ def move_rows(
         stats = writer.stats
     crash_point("compact.after_index")
     assert stats is not None
-    return Moved(parts=(part,), rows=stats.rows, stored_bytes=stats.stored_bytes)
+    return part, stats
 
 
 def _survivors(frame: Frame, data: memoryview, mine: npt.NDArray[np.bool_]) -> EncodedFrame | None:

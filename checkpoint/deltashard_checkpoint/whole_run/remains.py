@@ -5,12 +5,10 @@ A log that is merely damaged is none of these: its reader says what is wrong wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 
-from deltashard_checkpoint.errors import CorruptObject, FormatError
-from deltashard_checkpoint.log.entry import entry_key, is_copied, prefix_of, seq_of
-from deltashard_checkpoint.log.entry_codec import parse
+from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.log.entry import prefix_of, seq_of
 from deltashard_checkpoint.log.folded_state import fold_of
 from deltashard_checkpoint.log.listing import REMOVAL, Hint, listing
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
@@ -51,9 +49,10 @@ def remains(store: Store, root: str) -> Remains | None:
     if said == REMOVAL:
         return Remains.REMOVING
     seen = listing((info.key[len(root) :] for info in store.list(f"{root}log/")), 0)
+    if not said.whole and seen.tip < said.seq:
+        return Remains.COPYING
     if seen.seqs:
-        whole = hint is None or (seen.hole(-1) is None and seen.tip >= said.seq)
-        return None if whole or not _of_a_copy(store, root, (seen.seqs[0], seen.tip)) else Remains.COPYING
+        return None
     if hint is not None or seen.folds:
         return Remains.LOGLESS
     # Its names sort before those of anybody else's objects there, or close to them.
@@ -75,11 +74,3 @@ def belongs(key: str) -> bool:
     except CorruptObject:
         return False
     return True
-
-
-def _of_a_copy(store: Store, root: str, seqs: Sequence[int]) -> bool:
-    """Whether a copy has written these entries."""
-    try:
-        return all(is_copied(parse(store.get(root + entry_key(seq)), seq).entry) for seq in seqs)
-    except (ObjectNotFound, FormatError):
-        return False

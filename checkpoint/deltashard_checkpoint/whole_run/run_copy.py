@@ -1,49 +1,69 @@
-"""A run, or one checkpoint with all it builds on, copied into a new run: of the same store or of another.
+"""A run copied into another store under its own name, and one checkpoint made the first of a new run.
 
-Data first, each object checked on its way by the hash that names it or stands in its index; then `log/HINT`, which says
-where the log will end; then genesis, the newest entry, and those between. A log that ends before the slot of HINT, or
-has a hole, has lost entries for every reader (`LogGap`), so a copy that was killed is never taken for a whole run, and
-no trainer can begin one of its own there. (Builds from before HINT counted see the hole.) Genesis is created only if
-absent: whoever begins a run of that name first has it.
+    1. Data, layouts and folded states. Packs are checked by their frames' hashes, all else by the hash in its name.
+    2. `log/HINT`: where the log will end, and that it is not whole yet.
+    3. The entries of the log, oldest first, created only if absent.
+    4. `log/HINT` again: the log is whole.
 
-Everything put is a function of the source and the name (`transcript`), so a copy goes on where it was: what is there
-and whole is passed over. Before HINT is there it goes on with the source's newest moment, afterwards with that one.
+A log that ends before the slot of HINT, or has a hole, has lost entries for every reader (`LogGap`). So a copy that was
+killed is never taken for a whole run, and no trainer begins one there. Called again it passes over what is there and
+whole. Genesis is created only if absent: whoever begins a run of that name first has it, and gets HINT back.
+
+A copy of a run has the source's bytes under the source's keys, so a later call brings it up to date, unless it went on
+by itself. A new run has three entries. Its rows are moved as a compaction moves them (`row_mover`), into one part
+without a layout; what a call that was killed has put of it lies under the same prefix, and goes with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import (
     CorruptObject,
     ForeignObject,
     InternalBug,
     InvalidCheckpoint,
+    UserError,
 )
+from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.frame import checked_frame
-from deltashard_checkpoint.format.index import Place
-from deltashard_checkpoint.format.layout import Layout, layout_key
-from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
-from deltashard_checkpoint.log.entry import Sealed, entry_key, seq_of
+from deltashard_checkpoint.format.index import Index, Place, digest_hex
+from deltashard_checkpoint.format.layout import layout_key
+from deltashard_checkpoint.format.object_key import new_token, parse_index_key, validate_new_run
+from deltashard_checkpoint.log.chain import chain, closure, parts_of
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.log.entry import AttemptOpened, Entry, Genesis, Sealed, entry_key
+from deltashard_checkpoint.log.entry_codec import document_of, seal
+from deltashard_checkpoint.log.folded_state import fold_key
 from deltashard_checkpoint.log.listing import Hint
-from deltashard_checkpoint.log.manifest import Manifest, manifest_key
-from deltashard_checkpoint.log.part_list import PartList
+from deltashard_checkpoint.log.manifest import Manifests, digest_of, manifest_key
+from deltashard_checkpoint.log.replay import fold
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance.row_mover import move_checkpoint
+from deltashard_checkpoint.maintenance.word import chosen
+from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, settled
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
-from deltashard_checkpoint.whole_run import transcript
-from deltashard_checkpoint.whole_run.copy_draft import LOG_WORKERS, Draft, TargetTaken, draft
-from deltashard_checkpoint.whole_run.remains import Remains, remains
-from deltashard_checkpoint.whole_run.transcript import Moved
+from deltashard_checkpoint.write.part_writer import PartTarget
 
 WORKERS = 8
+LOG_WORKERS = 16
 IN_FLIGHT_BYTES = 256 << 20
 """Of packs that are in memory at once (one that is larger is alone)."""
-_TURNS = 3
-"""So often a copy begins anew because the source retired something under it."""
+FIRST_ATTEMPT, FIRST_CUT = 1, 1
+"""Of a new run that a checkpoint begins."""
+
+
+class TargetTaken(UserError):
+    """A run of that name is there, and is no copy of this source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +71,14 @@ class Copied:
     """What a copy did."""
 
     run: str
-    seq: int
-    """The newest checkpoint, in the copy."""
-    source_seq: int
+    seq: int | None
+    """The newest checkpoint, in the copy; None: it has none."""
+    source_seq: int | None
     """What the source calls it."""
-    step: int
+    step: int | None
+    checkpoints: int
     through: int
     """The last slot of the source's log that the copy knows."""
-    checkpoints: int
     objects: int
     """Data objects put."""
     bytes: int
@@ -68,34 +88,84 @@ class Copied:
     """Log entries put; 0: the copy was whole already."""
 
 
-def copy(made: Draft, *, advance: Callable[[int], None] = lambda _bytes: None) -> Copied:
-    """Make the copy, or go on with it. May be killed at any instant and begun again.
+def copy_run(
+    source: RunLog,
+    target: RunLog,
+    *,
+    sized: Callable[[int], Callable[[int], None]] = lambda _total: lambda _bytes: None,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+) -> Copied:
+    """Copy the run, or go on with it, or bring it up to date. May be killed at any instant and begun again.
 
-    Raises `TargetTaken`, `InvalidCheckpoint` for an object of the source that is not whole, `EnvironmentFault` when the
-    source let one go meanwhile, and store errors.
+    `sized` is given the bytes of all packs, and gives what is told of each that is done.
+    Raises `TargetTaken`, `LogStopped`, `InvalidCheckpoint` for an object of the source that is not whole, and store
+    errors.
     """
-    moved = _moved(made)
-    log = _log_of(made, moved)
-    state = transcript.folded(log, made.target.run)
-    wanted = {made.numbers.seqs.get(seq, seq) for seq in made.seqs}
-    if state.stopped is not None or state.checkpoints.keys() != wanted:
-        what = "the copy's log does not read as it was meant"
-        raise InternalBug(what, where=f"run {made.target.run}")
-    missing = _missing(made, log)
+    if source.store.url == target.store.url:
+        raise UserError(
+            "a run cannot be copied onto itself",
+            where=source.store.url,
+            remedy="name another store, or a checkpoint (-c) and another name (--as)",
+        )
+    validate_new_run(target.run)
+    return settled(source, lambda state: _copy(source, target, state, sized), deadline_s=deadline_s)
+
+
+def start_run(
+    source: RunLog, target: RunLog, which: str, cache: PackCache, *, deadline_s: float = DEFAULT_DEADLINE_S
+) -> Copied:
+    """Begin the run `target` with one checkpoint of the source, which holds all its rows there.
+
+    `cache` holds packs on their way. May be killed at any instant and begun again.
+    Raises `TargetTaken`, `CompactionUnfit` for a chain whose column shards changed, `InvalidCheckpoint`, what `chosen`
+    raises, and store errors.
+    """
+    validate_new_run(target.run)
+    return settled(source, lambda state: _start(source, target, state, which, cache), deadline_s=deadline_s)
+
+
+# A whole run
+
+
+def _copy(
+    source: RunLog, target: RunLog, state: RunState, sized: Callable[[int], Callable[[int], None]]
+) -> Copied:
+    if state.stopped is not None:
+        raise stopped(state)
+    listed = source.listed()
+    slots = [seq for seq in listed.seqs if seq <= state.tip]
+
+    def read(seq: int) -> bytes:
+        return source.store.get(source.key(entry_key(seq)))
+
+    with ThreadPoolExecutor(LOG_WORKERS) as pool:
+        entries = dict(zip(slots, pool.map(read, slots), strict=True))
+    missing = _missing(target, entries)
+    live = Manifests(source.store, source.run).listing(state, state.checkpoints)
+    parts = [part for seq in sorted(live.checkpoints) for part in parts_of(live, seq)]
+    indexes = load_indexes(source.store, source.run, parts)
+    put = _Put(source, target)
+    put.advance = sized(sum(pack.bytes for index in indexes.values() for pack in index.packs))
+    put.packs(indexes)
+    crash_point("cp.after_packs")
+    for key, digest in _small_objects(live, indexes):
+        put.small(key, digest)
+    for name in listed.folds:
+        with suppress(InvalidCheckpoint):  # one that is gone or rotten counts for nothing, here as there
+            put.small(fold_key(name), partial(_is_fold, name.digest))
+    crash_point("cp.after_data")
+    if missing or not target.hint().whole:
+        _put_log(
+            target, entries, missing, Hint(fold=max((n.seq for n in listed.folds), default=-1), seq=state.tip)
+        )
     newest = state.newest()
-    assert newest is not None
-    put = _Put(made, advance)
-    if missing:
-        put.data(moved)
-        _put_log(made, log, missing)
-    source_seq = made.seq if made.seq is not None else newest.seq
     return Copied(
-        run=made.target.run,
-        seq=newest.seq,
-        source_seq=source_seq,
-        step=newest.step,
-        through=made.state.tip,
-        checkpoints=len(wanted),
+        run=target.run,
+        seq=None if newest is None else newest.seq,
+        source_seq=None if newest is None else newest.seq,
+        step=None if newest is None else newest.step,
+        checkpoints=len(state.checkpoints),
+        through=state.tip,
         objects=put.objects,
         bytes=put.bytes,
         passed_over=put.passed_over,
@@ -103,148 +173,75 @@ def copy(made: Draft, *, advance: Callable[[int], None] = lambda _bytes: None) -
     )
 
 
-def copied(
-    source: RunLog,
-    target: RunLog,
-    which: str | None,
-    run: Callable[[Draft], Copied],
-    *,
-    deadline_s: float = DEFAULT_DEADLINE_S,
-) -> Copied:
-    """What `run` makes of a draft: from the start again when the source retired something under it, a few times."""
-    for turn in range(_TURNS):
-        try:
-            return run(draft(source, target, which, deadline_s=deadline_s))
-        except InvalidCheckpoint:
-            # What is gone because it was retired meanwhile is no damage: the newer moment does not have it.
-            tip = source.state.tip
-            if turn + 1 == _TURNS or source.refresh(deadline_s=deadline_s).tip == tip:
-                raise
-    raise AssertionError
+def _is_fold(digest: str, data: bytes) -> bool:
+    return _sha256(data)[:32] == digest
 
 
-def _moved(made: Draft) -> Moved:
-    moved = Moved()
-    run = made.target.run
-    for key, index in made.indexes.items():
-        moved.indexes[key] = transcript.moved_index(index, key, run=run, numbers=made.numbers)
-    for seq in made.seqs:
-        entry = made.state.checkpoints[seq]
-        keys = [part.index_key for part in made.state.listings.get(seq, entry.parts)]
-        moved.grown[seq] = sum(moved.indexes[key].grown for key in keys if key in moved.indexes)
-        if entry.listed is not None:
-            moved.manifests[seq] = _manifest(made, moved, seq).listed
-    return moved
+def _is_hashed(digest: str, data: bytes) -> bool:
+    return digest_hex(data) == digest
 
 
-def _manifest(made: Draft, moved: Moved, seq: int) -> Manifest:
-    listing = made.state.listings[seq]
-    assert isinstance(listing, PartList)
-    return transcript.moved_manifest(
-        made.state.checkpoints[seq], listing.listed, moved, run=made.target.run, numbers=made.numbers
-    )
+def _is_manifest(digest: str, data: bytes) -> bool:
+    return digest_of(data) == digest
 
 
-def _log_of(made: Draft, moved: Moved) -> list[bytes]:
-    run = made.target.run
-    if made.seq is None:
-        return transcript.whole(made.slots, moved, run=run)
-    (genesis,) = made.slots
-    assert isinstance(genesis, Sealed)
-    return transcript.excerpt(made.state, made.seq, moved, genesis, run=run, numbers=made.numbers)
-
-
-def _missing(made: Draft, log: Sequence[bytes]) -> list[int]:
-    """Slots of the copy's log that are not there yet. Raises `TargetTaken` when what is there is not its."""
-    there = sorted(seq for key in made.there if (seq := seq_of(key)) is not None)
-    target = made.target
-
-    def same(seq: int) -> bool:
-        return seq < len(log) and target.store.get(target.key(entry_key(seq))) == log[seq]
-
-    with ThreadPoolExecutor(LOG_WORKERS) as pool:
-        for seq, fits in zip(there, pool.map(same, there), strict=True):
-            if not fits:
-                raise _taken(target, seq)
-    return [seq for seq in range(len(log)) if seq not in frozenset(there)]
-
-
-def _taken(target: RunLog, seq: int) -> TargetTaken:
-    if remains(target.store, target.key("")) is Remains.COPYING:
-        return TargetTaken(
-            f"run {target.run!r} is a copy that was cut short, of something else: its log entry {seq} says so",
-            where=target.store.url,
-            remedy="call `deltashard cp` as before; where the source has let go what was copied then, or changed it, "
-            "`deltashard rm` removes what is there",
-        )
-    return TargetTaken(
-        f"run {target.run!r} is there, and is no copy of this: its log entry {seq} says something else",
-        where=target.store.url,
-        remedy="name another run; a copy that went on is a run of its own",
-    )
+def _small_objects(
+    state: RunState, indexes: Mapping[str, Index]
+) -> Iterator[tuple[str, Callable[[bytes], bool]]]:
+    """(key, whether bytes are its) of all indexes, manifests and layouts that live checkpoints need."""
+    for key in indexes:
+        yield key, partial(_is_hashed, parse_index_key(key).xxh3)
+    layouts = {each.layout for each in state.attempts.values() if each.layout}
+    for entry in state.checkpoints.values():
+        if (listed := entry.listed) is not None and entry.seq not in state.compactions:
+            key = manifest_key(entry.attempt, entry.cut, listed.manifest)
+            yield key, partial(_is_manifest, listed.manifest)
+    for digest in sorted(layouts):
+        yield layout_key(digest), partial(_is_hashed, digest)
 
 
 class _Put:
-    """Puts the data objects of a copy."""
+    """Puts the data objects of a copy, each once it was checked."""
 
-    def __init__(self, made: Draft, advance: Callable[[int], None]) -> None:
-        self._made = made
-        self._advance = advance
+    def __init__(self, source: RunLog, target: RunLog) -> None:
+        self._source = source
+        self._target = target
+        self._there = {
+            info.key[len(target.run) + 1 :]: info.size_bytes
+            for space in ("data/", "layout/", "log/fold-")
+            for info in target.store.list(target.key(space))
+        }
         self._lock = threading.Condition()
         self._in_flight = 0
+        self.advance: Callable[[int], None] = lambda _bytes: None
         self.objects = 0
         self.passed_over = 0
         self.bytes = 0
 
-    def data(self, moved: Moved) -> None:
-        """Packs, then indexes, then manifests and layouts. Raises `InvalidCheckpoint` and store errors."""
-        made = self._made
-        packs = [
+    def packs(self, indexes: Mapping[str, Index]) -> None:
+        """Raises `InvalidCheckpoint` and store errors."""
+        found = [
             (pack.key, pack.bytes, [place for place in index.places if place.pack == number])
-            for index in made.indexes.values()
+            for index in indexes.values()
             for number, pack in enumerate(index.packs)
         ]
         with ThreadPoolExecutor(WORKERS, thread_name_prefix="copy") as pool:
-            for _ in pool.map(lambda pack: self._pack(*pack), packs):
+            for _ in pool.map(lambda pack: self._pack(*pack), found):
                 pass
-            crash_point("cp.after_packs")
-            for _ in pool.map(self._small, [(index.key, index.data) for index in moved.indexes.values()]):
-                pass
-        for seq in sorted(moved.manifests):
-            manifest = _manifest(made, moved, seq)
-            entry = made.state.checkpoints[seq]
-            key = manifest_key(made.numbers.attempt(entry.attempt), entry.cut, moved.manifests[seq].manifest)
-            self._small((key, manifest.data))
-        for digest in sorted(self._layouts()):
-            if layout_key(digest) in made.there:
-                self._count(0, put=False)
-                continue
-            data = made.source.store.get(made.source.key(layout_key(digest)))
-            Layout.decode(data, digest=digest)
-            self._small((layout_key(digest), data))
-        crash_point("cp.after_data")
-
-    def _layouts(self) -> set[str]:
-        """Digests of the layouts that the copy's attempts have."""
-        state, attempts = self._made.state, self._made.state.attempts
-        if self._made.seq is None:
-            return {each.layout for each in attempts.values() if each.layout}
-        return {state.checkpoints[seq].layout for seq in self._made.seqs} - {""}
 
     def _pack(self, key: str, size: int, places: Sequence[Place]) -> None:
-        made, target_key = self._made, self._made.numbers.key(key)
         with self._room(size):
             buffer = bytearray(size)
-            if made.there.get(target_key) == size and self._holds(made.target, target_key, buffer, places):
+            if self._there.get(key) == size and self._holds(self._target, key, buffer, places):
                 self._count(size, put=False)
                 return
-            if not self._holds(made.source, key, buffer, places, strict=True):
+            if not self._holds(self._source, key, buffer, places, strict=True):
                 raise InvalidCheckpoint(
                     f"{key} is not what its index says: a frame does not match its hash",
-                    where=made.source.key(key),
+                    where=self._source.key(key),
                     remedy="`deltashard verify --deep` says which checkpoints need it",
                 )
-            made.target.store.put(made.target.key(target_key), buffer)
+            self._target.store.put(self._target.key(key), buffer)
         self._count(size, put=True)
 
     def _holds(
@@ -266,13 +263,18 @@ class _Put:
             return True
         return False
 
-    def _small(self, item: tuple[str, bytes]) -> None:
-        key, data = item
-        target = self._made.target
-        if self._made.there.get(key) == len(data) and target.store.get(target.key(key)) == data:
+    def small(self, key: str, fits: Callable[[bytes], bool]) -> None:
+        """An object whose name has its hash. Raises `InvalidCheckpoint` and store errors."""
+        if key in self._there and fits(self._target.store.get(self._target.key(key))):
             self._count(0, put=False)
             return
-        target.store.put(target.key(key), data)
+        try:
+            data = self._source.store.get(self._source.key(key))
+        except ObjectNotFound as error:
+            raise InvalidCheckpoint(f"{key} does not exist", where=self._source.key(key)) from error
+        if not fits(data):
+            raise InvalidCheckpoint(f"{key} does not match the hash in its name", where=self._source.key(key))
+        self._target.store.put(self._target.key(key), data)
         self._count(0, put=True)
 
     @contextmanager
@@ -293,62 +295,144 @@ class _Put:
             self.objects += put
             self.bytes += size if put else 0
             self.passed_over += not put
-        self._advance(size)
+        self.advance(size)
 
 
-def _put_log(made: Draft, log: Sequence[bytes], missing: Sequence[int]) -> None:
-    """Write the copy's log: HINT, genesis, the newest entry, and then those between, one of them at the very end."""
-    target = made.target
+# A new run of one checkpoint
+
+
+def _start(source: RunLog, target: RunLog, state: RunState, which: str, cache: PackCache) -> Copied:
+    seq = chosen(state, which).seq
+    entry = state.checkpoints[seq]
+    token = _sha256(canonical(document_of(entry)))[:16]
+    if target.listed().seqs and (target.hint().whole or not _begun_with(target, token)):
+        raise _taken(target)
+    state = Manifests(source.store, source.run).listing(state, closure(state, (seq,)))
+    part, stats = move_checkpoint(
+        source,
+        state,
+        seq,
+        tuple(chain(state, seq)),
+        target.store,
+        PartTarget(
+            run=target.run,
+            attempt=FIRST_ATTEMPT,
+            cut=FIRST_CUT,
+            step=entry.step,
+            rank=0,
+            token=new_token(),
+            tables=entry.tables,
+            boxes=tuple(box for each in parts_of(state, seq) for box in each.boxes),
+            covers=None,
+        ),
+        cache=cache,
+    )
+    crash_point("cp.after_data")
+    said: dict[str, Any] = {"previous": "", "writer": token, "at_s": entry.at_s}
+    genesis = Genesis(seq=0, run=target.run, owner=state.owner, **said)
+    opened = AttemptOpened(seq=FIRST_ATTEMPT, world_size=1, resumes_from=None, owner=state.owner, **said)
+    first = replace(
+        entry, seq=2, attempt=FIRST_ATTEMPT, cut=FIRST_CUT, parts=(part,), listed=None, writer=token,
+        encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes, stored_bytes=stats.stored_bytes,
+        directive="close", pins=state.pins_of(seq),
+    )  # fmt: skip
+    entries = _chained(target.run, (genesis, opened, first))
+    missing = _missing(target, entries)
+    _put_log(target, entries, missing, Hint(seq=first.seq))
+    return Copied(
+        run=target.run,
+        seq=first.seq,
+        source_seq=seq,
+        step=entry.step,
+        checkpoints=1,
+        through=state.tip,
+        objects=len(stats.packs) + 1,
+        bytes=stats.stored_bytes,
+        passed_over=0,
+        entries=len(missing),
+    )
+
+
+def _begun_with(target: RunLog, token: str) -> bool:
+    slot = target.read_slot(0) if 0 in target.listed().seqs else None
+    return isinstance(slot, Sealed) and slot.entry.writer == token
+
+
+def _chained(run: str, entries: Sequence[Entry]) -> dict[int, bytes]:
+    """The bytes of a log of these entries, judged by the law."""
+    sealed, previous = [], ""
+    for entry in entries:
+        sealed.append(seal(replace(entry, previous=previous)))
+        previous = sealed[-1].hash
+    if fold(RunState(run=run), sealed).stopped is not None:
+        raise InternalBug("the log of a new run breaks a rule", where=f"run {run}")
+    return {each.entry.seq: each.data for each in sealed}
+
+
+# The log
+
+
+def _missing(target: RunLog, entries: Mapping[int, bytes]) -> list[int]:
+    """Slots that are not at the target yet. Raises `TargetTaken` when what is there is another log's."""
+    there = target.listed().seqs
+
+    def same(seq: int) -> bool:
+        return seq in entries and target.store.get(target.key(entry_key(seq))) == entries[seq]
+
+    with ThreadPoolExecutor(LOG_WORKERS) as pool:
+        for fits in pool.map(same, there):
+            if not fits:
+                raise _taken(target)
+    return sorted(entries.keys() - frozenset(there))
+
+
+def _taken(target: RunLog) -> TargetTaken:
+    return TargetTaken(
+        f"run {target.run!r} is there, and is no copy of this",
+        where=target.store.url,
+        remedy="name another run; what a copy that was cut short has left, `deltashard rm` removes",
+    )
+
+
+def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int], whole: Hint) -> None:
     target.probe()
-    before, first = _hint(target), missing[0]
-    if first == 0 and _genesis_of_others(target, log[0]):
-        raise _taken(target, 0)  # data may have taken hours: somebody began a run of this name
-    # IMPORTANT: HINT first. It is what keeps everyone away from a log that is not whole yet.
-    target.leave_hint(Hint(seq=len(log) - 1, whole=False))
+    before = _hint(target)
+    # IMPORTANT: HINT first. It keeps everyone away from a log that is not whole yet.
+    target.leave_hint(replace(whole, whole=False))
     crash_point("cp.after_hint")
 
     def put(seq: int) -> None:
         key = target.key(entry_key(seq))
         try:
-            target.store.put_if_absent(key, log[seq])
+            target.store.put_if_absent(key, entries[seq])
         except ObjectExists:
-            if target.store.get(key) != log[seq]:
-                raise _taken(target, seq) from None
+            if target.store.get(key) != entries[seq]:
+                raise _taken(target) from None
 
     try:
-        put(first)
-    except BaseException:
+        for seq in missing[:1]:
+            put(seq)
+        crash_point("cp.after_first_entry")
+        with ThreadPoolExecutor(LOG_WORKERS) as pool:
+            for _ in pool.map(put, missing[1:-1]):
+                pass
+        crash_point("cp.before_last_entry")
+        for seq in missing[1:][-1:]:
+            put(seq)
+    except TargetTaken:
         # Somebody began a run of this name, or went on with it, just now: it must not be kept shut.
-        if first == 0 and _genesis_of_others(target, log[0]):
-            target.store.put(target.key("log/HINT"), before or b"")
+        target.store.put(target.key("log/HINT"), before)
         raise
-    crash_point("cp.after_genesis")
-    # IMPORTANT: the newest comes next, and the entry that closes the hole at the very end. Builds that believe a
-    # listing, whatever HINT says, see the hole.
-    later = sorted(missing[1:], reverse=True)
-    for seq in later[:1]:
-        put(seq)
-    crash_point("cp.after_newest_entry")
-    with ThreadPoolExecutor(LOG_WORKERS) as pool:
-        for _ in pool.map(put, later[1:-1]):
-            pass
-    crash_point("cp.before_last_entry")
-    for seq in later[1:][-1:]:
-        put(seq)
     crash_point("cp.after_last_entry")
-    target.leave_hint(Hint(seq=len(log) - 1))
+    target.leave_hint(whole)
 
 
-def _genesis_of_others(target: RunLog, mine: bytes) -> bool:
-    """Whether slot 0 of the target is taken, and not by this copy."""
-    try:
-        return target.store.get(target.key(entry_key(0))) != mine
-    except ObjectNotFound:
-        return False
-
-
-def _hint(target: RunLog) -> bytes | None:
+def _hint(target: RunLog) -> bytes:
     try:
         return target.store.get(target.key("log/HINT"))
     except ObjectNotFound:
-        return None
+        return b""
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -110,7 +110,7 @@ def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str
     there = f"file://{tmp_path}/there"
     for command in (
         ("pin", at(file_url), "a", "-c", "2"), ("unpin", at(file_url), "best"), ("retire", at(file_url), "-c", "2"),
-        ("rewind", at(file_url), "-c", "2", "--ended"), ("cp", at(file_url), there), ("cp", at(file_url), there, "-c", "2"),
+        ("rewind", at(file_url), "-c", "2", "--ended"), ("cp", at(file_url), there), ("cp", at(file_url), there, "-c", "2", "--as", "n"),
     ):  # fmt: skip
         assert "cannot be followed past entry 4" in refused(cli, *command, code=1)
     assert keys(store) == before
@@ -306,18 +306,15 @@ def test_cp_to_another_store_is_the_run_bit_for_bit(cli: Cli, url: str, other: s
         assert_same(
             read_checkpoint(copy, RUN, f"seq:{seq}"), read_checkpoint(written.store, RUN, f"seq:{seq}")
         )
-    # The source goes on; the copy is of that moment, and a run of its own, with which a trainer goes on.
-    written.save(written.train(), step=500, covers=full, directive="steps")
-    code, text = cli("cp", at(url), other, "--json")
-    again = json.loads(text)
-    assert (code, again["newer_at_source"], again["verified"]) == (1, 1, True), "it is not brought up to date"
-    assert (again["copied"]["entries"], again["copied"]["objects"]) == (0, 0)
-    assert again["copied"]["through"] == tip
-    text = refused(cli, "cp", at(url), other, code=1)
-    assert "not in it are 1 newer checkpoint, up to step 500" in text
+    # The source goes on, and the copy is brought up to date; then a trainer goes on with the copy.
+    newest = written.save(written.train(), step=500, covers=full, directive="steps")
+    again = answer(cli, "cp", at(url), other)["copied"]
+    assert (again["entries"], again["seq"], again["checkpoints"]) == (1, newest, 5)
+    assert_same(read_checkpoint(copy, RUN), read_checkpoint(written.store, RUN))
+    assert "is up to date" in cli("cp", at(url), other)[1]
     opened = open_attempt(RunLog(copy, RUN), owner="tests", closing_wait_s=0.0)
     assert opened.resume is not None
-    assert opened.resume.step == 400
+    assert opened.resume.step == 500
     assert RunLog(copy, RUN).refresh().pinned == {"best": 2, "paper": 3}
     assert "is there, and is no copy of this" in refused(cli, "cp", at(url), other)
     written.close()
@@ -332,22 +329,22 @@ def test_cp_of_one_checkpoint_begins_a_run(cli: Cli, url: str, tmp_path: Path) -
     last = written.save(written.train(), step=400, covers=4, directive="steps", pins=("fork",))
     source = written.log.refresh()
     assert sorted(closure(source, [last])) == [3, 4, last]
-    done = answer(cli, "cp", at(url), url, "-c", "pin:fork", "--to-run", "forks/a")["copied"]
-    assert (done["source_seq"], done["step"], done["checkpoints"]) == (last, 400, 3)
+    done = answer(cli, "cp", at(url), url, "-c", "pin:fork", "--as", "forks/a")["copied"]
+    assert (done["source_seq"], done["step"], done["checkpoints"]) == (last, 400, 1)
     assert answer(cli, "verify", "--deep", at(url, "forks/a"))["ok"] is True
     assert_same(read_checkpoint(written.store, "forks/a"), read_checkpoint(written.store, RUN, f"seq:{last}"))
     copy = RunLog(written.store, "forks/a")
     assert copy.refresh().pinned == {"fork": done["seq"]}
     assert [line["kind"] for line in answer(cli, "log", at(url, "forks/a"))["lines"]] == [
-        "genesis", "attempt", "checkpoint", "compact", "checkpoint", "attempt", "checkpoint",
+        "genesis", "attempt", "checkpoint",
     ]  # fmt: skip
-    # No trainer ever held it, so it may be rewound; then one goes on with it.
-    first = min(copy.state.checkpoints)
-    assert answer(cli, "rewind", at(url, "forks/a"), "-c", f"{first}")["step"] == 200
+    # Trainers go on with it.
     resumed = open_attempt(RunLog(written.store, "forks/a"), owner="tests", closing_wait_s=0.0).resume
     assert resumed is not None
-    assert resumed.step == 200
-    assert_same(read_checkpoint(written.store, "forks/a"), read_checkpoint(written.store, RUN, "seq:3"))
+    assert resumed.step == 400
+    text = refused(cli, "cp", at(url), url, "-c", "pin:fork", "--as", "forks/a")
+    assert "is there, and is no copy of this" in text
+    written.close()
 
 
 def test_cp_checks_every_byte_and_mends_what_lies_there(cli: Cli, file_url: str, tmp_path: Path) -> None:
@@ -357,23 +354,18 @@ def test_cp_checks_every_byte_and_mends_what_lies_there(cli: Cli, file_url: str,
     copy = open_store(there)
     packs = [info.key for info in copy.list(RUN) if info.key.endswith(".pack")]
     # A copy whose log never came to be, and one of whose packs is rotten: it is put anew, the others are passed over.
-    copy.delete([info.key for info in copy.list(f"{RUN}/log/")])
+    folds = [info.key for info in copy.list(f"{RUN}/log/fold-")]
+    copy.delete([info.key for info in copy.list(f"{RUN}/log/") if info.key not in folds])
     data = bytearray(copy.get(packs[0]))
     data[len(data) // 2] ^= 1
     copy.put(packs[0], data)
     done = answer(cli, "cp", at(file_url), there)["copied"]
-    assert (done["objects"], done["passed_over"]) == (1, len(packs) + 3 - 1)
+    assert (done["objects"], done["passed_over"]) == (1, len(packs) + 3 + len(folds) - 1)
     assert answer(cli, "verify", "--deep", at(there))["ok"] is True
-    # A finished copy is looked at and left alone: it says so where it is whole, and where it is not.
-    assert "is there already, whole" in cli("cp", at(file_url), there)[1]
-    lost = copy.get(packs[0])
+    # What the copy has lost is put again.
     copy.delete([packs[0]])
-    text = refused(cli, "cp", at(file_url), there, code=1)
-    assert "a finished copy is not mended" in text
-    assert "whole" not in text
-    assert packs[0].removeprefix(f"{RUN}/") in text
-    assert packs[0] not in keys(copy)
-    copy.put(packs[0], lost)
+    assert answer(cli, "cp", at(file_url), there)["copied"]["objects"] == 1
+    assert answer(cli, "verify", "--deep", at(there))["ok"] is True
     # Rotten at the source: nothing of it becomes a run.
     written.store.put(packs[0], data)
     elsewhere = f"file://{tmp_path}/elsewhere"
@@ -390,30 +382,31 @@ def test_cp_of_a_run_that_people_spoke_in_and_of_a_log_with_void_slots(
     open_attempt(RunLog(written.store, RUN), owner="tests")
     assert cli("pin", at(file_url), "paper", "-c", "2")[0] == 0
     assert cli("rewind", at(file_url), "-c", "2", "--ended")[0] == 0
-    assert cli("cp", at(file_url), file_url, "--to-run", "b")[0] == 0
-    source, copy = (RunLog(written.store, run).refresh() for run in (RUN, "b"))
-    assert (copy.pinned, copy.aside, copy.attempt) == (source.pinned, source.aside, source.attempt)
-    assert copy.checkpoints.keys() == source.checkpoints.keys()
-    assert answer(cli, "log", at(file_url, "b"))["lines"][4]["counts"] is False
-    assert_same(read_checkpoint(written.store, "b"), read_checkpoint(written.store, RUN))
+    there = f"file://{tmp_path}/there"
+    assert cli("cp", at(file_url), there)[0] == 0
+    assert RunLog(open_store(there), RUN).refresh() == RunLog(written.store, RUN).refresh()
+    assert answer(cli, "log", at(there))["lines"][4]["counts"] is False
+    assert_same(read_checkpoint(open_store(there), RUN), read_checkpoint(written.store, RUN))
 
 
 def test_cp_refuses_what_is_no_copy(cli: Cli, file_url: str, tmp_path: Path) -> None:
     chain(file_url, tmp_path / "a")
-    chain(file_url, tmp_path / "b", "taken").close()
-    before = keys(open_store(file_url), "taken")
-    assert "is no copy of this" in refused(cli, "cp", at(file_url), file_url, "--to-run", "taken")
-    assert keys(open_store(file_url), "taken") == before
+    there = f"file://{tmp_path}/there"
+    chain(there, tmp_path / "b").close()
+    before = keys(open_store(there), RUN)
+    assert "is no copy of this" in refused(cli, "cp", at(file_url), there)
+    assert "is no copy of this" in refused(cli, "cp", at(file_url), there, "-c", "2", "--as", RUN)
+    assert keys(open_store(there), RUN) == before
     assert "onto itself" in refused(cli, "cp", at(file_url), file_url)
-    assert "cannot name a new run" in refused(cli, "cp", at(file_url), file_url, "--to-run", "x/log")
+    for alone in (("-c", "2"), ("--as", "n")):
+        assert "go together" in refused(cli, "cp", at(file_url), file_url, *alone)
+    assert "cannot name a new run" in refused(cli, "cp", at(file_url), file_url, "-c", "2", "--as", "x/log")
     assert "this is a run and not a store" in refused(cli, "cp", at(file_url), at(file_url))
-    assert "no live, valid checkpoint" in refused(
-        cli, "cp", at(file_url), file_url, "-c", "9", "--to-run", "n"
-    )
+    assert "no live, valid checkpoint" in refused(cli, "cp", at(file_url), file_url, "-c", "9", "--as", "n")
     empty = WrittenRun(open_store(file_url), "empty", tmp_path / "c")
     empty.close()
     assert "nothing has been committed" in refused(
-        cli, "cp", at(file_url, "empty"), file_url, "--to-run", "n"
+        cli, "cp", at(file_url, "empty"), file_url, "-c", "latest", "--as", "n"
     )
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import seq_of
+from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
@@ -46,8 +48,10 @@ def copied_up_to(store: Store, what: str) -> None:
     """The copy without what comes after `what`: its data, its HINT, or some of its log."""
     for info in list(store.list(f"{COPY}/log/")):
         key = info.key[len(COPY) + 1 :]
-        if what == "data" or (seq_of(key) is not None and (what == "HINT" or seq_of(key) == 1)):
+        if what == "data" or (seq_of(key) is not None and (what == "HINT" or seq_of(key) == 2)):
             store.delete([info.key])
+    if what == "log":
+        RunLog(store, COPY).leave_hint(Hint(seq=2, whole=False))
 
 
 def listed(cli: Cli, url: str, *, code: int = 1) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def test_a_half_made_copy_is_listed_and_goes_on_or_goes(
     cli: Cli, url: str, store: Store, what: str, state: str, remedy: str
 ) -> None:
     assert listed(cli, url, code=0) == {"warning": None, RUN: "ok"}
-    assert cli("cp", at(url, RUN), url, "--to-run", COPY)[0] == 0
+    assert cli("cp", at(url, RUN), url, "-c", "latest", "--as", COPY)[0] == 0
     copied_up_to(store, what)
     found = listed(cli, url)
     assert (found[RUN], found[COPY]) == ("ok", state)
@@ -89,7 +93,7 @@ def test_a_half_made_copy_is_listed_and_goes_on_or_goes(
             code, text = cli(*command)
             assert code == 2, text
             assert remedy in " ".join(text.split())
-    assert cli("cp", at(url, RUN), url, "--to-run", COPY)[0] == 0
+    assert cli("cp", at(url, RUN), url, "-c", "latest", "--as", COPY)[0] == 0
     assert listed(cli, url, code=0) == {"warning": None, RUN: "ok", COPY: "ok"}
     copied_up_to(store, what)
     code, text = cli("rm", at(url, COPY), "--yes", *(["--ended"] if what == "HINT" else []))

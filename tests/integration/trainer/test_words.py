@@ -105,7 +105,7 @@ def test_a_real_trainer_goes_on_beside_words_and_after_a_rewind(cli: Cli, tmp_pa
         wanted = read_checkpoint(store, "r", "step:10")
         assert cli("rewind", f"{url}/r", "-c", "pin:early")[0] == 2
         assert cli("rm", f"{url}/r", "--yes")[0] == 2
-        code, text = cli("cp", f"{url}/r", url, "--to-run", "fork", "-c", "pin:early")
+        code, text = cli("cp", f"{url}/r", url, "--as", "fork", "-c", "pin:early")
         assert code == 0, text
         trainer.go()
     finally:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import replace
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
@@ -21,10 +20,8 @@ from deltashard_checkpoint.log.entry import (
     Reclaimed,
     Retired,
     Rewound,
-    copied_writer,
     folding_writer,
     in_order,
-    is_copied,
     named_fold,
     voided_digest,
     voiding_writer,
@@ -246,9 +243,6 @@ def test_a_writer_says_more_than_its_token_and_stays_one():
     )
     read = parse(seal(opened).data, opened.seq).entry
     assert (voided_digest(read), named_fold(read)) == ("ab" * 16, (10**15 - 1, "c" * 32))
-    assert not is_copied(read)
-    copied = replace(opened, writer=voiding_writer(copied_writer("d" * 64), "ab" * 32))
-    assert (is_copied(copied), voided_digest(copied)) == (True, "ab" * 16)
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,23 @@
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
 from deltashard_checkpoint.log.chain import closure
-from deltashard_checkpoint.log.commit_log import LogStopped, RunLog
+from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.maintenance import garbage_collection, retention, word
 from deltashard_checkpoint.maintenance.holder import holder
+from deltashard_checkpoint.maintenance.row_mover import CompactionUnfit
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.whole_run import copy_draft, removal, run_copy
-from deltashard_checkpoint.whole_run.transcript import NotCopyable
+from deltashard_checkpoint.whole_run.run_copy import TargetTaken, copy_run, start_run
+from deltashard_checkpoint.write.attempt import open_attempt
 
 from tests.unit.checkpoint.format.second_reader import read_run, restore
 
@@ -31,6 +33,17 @@ def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
 
 
+@pytest.fixture
+def there(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "there")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[PackCache]:
+    with PackCache(tmp_path / "cache", budget_bytes=64 << 20) as cache:
+        yield cache
+
+
 def assert_restores(directory: Path, run: str, pairs: dict[int, int], golden: str) -> None:
     """What the copy calls `there` has what the golden run's `here` has, by a reader that shares no code."""
     found = read_run(directory / run)
@@ -42,57 +55,75 @@ def assert_restores(directory: Path, run: str, pairs: dict[int, int], golden: st
 
 
 @pytest.mark.parametrize("golden", LIVE)
-def test_a_whole_run_keeps_its_slots_and_its_bits(store, tmp_path, golden):
-    source, target = RunLog(store, golden), RunLog(store, "copy")
-    done = run_copy.copied(source, target, None, run_copy.copy)
-    assert (done.seq, done.checkpoints) == (LIVE[golden][-1], len(LIVE[golden]))
-    copy, state = target.refresh(), source.state
-    assert (copy.tip, copy.attempt, copy.pinned, copy.aside) == (
-        state.tip, state.attempt, state.pinned, state.aside,
+def test_a_copy_of_a_run_is_its_bytes(store, there, tmp_path, golden):
+    source, target = RunLog(store, golden), RunLog(there, golden)
+    done = copy_run(source, target)
+    assert (done.seq, done.checkpoints, done.through) == (
+        LIVE[golden][-1], len(LIVE[golden]), source.state.tip,
     )  # fmt: skip
-    assert (copy.retired, copy.superseded, copy.committed) == (
-        state.retired,
-        state.superseded,
-        state.committed,
-    )
-    assert holder(target, copy) is None
-    assert_restores(tmp_path / "store", "copy", {seq: seq for seq in LIVE[golden]}, golden)
-    # Under its own name in another store: the data is the very same.
-    there = FileStore(tmp_path / "there")
-    run_copy.copied(source, RunLog(there, golden), None, run_copy.copy)
-    live = {info.key for prefix in ("data/", "layout/") for info in there.list(f"{golden}/{prefix}")}
-    assert all(there.get(key) == store.get(key) for key in live)
-    assert len(live) == done.objects
-    assert run_copy.copied(source, RunLog(there, golden), None, run_copy.copy).entries == 0
+    assert target.refresh() == source.state
+    copied = {info.key for info in there.list("")}
+    assert all(there.get(key) == store.get(key) for key in copied)
+    assert {info.key for info in store.list(f"{golden}/log/")} <= copied
+    assert_restores(tmp_path / "there", golden, {seq: seq for seq in LIVE[golden]}, golden)
+    again = copy_run(source, target)
+    assert (again.entries, again.objects) == (0, 0)
+
+
+def test_a_copy_is_brought_up_to_date_unless_it_went_on(store, there):
+    source, target = RunLog(store, "run-4"), RunLog(there, "run-4")
+    copy_run(source, target)
+    word.rewind(source, "3", ended=True)
+    assert copy_run(source, target).entries == 1
+    assert RunLog(there, "run-4").refresh() == source.refresh()
+    open_attempt(RunLog(there, "run-4"), owner="golden", closing_wait_s=0.0)
+    word.rewind(source, "2", ended=True)
+    before = {info.key: there.get(info.key) for info in there.list("")}
+    with pytest.raises(TargetTaken, match="no copy of this"):
+        copy_run(source, target)
+    assert {info.key: there.get(info.key) for info in there.list("")} == before
+    with pytest.raises(UserError, match="onto itself"):
+        copy_run(source, RunLog(store, "run-4"))
+
+
+def test_a_log_behind_a_folded_state_is_copied_and_a_stopped_one_is_not(store, there, tmp_path):
+    with pytest.raises(LogStopped):  # it ends in an entry of a newer version
+        copy_run(RunLog(store, "run-2"), RunLog(there, "run-2"))
+    assert list(there.list("run-2/")) == []
+    store.delete([f"run-3/{entry_key(seq)}" for seq in (0, 1)])
+    source = RunLog(store, "run-3")
+    copy_run(source, RunLog(there, "run-3"))
+    assert RunLog(there, "run-3").refresh() == source.state
+    assert_restores(tmp_path / "there", "run-3", {seq: seq for seq in LIVE["run-3"]}, "run-3")
 
 
 @pytest.mark.parametrize(("golden", "seq"), [(run, seq) for run, live in LIVE.items() for seq in live])
-def test_one_checkpoint_begins_a_run_with_what_it_builds_on(store, tmp_path, golden, seq):
-    source, target = RunLog(store, golden), RunLog(store, "one")
-    done = run_copy.copied(source, target, f"{seq}", run_copy.copy)
-    chain = sorted(closure(source.state, [seq]))
-    copied = sorted(target.refresh().checkpoints)
-    assert (done.source_seq, done.seq, len(copied)) == (seq, copied[-1], len(chain))
-    assert_restores(tmp_path / "store", "one", dict(zip(copied, chain, strict=True)), golden)
-    steps = [source.state.checkpoints[each].step for each in chain]
-    assert [target.state.checkpoints[each].step for each in copied] == steps
-    assert target.state.pinned == dict.fromkeys(source.state.pins_of(seq), done.seq)
-    data = {info.key for info in store.list("one/data/")}
-    again = run_copy.copied(source, target, f"{seq}", run_copy.copy)
-    assert (again.entries, again.objects) == (0, 0)
-    assert {info.key for info in store.list("one/data/")} == data
-
-
-def test_a_log_that_lacks_entries_is_copied_by_checkpoint_only(store, tmp_path):
-    with pytest.raises(LogStopped):  # it ends in an entry of a newer version
-        copy_draft.draft(RunLog(store, "run-2"), RunLog(store, "copy"))
-    store.delete([f"run-3/{entry_key(seq)}" for seq in (0, 1)])
-    source = RunLog(store, "run-3")
-    with pytest.raises(NotCopyable, match="log entry 0"):
-        copy_draft.draft(source, RunLog(store, "copy"))
-    run_copy.copied(source, RunLog(store, "copy"), "10", run_copy.copy)
-    assert_restores(tmp_path / "store", "copy", {3: 10}, "run-3")
-    assert RunLog(store, "copy").refresh().owner == "golden"
+def test_one_checkpoint_begins_a_run(store, there, tmp_path, cache, golden, seq):
+    """With all its rows in one part, whatever ranks wrote it; unless its chain has other column shards than it."""
+    source, target = RunLog(store, golden), RunLog(there, "one")
+    state = source.refresh()
+    sizes = {state.checkpoints[each].world_size for each in closure(state, [seq])}
+    if golden == "run" and len(sizes) > 1:
+        with pytest.raises(CompactionUnfit, match="column ranges"):
+            start_run(source, target, f"{seq}", cache)
+        assert list(there.list("one/log/")) == []
+        return
+    done = start_run(source, target, f"{seq}", cache)
+    state = target.refresh()
+    assert (done.source_seq, done.seq, [*state.checkpoints], done.step) == (
+        seq, 2, [2], source.state.checkpoints[seq].step,
+    )  # fmt: skip
+    assert (state.checkpoints[2].baseline, state.owner, holder(target, state)) == (
+        True,
+        source.state.owner,
+        None,
+    )
+    assert state.pinned == dict.fromkeys(source.state.pins_of(seq), 2)
+    assert_restores(tmp_path / "there", "one", {2: seq}, golden)
+    blobs = restore(read_run(tmp_path / "there" / "one"), 2)[1]
+    assert blobs == restore(read_run(GOLDEN / golden), seq)[1]
+    with pytest.raises(TargetTaken):
+        start_run(source, target, f"{seq}", cache)
 
 
 class Retiring(FileStore):
@@ -111,7 +142,7 @@ class Retiring(FileStore):
         super().get_into(key, offset, out)
 
 
-def test_a_copy_begins_anew_when_the_source_lets_something_go(store, tmp_path):
+def test_a_copy_begins_again_when_the_source_lets_something_go(store, there, tmp_path):
     def let_go() -> None:
         tool = RunLog(store, "run-4")
         word.pin(tool, "paper", None)
@@ -120,22 +151,23 @@ def test_a_copy_begins_anew_when_the_source_lets_something_go(store, tmp_path):
         garbage_collection.collect(tool, grace_s=0.0)
 
     source = RunLog(Retiring(tmp_path / "store", let_go), "run-4")
-    done = run_copy.copied(source, RunLog(store, "copy"), None, run_copy.copy)
+    done = copy_run(source, RunLog(there, "run-4"))
     assert (done.checkpoints, done.seq, done.through) == (1, 2, 17)
-    assert_restores(tmp_path / "store", "copy", {2: 2}, "run-4")
-    # A copy whose log was under way is promised a moment; what it needs of that must be there.
-    tool = RunLog(store, "run-3")
-    half = RunLog(store, "half")
-    half.leave_hint(Hint(seq=tool.refresh().tip, whole=False))
-    retention.append_retirement(tool, retention.Retention(keep_last=1, keep_pins=False))
-    garbage_collection.collect(tool, grace_s=0.0)
-    with pytest.raises(copy_draft.SourceLetGo, match="let go since"):
-        run_copy.copied(RunLog(store, "run-3"), half, None, run_copy.copy)
-    removal.remove(half)
-    assert run_copy.copied(RunLog(store, "run-3"), half, None, run_copy.copy).seq == 13
-    # What is gone and was not retired is damage, and said.
+    assert_restores(tmp_path / "there", "run-4", {2: 2}, "run-4")
+    # What is gone and was not retired is damage, and it is said so.
     gone = next(info.key for info in store.list("run-3/data/") if info.key.endswith(".pack"))
     store.delete([gone])
     with pytest.raises(InvalidCheckpoint, match=r"\.pack does not exist"):
-        run_copy.copied(RunLog(store, "run-3"), RunLog(store, "broken"), None, run_copy.copy)
-    assert RunLog(store, "broken").refresh().tip == -1
+        copy_run(RunLog(store, "run-3"), RunLog(there, "run-3"))
+    assert RunLog(there, "run-3").refresh().tip == -1
+
+
+def test_a_hint_of_a_copy_under_way_keeps_readers_and_trainers_away(store, there):
+    source = RunLog(store, "run-4")
+    tip = source.refresh().tip
+    half = RunLog(there, "run-4")
+    half.leave_hint(Hint(seq=tip, whole=False))
+    with pytest.raises(LogGap):
+        RunLog(there, "run-4").refresh(deadline_s=0.0)
+    assert copy_run(source, half).entries == tip + 1
+    assert half.hint().whole
