@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,12 @@ class TableDifference:
     """How a table (its weights, or one field) differs."""
 
     table: str
-    field: str
+    field: str = ""
     """Empty: the weights."""
     rows: int
-    rows_differing: int | None
+    rows_differing: int | None = None
     """None when the table is only in one of the two, or has another shape or type."""
-    largest: float | None
+    largest: float | None = None
     """Largest absolute difference of a value."""
     note: str = ""
 
@@ -71,13 +71,9 @@ def compare(a: OpenCheckpoint, b: OpenCheckpoint, *, advance: Advance) -> Differ
     tables: list[TableDifference] = []
     for fqn in sorted(in_a.keys() | in_b.keys()):
         if fqn not in in_a or fqn not in in_b:
-            known = in_a.get(fqn) or in_b[fqn]
+            rows = (in_a.get(fqn) or in_b[fqn]).rows
             note = f"only in {a.entry.seq if fqn in in_a else b.entry.seq}"
-            tables.append(
-                TableDifference(
-                    table=fqn, field="", rows=known.rows, rows_differing=None, largest=None, note=note
-                )
-            )
+            tables.append(TableDifference(table=fqn, rows=rows, note=note))
             continue
         (left,) = a.tables((in_a[fqn],), advance=advance)
         (right,) = b.tables((in_b[fqn],), advance=advance)
@@ -100,27 +96,18 @@ def _table(left: TableArrays, right: TableArrays) -> list[TableDifference]:
     names += sorted(left.fields.keys() | right.fields.keys())
     found = []
     for name in names:
-        differing: int | None = None
-        largest: float | None = None
-        note = ""
+        one = TableDifference(table=left.schema.fqn, field=name or "", rows=left.schema.rows)
         if name is not None and (name not in left.fields or name not in right.fields):
-            note = "only in one of them"
-        else:
-            (dtype_a, values_a), (dtype_b, values_b) = values_of(left, name), values_of(right, name)
-            if dtype_a != dtype_b or values_a.shape != values_b.shape:
-                note = f"{dtype_a}{list(values_a.shape)} and {dtype_b}{list(values_b.shape)}"
-            else:
-                differing, largest = differing_rows(dtype_a, values_a, values_b)
-        found.append(
-            TableDifference(
-                table=left.schema.fqn,
-                field=name or "",
-                rows=left.schema.rows,
-                rows_differing=differing,
-                largest=largest,
-                note=note,
+            found.append(replace(one, note="only in one of them"))
+            continue
+        (dtype_a, values_a), (dtype_b, values_b) = values_of(left, name), values_of(right, name)
+        if dtype_a != dtype_b or values_a.shape != values_b.shape:
+            found.append(
+                replace(one, note=f"{dtype_a}{list(values_a.shape)} and {dtype_b}{list(values_b.shape)}")
             )
-        )
+            continue
+        differing, largest = differing_rows(dtype_a, values_a, values_b)
+        found.append(replace(one, rows_differing=differing, largest=largest))
     return found
 
 

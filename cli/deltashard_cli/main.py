@@ -195,11 +195,9 @@ def named(error: Exception) -> Exception:
 
 
 def _show(error: Exception, code: int, *, as_json: bool) -> None:
-    what = error.what if isinstance(error, DeltashardError) else f"{type(error).__name__}: {error}"
-    where = error.where if isinstance(error, DeltashardError) else ""
-    remedy = error.remedy if isinstance(error, DeltashardError) else ""
-    if isinstance(error, MemoryError):
-        remedy = "this needs more memory than this machine gives: run it on a larger one"
+    what, where, remedy = f"{type(error).__name__}: {error}", "", ""
+    if isinstance(error, DeltashardError):
+        what, where, remedy = error.what, error.where, error.remedy
     if code == INTERNAL:
         remedy = remedy or "this is a bug in deltashard: please report it with the trace above"
         sys.stderr.write(escaped(traceback.format_exc(), lines=True))

@@ -65,15 +65,15 @@ class Verification:
 
     run: str
     deep: bool
-    entries: int
-    checkpoints: tuple[int, ...]
-    indexes: int
-    packs: int
-    frames: int
-    bytes: int
-    restored: tuple[int, ...]
+    entries: int = 0
+    checkpoints: tuple[int, ...] = ()
+    indexes: int = 0
+    packs: int = 0
+    frames: int = 0
+    bytes: int = 0
+    restored: tuple[int, ...] = ()
     """Checkpoints that were restored whole, into memory (deep)."""
-    garbage_prefixes: int
+    garbage_prefixes: int = 0
     """Prefixes that nothing needs and no retire entry names yet: `gc` takes care of them."""
     problems: tuple[Problem, ...]
 
@@ -90,10 +90,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
         state = read_log(log, problems)
     except LogGap as gap:
         problems.found("log/", gap.what)
-        return Verification(
-            run=target.run, deep=deep, entries=0, checkpoints=(), indexes=0, packs=0, frames=0, bytes=0, restored=(),
-            garbage_prefixes=0, problems=tuple(problems),
-        )  # fmt: skip
+        return Verification(run=target.run, deep=deep, problems=tuple(problems))
     live = frozenset(state.checkpoints)
     if which is not None:
         live = closure(state, (choose(state, which).seq,))

@@ -29,17 +29,15 @@ def pin(url: str, name: str, run: str | None, which: str, *, as_json: bool) -> N
     entry = word.pin(log, name, which)
     seq = log.state.pinned[name]
     _tell(
-        as_json=as_json,
-        document={
-            "run": target.run,
-            "name": name,
-            "checkpoint": seq,
-            "before": before,
-            "entry": entry and entry.seq,
-        },
-        text=f"checkpoint {seq} (step {number(log.state.checkpoints[seq].step)}) is pinned {name}"
+        f"checkpoint {seq} (step {number(log.state.checkpoints[seq].step)}) is pinned {name}"
         + (" already" if entry is None else "")
         + (f", and {before} no more" if before not in {None, seq} else ""),
+        as_json=as_json,
+        run=target.run,
+        name=name,
+        checkpoint=seq,
+        before=before,
+        entry=entry and entry.seq,
     )
 
 
@@ -53,15 +51,13 @@ def unpin(url: str, name: str, run: str | None, *, as_json: bool) -> None:
     before = log.refresh().pinned.get(name)
     entry = word.pin(log, name, None)
     _tell(
+        f"checkpoint {before} is not pinned {name} any more",
         as_json=as_json,
-        document={
-            "run": target.run,
-            "name": name,
-            "checkpoint": None,
-            "before": before,
-            "entry": entry and entry.seq,
-        },
-        text=f"checkpoint {before} is not pinned {name} any more",
+        run=target.run,
+        name=name,
+        checkpoint=None,
+        before=before,
+        entry=entry and entry.seq,
     )
 
 
@@ -90,15 +86,13 @@ def retire(url: str, run: str | None, every: tuple[str, ...], *, as_json: bool) 
     entry = retire_these(log, choose)
     gone = () if entry is None else entry.checkpoints
     _tell(
-        as_json=as_json,
-        document={
-            "run": target.run,
-            "retired": gone,
-            "prefixes": () if entry is None else entry.prefixes,
-            "entry": None if entry is None else entry.seq,
-        },
-        text=f"{plural(len(gone), 'checkpoint')} retired: {', '.join(map(str, gone))}; `deltashard gc` deletes what "
+        f"{plural(len(gone), 'checkpoint')} retired: {', '.join(map(str, gone))}; `deltashard gc` deletes what "
         "only they needed",
+        as_json=as_json,
+        run=target.run,
+        retired=gone,
+        prefixes=() if entry is None else entry.prefixes,
+        entry=None if entry is None else entry.seq,
     )
 
 
@@ -129,19 +123,17 @@ def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool)
     if aside:
         said += f"; set aside: {', '.join(map(str, aside))}"
     _tell(
+        said,
         as_json=as_json,
-        document={
-            "run": target.run,
-            "checkpoint": newest.seq,
-            "step": newest.step,
-            "aside": aside,
-            "entry": None if entry is None else entry.seq,
-        },
-        text=said,
+        run=target.run,
+        checkpoint=newest.seq,
+        step=newest.step,
+        aside=aside,
+        entry=None if entry is None else entry.seq,
     )
 
 
-def _tell(*, as_json: bool, document: dict[str, object], text: str) -> None:
+def _tell(text: str, *, as_json: bool, **document: object) -> None:
     if as_json:
         print_json(document)
     else:
