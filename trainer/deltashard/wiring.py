@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from deltashard_proto.block_reason import BlockReason
@@ -89,7 +87,7 @@ class Wiring:
             lambda: self.clock.step, state=self.program.state, sources=self.program.sources
         )
         self.attempt = Attempt()
-        exit_code.install()
+        exit_code.install(_uncaught)
         self.launcher = _launcher(config, self.rank)
         self.session, link = self._connect()
         self.attempt.happen(Event.ATTACH)
@@ -98,7 +96,6 @@ class Wiring:
         """In a child of the process that trains: everything of it is that process's."""
         self._assemble(config)
         _live.add(self)
-        _watch_uncaught()
 
     def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
         self._news.tracked(name, facts)
@@ -265,23 +262,12 @@ def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
 
 
 _live: weakref.WeakSet[Wiring] = weakref.WeakSet()
-_watched = False
 
 
-def _watch_uncaught() -> None:
-    """An error that ends the program may be of a collective; once a process, before whatever hook is there."""
-    global _watched  # noqa: PLW0603 - as global as the hook itself
-    if _watched:
-        return
-    _watched = True
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for wiring in list(_live):
-            wiring.plan.raised(error)
-        before(kind, error, trace)
-
-    sys.excepthook = hook
+def _uncaught(error: BaseException) -> None:
+    """An error that ends the program may be of a collective."""
+    for wiring in list(_live):
+        wiring.plan.raised(error)
 
 
 def _in_child() -> None:

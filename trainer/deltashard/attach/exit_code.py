@@ -9,6 +9,7 @@ was there before. A script that catches the error decides for itself.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 from deltashard.errors import TakenOver
@@ -30,8 +31,8 @@ def caused_by_takeover(error: BaseException | None) -> bool:
 _installed = False
 
 
-def install() -> None:
-    """Have uncaught `TakenOver` end the process with the code; once a process."""
+def install(heard: Callable[[BaseException], object]) -> None:
+    """Have `heard` get an uncaught error first, and `TakenOver` end the process with the code; once a process."""
     global _installed  # noqa: PLW0603 - as global as the hook itself
     if _installed:
         return
@@ -39,6 +40,7 @@ def install() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        heard(error)
         before(kind, error, trace)
         if caused_by_takeover(error):
             sys.exit(EXIT_TAKEN_OVER)  # Python takes it from here as the exit of the program

@@ -18,12 +18,12 @@ def because(error: Exception, cause: Exception) -> Exception:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """What the hook that was there before saw; ours is installed over it."""
+    """What ours, and after it the hook that was there before, saw of an error."""
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: seen.append(error))
     monkeypatch.setattr(exit_code, "_installed", False)
-    exit_code.install()
-    exit_code.install()
+    exit_code.install(seen.append)
+    exit_code.install(seen.append)
     return seen
 
 
@@ -39,14 +39,14 @@ def test_a_takeover_that_nobody_caught_has_its_own_code(error: Exception, shown:
     with pytest.raises(SystemExit) as ended:
         sys.excepthook(type(error), error, error.__traceback__)
     assert ended.value.code == exit_code.EXIT_TAKEN_OVER == 79
-    assert shown == [error]
+    assert shown == [error, error]
 
 
 @pytest.mark.parametrize("error", [FencedError("fenced"), because(ValueError("any"), KeyError("x"))])
 def test_every_other_end_stays_what_it_was(error: Exception, shown: list[BaseException]) -> None:
     """A pod that its own workload replaced is an ordinary failure, which a restart mends."""
     sys.excepthook(type(error), error, error.__traceback__)
-    assert shown == [error]
+    assert shown == [error, error]
 
 
 def test_names_of_metadata_that_are_ours_are_refused() -> None:
