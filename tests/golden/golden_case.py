@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from deltashard_checkpoint.format import object_key, typed_tree
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
-from deltashard_checkpoint.format.index import Index, Pack, Place
+from deltashard_checkpoint.format.index import Index, Pack, Place, place_order
 
 from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
 
@@ -27,7 +27,7 @@ def golden_index() -> Index:
     return Index(
         run=RUN, attempt=3, cut=2, step=20, rank=1, token=TOKEN, tables=tuple(tables.values()),
         packs=(Pack(key=object_key.pack_key(attempt=3, cut=2, rank=1, token=TOKEN, n=0), bytes=at),),
-        places=tuple(places), boxes=(whole(schema()),), covers=1, raw_bytes=12345,
+        places=tuple(sorted(places, key=place_order)), boxes=(whole(schema()),), covers=1, raw_bytes=12345,
     )  # fmt: skip
 
 

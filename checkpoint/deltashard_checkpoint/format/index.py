@@ -31,6 +31,8 @@ from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
 FORMAT = 1
+ROWS_AND_BLOBS = "rows"
+"""The kind of a part: rows of tables by their numbers, and blobs. Another kind refuses the checkpoint, not the run."""
 MAX_INDEX_BYTES = 1 << 30
 _MAX_NAME = 4096
 
@@ -88,6 +90,13 @@ class Index:
         return {p.info.name: p.info.blob_bytes for p in self.places if p.info.kind is FrameKind.BLOB}
 
 
+def place_order(place: Place) -> tuple[bool, str, int, int, str, int, int, int]:
+    """The order of frames in an index: by table, kind and first row; blobs last, by name and offset."""
+    i = place.info
+    blob = i.kind is FrameKind.BLOB
+    return blob, i.table, i.kind, i.row_min, i.name, i.blob_offset, place.pack, place.offset
+
+
 def encode_index(index: Index) -> bytes:
     """The stored bytes: the same for equal indexes."""
     message = index_pb2.Index(
@@ -103,9 +112,10 @@ def encode_index(index: Index) -> bytes:
         boxes=[box_message(box) for box in index.boxes],
         covers=index.covers,
         raw_bytes=index.raw_bytes,
+        kind=ROWS_AND_BLOBS,
     )
     positions = {table.fqn: i for i, table in enumerate(index.tables)}
-    for place in index.places:
+    for place in sorted(index.places, key=place_order):
         message.frames.append(frame_message(place.info, table=positions.get(place.info.table, 0)))
         message.frames[-1].pack = place.pack
         message.frames[-1].offset = place.offset
@@ -154,6 +164,12 @@ def parse_index(data: bytes, *, where: str = "") -> Index:
     if message.format > FORMAT:
         raise UnsupportedVersion(
             f"index of format {message.format}, this library reads {FORMAT}",
+            where=where,
+            remedy="update deltashard",
+        )
+    if message.format == FORMAT and message.kind != ROWS_AND_BLOBS:
+        raise UnsupportedVersion(
+            f"a part of kind {message.kind[:40]!r}, this library reads {ROWS_AND_BLOBS!r}",
             where=where,
             remedy="update deltashard",
         )
@@ -314,6 +330,8 @@ def _checked(message: index_pb2.Index) -> Index:
         if frame.pack >= len(stored):
             raise CorruptObject(f"frame in pack {frame.pack} of {len(stored)}")
         places.append(Place(pack=frame.pack, offset=frame.offset, info=frame_info(frame, tables)))
+    if places != sorted(places, key=place_order):
+        raise CorruptObject("frames are out of order")
     _check_places(places, stored)
     return Index(
         run=message.run,

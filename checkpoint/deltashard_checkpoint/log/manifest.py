@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from deltashard_checkpoint.errors import CorruptObject, FormatError, InvalidCheckpoint, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
+from deltashard_checkpoint.format.index import ROWS_AND_BLOBS
 from deltashard_checkpoint.format.layout import Layout, layout_key
 from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, run_key
 from deltashard_checkpoint.log.entry import Checkpoint, Listed, in_order
@@ -51,6 +52,7 @@ class Manifest:
         return canonical(
             {
                 "format": FORMAT,
+                "kind": ROWS_AND_BLOBS,
                 "run": self.run,
                 "attempt": self.attempt,
                 "cut": self.cut,
@@ -80,6 +82,8 @@ class Manifest:
         r = Reader(load(data, where), where)
         if r.integer("format") != FORMAT:
             raise UnsupportedVersion("manifest of another format", where=where, remedy="upgrade deltashard")
+        if (kind := r.text("kind")) != ROWS_AND_BLOBS:
+            raise UnsupportedVersion(f"parts of kind {kind[:40]!r}", where=where, remedy="upgrade deltashard")
         parts = list(r.items("parts"))
         blobs = [r.as_integer(item, "rank") for item in r.items("blobs")]
         if blobs != sorted(set(blobs)) or any(rank >= len(parts) for rank in blobs):

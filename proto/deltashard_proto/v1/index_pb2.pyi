@@ -101,7 +101,7 @@ class Frame(_message.Message):
     def __init__(self, kind: _Optional[_Union[FrameKind, str]] = ..., pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ..., step: _Optional[int] = ..., table: _Optional[int] = ..., row_min: _Optional[int] = ..., row_max: _Optional[int] = ..., rows: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., encoding: _Optional[str] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
 
 class Index(_message.Message):
-    __slots__ = ("format", "run", "attempt", "cut", "step", "rank", "token", "tables", "packs", "frames", "boxes", "covers", "raw_bytes")
+    __slots__ = ("format", "run", "attempt", "cut", "step", "rank", "token", "tables", "packs", "frames", "boxes", "covers", "raw_bytes", "kind")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class Index(_message.Message):
     BOXES_FIELD_NUMBER: _ClassVar[int]
     COVERS_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     format: int
     run: str
     attempt: int
@@ -128,4 +129,5 @@ class Index(_message.Message):
     boxes: _containers.RepeatedCompositeFieldContainer[Box]
     covers: int
     raw_bytes: int
-    def __init__(self, format: _Optional[int] = ..., run: _Optional[str] = ..., attempt: _Optional[int] = ..., cut: _Optional[int] = ..., step: _Optional[int] = ..., rank: _Optional[int] = ..., token: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[TableSchema, _Mapping]]] = ..., packs: _Optional[_Iterable[_Union[Pack, _Mapping]]] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[Box, _Mapping]]] = ..., covers: _Optional[int] = ..., raw_bytes: _Optional[int] = ...) -> None: ...
+    kind: str
+    def __init__(self, format: _Optional[int] = ..., run: _Optional[str] = ..., attempt: _Optional[int] = ..., cut: _Optional[int] = ..., step: _Optional[int] = ..., rank: _Optional[int] = ..., token: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[TableSchema, _Mapping]]] = ..., packs: _Optional[_Iterable[_Union[Pack, _Mapping]]] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[Box, _Mapping]]] = ..., covers: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...

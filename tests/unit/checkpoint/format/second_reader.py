@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 KINDS = ("genesis", "attempt", "checkpoint", "compact", "retire", "reclaim", "repair", "pin", "rewind")
-INDEX = "format run attempt cut step rank token tables* packs* frames* boxes* covers raw_bytes"
+INDEX = "format run attempt cut step rank token tables* packs* frames* boxes* covers raw_bytes kind"
 FRAME = "kind pack offset length hash step table row_min row_max rows col_start col_stop encoding name "
 FRAME += "blob_offset blob_bytes"
 DTYPES = "float32 float16 bfloat16 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 "
@@ -115,8 +115,9 @@ class Run:
             hashlib.sha256(data).hexdigest()[:32] == e["manifest"], "a manifest without the hash in its name"
         )
         listed = json.loads(data)
-        said = [listed[k] for k in ("format", "run", "attempt", "cut", "step", "layout")]
+        said = [listed[k] for k in ("kind", "format", "run", "attempt", "cut", "step", "layout")]
         law = [
+            "rows",
             1,
             self.name,
             *(e[k] for k in ("attempt", "cut", "step", "layout")),
@@ -302,8 +303,8 @@ def read_index(run, c, part):
     key, entry, data = part["index_key"], run.checkpoints[c], (run.root / part["index_key"]).read_bytes()
     need(xxhash.xxh3_128_hexdigest(data) == key[-38:-6], f"{key}: not the hash in its name")
     index = decode_message(data, INDEX)
-    says = [index[k] for k in ("format", "run", "attempt", "cut", "step", "rank", "covers")]
-    law = [1, run.name.encode(), *(entry[k] for k in ("attempt", "cut", "step")), part["rank"]]
+    says = [index[k] for k in ("kind", "format", "run", "attempt", "cut", "step", "rank", "covers")]
+    law = [b"rows", 1, run.name.encode(), *(entry[k] for k in ("attempt", "cut", "step")), part["rank"]]
     need(says == [*law, part["covers"] or 0], f"{key}: says {says}, not {law}")
     tables = [decode_message(table, "fqn")["fqn"].decode() for table in index["tables"]]
     packs = [decode_message(pack, "key")["key"].decode() for pack in index["packs"]]

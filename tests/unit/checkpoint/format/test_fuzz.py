@@ -22,7 +22,15 @@ from deltashard_checkpoint.format import canonical_json, object_key, typed_tree
 from deltashard_checkpoint.format import frame as frames
 from deltashard_checkpoint.format import index as indexes
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
-from deltashard_checkpoint.format.index import Index, Pack, Place, decode_index, encode_index, parse_index
+from deltashard_checkpoint.format.index import (
+    Index,
+    Pack,
+    Place,
+    decode_index,
+    encode_index,
+    parse_index,
+    place_order,
+)
 from deltashard_checkpoint.log import entry as entries
 from deltashard_checkpoint.log import entry_codec
 from deltashard_checkpoint.restore.frame_applier import BlobsTooLarge, FrameApplier, TableTarget
@@ -168,7 +176,7 @@ def _index() -> tuple[str, bytes]:
     index = Index(
         run=RUN, attempt=3, cut=2, step=20, rank=1, token="0123456789abcdef", tables=tuple(tables.values()),
         packs=(Pack(key=object_key.pack_key(attempt=3, cut=2, rank=1, token="0123456789abcdef", n=0), bytes=at),),
-        places=tuple(places), boxes=(whole(schema()),), covers=1, raw_bytes=12345,
+        places=tuple(sorted(places, key=place_order)), boxes=(whole(schema()),), covers=1, raw_bytes=12345,
     )  # fmt: skip
     data = encode_index(index)
     key = object_key.index_key(

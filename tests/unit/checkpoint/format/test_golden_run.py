@@ -204,6 +204,22 @@ def test_a_run_in_which_people_pinned_and_rewound(store: Store) -> None:
     assert RunLog(store, RUN_4).refresh() == state
 
 
+def test_a_part_of_an_unknown_kind_refuses_its_checkpoint_and_not_the_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("deltashard_checkpoint.format.index.ROWS_AND_BLOBS", "keys")
+        with pytest.raises(UnsupportedVersion, match="kind 'rows'"):
+            read_checkpoint(store, RUN_4, "seq:2")
+        assert tuple(RunLog(store, RUN_4).refresh().checkpoints) == LIVING_4
+    with monkeypatch.context() as patch:
+        patch.setattr("deltashard_checkpoint.log.manifest.ROWS_AND_BLOBS", "keys")
+        with pytest.raises(UnsupportedVersion, match="kind 'rows'"):
+            read_checkpoint(store, RUN_3, "seq:4")
+        assert read_checkpoint(store, RUN_3, "seq:13").entry.seq == 13
+    read_checkpoint(store, RUN_3, "seq:4")
+
+
 def rows_of_run_2(attempt: int, cut: int) -> list[Frame]:
     """Row frames of a cut, by rank."""
     packs = sorted((GOLDEN / RUN_2 / "data" / f"{attempt:020d}" / f"{cut:08d}").glob("*.pack"))

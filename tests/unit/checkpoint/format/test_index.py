@@ -55,7 +55,7 @@ def _set(path: str, value: object):
         _set("tables.0.rows", 0), _set("tables.0.dtype", "int8"), _set("tables.0.fields.0.dtype", "object"), _set("tables.0.fields.1.name", "sum"),
         _set("tables.1.fqn", "embeddings.items.weight"), _set("boxes.0.row_stop", 201), _set("boxes.0.col_start", 8),
         _set("boxes.0.table", "other"), _set("packs.0.bytes", 64), _set("packs.0.bytes", 0), _set("packs.0.key", "../x.pack"),
-        _set("frames.11.blob_offset", 401), _set("frames.11.rows", 1), _set("frames.11.name", ""),
+        _set("frames.12.blob_offset", 401), _set("frames.12.rows", 1), _set("frames.12.name", ""),
     ],
 )  # fmt: skip
 def test_what_no_index_may_say_is_refused(change) -> None:
@@ -67,10 +67,20 @@ def test_what_no_index_may_say_is_refused(change) -> None:
         parse_index(message.SerializeToString())
 
 
-def test_a_newer_index_is_unsupported_and_garbage_is_corrupt() -> None:
+def test_frames_out_of_order_are_refused() -> None:
+    message = index_pb2.Index.FromString(GOLDEN.read_bytes())
+    message.frames.sort(key=lambda frame: -frame.offset)
+    with pytest.raises(CorruptObject, match="out of order"):
+        parse_index(message.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "change", [_set("format", 2), _set("kind", "keys"), _set("kind", "")], ids=["format", "kind", "no kind"]
+)
+def test_a_newer_index_is_unsupported_and_garbage_is_corrupt(change) -> None:
     """By name."""
     message = index_pb2.Index.FromString(GOLDEN.read_bytes())
-    message.format = 2
+    change(message)
     with pytest.raises(UnsupportedVersion):
         parse_index(message.SerializeToString())
     with pytest.raises(CorruptObject):

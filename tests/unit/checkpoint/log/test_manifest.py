@@ -66,7 +66,7 @@ def key_of(entry: Checkpoint) -> str:
 
 def test_the_bytes_of_a_manifest_are_the_format() -> None:
     assert EXAMPLE.data == (
-        b'{"attempt":1,"blobs":[1],"cut":2,"format":1,"layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
+        b'{"attempt":1,"blobs":[1],"cut":2,"format":1,"kind":"rows","layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
         + b"1" * 32 + b'",null,4,9],["bbbbbbbbbbbbbbbb","' + b"2" * 32 + b'",7,0,8]],"run":"job","step":3}'
     )  # fmt: skip
     assert EXAMPLE.listed.covers == (None, 7)
@@ -105,6 +105,7 @@ def test_wrong_values_under_a_right_hash_are_refused_by_name() -> None:
         {"surprise": 1},
         {"layout": "0F" * 16},
         {"format": 2},
+        {"kind": "keys"},
     ]
     for change in changes:
         data = canonical({**document, **change})
