@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from deltashard.optim import RowWiseAdagrad
-from deltashard.tracking.step_hook import StepHooks
+from deltashard.tracking.step_hook import StepHooks, Steps
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
 
@@ -65,7 +65,7 @@ class Clock:
 @contextmanager
 def clocked(clock: Clock) -> Any:
     """Time spent in the hooks of optimizers."""
-    targets = [(StepHooks, "before"), (StepHooks, "after"), (Tracking, "step_done")]
+    targets = [(StepHooks, "before"), (StepHooks, "after"), (Steps, "done")]
     saved = [(owner, name, getattr(owner, name)) for owner, name in targets]
     for owner, name, function in saved:
         setattr(owner, name, clock.timed(function))
@@ -116,7 +116,7 @@ def _case(
             for optimizer in optimizers:
                 optimizer.step()
             if tracking is not None:
-                tracking.step_done()
+                tracking.steps.done()
             steps_s.append(time.perf_counter() - start)
             hooks_s.append(clock.seconds - before if clock else 0.0)
         return steps_s, hooks_s

@@ -106,7 +106,7 @@ class Script:
                 self.scheduler.step()
             if self.plan.zero_last:
                 self._zero()
-            self.tracking.step_done()
+            self.tracking.steps.done()
 
     def happen(self, event: str) -> None:
         match event:

@@ -314,7 +314,7 @@ class Watch:
         self.cut += 1
         self.tracking.cut_taken(self.cut, "since_commit", full=self.cut == 1)
         self.tracking.committed(self.cut, baseline=self.cut == 1)
-        self.tracking.step_done()
+        self.tracking.steps.done()
         return marked
 
     @staticmethod

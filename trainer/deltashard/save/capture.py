@@ -41,10 +41,6 @@ class Capture:
         self._looked_for_forgotten = False
 
     @property
-    def alone(self) -> bool:
-        return self._rank.alone
-
-    @property
     def pass_ended(self) -> bool:
         """Whether a loader's pass was found at its end since the last `step()`."""
         return self._loaders.pass_ended

@@ -111,13 +111,6 @@ class SaveHandle:
             raise TimeoutError(f"the save {self.reason!r} is not durable after {timeout_s} s")
         return self.commit
 
-    def bind(self, step: int) -> None:
-        """It is an exact save: this is the only step that it may become."""
-        self.asked_step = step
-
-    def put_off(self, why: str) -> None:
-        self.kept = why
-
     def left(self, *, step: int, cut: int) -> None:
         self.step, self.cut = step, cut
 

@@ -59,7 +59,8 @@ class HeadStart:
         enabled: bool,
     ) -> None:
         """`tables` gives what a cut would take rows of, each with where its rows lie; `looks`: see `Precopy`."""
-        self._enabled = enabled
+        self.enabled = enabled
+        """Whether rows may be read while training goes on."""
         self._tables, self._looks = tables, looks
         self._clock = clock
         self._attachment = attachment
@@ -73,13 +74,11 @@ class HeadStart:
         self._last_cut = clock.step, time.monotonic()
         self._began_at, self._steps_before, self._began_s = 0, 0.0, 0.0
         self._bytes_per_s, self._margin = BYTES_PER_S, MARGIN
-        self._lead_s, self._slower_s = 0.0, 0.0
+        self.lead_s = 0.0
+        """How long before a cut its copy had better begin."""
+        self.slower_s = 0.0
+        """By so much the steps during the copy that was used last took longer, in all, than those before."""
         clock.look_ahead(FIRST_STEPS if enabled else 0)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether rows may be read while training goes on."""
-        return self._enabled
 
     def later(self, job: Callable[[], None]) -> Future[None]:
         """Have the copying thread do this, before what it copies next."""
@@ -101,16 +100,6 @@ class HeadStart:
         """How long the beginning of what is copied ahead held training."""
         return 0.0 if self._now is None else self._began_s
 
-    @property
-    def slower_s(self) -> float:
-        """By so much the steps during the copy that was used last took longer, in all, than those before."""
-        return self._slower_s
-
-    @property
-    def lead_s(self) -> float:
-        """How long before a cut its copy had better begin."""
-        return self._lead_s
-
     # Before the cut.
 
     def near(self, link: Link, step: int) -> None:
@@ -129,7 +118,7 @@ class HeadStart:
         return now is not None and not now.done and time.monotonic() - now.began_s < LONGEST_S
 
     def _begin(self, link: Link) -> None:
-        if self._now is not None or not self._enabled or not link.reply.prepares:
+        if self._now is not None or not self.enabled or not link.reply.prepares:
             return
         began_s = time.perf_counter()
         tables = [(table, cut) for table, cut in self._tables() if may_be_copied_ahead(table, cut)]
@@ -201,18 +190,18 @@ class HeadStart:
             steps = step - self._began_at
             step_s = self._steps_before or step_s
             took_s = used.until_s - used.began_s
-            self._slower_s = max(0.0, took_s - steps * step_s) if steps and step_s else 0.0
+            self.slower_s = max(0.0, took_s - steps * step_s) if steps and step_s else 0.0
             self._counts.used(
-                ahead=ahead, again=again, held=rows - ahead, slower_s=self._slower_s, why=used.why_not
+                ahead=ahead, again=again, held=rows - ahead, slower_s=self.slower_s, why=used.why_not
             )
             if used.bytes:
                 self._bytes_per_s = used.bytes / max(used.copied_s, 1e-6)
             late = used.why_not == "stopped"
             self._margin = min(2 * self._margin, MOST_MARGIN) if late else max(0.9 * self._margin, MARGIN)
         copy_s = self._margin * raw_bytes / self._bytes_per_s if raw_bytes >= SMALLEST_BYTES else 0.0
-        self._lead_s = min(copy_s, MOST_LEAD_S)
+        self.lead_s = min(copy_s, MOST_LEAD_S)
         steps_ahead = FIRST_STEPS if not step_s else 1 + math.ceil(min(copy_s / step_s, MOST_STEPS))
-        self._clock.look_ahead(steps_ahead if self._enabled else 0)
+        self._clock.look_ahead(steps_ahead if self.enabled else 0)
         self._last_cut = step, now_s
 
     def close(self) -> None:

@@ -55,12 +55,7 @@ class OrderBook:
     @property
     def why_off(self) -> str:
         """Why there was no cut; empty: there was none asked for, or one is due."""
-        return self.why_down or self.conductor.why_off
-
-    @property
-    def why_down(self) -> str:
-        """Why there will be no cut any more; empty: there may be."""
-        return self.conductor.down
+        return self.conductor.down or self.conductor.why_off
 
     def ordered(self) -> int | None:
         """Number of the cut that is due at this boundary, once it may be passed; None: none is."""
@@ -92,9 +87,6 @@ class OrderBook:
             step,
             f"the ranks did not all ask for it after the same step: {self.why_off or 'no answer in time'}",
         )
-
-    def taken(self, cut: int) -> None:
-        self.conductor.taken(cut)
 
     def sampled(self, cut: int) -> None:
         """What replicas look like at `cut`, for comparison."""

@@ -16,7 +16,8 @@ class Requests:
     def __init__(self, setbacks: Setbacks) -> None:
         self._setbacks = setbacks
         self._handles: list[SaveHandle] = []
-        self._urgent: str | None = None
+        self.urgent: str | None = None
+        """Why a save is wanted at once; None: none is."""
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -25,14 +26,9 @@ class Requests:
         return handle in self._handles
 
     @property
-    def urgent(self) -> str | None:
-        """Why a save is wanted at once; None: none is."""
-        return self._urgent
-
-    @property
     def reason(self) -> str:
         """The word that a cut taken now gets."""
-        return self._urgent or (self._handles[0].reason if self._handles else "timer")
+        return self.urgent or (self._handles[0].reason if self._handles else "timer")
 
     @property
     def open(self) -> bool:
@@ -44,12 +40,9 @@ class Requests:
 
     def hurry(self, reason: str, *, fresh: bool = True) -> None:
         """An urgent save is wanted; `fresh`: its first try does not wait for the back-off."""
-        self._urgent = reason
+        self.urgent = reason
         if fresh:
             self._setbacks.hurry()
-
-    def urgent_cut(self) -> None:
-        self._urgent = None
 
     def take(self, *, several_pins: bool) -> list[SaveHandle]:
         """Those that one cut can satisfy, which are not asked for any more."""
@@ -63,7 +56,7 @@ class Requests:
     def put_off(self, why: str) -> None:
         """No cut now: remember why for who asked."""
         for handle in self._handles:
-            handle.put_off(why)
+            handle.kept = why
 
     def fail(self, error: Exception) -> None:
         """What was asked for and is not cut will not be."""
@@ -82,7 +75,7 @@ class Requests:
         for handle in [handle for handle in self._handles if handle.exact]:
             if handle.asked_step is None:
                 if whole:
-                    handle.bind(step)
+                    handle.asked_step = step
             elif handle.asked_step != step:
                 self.drop(
                     handle,

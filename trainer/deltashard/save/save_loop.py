@@ -87,11 +87,7 @@ class SaveLoop:
         self._orders = orders
         self._thread = threading.current_thread()
         term = TermHandler(grace_s=grace_s, notice=self._on_sigterm) if grace_s is not None else None
-        self._term = term if term is not None and term.install() else None
-
-    @property
-    def term(self) -> TermHandler | None:
-        return self._term
+        self.term = term if term is not None and term.install() else None
 
     def gate(self, *, at_step: bool = False) -> SnapshotGate:
         """What holds now; `at_step`: within `step()`, where what was done since the last one is what this step is."""
@@ -112,7 +108,7 @@ class SaveLoop:
         mine = threading.current_thread() is self._thread
         here = mine and self.gate().not_at_boundary is None
         if here and handle.exact:
-            handle.bind(self._clock.step)
+            handle.asked_step = self._clock.step
         if here and self._orders is not None and not handle.exact:
             self._news.apply()
             if self._saver.join(handle):
@@ -136,7 +132,7 @@ class SaveLoop:
         if at_step:
             self._stance.first_step_done()
         due = self._clock.due
-        term = self._term is not None and self._term.until_s is not None
+        term = self.term is not None and self.term.until_s is not None
         if self._clock.urgent and self._requests.urgent is None:
             self._requests.hurry("urgent")
         if at_step and self._requests:
@@ -155,11 +151,11 @@ class SaveLoop:
             asked=asked,
             timed=self._orders is None or self._orders.conductor.leads,
         )
-        if term and self._term is not None:
+        if term and self.term is not None:
             if self._orders is None:
-                self._finish_term(self._term, at_step=at_step)
+                self._finish_term(self.term, at_step=at_step)
             else:
-                self._finish_term_together(self._term)
+                self._finish_term_together(self.term)
 
     def _open_late(self, *, patient: bool) -> DeltashardError | None:
         """Try to open the attempt that the store had no room for; why not. `patient`: only where a try is due."""
@@ -205,7 +201,7 @@ class SaveLoop:
         if (veto := self._saver.veto()) is not None:
             self._requests.fail(veto)
             return
-        latest_s = self._term.until_s if asker is Asker.TERM and self._term is not None else None
+        latest_s = self.term.until_s if asker is Asker.TERM and self.term is not None else None
         self._cut(
             link, self._requests.reason, urgent=urgent, latest_s=math.inf if latest_s is None else latest_s
         )
@@ -275,7 +271,7 @@ class SaveLoop:
         if wait is not None and wait not in (BlockReason.AWAY, BlockReason.FLIGHT):
             self._put_off(wait, quiet=True)
             return False  # of all ranks alike: the next step that is whole
-        orders.taken(cut)
+        orders.conductor.taken(cut)
         link = self._attachment.link
         if wait is not None or link is None:
             wait = wait or BlockReason.AWAY
@@ -297,7 +293,7 @@ class SaveLoop:
                 raise veto
             self._requests.fail(veto)
             return False
-        latest_s = math.inf if self._term is None or self._term.until_s is None else self._term.until_s
+        latest_s = math.inf if self.term is None or self.term.until_s is None else self.term.until_s
         # A rank that still ends its last step when others close cuts by a reason of its own.
         reason = "close" if close and self._requests.urgent is None else self._requests.reason
         self._cut(link, reason, urgent=self._requests.urgent is not None, latest_s=latest_s, cut=cut)
@@ -317,7 +313,11 @@ class SaveLoop:
         """SIGTERM came: the group was asked for a cut. Until it is due, train on; then make it durable and leave."""
         if self._saver.in_flight or self._saver.committed_step == self._clock.step:
             self.drain(time.monotonic() + term.left_s)
-        over = term.left_s <= 0 or self._session.link is None or bool(self._orders and self._orders.why_down)
+        over = (
+            term.left_s <= 0
+            or self._session.link is None
+            or bool(self._orders and self._orders.conductor.down)
+        )
         if self._saver.committed_step == self._clock.step or over:
             self._saver.check_snapshot(time.monotonic() + term.left_s)
             term.chain()
@@ -531,8 +531,8 @@ class SaveLoop:
 
     def close(self) -> None:
         """Give SIGTERM back, and tell who waits for what is not cut."""
-        if self._term is not None:
-            self._term.remove()
+        if self.term is not None:
+            self.term.remove()
         self._requests.fail(SaveFailed("the checkpointer was closed", where="save"))
 
     def _say_inexact(self, gate: SnapshotGate) -> None:
@@ -552,7 +552,7 @@ class SaveLoop:
     def _last_cut(self, link: Link, until_s: float) -> Exception | None:
         """Take the cut of close(); returns why it failed, or could not be taken yet."""
         if self._orders is not None:
-            if self._orders.why_down or self._orders.conductor.left:
+            if self._orders.conductor.down or self._orders.conductor.left:
                 raise SaveFailed(
                     f"step {self._clock.step} is not durable: {self._orders.why_off}",
                     where="close()",

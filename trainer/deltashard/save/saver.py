@@ -147,7 +147,8 @@ class Saver:
         """Cuts of the step that was cut last, whatever became of them; newest last."""
         self._asked = 0, 0
         """(step, how often `save()` was called there)."""
-        self._committed_step: int | None = None
+        self.committed_step: int | None = None
+        """Step of the newest commit of this attempt; None before the first."""
         self._owed: int | None = None
         self._lost: int | None = None
         """The cut that went with its sidecar, which cannot have told the other ranks; None: there is none."""
@@ -155,11 +156,6 @@ class Saver:
     @property
     def in_flight(self) -> bool:
         return self._flight is not None
-
-    @property
-    def committed_step(self) -> int | None:
-        """Step of the newest commit of this attempt; None before the first."""
-        return self._committed_step
 
     # News.
 
@@ -195,7 +191,7 @@ class Saver:
             return
         self._tracking.committed(commit.cut, baseline=commit.baseline)
         self._base.committed(commit.seq, baseline=commit.baseline)
-        self._committed_step = commit.step
+        self.committed_step = commit.step
         self._watchdog.committed(commit.step)
         self._inconsistent = [each for each in self._inconsistent if each.cut >= commit.cut]
         self._stats.count_commit(commit)
@@ -325,7 +321,7 @@ class Saver:
                     error if isinstance(error, Exception) else SaveFailed("interrupted", where="save")
                 )
             raise
-        self._requests.urgent_cut()
+        self._requests.urgent = None
         self._flight = flight
         self._watchdog.taken()
         self._tracking.cut_taken(flight.cut, mode, full=full)

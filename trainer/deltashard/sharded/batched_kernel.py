@@ -175,11 +175,7 @@ class KernelShard:
     def __init__(self, batch: BatchedKernel, nth: int, state: Mapping[str, Tensor]) -> None:
         self.batch = batch
         self._nth = nth
-        self._state = state
-
-    @property
-    def state(self) -> Mapping[str, Tensor]:
-        return self._state
+        self.state = state
 
     @property
     def why_inexact(self) -> str | None:

@@ -49,11 +49,6 @@ class AuditFault:
         )
 
 
-def miss_probability(fraction: float, rows: int, intervals: int = 1) -> float:
-    """Probability that silent writes to `fraction` of the rows go unseen with `rows` sampled per interval."""
-    return float((1.0 - fraction) ** (rows * intervals))
-
-
 AT_CUT = 8
 """At one of so many cuts a table's sample is compared at the cut itself, whatever was compared ahead of it."""
 

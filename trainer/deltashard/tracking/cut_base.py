@@ -18,65 +18,53 @@ class CutBase:
         """`planned_steps`: of the whole run; 0: nobody says. `pls_target`: under partial recovery; 0: it is full."""
         self._planned_steps = planned_steps
         self._pls_target = pls_target
-        self._commit: int | None = None
-        self._baseline: int | None = None
-        self._full = False
-        self._faults = 0
-
-    @property
-    def commit(self) -> int | None:
+        self.commit: int | None = None
         """The commit that marks count from; None: there is none to lean on."""
-        return self._commit
-
-    @property
-    def full(self) -> bool:
+        self._baseline: int | None = None
+        self.full = False
         """Whether the next cut has to take every row."""
-        return self._full
-
-    @property
-    def faults(self) -> int:
-        return self._faults
+        self._faults = 0
 
     def lean_on(self, commit: int, baseline: int | None) -> None:
         """A checkpoint was taken over whole, and marks were re-seeded from it."""
-        self._commit, self._baseline, self._full = commit, baseline, False
+        self.commit, self._baseline, self.full = commit, baseline, False
 
     def lean_on_nothing(self) -> None:
         """What was restored is not what the next cut would follow."""
         # IMPORTANT: a cut may only lean on what was taken over whole. That must outlast a first save that fails, so it
         # is said by having nothing to lean on, not by asking once for a full cut.
-        self._commit, self._baseline, self._full = None, None, True
+        self.commit, self._baseline, self.full = None, None, True
 
     def ask_full(self, *, faults: int = 0) -> None:
         """Rows may have been missed (so many audit faults), or tables came or went: take everything once."""
-        self._full = True
+        self.full = True
         self._faults += faults
 
     def cut_taken(self) -> None:
         """The cut that was to be full is on its way."""
-        self._full, self._faults = False, 0
+        self.full, self._faults = False, 0
 
     def is_news(self, seq: int) -> bool:
-        return self._commit is None or seq > self._commit
+        return self.commit is None or seq > self.commit
 
     def committed(self, seq: int, *, baseline: bool) -> None:
-        self._commit = seq
+        self.commit = seq
         if baseline:
             self._baseline = seq
 
     def rebased(self) -> None:
         """Marks since the baseline were made to count from the newest commit."""
-        self._baseline = self._commit
+        self._baseline = self.commit
 
     def declare(self, begin: pb.SaveRequest.Begin) -> None:
         """Say in a Begin what the cut could be a delta over, or that it is full."""
-        begin.full = self._full
+        begin.full = self.full
         begin.rebases = True
         begin.planned_steps = self._planned_steps
         begin.pls_target = self._pls_target
         begin.tracking_faults = self._faults
-        if self._commit is not None:
-            begin.since_commit_seq = self._commit
+        if self.commit is not None:
+            begin.since_commit_seq = self.commit
         if self._baseline is not None:
             begin.since_baseline_seq = self._baseline
 
@@ -86,8 +74,8 @@ class CutBase:
 
     def mode(self, begun: pb.SaveReply.Begun | pb.SaveReply.Prepared) -> Mode:
         """Which rows the sidecar asks for; a seq that we do not know means all of them."""
-        if not begun.HasField("covers") or self._full:
+        if not begun.HasField("covers") or self.full:
             return "all"
-        if begun.covers == self._commit:
+        if begun.covers == self.commit:
             return "since_commit"
         return "since_baseline" if begun.covers == self._baseline else "all"

@@ -53,7 +53,7 @@ class TrackingSettings:
     hash_below_bytes: int = 256 << 10
     """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
     audit_rows: int = 2048
-    """Rows sampled per table and cut; 0 switches the audit off (see `audit.miss_probability`)."""
+    """Rows sampled per table and cut; 0 switches the audit off (see `audit`)."""
     audit_rows_in_all: int = 8192
     """Of all tables together: of more than four each gets its share of them, for each row costs a look at memory."""
     verify: Literal["sample", "full"] = "sample"
@@ -115,7 +115,7 @@ class TrackedTable:
         self._seed = settings.seed ^ zlib.crc32(found.key.encode())
         self._tracker: Tracker | None = None
         self._audit = Audit(found.key, self._seed)
-        self._samples = 0
+        self.samples = 0
         self._outside = 0
         self._shares: str | None = None
         self.signed: Signed = _UNSIGNED
@@ -123,10 +123,6 @@ class TrackedTable:
         self._pinned: list[Any] = []
         self._stride = found.param.stride()
         self._schema = self._read_schema()
-
-    @property
-    def samples(self) -> int:
-        return self._samples
 
     # -- what a cut and a restore need
 
@@ -302,8 +298,8 @@ class TrackedTable:
 
     def audit_draw(self, tables: int) -> Callable[[], None] | None:
         """Draw the audit's next sample, as one of so many tables; what it returns looks at the rows."""
-        count = self._settings.audited_rows(self._samples, self.marks.rows, tables)
-        self._samples += 1
+        count = self._settings.audited_rows(self.samples, self.marks.rows, tables)
+        self.samples += 1
         if self.watched and count:
             return self._audit.draw(self._sections(), count)
         self._audit.forget()

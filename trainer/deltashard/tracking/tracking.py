@@ -4,7 +4,7 @@ One `TrackedTable` per shard of a table that this process holds: the whole table
 
 Order at a step boundary, all on the training thread:
 
-    step_done()                         every step
+    steps.done()                        every step
     refresh() -> DirtyCounts            a cut is due: audits, looks at hash tables, refreshes schemas; then counts
     audit_sample()                      draw the next sample
     table.prepare_cut(mode)             per table; ... rows are copied ...
@@ -88,16 +88,16 @@ class Tracking:
         self.steps = Steps()
         self.report: Report = report or (lambda _name, _facts: None)
         self._rank, self._world_size = rank, world_size
-        self._inventory = discover(model, self.settings.tables, find)
+        self.inventory = discover(model, self.settings.tables, find)
         self._savers = self._shared_out()
-        self.tables = [self._tracked(found) for found in self._inventory.tables.values()]
+        self.tables = [self._tracked(found) for found in self.inventory.tables.values()]
         self.by_key = {table.key: table for table in self.tables}
         self.regrown = False
         """Whether tables came or went since the last cut: the next one is to be full."""
         self._addresses: list[int] = []
         self._alive_said = False
-        self.optimizers: list[OptimizerView] = self._views(self._inventory)
-        self._left_out: frozenset[str] = frozenset()
+        self.optimizers: list[OptimizerView] = self._views(self.inventory)
+        self.left_out: frozenset[str] = frozenset()
         for view in self.optimizers:
             view.watch_attributes()
         self.faults = 0
@@ -106,7 +106,7 @@ class Tracking:
         self._sampling: Future[None] | None = None
         self._grouped: list[list[Tensor]] | None = None
         """Parameters by optimizer, as of the last `_attach`."""
-        self._named = self._inventory
+        self._named = self.inventory
         self._install()
         self._foreign = ForeignSteps(
             model,
@@ -119,18 +119,14 @@ class Tracking:
         """Whether something of the program lies on a GPU, as of the last cut."""
         _live.add(self)
 
-    @property
-    def inventory(self) -> Inventory:
-        return self._inventory
-
     def dense(self, *, look: bool = True) -> dict[str, Tensor]:
         """Live parameters and persistent buffers that are no tables, by canonical name, read from the model now.
 
         Without those that are left out. `look=False`: as `refresh` has just found them.
         """
         if look:
-            self._inventory = discover(self.model, self.settings.tables, find)
-        return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self._left_out}
+            self.inventory = discover(self.model, self.settings.tables, find)
+        return {name: tensor for name, tensor in self.inventory.dense.items() if name not in self.left_out}
 
     @property
     def saved(self) -> list[TrackedTable]:
@@ -146,7 +142,7 @@ class Tracking:
         if self._world_size == 1:
             return {}
         dense = {
-            name: tensor for name, tensor in self._inventory.dense.items() if isinstance(tensor, nn.Parameter)
+            name: tensor for name, tensor in self.inventory.dense.items() if isinstance(tensor, nn.Parameter)
         }
         return dense | {table.key: table.param for table in self.tables if table.found.replicated}
 
@@ -154,21 +150,17 @@ class Tracking:
         """Which rank saves each replica. Buffers may differ (statistics of a rank's batches): they are rank 0's."""
         if self._world_size == 1:
             return {}
-        held = {name: found.param for name, found in self._inventory.tables.items() if found.replicated}
-        held |= {name: t for name, t in self._inventory.dense.items() if isinstance(t, nn.Parameter)}
+        held = {name: found.param for name, found in self.inventory.tables.items() if found.replicated}
+        held |= {name: t for name, t in self.inventory.dense.items() if isinstance(t, nn.Parameter)}
         return owners({name: t.numel() * t.element_size() for name, t in held.items()}, self._world_size)
 
     def _tracked(self, found: FoundTable) -> TrackedTable:
         saver = self._savers.get(found.key, self._rank) if found.replicated else self._rank
         return TrackedTable(found, self.settings, saver=None if saver == self._rank else saver)
 
-    @property
-    def left_out(self) -> frozenset[str]:
-        return self._left_out
-
     def leave_out(self, names: frozenset[str]) -> None:
         """Do not save these dense tensors: a module's own contract says so."""
-        self._left_out = names
+        self.left_out = names
 
     @property
     def hooked(self) -> bool:
@@ -177,16 +169,12 @@ class Tracking:
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer stepped since the last `step_done`; always true when no torch optimizer can be asked."""
+        """Whether an optimizer stepped since the last step boundary; true when none can be asked."""
         return self.steps.stepped or not self._hooks
 
     @property
     def has_gradients(self) -> bool:
         return any(param.grad is not None for params in _by_view(self.optimizers) for param in params)
-
-    def step_done(self) -> None:
-        """The loop body's last statement ran; costs nanoseconds."""
-        self.steps.done()
 
     def settle(self) -> None:
         """Wait for the accelerators that a cut reads: their copies run on one stream, training may use several."""
@@ -196,7 +184,7 @@ class Tracking:
             settle(device)
 
     def _devices(self) -> set[torch.device]:
-        tensors = [*(table.param for table in self.tables), *self._inventory.dense.values()]
+        tensors = [*(table.param for table in self.tables), *self.inventory.dense.values()]
         return {tensor.device for tensor in tensors}
 
     def refresh(self) -> DirtyCounts:
@@ -358,7 +346,7 @@ class Tracking:
     def _share(self) -> None:
         """Tables that lie in one memory with something else are hashed: another's step writes their rows."""
         self._addresses = [table.param.data_ptr() for table in self.tables]
-        others = sharing(self._inventory)
+        others = sharing(self.inventory)
         for table in self.tables:
             table.shared_with(others.get(table.key))
 
@@ -417,7 +405,7 @@ class Tracking:
         if self._alive_said:
             return
         self._alive_said = True
-        name, kind = self._inventory.names.get(param, "a parameter"), type(optimizer).__name__
+        name, kind = self.inventory.names.get(param, "a parameter"), type(optimizer).__name__
         _log.warning(
             "the gradient of %s was there at a cut and is used after it (%s steps less often than step() is called, "
             "applies gradients late, or keeps them). No checkpoint holds .grad: a run that resumes from one goes on "
@@ -442,7 +430,7 @@ class Tracking:
                 table.rebind(found)
             else:
                 table.found_again(found)
-        self._inventory = now
+        self.inventory = now
         self._savers = self._shared_out()
         alike = same.keys() == self.by_key.keys() == now.tables.keys()
         if alike and [*map(id, before.names)] == [*map(id, now.names)]:
@@ -460,7 +448,7 @@ class Tracking:
     def _view_again(self) -> None:
         """Optimizers, or what they step, changed: have views of them as they are now."""
         earlier = self.optimizers
-        self.optimizers = self._views(self._inventory)
+        self.optimizers = self._views(self.inventory)
         for view in self.optimizers:
             view.watch_attributes(earlier)
         self._grouped = None

@@ -229,7 +229,7 @@ def test_stepped_tells_accumulation_from_steps():
         assert not tracking.stepped
         training.train()
         assert tracking.stepped
-        tracking.step_done()
+        tracking.steps.done()
         assert not tracking.stepped
 
 
