@@ -69,7 +69,6 @@ class Policy:
         return cls(**{each.name: getattr(source, each.name) for each in fields(cls)})
 
     def message(self) -> pb.Policy:
-        """For the wire."""
         return pb.Policy(**{each.name: getattr(self, each.name) for each in fields(self)})
 
     def over(self, base: Policy) -> Policy:
@@ -90,7 +89,6 @@ class Directive:
     """UID of the workload it was given to."""
 
     def text(self) -> str:
-        """Its form in a commit's metadata."""
         said = {each.name: getattr(self.policy, each.name) for each in fields(self.policy)}
         document = {
             "generation": self.generation,

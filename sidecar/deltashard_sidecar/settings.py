@@ -251,7 +251,6 @@ class Settings:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the arena."""
         return self.arena_bytes // self.block_bytes
 
     @property

@@ -92,7 +92,6 @@ class Profile:
         return replace(self, save=Measure(newest=self.save.newest[-1:]))
 
     def text(self) -> str:
-        """Its form in a commit's metadata."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
 

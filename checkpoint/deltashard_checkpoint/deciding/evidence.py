@@ -53,7 +53,6 @@ class Evidence:
         return replace(self, lossy=self.lossy + int(lossy), restores=self.restores + 1)
 
     def plus(self, other: Evidence) -> Evidence:
-        """Of both."""
         return Evidence(
             exposure_s=self.exposure_s + other.exposure_s,
             lossy=self.lossy + other.lossy,

@@ -13,13 +13,11 @@ import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal, get_args
+from typing import Literal
 
 from deltashard_checkpoint.errors import UserError
 
 Aim = Literal["auto", "overhead", "lost-work", "pls", "fixed"]
-AIMS: tuple[Aim, ...] = get_args(Aim)
-PATTERN = r"auto|fixed|overhead=[0-9.]+%|lost-work=[0-9.]+(ms|s|m|h|d)|pls=[0-9.]+"
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)", re.ASCII)
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)

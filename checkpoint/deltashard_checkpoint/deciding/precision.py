@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODING_CHOICES, ENCODINGS
+from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODING_CHOICES
 
 BUDGET = 0.03
 BITS = (2, 3, 4, 8)
@@ -108,7 +108,7 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class ChosenBits:
     """A choice and its reason."""
 
     encodings: Mapping[str, str]
@@ -116,7 +116,7 @@ class Precision:
     why: str
 
 
-def by_budget(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> Precision:
+def by_budget(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> ChosenBits:
     """Bits by the squared-error budget; `fixed`: the user's own encodings of tables."""
     large = large_tables(tables)
     # A checkpoint matters only where it is restored: one that bears no restore is none.
@@ -135,7 +135,7 @@ def by_budget(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping
             f"at most {restores} to come (95 %), each adding its squared error to a budget of {BUDGET:g}; tables of "
             f"the smallest {100 * (1 - LARGE_SHARE):.0f} % of bytes keep 8 bit"
         )
-    return Precision(encodings=found, why=why)
+    return ChosenBits(encodings=found, why=why)
 
 
 def _affordable(facts: TableFacts, bits: int, restores: int) -> bool:
@@ -165,7 +165,7 @@ def check_n_run_bits(expected: float, happened: int) -> int:
     return next((bits for most, bits in PAPER if expected <= most), SAFE)
 
 
-def by_paper(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> Precision:
+def by_paper(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> ChosenBits:
     """Check-N-Run's rule: one width for all tables, and 8 bit at the end, which is ours."""
     least = max(check_n_run_bits(outlook.expected, outlook.happened), outlook.least_bits)
     bits = SAFE if outlook.ending else next((b for b in BITS if b >= least), SAFE)
@@ -175,12 +175,4 @@ def by_paper(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[
         else f"Check-N-Run: {outlook.expected:.2g} restores are expected"
     )
     encodings = {name: fixed.get(name, BITS_CHOICES[bits]) for name in tables}
-    return Precision(encodings=encodings, why=_ENDING if outlook.ending else why)
-
-
-def raised(before: Mapping[str, str], after: Mapping[str, str]) -> bool:
-    """Whether any table is to be stored with more bits than rows of it were: then only a baseline makes it true."""
-    return any(
-        name in before and ENCODINGS[encoding].bits > ENCODINGS[before[name]].bits
-        for name, encoding in after.items()
-    )
+    return ChosenBits(encodings=encodings, why=_ENDING if outlook.ending else why)

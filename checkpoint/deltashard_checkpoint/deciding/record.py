@@ -51,7 +51,6 @@ class Record:
         return cost_of(self.profile, self.held) if known else None
 
     def text(self) -> str:
-        """Its form in a commit's metadata."""
         document = json.loads(self.profile.text()) | {
             "held": None if self.held is None else {"goal": self.held.goal, **asdict(self.held.basis)},
             "evidence": asdict(self.evidence),

@@ -52,7 +52,6 @@ class Precision:
         return cls(weights=MappingProxyType(named), state=state)
 
     def of_table(self, fqn: str) -> str:
-        """Encoding of a table's weights."""
         return self.weights.get(fqn, self.others)
 
     @property
@@ -66,7 +65,6 @@ class Precision:
         return {table: name for table, name in self.weights.items() if name != self.others}
 
     def text(self) -> str:
-        """Its form in a commit's metadata."""
         document = {"state": self.state, "weights": dict(self.weights)}
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 

@@ -161,7 +161,6 @@ def _held(terms: Terms, held: Held, found: Interval, evidence: str, cause: Cause
 
 
 def timers(every_s: float, every_steps: int) -> str:
-    """Timers in words."""
     said = [f"{every_s:.4g} s"] if every_s > 0 else []
     if every_steps > 0:
         said.append(f"{every_steps} steps")

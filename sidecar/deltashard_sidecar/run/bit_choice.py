@@ -24,8 +24,8 @@ from deltashard_checkpoint.deciding.precision import (
     BITS,
     LAST_SHARE,
     SAFE,
+    ChosenBits,
     Outlook,
-    Precision,
     TableFacts,
     by_budget,
     by_paper,
@@ -178,7 +178,7 @@ class BitChoice:
         begin: pb.SaveRequest.Begin,
         expected: Expected,
         own: Mapping[str, str],
-    ) -> Precision:
+    ) -> ChosenBits:
         with self._lock:
             run, unknown = self._harm, self._attempt is None and ranks.here
         facts = {
@@ -206,7 +206,7 @@ class BitChoice:
     def _decided(
         self,
         policy: Policy,
-        found: Precision,
+        found: ChosenBits,
         said: Mapping[str, str],
         *,
         holds: bool,

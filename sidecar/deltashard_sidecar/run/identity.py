@@ -36,7 +36,6 @@ class AloneAmongPods(UserError):
 
 
 def identity(settings: Settings) -> Identity:
-    """Run and owner of a pod."""
     suffix = numbered(settings) if settings.runs == RUN_PER_POD else ""
     return Identity(
         run=settings.run + suffix, owner=settings.owner + suffix if settings.owner else settings.owner

@@ -207,7 +207,6 @@ class Run:
         return self.identity.run
 
     def close(self) -> None:
-        """Release the cache directory and the store's connections."""
         self.cache.close()
         self.store.close()
 
@@ -261,7 +260,6 @@ class Run:
         return self.log_of(who).state.attempt or 0
 
     def last_commit(self, state: RunState, attempt: int) -> pb.Commit | None:
-        """The newest commit of an attempt."""
         opened = state.attempts.get(attempt)
         seq = None if opened is None else opened.last_seq
         entry = None if seq is None else state.checkpoints.get(seq)
@@ -602,7 +600,6 @@ class Run:
         return None if verdict is None else Turn(verdict.why, f"synthetic baseline: {verdict.text}")
 
     def cache_bytes(self) -> int:
-        """Bytes in the cache directory."""
         return self.cache.used_bytes
 
     # Prefetch.

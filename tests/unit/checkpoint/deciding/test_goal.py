@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
+from typing import get_args
 
 import pytest
-from deltashard_checkpoint.deciding.goal import AIMS, AUTO, PATTERN, BadGoal, Goal, duration_s, goal
+from deltashard_checkpoint.deciding.goal import AUTO, Aim, BadGoal, Goal, duration_s, goal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +17,15 @@ amounts = {
 }
 
 
-@given(st.sampled_from(AIMS).flatmap(lambda aim: st.tuples(st.just(aim), amounts.get(aim, st.just(0.0)))))
+@given(
+    st.sampled_from(get_args(Aim)).flatmap(
+        lambda aim: st.tuples(st.just(aim), amounts.get(aim, st.just(0.0)))
+    )
+)
 def test_a_goal_is_read_back_from_its_own_words(pair):
     aim, amount = pair
     said = Goal(aim=aim, amount=amount)
     assert goal(str(said)) == said
-    assert re.fullmatch(PATTERN, str(said))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from deltashard_checkpoint.deciding.cost import Measure
-from deltashard_checkpoint.deciding.goal import AIMS, FIXED, Goal, goal
+from deltashard_checkpoint.deciding.goal import FIXED, Aim, Goal, goal
 from deltashard_checkpoint.deciding.interval import (
     BAND,
     ENOUGH,
@@ -34,7 +35,7 @@ from hypothesis import strategies as st
 costs = st.floats(-1, 1e4)
 mtbfs = st.floats(60, 1e8)
 amounts = {"overhead": st.floats(1e-6, 0.5), "lost-work": st.floats(1e-3, 604800), "pls": st.floats(1e-6, 1)}
-goals = st.sampled_from([aim for aim in AIMS if aim != "fixed"]).flatmap(
+goals = st.sampled_from([aim for aim in get_args(Aim) if aim != "fixed"]).flatmap(
     lambda aim: amounts.get(aim, st.just(0.0)).map(lambda amount: Goal(aim=aim, amount=amount))
 )
 situations = st.builds(

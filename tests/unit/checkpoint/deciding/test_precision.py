@@ -16,7 +16,6 @@ from deltashard_checkpoint.deciding.precision import (
     check_n_run_bits,
     encodings_of,
     large_tables,
-    raised,
 )
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODING_CHOICES, ENCODINGS, bits_of
 from hypothesis import given
@@ -126,14 +125,6 @@ def test_past_restores_count_at_the_bits_they_read():
         assert (
             by_budget({"t": spent}, Outlook(restores=restores, expected=0), {}).encodings["t"] == f"q{bits}"
         )
-
-
-def test_raised_means_more_bits_of_a_table_that_was_there():
-    assert raised({"a": "q2", "b": "q8"}, {"a": "q8", "b": "q2"})
-    assert raised({"a": "q8"}, {"a": "bf16"})
-    assert not raised({"a": "q8"}, {"a": "q2", "b": "fp32"})
-    assert not raised({"a": "fp16"}, {"a": "bf16"})
-    assert not raised({}, {"a": "q8"})
 
 
 @given(
