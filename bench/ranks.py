@@ -54,7 +54,14 @@ from deltashard_checkpoint.stores.abc import Buffer, ObjectInfo, Store
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import LIST_PAGE, Committed, Pace, PartReport, Sayings, commit_parts
+from deltashard_checkpoint.write.commit import (
+    LIST_PAGE,
+    CommitPace,
+    Committed,
+    PartReport,
+    Sayings,
+    commit_parts,
+)
 
 RUN = "ranks"
 COLUMNS = 64
@@ -371,7 +378,7 @@ class Group:
         self.opened_s = time.monotonic() - begun_s
         self.logs = [first.fork() for _ in range(scale.pods)]
         self.sayings = [Sayings() for _ in range(scale.pods)]
-        self.paces = [Pace() for _ in range(scale.pods)]
+        self.paces = [CommitPace() for _ in range(scale.pods)]
         self._shapes: dict[tuple[bool, bool, bool], tuple[int, int, int]] = {}
         self.index_bytes: dict[int, int] = {}
         """Of the first rank that is read, by cut."""

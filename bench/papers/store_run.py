@@ -34,7 +34,7 @@ from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartReport, commit_part
 from deltashard_checkpoint.write.differential import decide, history, increments_text
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
-from deltashard_checkpoint.write.precision import Precision
+from deltashard_checkpoint.write.precision import StoredPrecision
 
 RUN = "papers"
 POLICIES = ("full", "one-shot", "consecutive", "intermittent")
@@ -114,7 +114,7 @@ class StoreRun:
             (*self._since_commit, *self._since_baseline), (*changed, *changed), strict=True
         ):
             marks[ids] = True
-        known = history(self.log.state, self.attempt, Precision.of(BITS_CHOICES[self.bits]))
+        known = history(self.log.state, self.attempt, StoredPrecision.of(BITS_CHOICES[self.bits]))
         what = decide(self.policy, known)
         rows: list[np.ndarray | range]
         if what == "full":

@@ -116,11 +116,13 @@ def import_(
     Only directories that you trust: torch unpickles DIRECTORY's .metadata, and a pickle runs what it names.
     """
     require_torch("import", "run it where the trainer runs")
-    from deltashard_cli.dcp.importer import Wish, check_new, draft, import_draft
+    from deltashard_cli.dcp.importer import ImportRequest, check_new, draft, import_draft
 
     target = new_run(url, run)
     check_new(target)
-    wish = Wish(tables=tables, without=without, model=model, optimizer=optimizer, step=step, owner=owner)
+    wish = ImportRequest(
+        tables=tables, without=without, model=model, optimizer=optimizer, step=step, owner=owner
+    )
     made = draft(directory, wish)
     with progress("importing", made.bytes) as advance:
         seq, stored_bytes = import_draft(made, target, wish, spool=spool, advance=advance)

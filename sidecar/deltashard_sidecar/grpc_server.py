@@ -25,7 +25,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1 import trainer_pb2_grpc
 
 from deltashard_sidecar.save.preparation import Preparation
-from deltashard_sidecar.save_service import Refused
+from deltashard_sidecar.save_service import SaveRefused
 from deltashard_sidecar.session.session import UnknownSession
 from deltashard_sidecar.sidecar import RankTaken, Sidecar
 
@@ -125,7 +125,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 name = f"save-{save.cut.attempt}-{save.cut.cut}"
                 threading.Thread(target=save.read, args=(requests,), name=name, daemon=True).start()
                 yield from save.replies()
-        except Refused as refused:
+        except SaveRefused as refused:
             yield refused.reply
         except DeltashardError as error:
             self._fail("save", context, error)

@@ -27,7 +27,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import plan_restore, went_on
 from deltashard_checkpoint.restore.fetcher import Fetcher
-from deltashard_checkpoint.restore.plan import IncompletePlan, Plan, Request, Want
+from deltashard_checkpoint.restore.plan import IncompletePlan, Plan, RangeRequest, Want
 from deltashard_proto.arena_layout import ALIGN
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -262,7 +262,7 @@ class Restore:
         finally:
             fetched.close()  # type: ignore[attr-defined]  # a generator: waits for reads into our blocks
 
-    def _destination(self, request: Request, *, wait: bool) -> memoryview | None:
+    def _destination(self, request: RangeRequest, *, wait: bool) -> memoryview | None:
         if self._over.is_set():
             raise RestoreStopped("the trainer wants no more of it", where="restore")
         number, offset, _ = self._places[self._next]

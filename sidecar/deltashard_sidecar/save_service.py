@@ -38,7 +38,7 @@ ENCODE_NICENESS = 10
 """Niceness of encoding threads: on shared cores (a laptop) the cut that is being copied, and training, go first."""
 
 
-class Refused(Exception):
+class SaveRefused(Exception):
     """A save is not begun; `reply` says why."""
 
     def __init__(self, cut: int, cause: Cause, message: str) -> None:
@@ -75,16 +75,16 @@ class SaveService:
         self._log = parts.log
 
     def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
-        """Begin a save; raises `Refused`, and then a peer need not wait for this rank's part of the cut."""
+        """Begin a save; raises `SaveRefused`, and then a peer need not wait for this rank's part of the cut."""
         attempt = session.attempt.number
         if attempt is not None:
             why = self._run.removal.look(self._run.log_of(session.who), attempt)
             if why is not None:
                 self._metrics.failed(Cause.REMOVED)
-                raise Refused(begin.cut, Cause.REMOVED, why)
+                raise SaveRefused(begin.cut, Cause.REMOVED, why)
         try:
             return self._begun(session, begin)
-        except Refused:
+        except SaveRefused:
             if attempt is not None and session.who.world_size > 1:
                 decline(self._run, session.who, attempt, begin.cut, joint=self._joint)
             raise
@@ -95,7 +95,7 @@ class SaveService:
         """A cut of this session is near: blocks for it, and what it would be asked for if it began now."""
         try:
             attempt = _attempt_of(session, begin)
-        except Refused as refused:
+        except SaveRefused as refused:
             yield _not_prepared(str(refused))
             return
         if (why := self._run.removal.why) is not None:
@@ -149,7 +149,7 @@ class SaveService:
         self._keeper.copies_stopped(rank)
         save = self._flights.begin(rank, lambda: self._made(session, begin))
         if save is None:
-            raise Refused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
+            raise SaveRefused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
         if begin.urgent:
             self._control.hurried(session)
         self._control.direct(session)
@@ -280,7 +280,9 @@ class SaveService:
         if running.over.wait(patience_s) and running.stream_over.wait(BRIEF_WAIT_S):
             return
         self._metrics.skipped.inc()
-        raise Refused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.life.state.value.lower()}")
+        raise SaveRefused(
+            begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.life.state.value.lower()}"
+        )
 
     def _ended(self, save: Save) -> None:
         """A save committed or failed: the metrics, people, the trainer and other pods hear of it."""
@@ -333,10 +335,10 @@ def _not_prepared(why: str) -> pb.SaveReply:
 
 
 def _attempt_of(session: Session, begin: pb.SaveRequest.Begin) -> int:
-    """The attempt that a session's save is of; raises `Refused` when it may commit nothing."""
+    """The attempt that a session's save is of; raises `SaveRefused` when it may commit nothing."""
     attempt, fence = session.attempt.number, session.fence
     if fence is not None:
-        raise Refused(begin.cut, fence.cause, fence.why)
+        raise SaveRefused(begin.cut, fence.cause, fence.why)
     if attempt is None:
-        raise Refused(begin.cut, Cause.INVALID, "no attempt is open: restore() first")
+        raise SaveRefused(begin.cut, Cause.INVALID, "no attempt is open: restore() first")
     return attempt

@@ -38,10 +38,10 @@ from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Save
-from deltashard_sidecar.save_service import Refused, SaveService
+from deltashard_sidecar.save_service import SaveRefused, SaveService
 from deltashard_sidecar.session.attachment import BadAttach, check_attach
 from deltashard_sidecar.session.capacity import check_capacity
-from deltashard_sidecar.session.lifecycle import Event
+from deltashard_sidecar.session.lifecycle import SessionEvent
 from deltashard_sidecar.session.session import Session, Sessions
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -225,7 +225,7 @@ class Sidecar:
         old = self.sessions.of_rank(rank)
         save = self.flights.of_rank(rank)
         if old is not None:
-            self.sessions.close(old, Event.REPLACE)
+            self.sessions.close(old, SessionEvent.REPLACE)
             old.presence.cancel_streams()
             if not request.HasField("attempt"):
                 self.saves.gone(old)
@@ -348,10 +348,10 @@ class Sidecar:
         return self.saves.prepare(session, begin, preparation)
 
     def begin(self, begin: pb.SaveRequest.Begin) -> Save:
-        """Begin a save; raises `Refused`, or `UnknownSession`."""
+        """Begin a save; raises `SaveRefused`, or `UnknownSession`."""
         session = self.sessions.get(begin.session)
         if self.stopping:
-            raise Refused(begin.cut, Cause.STOPPING, "the sidecar is stopping")
+            raise SaveRefused(begin.cut, Cause.STOPPING, "the sidecar is stopping")
         return self.saves.begin(session, begin)
 
     def restore(
@@ -426,7 +426,7 @@ class Sidecar:
             idle = save.over.wait(request.deadline_s or self.settings.save_deadline_s)
         last = session.attempt.last_commit
         self.activity.left(session, step=self.keeper.step_of(rank), idle=idle)
-        self.sessions.close(session, Event.DETACH)
+        self.sessions.close(session, SessionEvent.DETACH)
         session.presence.cancel_streams()
         self._stopped_saving(session)
         self.keeper.dismiss(rank)
@@ -452,5 +452,5 @@ class Sidecar:
             save.cancel(Cause.STOPPING, "the sidecar had to stop before this save was durable")
         self.closings.end_all()
         for session in self.sessions.all():
-            self.sessions.close(session, Event.STOP)
+            self.sessions.close(session, SessionEvent.STOP)
         self.saves.pool.shutdown(wait=False, cancel_futures=True)

@@ -22,7 +22,7 @@ from typing import Any
 import deltashard
 import torch
 from deltashard.attach.launcher import normal_url, runtime_dir
-from deltashard.attach.session import Link, Session
+from deltashard.attach.session import Link, SidecarSession
 from deltashard.restore import frame_stream
 from torch import nn
 
@@ -162,7 +162,7 @@ def main() -> int:
     chance = random.Random(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     phases, hit, longest_s, lives = Phases(), Counter[str](), 0.0, 0
     kept = first_life(url)
-    Session._attach = phases.within("attach", Session._attach)
+    SidecarSession._attach = phases.within("attach", SidecarSession._attach)
     Link.open = phases.within("open", Link.open)
     frame_stream.read_frames = phases.within("restore", frame_stream.read_frames)
     while hit.total() < count:

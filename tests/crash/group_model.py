@@ -29,8 +29,8 @@ from typing import Any
 from unittest import mock
 
 import greenlet
-from deltashard.attach.attachment import Attachment
-from deltashard.attach.lifecycle import Attempt, Event
+from deltashard.attach.attachment import SidecarAttachment
+from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Attached, Lost
@@ -40,7 +40,7 @@ from deltashard.group import conductor as conductors
 from deltashard.group import meeting as meetings
 from deltashard.group.conductor import HOLD_S, Conductor
 from deltashard.group.meeting import Meeting
-from deltashard.group.order import Orders, Verdict
+from deltashard.group.order import Orders, RoundVerdict
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
 from deltashard.save import order_book, save_loop, saver, setback
@@ -242,7 +242,7 @@ class Sim:
         def current() -> Any:
             return SimpleNamespace() if sim.running is None else sim.running
 
-        return SimpleNamespace(Event=lambda: Signal(sim), Thread=Started, current_thread=current)
+        return SimpleNamespace(AttachEvent=lambda: Signal(sim), Thread=Started, current_thread=current)
 
 
 def watched(sim: Sim, name: str) -> Any:
@@ -577,7 +577,7 @@ class Life:
         for key, text in self.world.held.items():
             if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
                 continue
-            number, at = int(key.rpartition("/")[2]), Verdict.of(text).at
+            number, at = int(key.rpartition("/")[2]), RoundVerdict.of(text).at
             cut = self.cuts.get(number, Cut())
             if at is None:
                 self.counts.off += 1
@@ -632,9 +632,9 @@ class Member:
         self.link = Link(1, program.schemas)
         self.session: Any = Session(self.link)
         self.session.post = self.post
-        attachment = Attachment(self.session, self.link, self.clock)  # type: ignore[arg-type]
-        attempt = Attempt()
-        attempt.happen(Event.ATTACH)
+        attachment = SidecarAttachment(self.session, self.link, self.clock)  # type: ignore[arg-type]
+        attempt = TrainingAttempt()
+        attempt.happen(AttachEvent.ATTACH)
         self.attempt, self.stats = attempt, Stats()
         listener = Listener(None, lambda: 0)
         self.setbacks = Setbacks(self.clock, self.stats, listener)

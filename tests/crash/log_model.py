@@ -587,7 +587,7 @@ class World:
             excluded: set[int] = set()
             while True:
                 log = self.log()
-                basis: attempts.Basis | None = None
+                basis: attempts.ResumeBasis | None = None
                 if late and size == 1 and layout is None:
                     state, chosen, basis = attempts.read_unopened(
                         log, owner="me", which=which, exclude=excluded
@@ -793,7 +793,7 @@ class World:
             seq: int,
             links: tuple[lineages.ChainLink, ...],
             token: str,
-        ) -> compaction.Moved:
+        ) -> compaction.MovedRows:
             cells, _, _ = self.restore(state, seq, self.patient_get)
 
             def names(what: str, n: int) -> str:
@@ -805,7 +805,7 @@ class World:
 
             boxes = tuple(box for part in self.parts_of(state, seq) for box in part.boxes)
             part = self.put_part(names, 0, boxes, None, cells)
-            return compaction.Moved(parts=(part,), rows=len(cells), stored_bytes=part.stored_bytes)
+            return compaction.MovedRows(parts=(part,), rows=len(cells), stored_bytes=part.stored_bytes)
 
         def work() -> None:
             entry = compaction.compact(self.log(), seq, mover, deadline_s=20.0)

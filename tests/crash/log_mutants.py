@@ -426,7 +426,7 @@ MUTANTS = (
         name="attempt: opened late, whatever came since",
         rule="an attempt is opened late only if a restore would still load what was loaded",
         marked=False,
-        patches=((attempts.Basis, "check", lambda *_: None),),
+        patches=((attempts.ResumeBasis, "check", lambda *_: None),),
         weights=(("open", 6),),
     ),
     Mutant(

@@ -22,7 +22,7 @@ from deltashard.state import managed_collision, trained_parameter
 from deltashard.state.contract import Contract, contracts_of, refuse_model
 from deltashard.state.fingerprint import fingerprint, library_version
 from deltashard.state.origin import Origin
-from deltashard.state.value import Source, check_value, sources
+from deltashard.state.value import ValueSource, check_value, sources
 from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
@@ -45,7 +45,7 @@ class Program:
         self.contracts: list[Contract] = contracts_of(tracking.model, lambda: tracking.inventory)
         """Modules with a state_dict of their own making."""
         tracking.leave_out(frozenset().union(*(contract.left_out for contract in self.contracts)))
-        self.sources: list[Source] = sources(
+        self.sources: list[ValueSource] = sources(
             self.state, refuse=lambda name, held: refuse_model(name, held, tracking.inventory)
         )
         """Entries of `state=`, then what the contracts say, then histories of managed collisions."""

@@ -19,7 +19,7 @@ from typing import Any
 from deltashard_proto.block_reason import BlockReason
 
 from deltashard.attach import exit_code
-from deltashard.attach.attachment import Attachment, RunMember
+from deltashard.attach.attachment import RunMember, SidecarAttachment
 from deltashard.attach.launcher import (
     ChildLauncher,
     Launcher,
@@ -27,10 +27,10 @@ from deltashard.attach.launcher import (
     SidecarOptions,
     normal_url,
 )
-from deltashard.attach.lifecycle import Attempt, Event
+from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank, rank_of_this_process
-from deltashard.attach.session import Link, Session
+from deltashard.attach.session import Link, SidecarSession
 from deltashard.config import CheckpointConfig
 from deltashard.errors import AnotherTrainer, UserError
 from deltashard.group.conductor import Conductor
@@ -86,12 +86,12 @@ class Wiring:
         self.loaders = LoaderRegistry(
             lambda: self.clock.step, state=self.program.state, sources=self.program.sources
         )
-        self.attempt = Attempt()
+        self.attempt = TrainingAttempt()
         exit_code.install(_uncaught)
         self.launcher = _launcher(config, self.rank)
         self.session, link = self._connect()
-        self.attempt.happen(Event.ATTACH)
-        self.attachment = Attachment(self.session, link, self.clock)
+        self.attempt.happen(AttachEvent.ATTACH)
+        self.attachment = SidecarAttachment(self.session, link, self.clock)
         self.forked = False
         """In a child of the process that trains: everything of it is that process's."""
         self._assemble(config)
@@ -100,11 +100,11 @@ class Wiring:
     def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
         self._news.tracked(name, facts)
 
-    def _connect(self) -> tuple[Session, Link]:
+    def _connect(self) -> tuple[SidecarSession, Link]:
         """Attach; whatever goes wrong, nothing of ours is left in the program."""
         try:
             self._refuse_rival()
-            session = Session(
+            session = SidecarSession(
                 self.launcher,
                 request=lambda: attach_request(self.program, self.rank, *self.attempt.granted),
                 schemas=lambda: self.program.schemas,
@@ -227,7 +227,7 @@ class Wiring:
 
     def close(self, until_s: float) -> None:
         """Release everything, whatever is in flight, by `until_s` (monotonic)."""
-        self.attempt.happen(Event.CLOSE)
+        self.attempt.happen(AttachEvent.CLOSE)
         # The line of the arena is given back; without it every step has a boundary, which refuses it.
         self.clock.detach()
         self.plan.close()

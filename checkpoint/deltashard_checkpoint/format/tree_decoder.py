@@ -54,7 +54,7 @@ def aligned(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-class Reader:
+class TreeReader:
     """Reads one tree: `at` walks the structure up to `end`, `leaf_at` the leaves."""
 
     def __init__(

@@ -37,9 +37,9 @@ from deltashard_checkpoint.format.tree_decoder import (
     MAX_DIMS,
     NUMPY_TYPE,
     VERSION,
-    Reader,
     Tagged,
     Tensor,
+    TreeReader,
     aligned,
 )
 
@@ -129,7 +129,7 @@ def decode(
         raise CorruptObject(
             f"tree of {total_bytes} bytes with {structure_bytes} of structure in {len(view)} bytes"
         )
-    reader = Reader(view, HEADER.size + structure_bytes, start, tensor, untag)
+    reader = TreeReader(view, HEADER.size + structure_bytes, start, tensor, untag)
     tree = reader.node(0)
     if reader.at != reader.end or reader.leaf_at != len(view) or reader.leaves != leaves:
         raise CorruptObject("tree has bytes or leaves that no node names")

@@ -17,7 +17,7 @@ from deltashard_checkpoint.format.canonical_json import Reader, canonical
 from deltashard_checkpoint.format.canonical_json import load as load_json
 from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Entry, FoldName, Sealed, is_prefix
 from deltashard_checkpoint.log.entry_codec import document_of, parse
-from deltashard_checkpoint.log.pin import Word
+from deltashard_checkpoint.log.pin import UserEntry
 from deltashard_checkpoint.log.run_state import Attempt, RunState
 
 FORMAT = 1
@@ -99,7 +99,7 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
     words = {}
     for item in r.items("pins"):
         pin, slot, held = r.as_list(item, "pin", 3)
-        words[r.as_text(pin, "pin")] = Word(
+        words[r.as_text(pin, "pin")] = UserEntry(
             r.as_integer(slot, "pin"), None if held is None else r.as_integer(held, "pin")
         )
     state = RunState(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from deltashard_checkpoint.log.entry import Checkpoint
 
 
-class Word(NamedTuple):
+class UserEntry(NamedTuple):
     """What a person said last of a name."""
 
     slot: int
@@ -22,7 +22,9 @@ class Word(NamedTuple):
     """A live checkpoint; None: nobody."""
 
 
-def bearers(checkpoints: Mapping[int, Checkpoint], words: Mapping[str, Word], name: str) -> tuple[int, ...]:
+def bearers(
+    checkpoints: Mapping[int, Checkpoint], words: Mapping[str, UserEntry], name: str
+) -> tuple[int, ...]:
     """The live checkpoints that bear `name`, the one that counts last."""
     word = words.get(name)
     after = -1 if word is None else word.slot
@@ -30,12 +32,12 @@ def bearers(checkpoints: Mapping[int, Checkpoint], words: Mapping[str, Word], na
     return newer if word is None or word.checkpoint is None else (word.checkpoint, *newer)
 
 
-def names(checkpoints: Iterable[Checkpoint], words: Mapping[str, Word]) -> frozenset[str]:
+def names(checkpoints: Iterable[Checkpoint], words: Mapping[str, UserEntry]) -> frozenset[str]:
     """Every name that some live checkpoint bears or bore."""
     return frozenset(name for entry in checkpoints for name in entry.pins) | words.keys()
 
 
-def standing(checkpoints: Mapping[int, Checkpoint], words: Mapping[str, Word]) -> dict[str, Word]:
+def standing(checkpoints: Mapping[int, Checkpoint], words: Mapping[str, UserEntry]) -> dict[str, UserEntry]:
     """The words that still say something of these live checkpoints.
 
     Of a checkpoint that is no more the name is nobody's; and a word that takes a name away is forgotten with the last
@@ -45,5 +47,5 @@ def standing(checkpoints: Mapping[int, Checkpoint], words: Mapping[str, Word]) -
     for name, (slot, seq) in words.items():
         left = seq if seq in checkpoints else None
         if left is not None or any(at < slot and name in c.pins for at, c in checkpoints.items()):
-            found[name] = Word(slot, left)
+            found[name] = UserEntry(slot, left)
     return found

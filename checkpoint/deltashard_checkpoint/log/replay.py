@@ -43,7 +43,7 @@ from deltashard_checkpoint.log.entry import (
     Sealed,
     cut_of,
 )
-from deltashard_checkpoint.log.pin import Word, standing
+from deltashard_checkpoint.log.pin import UserEntry, standing
 from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot, Unreadable
 
 
@@ -158,7 +158,7 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 },
             )
         case Pinned():
-            words = {**state.words, entry.name: Word(entry.seq, entry.checkpoint)}
+            words = {**state.words, entry.name: UserEntry(entry.seq, entry.checkpoint)}
             return replace(state, words=standing(state.checkpoints, words))
         case Rewound():
             return _rewound(state, entry)

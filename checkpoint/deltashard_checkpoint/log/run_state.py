@@ -74,7 +74,7 @@ class RunState:
     """A compaction must have begun at this slot or later: prefixes of older ones may have been forgotten."""
     committed: int = 0
     """Checkpoints ever committed."""
-    words: Mapping[str, pin.Word] = field(default_factory=dict)
+    words: Mapping[str, pin.UserEntry] = field(default_factory=dict)
     """What people said of pinned names, as far as it still counts."""
     aside: frozenset[int] = frozenset()
     """Live checkpoints that a rewind has set aside: none of them is the newest, or what a restore falls back to."""

@@ -29,7 +29,7 @@ class CompactionAbandoned(EnvironmentFault):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class MovedRows:
     """What a mover has made durable under `data/compact-{token}/`."""
 
     parts: tuple[Part, ...]
@@ -37,7 +37,7 @@ class Moved:
     stored_bytes: int
 
 
-Mover = Callable[[RunLog, RunState, int, tuple[ChainLink, ...], str], Moved]
+Mover = Callable[[RunLog, RunState, int, tuple[ChainLink, ...], str], MovedRows]
 """(log, state, seq, links newest first, token) -> packs and index put; see `row_mover.move_rows`."""
 
 

@@ -28,7 +28,7 @@ from deltashard_checkpoint.log.chain import ChainLink, parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.maintenance.compaction import Moved, Mover
+from deltashard_checkpoint.maintenance.compaction import MovedRows, Mover
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, whole_tables
 from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.plan import restore_plan
@@ -86,7 +86,7 @@ def move_rows(
     cache: PackCache,
     give_way: Callable[[], None] = lambda: None,
     deadline_s: float = DEFAULT_DEADLINE_S,
-) -> Moved:
+) -> MovedRows:
     """Write the synthetic baseline of checkpoint `seq` under `data/compact-{token}/`; one part with all its boxes.
 
     Raises what `move_checkpoint` raises.
@@ -107,7 +107,7 @@ def move_rows(
     part, stats = move_checkpoint(
         log, state, seq, links, log.store, target, cache=cache, give_way=give_way, deadline_s=deadline_s
     )
-    return Moved(parts=(part,), rows=stats.rows, stored_bytes=stats.stored_bytes)
+    return MovedRows(parts=(part,), rows=stats.rows, stored_bytes=stats.stored_bytes)
 
 
 def move_checkpoint(

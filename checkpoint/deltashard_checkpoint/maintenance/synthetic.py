@@ -34,7 +34,7 @@ NARROWER = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class ChainRates:
     """What was measured here; the defaults are assumed until it is."""
 
     read_bytes_per_s: float = 200e6
@@ -69,7 +69,7 @@ class Material:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class BaselineVerdict:
     """Compact, and why; the figures are for people."""
 
     why: Literal["goal", "cheaper", "length", "owed"]
@@ -93,18 +93,18 @@ def material(state: RunState, seq: int, cached_bytes: int) -> Material:
     )
 
 
-def restore_s(chain_bytes: int, checkpoints: int, rates: Rates) -> float:
+def restore_s(chain_bytes: int, checkpoints: int, rates: ChainRates) -> float:
     """How long a restore of such a chain is expected to take."""
     return chain_bytes / rates.read_bytes_per_s + checkpoints * CHECKPOINT_S
 
 
-def full_cut_s(cut: FullCut, rates: Rates) -> float:
+def full_cut_s(cut: FullCut, rates: ChainRates) -> float:
     """Seconds of training that a cut of all rows costs."""
     busy_s = cut.raw_bytes * rates.encode_s_per_byte + cut.stored_bytes / rates.write_bytes_per_s
     return rates.stall_s + rates.slowdown_s + BUSY_SHARE * busy_s
 
 
-def compaction_s(found: Material, rates: Rates) -> float:
+def compaction_s(found: Material, rates: ChainRates) -> float:
     """Seconds of training that a compaction costs."""
     busy_s = (
         found.fetch_bytes / rates.read_bytes_per_s
@@ -114,19 +114,21 @@ def compaction_s(found: Material, rates: Rates) -> float:
     return BUSY_SHARE * busy_s
 
 
-def too_long(found: Material, rates: Rates, goal_s: float) -> Verdict | None:
+def too_long(found: Material, rates: ChainRates, goal_s: float) -> BaselineVerdict | None:
     """Whether a restore of this chain would miss the goal, and one of its compaction would not; `goal_s` 0: none."""
     alone_s = restore_s(found.base_bytes, 1, rates)
     now_s = restore_s(found.chain_bytes, found.checkpoints, rates)
     if goal_s <= 0 or now_s <= max(goal_s, SLACK * alone_s):
         return None
-    return Verdict(
+    return BaselineVerdict(
         why="goal",
         text=f"a restore would take {now_s:.1f} s, the goal is {goal_s:g} s, compacted {alone_s:.1f} s",
     )
 
 
-def at_cut(found: Material, full: FullCut, rates: Rates, *, pays: bool, goal_s: float) -> Verdict | None:
+def at_cut(
+    found: Material, full: FullCut, rates: ChainRates, *, pays: bool, goal_s: float
+) -> BaselineVerdict | None:
     """Whether the next cut covers what is compacted then, instead of holding all rows or ever more of them.
 
     `pays`: the predictor is about to ask for a baseline.
@@ -136,7 +138,7 @@ def at_cut(found: Material, full: FullCut, rates: Rates, *, pays: bool, goal_s: 
     compaction, cut = compaction_s(found, rates), full_cut_s(full, rates)
     if pays:
         figures = f"{compaction:.3f} s of training, a full cut {cut:.3f} s"
-        return Verdict(why="cheaper", text=figures) if compaction < cut else None
+        return BaselineVerdict(why="cheaper", text=figures) if compaction < cut else None
     return too_long(found, rates, goal_s)
 
 
@@ -146,14 +148,18 @@ def target(state: RunState, seq: int, *, consecutive: bool) -> int:
     return seq if consecutive or not covered else max(covered)
 
 
-def at_rest(found: Material, rates: Rates, *, owes: bool, longest: int, goal_s: float) -> Verdict | None:
+def at_rest(
+    found: Material, rates: ChainRates, *, owes: bool, longest: int, goal_s: float
+) -> BaselineVerdict | None:
     """Whether the `target` of the newest checkpoint is compacted now; `longest` 0: no chain is too long by itself.
 
     `owes`: deltas do not build on deltas, so a target that is one was made so at a cut, by `at_cut`, and is owed. The
     log alone says it, and a sidecar that starts anew sees it there.
     """
     if owes:
-        return Verdict(why="owed", text=f"{found.checkpoints} checkpoints under the newest cut")
+        return BaselineVerdict(why="owed", text=f"{found.checkpoints} checkpoints under the newest cut")
     if longest and found.checkpoints > longest:
-        return Verdict(why="length", text=f"{found.checkpoints} checkpoints, at most {longest} are wanted")
+        return BaselineVerdict(
+            why="length", text=f"{found.checkpoints} checkpoints, at most {longest} are wanted"
+        )
     return too_long(found, rates, goal_s)

@@ -38,7 +38,7 @@ from deltashard_checkpoint.errors import (
 from deltashard_checkpoint.format import object_key
 from deltashard_checkpoint.format.frame import checked_frame
 from deltashard_checkpoint.format.index import Pack
-from deltashard_checkpoint.restore.plan import MAX_REQUEST_BYTES, Plan, PlannedFrame, Request
+from deltashard_checkpoint.restore.plan import MAX_REQUEST_BYTES, Plan, PlannedFrame, RangeRequest
 from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
 from deltashard_checkpoint.stores.deadline import deadline
@@ -52,7 +52,7 @@ _GRACE_S = 5.0
 class Destination(Protocol):
     """Where the bytes shall lie."""
 
-    def __call__(self, request: Request, *, wait: bool) -> memoryview | None:
+    def __call__(self, request: RangeRequest, *, wait: bool) -> memoryview | None:
         """Writable memory of exactly `request.length` bytes (at most 8 MiB), or None when there is none now.
 
         Called in the plan's order from the thread that iterates. With `wait` it blocks until there is memory, or
@@ -66,7 +66,7 @@ class FetchedFrame:
 
     planned: PlannedFrame
     data: memoryview
-    request: Request
+    request: RangeRequest
     """`data` is bytes [planned.offset, + planned.info.length) of this request's memory."""
     last: bool
     """Whether it is the last frame of its request: the memory may be freed once it is applied."""
@@ -126,7 +126,7 @@ class Fetcher:
         """
         until = time.monotonic() + self._deadline_s
         todo = deque(plan.requests)
-        under_way: deque[tuple[Request, memoryview, Future[None]]] = deque()
+        under_way: deque[tuple[RangeRequest, memoryview, Future[None]]] = deque()
         ahead = 0
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="fetch")
         try:
@@ -152,7 +152,7 @@ class Fetcher:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, request: Request, memory: memoryview, until: float) -> None:
+    def _read(self, request: RangeRequest, memory: memoryview, until: float) -> None:
         """Fill the memory with the request's bytes and check each frame."""
         if time.monotonic() >= until:
             raise self._too_late(request)
@@ -173,7 +173,7 @@ class Fetcher:
     def _check(
         self,
         key: str,
-        request: Request,
+        request: RangeRequest,
         planned: PlannedFrame,
         memory: memoryview,
         until: float,
@@ -207,7 +207,7 @@ class Fetcher:
                 self._store_bytes += len(place)
                 self._reread_bytes += len(place)
 
-    def _from_store_once(self, key: str, request: Request, out: memoryview, until: float) -> bool:
+    def _from_store_once(self, key: str, request: RangeRequest, out: memoryview, until: float) -> bool:
         """Fill `out`; whether that was with what another rank had read. Rows are no other rank's."""
         if self._shared is None or any(planned.table is not None for planned in request.frames):
             self._from_store(key, request.offset, out, until)
@@ -247,7 +247,7 @@ class Fetcher:
                     remedy="an older checkpoint may be whole",
                 ) from error
 
-    def _too_late(self, request: Request) -> StoreUnavailable:
+    def _too_late(self, request: RangeRequest) -> StoreUnavailable:
         return StoreUnavailable(
             f"the checkpoint was not read within {self._deadline_s:g} s",
             where=object_key.run_key(self._run, request.key),
@@ -255,7 +255,7 @@ class Fetcher:
         )
 
 
-def _memory(request: Request, destination: Destination | None, *, wait: bool) -> memoryview | None:
+def _memory(request: RangeRequest, destination: Destination | None, *, wait: bool) -> memoryview | None:
     if destination is not None:
         return destination(request, wait=wait)
     return memoryview(np.empty(request.length, np.uint8).data)

@@ -76,7 +76,7 @@ class PlannedFrame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RangeRequest:
     """One byte range of one pack, with the frames in it, in order."""
 
     key: str
@@ -90,7 +90,7 @@ class Request:
 class Plan:
     """What to fetch, in the order in which it must be applied."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[RangeRequest, ...]
     chain: tuple[int, ...]
     """Seqs of the checkpoints that are read, newest first."""
     bytes: int
@@ -222,7 +222,7 @@ class _Requests:
     def __init__(self) -> None:
         self.bytes = 0
         self.frames = 0
-        self._requests: list[Request] = []
+        self._requests: list[RangeRequest] = []
         self._key = ""
         self._start = self._end = 0
         self._frames: list[PlannedFrame] = []
@@ -240,7 +240,7 @@ class _Requests:
         self._frames.append(PlannedFrame(info=info, offset=offset, seq=seq, baseline=baseline, table=table))
         self._end = place.offset + info.length
 
-    def done(self) -> tuple[Request, ...]:
+    def done(self) -> tuple[RangeRequest, ...]:
         self._close()
         return tuple(self._requests)
 
@@ -248,7 +248,7 @@ class _Requests:
         if self._frames:
             length = self._end - self._start
             self._requests.append(
-                Request(key=self._key, offset=self._start, length=length, frames=tuple(self._frames))
+                RangeRequest(key=self._key, offset=self._start, length=length, frames=tuple(self._frames))
             )
             self._frames = []
 

@@ -116,7 +116,7 @@ class RetryingStore(Store):
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`: the deadline is of each silence, not of the whole listing."""
-        state = Listing(lambda last: self.inner.list(prefix, start_after=last), start_after)
+        state = ResumedListing(lambda last: self.inner.list(prefix, start_after=last), start_after)
         while (found := self._call("list", prefix, 0, state.step)) is not None:
             yield found
 
@@ -219,7 +219,7 @@ class RetryingStore(Store):
             return result
 
 
-class Listing:
+class ResumedListing:
     """The objects that `opener(start_after)` lists, one `step` each."""
 
     def __init__(self, opener: Callable[[str], Iterator[ObjectInfo]], start_after: str) -> None:

@@ -14,10 +14,10 @@ attempt. A workload that another one displaced does not come back by itself (`Ta
 pod displaced: two that live at once end in one, and never in a loop in which each restart of the one fences the other.
 
 A full or read-only store takes no entry, but it can be read: a trainer that is alone restores all the same
-(`read_unopened`), trains on, and opens its attempt late, with the entry that it would have had (`Basis`). Until then
-nothing of it counts. The entry is written only if the run stands where it was read: no attempt was opened since, and
-the same checkpoint would be chosen. So of two that restored from one full store the first to find room goes on, and
-the other one is `Overtaken`, as is one whose predecessor lived on and committed.
+(`read_unopened`), trains on, and opens its attempt late, with the entry that it would have had (`ResumeBasis`). Until
+then nothing of it counts. The entry is written only if the run stands where it was read: no attempt was opened since,
+and the same checkpoint would be chosen. So of two that restored from one full store the first to find room goes on,
+and the other one is `Overtaken`, as is one whose predecessor lived on and committed.
 
 What could not be loaded is excluded, loudly, by the caller who tried: `exclude` takes away every checkpoint whose
 chain reads an excluded one, and another attempt is opened that names what was really loaded.
@@ -77,7 +77,7 @@ class Overtaken(FencedError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
+class ResumeBasis:
     """What a trainer trains on whose attempt could not be opened."""
 
     attempt: int
@@ -182,7 +182,7 @@ def open_attempt(
     closing_wait_s: float = CLOSING_WAIT_S,
     deadline_s: float = DEFAULT_DEADLINE_S,
     choosing: Callable[[RunState, Checkpoint], None] | None = None,
-    basis: Basis | None = None,
+    basis: ResumeBasis | None = None,
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
 
@@ -277,7 +277,7 @@ def read_unopened(
     exclude: Iterable[int] = (),
     takeover: bool = False,
     deadline_s: float = DEFAULT_DEADLINE_S,
-) -> tuple[RunState, Checkpoint | None, Basis]:
+) -> tuple[RunState, Checkpoint | None, ResumeBasis]:
     """What `open_attempt` would resume from, without a write: (the run, the checkpoint, what to open late with).
 
     Raises what `open_attempt` raises but for writing.
@@ -291,10 +291,10 @@ def read_unopened(
         opener.check(state)
     resume = opener.resume_point(state)
     seq = None if resume is None else resume.seq
-    return state, resume, Basis(attempt=state.attempt or 0, resume=seq, token=new_token())
+    return state, resume, ResumeBasis(attempt=state.attempt or 0, resume=seq, token=new_token())
 
 
-def _opened_before(log: RunLog, state: RunState, basis: Basis) -> Opened | None:
+def _opened_before(log: RunLog, state: RunState, basis: ResumeBasis) -> Opened | None:
     """The attempt that an earlier try with this basis opened, and whose answer was lost; None: none did."""
     if (state.attempt or 0) <= basis.attempt:
         return None

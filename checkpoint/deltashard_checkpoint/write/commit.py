@@ -10,7 +10,7 @@ pod that finishes last commits, or that of rank 0 when several finish together.
 
 A LIST is what waiting costs. Names are sorted by rank, so a listing begins at the first rank that is missing, and ends
 with the page that shows that it still is. And a process remembers how long after their beginnings cuts were committed
-(`Pace`): until then it looks at the log seldom.
+(`CommitPace`): until then it looks at the log seldom.
 
 What a report says beside its name (schemas, encodings; rank 0's: directive, metadata, pins) is its bytes, whose hash is
 in the report's name. They are the same at every cut but for rank 0's, so `Sayings` remembers them: in the steady state,
@@ -179,7 +179,7 @@ class Committed:
     """This process created the entry (or found it had, after a lost acknowledgement)."""
 
 
-class Pace:
+class CommitPace:
     """How long after its beginning a cut was committed the last time, per kind (baseline or not); of one run.
 
     What ranks upload differs little from cut to cut, so the slowest needs about as long as it did. A wrong guess is no
@@ -288,7 +288,7 @@ def commit_parts(
     reports: Sequence[PartReport],
     layout: str = "",
     sayings: Sayings | None = None,
-    pace: Pace | None = None,
+    pace: CommitPace | None = None,
     since_s: float = 0.0,
     deadline_s: float = COMMIT_DEADLINE_S,
 ) -> Committed:
@@ -308,7 +308,7 @@ def commit_parts(
         return commit.create_alone(reports[0], patience)
     waiting = _Waiting(
         patience,
-        pace or Pace(),
+        pace or CommitPace(),
         leads=any(report.part.rank == 0 for report in reports),
         baseline=all(report.part.covers is None for report in reports),
         since_s=since_s,
@@ -353,7 +353,7 @@ class _Waiting:
     """When one process looks again for the commit of one cut, and lists reports."""
 
     def __init__(
-        self, patience: Patience, pace: Pace, *, leads: bool, baseline: bool, since_s: float
+        self, patience: Patience, pace: CommitPace, *, leads: bool, baseline: bool, since_s: float
     ) -> None:
         self._patience = patience
         self._pace = pace

@@ -37,7 +37,7 @@ from deltashard_checkpoint.log.chain import closure, lineage
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, differential_named, encoding_named
-from deltashard_checkpoint.write.precision import Precision
+from deltashard_checkpoint.write.precision import StoredPrecision
 
 MAX_INCREMENTS = 64
 MAX_INCREMENTS_TEXT = 2048
@@ -87,7 +87,7 @@ def baseline_pays(increments: tuple[float, ...]) -> bool:
     return full_cost <= incremental_cost
 
 
-def history(state: RunState, attempt: int, precision: Precision) -> History:
+def history(state: RunState, attempt: int, precision: StoredPrecision) -> History:
     """The history of the lineage of `attempt`, newest commits included, as the log tells it; `precision` is in force.
 
     Raises `UnknownWord` for an encoding that is none.
@@ -145,7 +145,7 @@ class _Tables:
     stored_bytes: int
 
     @classmethod
-    def of(cls, entry: Checkpoint, precision: Precision) -> _Tables:
+    def of(cls, entry: Checkpoint, precision: StoredPrecision) -> _Tables:
         stored = sum(
             table.rows
             * stored_row_bytes(

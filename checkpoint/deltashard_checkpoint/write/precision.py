@@ -38,7 +38,7 @@ _DIRECTIVE_END = re.compile(r"; ([a-z0-9]+), state ([a-z0-9]+)\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class StoredPrecision:
     """Encodings of weights by table, and of point-wise optimizer state."""
 
     weights: Mapping[str, str]
@@ -46,7 +46,7 @@ class Precision:
     state: str = DEFAULT_STATE_ENCODING
 
     @classmethod
-    def of(cls, weights: str | Mapping[str, str], state: str = DEFAULT_STATE_ENCODING) -> Precision:
+    def of(cls, weights: str | Mapping[str, str], state: str = DEFAULT_STATE_ENCODING) -> StoredPrecision:
         """One encoding for all tables, or one by table (with `OTHERS`)."""
         named = {OTHERS: weights} if isinstance(weights, str) else dict(weights)
         return cls(weights=MappingProxyType(named), state=state)
@@ -69,43 +69,43 @@ class Precision:
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def recorded(text: str) -> Precision | None:
+def recorded(text: str) -> StoredPrecision | None:
     """What a commit's metadata says; None when it cannot be read: whoever can write the bucket wrote it."""
     try:
         document: Any = json.loads(text[: MAX_TEXT + 1])
         weights, state = document["weights"], document["state"]
-        found = Precision.of({str(table): str(encoding) for table, encoding in weights.items()}, state)
+        found = StoredPrecision.of({str(table): str(encoding) for table, encoding in weights.items()}, state)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     known = OTHERS in found.weights and all(name in ENCODINGS for name in found.weights.values())
     return found if known and state in STATE_ENCODINGS else None
 
 
-def coarser(one: Precision, other: Precision) -> Precision:
+def coarser(one: StoredPrecision, other: StoredPrecision) -> StoredPrecision:
     """The fewer bits of both, for every table."""
     weights = {
         table: min(one.of_table(table), other.of_table(table), key=_bits)
         for table in (*one.weights, *(name for name in other.weights if name not in one.weights))
     }
-    return Precision.of(weights, min(one.state, other.state, key=_state_bits))
+    return StoredPrecision.of(weights, min(one.state, other.state, key=_state_bits))
 
 
-def finer(one: Precision, other: Precision) -> Precision:
+def finer(one: StoredPrecision, other: StoredPrecision) -> StoredPrecision:
     """The weights' more bits of both, for every table; the state of `one`."""
     weights = {
         table: max(one.of_table(table), other.of_table(table), key=_bits)
         for table in (*one.weights, *(name for name in other.weights if name not in one.weights))
     }
-    return Precision.of(weights, one.state)
+    return StoredPrecision.of(weights, one.state)
 
 
-def coarsest(texts: Iterable[str]) -> Precision | None:
+def coarsest(texts: Iterable[str]) -> StoredPrecision | None:
     """What several ranks say of one checkpoint, together; None when none can be read."""
     found = [one for one in map(recorded, texts) if one is not None]
     return reduce(coarser, found) if found else None
 
 
-def held(state: RunState, seq: int) -> Precision | None:
+def held(state: RunState, seq: int) -> StoredPrecision | None:
     """What live checkpoint `seq` says of its rows; None when it says nothing (an older build's, an import's)."""
     entry = state.checkpoints[seq]
     if (said := entry.metadata.get(PRECISION_KEY)) is not None:
@@ -118,7 +118,7 @@ def held(state: RunState, seq: int) -> Precision | None:
     return reduce(coarser, found) if found else None
 
 
-def raised(asked: Precision, stored: Precision | None) -> str:
+def raised(asked: StoredPrecision, stored: StoredPrecision | None) -> str:
     """Why rows stored with `stored` are too coarse for what is `asked`, for people; empty: they are not."""
     if stored is None:
         return ""
@@ -131,13 +131,13 @@ def raised(asked: Precision, stored: Precision | None) -> str:
     return ""
 
 
-def _of_entry(entry: Checkpoint) -> Precision | None:
+def _of_entry(entry: Checkpoint) -> StoredPrecision | None:
     if (said := entry.metadata.get(PRECISION_KEY)) is not None:
         return recorded(said)
     match = _DIRECTIVE_END.search(entry.directive)
     if match is None or match[1] not in ENCODINGS or match[2] not in STATE_ENCODINGS:
         return None
-    return Precision.of(match[1], match[2])
+    return StoredPrecision.of(match[1], match[2])
 
 
 def _bits(encoding: str) -> int:

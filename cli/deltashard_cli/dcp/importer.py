@@ -59,7 +59,7 @@ _FIELD_DTYPES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class ImportRequest:
     """What the caller says of the directory."""
 
     tables: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class ImportDraft:
     """Everything but the tables' rows, ready to be written."""
 
     tables: tuple[TableSchema, ...]
@@ -97,7 +97,7 @@ class Draft:
         return sum(table.rows * raw_row_bytes(table, table.columns) for table in self.tables)
 
 
-def draft(directory: Path, wish: Wish) -> Draft:
+def draft(directory: Path, wish: ImportRequest) -> ImportDraft:
     """What `directory` would make of a run; reads all but tables.
 
     Raises `NotReadable`, and `UserError` for a wish that does not fit.
@@ -135,7 +135,7 @@ def draft(directory: Path, wish: Wish) -> Draft:
     blobs["meta"] = typed_tree.encode(meta).to_bytes()
     # A trainer looks for both; under this one it leaves its generators as they are.
     blobs["rng"] = typed_tree.encode(None).to_bytes()
-    return Draft(
+    return ImportDraft(
         tables=tuple(
             TableSchema(
                 fqn=name,
@@ -166,7 +166,7 @@ def check_new(target: Target) -> RunLog:
 
 
 def import_draft(
-    made: Draft, target: Target, wish: Wish, *, spool: Path | None, advance: Advance
+    made: ImportDraft, target: Target, wish: ImportRequest, *, spool: Path | None, advance: Advance
 ) -> tuple[int, int]:
     """Begin the run and commit the draft as its first checkpoint, one rank, all rows; (its seq, bytes stored).
 
@@ -260,7 +260,7 @@ def _some(model: Mapping[str, StoredTensor]) -> str:
 # The optimizer
 
 
-def _optimizer(found: Sorted, wish: Wish) -> tuple[OptimizerDict | None, str]:
+def _optimizer(found: Sorted, wish: ImportRequest) -> tuple[OptimizerDict | None, str]:
     """(the optimizer to import, "") or (None, why not). Raises `UserError` where it is asked for and cannot be."""
     if wish.optimizer is None:
         return None, "say --optimizer CLASS, which is not stored there, to have it"

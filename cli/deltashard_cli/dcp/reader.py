@@ -32,7 +32,7 @@ class NotReadable(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TensorPlace:
     """Where bytes of one `torch.save` lie."""
 
     file: Path
@@ -46,7 +46,7 @@ class Piece:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: TensorPlace
 
     def stop(self, dimension: int) -> int:
         return self.offsets[dimension] + self.sizes[dimension]
@@ -69,7 +69,7 @@ class StoredObject:
     """Anything else."""
 
     name: str
-    place: Place
+    place: TensorPlace
 
 
 Contents = Mapping[ValuePath, StoredTensor | StoredObject]
@@ -126,7 +126,7 @@ def _contents(directory: Path, metadata: Any) -> Contents:
     return values
 
 
-def _place(directory: Path, name: str, info: Any) -> Place:
+def _place(directory: Path, name: str, info: Any) -> TensorPlace:
     """Where a value lies; its file is there and long enough."""
     if info is None:
         raise _damaged(f"nothing says where {name} lies", directory / METADATA)
@@ -141,7 +141,7 @@ def _place(directory: Path, name: str, info: Any) -> Place:
     if there < info.offset + info.length:
         what = "does not exist" if there < 0 else "is too short"
         raise _damaged(f"a file {what}, of which {name} needs {info.length} bytes", file)
-    return Place(file=file, offset=info.offset, length=info.length)
+    return TensorPlace(file=file, offset=info.offset, length=info.length)
 
 
 def _damaged(what: str, where: Path) -> NotReadable:
@@ -185,7 +185,7 @@ def array_of(tensor: torch.Tensor) -> Array:
     return whole.reshape(-1).view(torch.uint8).numpy().view(carrier).reshape(tuple(whole.shape))
 
 
-def _load(place: Place, name: str) -> Any:
+def _load(place: TensorPlace, name: str) -> Any:
     try:
         with place.file.open("rb") as file:
             view = cast("IO[bytes]", _create_file_view(file, place.offset, place.length))

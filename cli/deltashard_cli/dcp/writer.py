@@ -183,7 +183,7 @@ class _Planner(DefaultSavePlanner):
         return self._read[2]
 
 
-class _Writer(FileSystemWriter):
+class _DcpWriter(FileSystemWriter):
     """A file for each shard: torch keeps the last one of each tensor of a file in memory until the file ends."""
 
     def __init__(self, place: Path) -> None:
@@ -221,7 +221,7 @@ def export_dcp(
             )
         held[OPTIMIZER] = {"state": optimizers.state, "param_groups": optimizers.groups}
     with beside(out) as place:
-        _save(held, _Writer(place), planner)
+        _save(held, _DcpWriter(place), planner)
         written = sum(path.stat().st_size for path in place.iterdir())
     return Written(
         path=str(out),
@@ -236,7 +236,7 @@ def export_dcp(
     )
 
 
-def _save(held: dict[str, Any], writer: _Writer, planner: _Planner) -> None:
+def _save(held: dict[str, Any], writer: _DcpWriter, planner: _Planner) -> None:
     with warnings.catch_warnings():
         # One process is what is meant.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

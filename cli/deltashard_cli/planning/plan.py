@@ -54,7 +54,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SavePlan:
     """The choice, and what it costs. Seconds and bytes."""
 
     interval_s: float
@@ -85,7 +85,7 @@ class Plan:
     figures: tuple[Figure, ...]
 
 
-def plan(given: Given, run: RecordedRun | None) -> Plan:
+def plan(given: Given, run: RecordedRun | None) -> SavePlan:
     """What is given comes first, then the run's log, then what is assumed.
 
     Raises `UserError` when neither says how large the model is.
@@ -136,7 +136,7 @@ def plan(given: Given, run: RecordedRun | None) -> Plan:
     step_s = pick("a step", given.step_s, None if run is None else run.step_s, 0.0, "--step sets it")
     found = chosen(AUTO, Situation(cost_s=save_s, durable_s=durable_s, step_s=step_s, mtbf_s=believed.mtbf_s))
     now_s = None if run is None else run.now_s
-    return Plan(
+    return SavePlan(
         interval_s=found.seconds,
         bound=found.bound,
         why=found.why,

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from deltashard_cli.option import Finite
 from deltashard_cli.output import console, facts, print_json, size
-from deltashard_cli.planning.plan import Given, Plan
+from deltashard_cli.planning.plan import Given, SavePlan
 from deltashard_cli.planning.plan import plan as made_plan
 from deltashard_cli.planning.recorded_run import RecordedRun, recorded_run
 from deltashard_cli.target import Target, find_run
@@ -128,7 +128,7 @@ def _seen(target: Target) -> RecordedRun:
     return found
 
 
-def _show(found: Plan, seen: RecordedRun | None) -> None:
+def _show(found: SavePlan, seen: RecordedRun | None) -> None:
     out = console()
     out.print(Text("This plan is made from", style="bold"))
     out.print(

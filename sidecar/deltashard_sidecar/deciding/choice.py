@@ -37,7 +37,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class GoalTerms:
     """What of a policy an interval is chosen by."""
 
     goal: Goal
@@ -66,11 +66,11 @@ class Terms:
         return self.every_s > 0 or self.every_steps > 0
 
 
-def terms_of(policy: Policy) -> Terms:
+def terms_of(policy: Policy) -> GoalTerms:
     """The terms of a policy, which was checked."""
     aim = goal(policy.goal) if policy.goal else FIXED
     applied = aim != FIXED
-    return Terms(
+    return GoalTerms(
         goal=aim if applied else AUTO,
         applied=applied,
         every_s=policy.every_s,
@@ -93,7 +93,7 @@ class Choice:
     """Why `held` is another one than before; None: it is not."""
 
 
-def choose(terms: Terms, profile: Profile, now: Situation, held: Held | None, evidence: str) -> Choice:
+def choose(terms: GoalTerms, profile: Profile, now: Situation, held: Held | None, evidence: str) -> Choice:
     """The choice now, after `held` before; `evidence`: what it rests on, for people."""
     if held is None and profile.save.n < ENOUGH:
         return _measuring(terms, profile, evidence)
@@ -106,7 +106,7 @@ def choose(terms: Terms, profile: Profile, now: Situation, held: Held | None, ev
 
 
 def _cause(
-    terms: Terms, profile: Profile, now: Situation, held: Held | None, found: Interval
+    terms: GoalTerms, profile: Profile, now: Situation, held: Held | None, found: Interval
 ) -> Cause | None:
     if held is None:
         return "measured"
@@ -120,7 +120,7 @@ def _cause(
     return "cost" if 1 / EVIDENCE_RATIO < news < EVIDENCE_RATIO else "failures"
 
 
-def _measuring(terms: Terms, profile: Profile, evidence: str) -> Choice:
+def _measuring(terms: GoalTerms, profile: Profile, evidence: str) -> Choice:
     every_s, every_steps = terms.every_s, terms.every_steps
     if terms.applied and not terms.said:
         every_s = min(max(MEASURING_S, terms.least_s), terms.most_s)
@@ -139,7 +139,7 @@ def _measuring(terms: Terms, profile: Profile, evidence: str) -> Choice:
     )
 
 
-def _held(terms: Terms, held: Held, found: Interval, evidence: str, cause: Cause | None) -> Choice:
+def _held(terms: GoalTerms, held: Held, found: Interval, evidence: str, cause: Cause | None) -> Choice:
     every_s = held.basis.seconds if terms.applied else terms.every_s
     every_steps = 0 if terms.applied else terms.every_steps
     return Choice(

@@ -27,7 +27,7 @@ from deltashard_proto.v1.fleet_pb2_grpc import FleetStub
 
 from deltashard_sidecar import policy
 from deltashard_sidecar.fleet import heartbeat
-from deltashard_sidecar.fleet.heartbeat import BACKOFF, Pace, failures_after
+from deltashard_sidecar.fleet.heartbeat import BACKOFF, HeartbeatPace, failures_after
 from deltashard_sidecar.policy import Directive
 from deltashard_sidecar.settings import Settings, version
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -80,11 +80,11 @@ def refusal(code: grpc.StatusCode, details: str) -> str:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Stream:
+class _ClientStream:
     """One connection's state, shared by the two threads."""
 
     begun_s: float
-    pace: Pace = field(default_factory=Pace)
+    pace: HeartbeatPace = field(default_factory=HeartbeatPace)
     welcomed: threading.Event = field(default_factory=threading.Event)
     ends_s: float = 0.0
     over: bool = False
@@ -139,7 +139,7 @@ class Fleet:
             started_at_s=time.time(),
         )
         self._stopped = threading.Event()
-        self._stream: _Stream | None = None
+        self._stream: _ClientStream | None = None
         self._said = ""
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
 
@@ -180,7 +180,7 @@ class Fleet:
             self._say("token", str(error))
             return False, "token"
         credentials = grpc.ssl_channel_credentials(settings.fleet_ca.encode() or None)
-        stream = _Stream(begun_s=time.monotonic())
+        stream = _ClientStream(begun_s=time.monotonic())
         cause, why = "", "the controller ended the stream"
         with grpc.secure_channel(settings.fleet, credentials, options=_OPTIONS) as channel:
             try:
@@ -217,7 +217,7 @@ class Fleet:
             self._said = cause
             self._log.warning("fleet.refused", cause=cause, why=why, controller=self._settings.fleet)
 
-    def _requests(self, stream: _Stream) -> Iterator[fleet.ReportRequest]:
+    def _requests(self, stream: _ClientStream) -> Iterator[fleet.ReportRequest]:
         """What is sent; runs on a thread of gRPC's that ends with this generator."""
         yield fleet.ReportRequest(hello=self._hello)
         until_s = stream.begun_s + WELCOME_DEADLINE_S
@@ -241,7 +241,7 @@ class Fleet:
                 return
             stream.wake.wait(LOOK_S)
 
-    def _take(self, stream: _Stream, reply: fleet.ReportReply) -> None:
+    def _take(self, stream: _ClientStream, reply: fleet.ReportReply) -> None:
         kind = reply.WhichOneof("kind")
         if kind == "welcome":
             welcome = reply.welcome

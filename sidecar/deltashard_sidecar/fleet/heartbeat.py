@@ -88,14 +88,14 @@ def news(beat: fleet.Heartbeat) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class HeartbeatPace:
     """When the next heartbeat goes out."""
 
     heartbeat_s: float = DEFAULT_S
     sent_s: float | None = None
     sent: bytes = b""
 
-    def asked(self, heartbeat_s: float) -> Pace:
+    def asked(self, heartbeat_s: float) -> HeartbeatPace:
         """The controller said how often it wants to hear."""
         return replace(self, heartbeat_s=min(max(heartbeat_s or DEFAULT_S, SHORTEST_S), LONGEST_S))
 
@@ -106,7 +106,7 @@ class Pace:
         since_s = now_s - self.sent_s
         return since_s >= self.heartbeat_s or (since_s >= SHORTEST_S and news(beat) != self.sent)
 
-    def after(self, beat: fleet.Heartbeat, now_s: float) -> Pace:
+    def after(self, beat: fleet.Heartbeat, now_s: float) -> HeartbeatPace:
         """`beat` went out."""
         return replace(self, sent_s=now_s, sent=news(beat))
 

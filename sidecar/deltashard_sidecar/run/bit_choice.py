@@ -39,7 +39,7 @@ from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import ENCODINGS
-from deltashard_checkpoint.write.precision import Precision as Stored
+from deltashard_checkpoint.write.precision import StoredPrecision as Stored
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy

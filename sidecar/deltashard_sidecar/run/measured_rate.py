@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from deltashard_checkpoint.maintenance.synthetic import Rates
+from deltashard_checkpoint.maintenance.synthetic import ChainRates
 
 LEAST_BYTES = 1 << 20
 """Smaller calls are mostly waiting for an answer."""
@@ -69,12 +69,12 @@ class MeasuredRates:
             with self._lock:
                 self._slower.add(raw_bytes, seconds)
 
-    def rates(self, *, raw_bytes: int, stall_s: float) -> Rates:
+    def rates(self, *, raw_bytes: int, stall_s: float) -> ChainRates:
         """What is known now, for a cut of all rows that has `raw_bytes` and stops training for `stall_s`."""
-        assumed = Rates()
+        assumed = ChainRates()
         with self._lock:
             encoding, slower = self._encoding, self._slower
-            return Rates(
+            return ChainRates(
                 read_bytes_per_s=self._reads.bytes_per_s(assumed.read_bytes_per_s),
                 write_bytes_per_s=self._writes.bytes_per_s(assumed.write_bytes_per_s),
                 encode_s_per_byte=encoding.seconds / encoding.bytes

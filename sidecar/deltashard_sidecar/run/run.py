@@ -38,16 +38,16 @@ from deltashard_checkpoint.vocabulary import PLS_KEY
 from deltashard_checkpoint.write import differential, precision
 from deltashard_checkpoint.write.attempt import (
     CLOSING_WAIT_S,
-    Basis,
+    ResumeBasis,
     mark_closing,
     open_attempt,
     read_unopened,
     select,
     unmark_closing,
 )
-from deltashard_checkpoint.write.commit import Pace, Sayings
+from deltashard_checkpoint.write.commit import CommitPace, Sayings
 from deltashard_checkpoint.write.differential import Decision, History
-from deltashard_checkpoint.write.precision import OTHERS, Precision
+from deltashard_checkpoint.write.precision import OTHERS, StoredPrecision
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
@@ -112,11 +112,11 @@ class Holding:
     """What made it other than its differential alone would have it."""
     directive: str
     """What to write of it into the log."""
-    precision: Precision
+    precision: StoredPrecision
     """Encodings of its rows."""
     increments: str | None
     """What it says of the increments before it; None: nothing."""
-    chain_precision: Precision
+    chain_precision: StoredPrecision
     """The coarsest that rows of its chain may have."""
 
     @property
@@ -188,7 +188,7 @@ class Run:
         self.removal = RemovedRun()
         self.token = new_token()
         self.sayings = Sayings()
-        self.pace = Pace()
+        self.pace = CommitPace()
         self.metrics = metrics
         self._shared = SharedReads()
         self.searches = Searches(settings.search)
@@ -376,11 +376,11 @@ class Run:
         damage = "" if read is None else read.damage() or ""
         lost = damage != "" and (request.which or "latest") == "latest"
         self._refuse_older_name(log, deadline_s)
-        basis: Basis | None = None
+        basis: ResumeBasis | None = None
         if request.HasField("basis"):
             said = request.basis
             seq = said.resume_seq if said.HasField("resume_seq") else None
-            basis = Basis(attempt=said.attempt, resume=seq, token=said.token)
+            basis = ResumeBasis(attempt=said.attempt, resume=seq, token=said.token)
         opened = open_attempt(
             log,
             owner=self.identity.owner,
@@ -533,7 +533,7 @@ class Run:
         log = self.log_of(who)
         state = max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
         encodings = self.bits.encodings(policy, ranks, begin, expected, attempt=attempt)
-        asked = Precision.of({OTHERS: policy.encoding, **encodings}, policy.state_encoding)
+        asked = StoredPrecision.of({OTHERS: policy.encoding, **encodings}, policy.state_encoding)
         history = differential.history(state, attempt, asked)
         decision = differential.decide(policy.differential, history, force_full=begin.full)
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None

@@ -39,7 +39,7 @@ class SyntheticBaselines:
 
     def at_cut(
         self, state: RunState, commit: int, history: History, policy: Policy, *, pays: bool
-    ) -> synthetic.Verdict | None:
+    ) -> synthetic.BaselineVerdict | None:
         """Whether a cut covers `commit`, its trainer's newest, which is compacted then; None: decide without."""
         if not self.on or policy.differential in OVER_NEWEST or not compactable(state, commit):
             return None
@@ -52,7 +52,9 @@ class SyntheticBaselines:
         )
         return synthetic.at_cut(found, full, rates, pays=pays, goal_s=self._settings.restore_goal_s)
 
-    def at_rest(self, state: RunState, newest: int, policy: Policy) -> tuple[int, synthetic.Verdict] | None:
+    def at_rest(
+        self, state: RunState, newest: int, policy: Policy
+    ) -> tuple[int, synthetic.BaselineVerdict] | None:
         """(what to compact now, why); None: nothing."""
         consecutive = policy.differential in OVER_NEWEST
         owes = self.on and not consecutive

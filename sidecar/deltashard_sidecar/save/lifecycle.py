@@ -19,7 +19,7 @@ from enum import Enum
 from deltashard_checkpoint.transition import after, page
 
 
-class State(Enum):
+class SaveState(Enum):
     """Where a save is."""
 
     IDLE = "IDLE"
@@ -30,7 +30,7 @@ class State(Enum):
     ABORTED = "ABORTED"
 
 
-class Event(Enum):
+class SaveEvent(Enum):
     """What may happen to a save."""
 
     BEGIN = "begin"
@@ -42,43 +42,43 @@ class Event(Enum):
     FAIL = "fail"
 
 
-TABLE: dict[State, dict[Event, State]] = {
-    State.IDLE: {Event.BEGIN: State.STAGING},
-    State.STAGING: {
-        Event.SEAL: State.STAGED,
-        Event.ABORT: State.ABORTED,
-        Event.BREAK: State.ABORTED,
-        Event.FAIL: State.ABORTED,
+TABLE: dict[SaveState, dict[SaveEvent, SaveState]] = {
+    SaveState.IDLE: {SaveEvent.BEGIN: SaveState.STAGING},
+    SaveState.STAGING: {
+        SaveEvent.SEAL: SaveState.STAGED,
+        SaveEvent.ABORT: SaveState.ABORTED,
+        SaveEvent.BREAK: SaveState.ABORTED,
+        SaveEvent.FAIL: SaveState.ABORTED,
     },
-    State.STAGED: {Event.ENCODED: State.UPLOADING, Event.FAIL: State.ABORTED},
-    State.UPLOADING: {Event.COMMIT: State.COMMITTED, Event.FAIL: State.ABORTED},
-    State.COMMITTED: {},
-    State.ABORTED: {},
+    SaveState.STAGED: {SaveEvent.ENCODED: SaveState.UPLOADING, SaveEvent.FAIL: SaveState.ABORTED},
+    SaveState.UPLOADING: {SaveEvent.COMMIT: SaveState.COMMITTED, SaveEvent.FAIL: SaveState.ABORTED},
+    SaveState.COMMITTED: {},
+    SaveState.ABORTED: {},
 }
 
-MEANING: dict[Event, str] = {
-    Event.BEGIN: "the trainer begins a cut",
-    Event.SEAL: "every block is handed over",
-    Event.ABORT: "the trainer gives up (stall budget, veto); its copies have stopped",
-    Event.BREAK: "the stream broke or went silent; the trainer may still be writing",
-    Event.ENCODED: "the last batch is encoded",
-    Event.COMMIT: "the log entry exists",
-    Event.FAIL: "the sidecar gives up (error, deadline, fenced, superseded)",
+MEANING: dict[SaveEvent, str] = {
+    SaveEvent.BEGIN: "the trainer begins a cut",
+    SaveEvent.SEAL: "every block is handed over",
+    SaveEvent.ABORT: "the trainer gives up (stall budget, veto); its copies have stopped",
+    SaveEvent.BREAK: "the stream broke or went silent; the trainer may still be writing",
+    SaveEvent.ENCODED: "the last batch is encoded",
+    SaveEvent.COMMIT: "the log entry exists",
+    SaveEvent.FAIL: "the sidecar gives up (error, deadline, fenced, superseded)",
 }
 
 ENDED = frozenset(state for state, arrows in TABLE.items() if not arrows)
-IN_FLIGHT = frozenset({State.STAGED, State.UPLOADING})
+IN_FLIGHT = frozenset({SaveState.STAGED, SaveState.UPLOADING})
 """The sidecar alone can finish these; a new periodic save is skipped while one lasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lifecycle:
+class SaveLifecycle:
     """The state of one save and, once it aborted, why."""
 
-    state: State = State.IDLE
+    state: SaveState = SaveState.IDLE
     cause: str = ""
 
-    def on(self, event: Event, cause: str = "") -> Lifecycle:
+    def on(self, event: SaveEvent, cause: str = "") -> SaveLifecycle:
         """Lifecycle after `event`; raises `IllegalEvent` when the table has no such arrow."""
         return replace(self, state=after(TABLE, self.state, event, where="save lifecycle"), cause=cause)
 

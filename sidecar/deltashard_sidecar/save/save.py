@@ -27,14 +27,14 @@ from typing import Protocol
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
-from deltashard_checkpoint.write.precision import Precision
+from deltashard_checkpoint.write.precision import StoredPrecision
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.batch import BadBatch, Rows, check_blob, rows_of
 from deltashard_sidecar.arena.block import NotGranted, Use
-from deltashard_sidecar.save.lifecycle import Event, Lifecycle, State
+from deltashard_sidecar.save.lifecycle import SaveEvent, SaveLifecycle, SaveState
 from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.session import Stalls
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -55,9 +55,9 @@ class Cut:
     urgent: bool
     covers: int | None
     """Seq since which every changed row is sent; None: all rows."""
-    precision: Precision
+    precision: StoredPrecision
     """Encodings of its rows."""
-    chain_precision: Precision
+    chain_precision: StoredPrecision
     """The coarsest that rows of its chain may have."""
     stall_budget_s: float
     directive: str
@@ -77,7 +77,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
+class SealedSave:
     """The trainer's words at the seal."""
 
     rows: int
@@ -99,7 +99,7 @@ class Sink(Protocol):
     def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
         """Spool one chunk of a blob; called from the pool."""
 
-    def commit(self, sealed: Sealed, *, deadline_s: float) -> pb.Commit:
+    def commit(self, sealed: SealedSave, *, deadline_s: float) -> pb.Commit:
         """Upload what is left, put the index, create the log entry; blocks."""
 
     def abandon(self) -> None:
@@ -155,12 +155,12 @@ class Save:
     ) -> None:
         self.who = who
         self.cut = cut
-        self.life = Lifecycle().on(Event.BEGIN)
+        self.life = SaveLifecycle().on(SaveEvent.BEGIN)
         self.begun_s = time.monotonic()
         self.heard_s = self.begun_s
         self.commit: pb.Commit | None = None
         self.failure: tuple[Cause, str] = (Cause.ERROR, "")
-        self.sealed: Sealed | None = None
+        self.sealed: SealedSave | None = None
         self.stream_over = threading.Event()
         self.over = threading.Event()
         self._stalls = stalls
@@ -218,7 +218,7 @@ class Save:
     def _take(self, request: pb.SaveRequest) -> None:
         kind = request.WhichOneof("kind")
         with self._lock:
-            if self.life.state is not State.STAGING:
+            if self.life.state is not SaveState.STAGING:
                 # Failed already: of the rest only the trainer's word matters.
                 self._stopped_copying |= kind == "abort"
                 return
@@ -304,7 +304,7 @@ class Save:
 
     def _grant(self) -> None:
         with self._lock:
-            if self.life.state is not State.STAGING:
+            if self.life.state is not SaveState.STAGING:
                 return
             granted = self._keeper.grant(self.who.local_rank)
             self._blocks_granted += len(granted)
@@ -314,7 +314,7 @@ class Save:
             crash_point("stage.granted")
 
     def _seal(self, seal: pb.SaveRequest.Seal) -> None:
-        sealed = Sealed(
+        sealed = SealedSave(
             rows=seal.rows,
             raw_bytes=seal.raw_bytes,
             stall_s=seal.stall_s,
@@ -324,7 +324,7 @@ class Save:
             slower_s=seal.slowdown_s,
         )
         with self._lock:
-            self.life = self.life.on(Event.SEAL)
+            self.life = self.life.on(SaveEvent.SEAL)
             self.sealed = sealed
         self._stop_granting()
         self._metrics.stall.observe(sealed.stall_s)
@@ -354,13 +354,13 @@ class Save:
         stalled = cause == Cause.STALL_BUDGET
         known = Cause.STALL_BUDGET if stalled else Cause.ABORTED
         self._stalls.gave_up(stalled=stalled)
-        self._end(Event.ABORT, known, cause or "the trainer aborted the save")
+        self._end(SaveEvent.ABORT, known, cause or "the trainer aborted the save")
 
     def _stream_ended(self) -> None:
         with self._lock:
-            staging = self.life.state is State.STAGING
+            staging = self.life.state is SaveState.STAGING
         if staging:
-            self._end(Event.BREAK, Cause.BROKEN, "the stream ended before the seal")
+            self._end(SaveEvent.BREAK, Cause.BROKEN, "the stream ended before the seal")
         self._keeper.on_free(self.who.local_rank, None)
         if self.sealed is None:
             if self._stopped_copying:
@@ -374,7 +374,7 @@ class Save:
 
     # The end.
 
-    def _finish(self, sealed: Sealed) -> None:
+    def _finish(self, sealed: SealedSave) -> None:
         deadline_s = self.begun_s + self._deadline_s
         try:
             with self._drained:
@@ -384,7 +384,7 @@ class Save:
                 if self.life.ended:
                     return
                 if done:
-                    self.life = self.life.on(Event.ENCODED)
+                    self.life = self.life.on(SaveEvent.ENCODED)
             if not done:
                 self.fail(Cancelled(f"{self._pending} batches are not encoded yet", where="save deadline"))
                 return
@@ -394,7 +394,7 @@ class Save:
                 if self.life.ended:
                     self._log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
                 else:
-                    self.life = self.life.on(Event.COMMIT)
+                    self.life = self.life.on(SaveEvent.COMMIT)
                     self._metrics.in_flight.dec()
             self.commit = commit
             self._tell()
@@ -405,13 +405,13 @@ class Save:
         """This save ends here, for this reason; no-op when it has ended."""
         if not isinstance(error, DeltashardError):
             self._log.error("save.unexpected", exc_info=error)
-        self._end(Event.FAIL, cause_of(error), str(error))
+        self._end(SaveEvent.FAIL, cause_of(error), str(error))
 
     def cancel(self, cause: Cause, message: str) -> None:
         """The sidecar gives this save up; no-op when it has ended."""
-        self._end(Event.FAIL, cause, message)
+        self._end(SaveEvent.FAIL, cause, message)
 
-    def _end(self, event: Event, cause: Cause, message: str) -> None:
+    def _end(self, event: SaveEvent, cause: Cause, message: str) -> None:
         with self._lock:
             if self.life.ended:
                 return
@@ -421,7 +421,7 @@ class Save:
             self._drained.notify_all()
         self._log.warning("save.failed", cause=cause, message=message, state=was.value)
         self._metrics.failed(cause)
-        if was is State.STAGING:
+        if was is SaveState.STAGING:
             failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message, code=cause.code)
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
@@ -444,4 +444,4 @@ class Save:
     @property
     def staging(self) -> bool:
         """Whether the trainer still holds it."""
-        return self.life.state is State.STAGING
+        return self.life.state is SaveState.STAGING

@@ -29,7 +29,7 @@ from deltashard_sidecar.arena.batch import BadBatch, Rows
 from deltashard_sidecar.policy import KEY
 from deltashard_sidecar.run.run import Run, commit_message
 from deltashard_sidecar.save.joint_commit import JointCommits
-from deltashard_sidecar.save.save import Cut, Sealed
+from deltashard_sidecar.save.save import Cut, SealedSave
 from deltashard_sidecar.session.attachment import Attachment
 
 GIVE_UP_DEADLINE_S = 10.0
@@ -132,7 +132,7 @@ class PartSink:
         self._run.metrics.raw_bytes.labels("blob").inc(frame.raw_bytes)
         self._run.metrics.frame_bytes.labels("in", "blob").inc(frame.info.length)
 
-    def commit(self, sealed: Sealed, *, deadline_s: float) -> pb.Commit:
+    def commit(self, sealed: SealedSave, *, deadline_s: float) -> pb.Commit:
         """See `save.Sink`."""
         if sealed.full:
             self._writer.target = replace(self._writer.target, covers=None)
@@ -221,7 +221,7 @@ class PartSink:
             deadline_s=deadline_s,
         )
 
-    def _metadata(self, sealed: Sealed, *, baseline: bool) -> dict[str, str]:
+    def _metadata(self, sealed: SealedSave, *, baseline: bool) -> dict[str, str]:
         """The user's; for whoever starts next the directive that this cut followed, what was measured, and its bits."""
         precision = self._cut.precision if baseline else self._cut.chain_precision
         mine = {

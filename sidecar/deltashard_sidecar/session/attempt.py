@@ -19,7 +19,7 @@ class Fence:
     why: str
 
 
-class Attempt:
+class SessionAttempt:
     """The attempt of one session, which a fall-back or a takeover replaces. Thread-safe; only its methods write."""
 
     def __init__(self, number: int | None, layout: str = "") -> None:

@@ -20,7 +20,7 @@ from enum import Enum
 from deltashard_checkpoint.transition import after, page
 
 
-class State(Enum):
+class SessionState(Enum):
     """Where a session is."""
 
     ATTACHED = "ATTACHED"
@@ -29,7 +29,7 @@ class State(Enum):
     CLOSED = "CLOSED"
 
 
-class Event(Enum):
+class SessionEvent(Enum):
     """What may happen to a session."""
 
     RESUME = "resume"
@@ -41,38 +41,54 @@ class Event(Enum):
     STOP = "stop"
 
 
-_ENDS: dict[Event, State] = {
-    Event.DETACH: State.CLOSED,
-    Event.LOSE: State.CLOSED,
-    Event.REPLACE: State.CLOSED,
-    Event.STOP: State.CLOSED,
+_ENDS: dict[SessionEvent, SessionState] = {
+    SessionEvent.DETACH: SessionState.CLOSED,
+    SessionEvent.LOSE: SessionState.CLOSED,
+    SessionEvent.REPLACE: SessionState.CLOSED,
+    SessionEvent.STOP: SessionState.CLOSED,
 }
 
-TABLE: dict[State, dict[Event, State]] = {
-    State.ATTACHED: {Event.RESUME: State.OPEN, Event.OPEN: State.OPEN, **_ENDS},
-    State.OPEN: {Event.OPEN: State.OPEN, Event.FENCE: State.FENCED, **_ENDS},
-    State.FENCED: {Event.OPEN: State.OPEN, Event.FENCE: State.FENCED, **_ENDS},
-    State.CLOSED: {Event.OPEN: State.CLOSED, Event.FENCE: State.CLOSED, **_ENDS},
+TABLE: dict[SessionState, dict[SessionEvent, SessionState]] = {
+    SessionState.ATTACHED: {
+        SessionEvent.RESUME: SessionState.OPEN,
+        SessionEvent.OPEN: SessionState.OPEN,
+        **_ENDS,
+    },
+    SessionState.OPEN: {
+        SessionEvent.OPEN: SessionState.OPEN,
+        SessionEvent.FENCE: SessionState.FENCED,
+        **_ENDS,
+    },
+    SessionState.FENCED: {
+        SessionEvent.OPEN: SessionState.OPEN,
+        SessionEvent.FENCE: SessionState.FENCED,
+        **_ENDS,
+    },
+    SessionState.CLOSED: {
+        SessionEvent.OPEN: SessionState.CLOSED,
+        SessionEvent.FENCE: SessionState.CLOSED,
+        **_ENDS,
+    },
 }
 
-MEANING: dict[Event, str] = {
-    Event.RESUME: "it attached in the middle of its attempt (the sidecar was restarted, or the tables changed)",
-    Event.OPEN: "an attempt was opened for it",
-    Event.FENCE: "a save failed because a newer attempt is open",
-    Event.DETACH: "the trainer left",
-    Event.LOSE: "the trainer's process is gone",
-    Event.REPLACE: "its rank attached again",
-    Event.STOP: "the sidecar ends",
+MEANING: dict[SessionEvent, str] = {
+    SessionEvent.RESUME: "it attached in the middle of its attempt (the sidecar was restarted, or the tables changed)",
+    SessionEvent.OPEN: "an attempt was opened for it",
+    SessionEvent.FENCE: "a save failed because a newer attempt is open",
+    SessionEvent.DETACH: "the trainer left",
+    SessionEvent.LOSE: "the trainer's process is gone",
+    SessionEvent.REPLACE: "its rank attached again",
+    SessionEvent.STOP: "the sidecar ends",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lifecycle:
+class SessionLifecycle:
     """State of one session."""
 
-    state: State = State.ATTACHED
+    state: SessionState = SessionState.ATTACHED
 
-    def on(self, event: Event) -> Lifecycle:
+    def on(self, event: SessionEvent) -> SessionLifecycle:
         """Lifecycle after `event`; raises `IllegalEvent` when the table has no such arrow."""
         return replace(self, state=after(TABLE, self.state, event, where="session lifecycle"))
 

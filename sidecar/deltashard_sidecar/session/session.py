@@ -19,8 +19,8 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.session.attachment import Attachment
-from deltashard_sidecar.session.attempt import Attempt, Fence
-from deltashard_sidecar.session.lifecycle import Event, Lifecycle, State
+from deltashard_sidecar.session.attempt import Fence, SessionAttempt
+from deltashard_sidecar.session.lifecycle import SessionEvent, SessionLifecycle, SessionState
 from deltashard_sidecar.session.notice import Notices
 from deltashard_sidecar.session.schedule import Schedule, Timer
 
@@ -116,15 +116,15 @@ class Session:
         self.who = who
         self.notices = Notices()
         self.presence = Presence()
-        self.attempt = Attempt(attempt, who.layout)
+        self.attempt = SessionAttempt(attempt, who.layout)
         self.stalls = Stalls()
         self.timer = Timer(schedule)
         self.fence: Fence | None = None
         """Why its attempt can never commit again; None while it can."""
         self._lock = threading.Lock()
-        self._life = Lifecycle()
+        self._life = SessionLifecycle()
         if attempt is not None:
-            self._life = self._life.on(Event.RESUME)
+            self._life = self._life.on(SessionEvent.RESUME)
 
     @property
     def id(self) -> str:
@@ -132,14 +132,14 @@ class Session:
         return self.who.id
 
     @property
-    def state(self) -> State:
+    def state(self) -> SessionState:
         """Where it is, see `lifecycle`."""
         return self._life.state
 
     @property
     def closed(self) -> bool:
         """Whether it is over."""
-        return self.state is State.CLOSED
+        return self.state is SessionState.CLOSED
 
     @property
     def may_commit(self) -> bool:
@@ -149,17 +149,17 @@ class Session:
     def opened(self, reply: pb.OpenReply) -> None:
         """An attempt was opened for it."""
         with self._lock:
-            self._life = self._life.on(Event.OPEN)
+            self._life = self._life.on(SessionEvent.OPEN)
             self.attempt.opened(reply)
             self.fence = None
 
     def fenced(self, cause: Cause, why: str) -> None:
         """Its attempt can never commit again."""
         with self._lock:
-            self._life = self._life.on(Event.FENCE)
+            self._life = self._life.on(SessionEvent.FENCE)
             self.fence = Fence(cause=cause, why=why)
 
-    def close(self, event: Event) -> None:
+    def close(self, event: SessionEvent) -> None:
         """It is over; Watch streams end once they have read what is queued."""
         with self._lock:
             self._life = self._life.on(event)
@@ -208,7 +208,7 @@ class Sessions:
         with self._lock:
             return list(self._by_rank)
 
-    def close(self, session: Session, event: Event) -> None:
+    def close(self, session: Session, event: SessionEvent) -> None:
         """Forget a session."""
         with self._lock:
             session.close(event)
@@ -219,5 +219,5 @@ class Sessions:
         """Close the sessions whose process is gone; returns them."""
         dead = [s for s in self.all() if not s.presence.alive(lock_held=lock_held(s.who.local_rank))]
         for session in dead:
-            self.close(session, Event.LOSE)
+            self.close(session, SessionEvent.LOSE)
         return dead

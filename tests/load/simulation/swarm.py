@@ -170,7 +170,7 @@ class Sidecar:
             await channel.close()
 
     async def _write(self, call: Any, heartbeat_s: float) -> None:
-        pace = heartbeat.Pace().asked(heartbeat_s)
+        pace = heartbeat.HeartbeatPace().asked(heartbeat_s)
         while True:
             now_s = time.time()
             beat = self._beat(now_s)
@@ -186,7 +186,7 @@ class Sidecar:
                 wake_s = min(wake_s, pace.sent_s + heartbeat.SHORTEST_S)
             await asyncio.sleep(max(0.05, wake_s - time.time()))
 
-    def _changes_s(self, now_s: float, pace: heartbeat.Pace) -> float:
+    def _changes_s(self, now_s: float, pace: heartbeat.HeartbeatPace) -> float:
         """When there is something to say next."""
         commit_s = self._pace.next_s(self._member, now_s)
         when = [(pace.sent_s or now_s) + pace.heartbeat_s, commit_s - SAVING_S, commit_s]

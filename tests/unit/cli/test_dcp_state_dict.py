@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_cli.dcp.reader import Contents, Place, StoredObject, StoredTensor
+from deltashard_cli.dcp.reader import Contents, StoredObject, StoredTensor, TensorPlace
 from deltashard_cli.dcp.state_dict import sort_out
 
 T = object()
@@ -30,7 +30,7 @@ def contents(tree: Any) -> Contents:
         elif value is T:
             values[path] = StoredTensor(name=".".join(map(str, path)), dtype="float32", shape=(1,), pieces=())
         else:
-            place = Place(file=Path("x"), offset=0, length=1)
+            place = TensorPlace(file=Path("x"), offset=0, length=1)
             values[path] = StoredObject(name=".".join(map(str, path)), place=place)
 
     visit((), tree)

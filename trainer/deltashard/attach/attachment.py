@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.lifecycle import Attempt
+from deltashard.attach.lifecycle import TrainingAttempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
-from deltashard.attach.session import Link, Session
+from deltashard.attach.session import Link, SidecarSession
 from deltashard.tracking.step_clock import StepClock
 
 
-class Attachment:
+class SidecarAttachment:
     """The sidecar's epoch and policy, and the control line that the clock ticks on."""
 
-    def __init__(self, session: Session, first: Link, clock: StepClock) -> None:
+    def __init__(self, session: SidecarSession, first: Link, clock: StepClock) -> None:
         """`first` is the link that `session.connect()` gave."""
         self.session = session
         self.url = str(first.reply.url)
@@ -57,7 +57,7 @@ class RunMember:
     """This process as a member of its run: which rank it is, under which attempt, over which sidecar."""
 
     rank: Rank
-    attempt: Attempt
-    attachment: Attachment
+    attempt: TrainingAttempt
+    attachment: SidecarAttachment
     listener: Listener
     """Hears what happens to the run."""

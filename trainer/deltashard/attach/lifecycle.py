@@ -1,8 +1,9 @@
 """The life of a trainer's attachment and attempt, as data: NEW -> ATTACHED -> TRAINING -> CLOSED, and what goes wrong.
 
 `TABLE` says for every state which events may happen and where they lead; there is no other place that knows. An event
-that a state does not list is a bug of ours (`IllegalEvent`). `Attempt` keeps the state of one Checkpointer, applies
-news on the training thread, and lets no bug of this kind out into training: it is logged, and the state stays.
+that a state does not list is a bug of ours (`IllegalEvent`). `TrainingAttempt` keeps the state of one Checkpointer,
+applies news on the training thread, and lets no bug of this kind out into training: it is logged, and the state
+stays.
 
 - NEW: nothing is started; arguments and the program are looked at.
 - ATTACHED: the sidecar is there; no attempt is open, so nothing may be saved under this run's name.
@@ -29,7 +30,7 @@ from deltashard.errors import UserError
 log = logging.getLogger("deltashard")
 
 
-class State(Enum):
+class AttachState(Enum):
     """Where a Checkpointer is, as far as news was applied."""
 
     NEW = "NEW"
@@ -41,7 +42,7 @@ class State(Enum):
     CLOSED = "CLOSED"
 
 
-class Event(Enum):
+class AttachEvent(Enum):
     """What may happen to a Checkpointer."""
 
     ATTACH = "attach"
@@ -51,57 +52,57 @@ class Event(Enum):
     CLOSE = "close"
 
 
-TABLE: dict[State, dict[Event, State]] = {
-    State.NEW: {Event.ATTACH: State.ATTACHED},
-    State.ATTACHED: {
-        Event.ATTACH: State.ATTACHED,
-        Event.LOSE: State.WAITING,
-        Event.OPEN: State.TRAINING,
-        Event.FENCE: State.FENCED,
-        Event.CLOSE: State.CLOSED,
+TABLE: dict[AttachState, dict[AttachEvent, AttachState]] = {
+    AttachState.NEW: {AttachEvent.ATTACH: AttachState.ATTACHED},
+    AttachState.ATTACHED: {
+        AttachEvent.ATTACH: AttachState.ATTACHED,
+        AttachEvent.LOSE: AttachState.WAITING,
+        AttachEvent.OPEN: AttachState.TRAINING,
+        AttachEvent.FENCE: AttachState.FENCED,
+        AttachEvent.CLOSE: AttachState.CLOSED,
     },
-    State.WAITING: {
-        Event.ATTACH: State.ATTACHED,
-        Event.OPEN: State.DEGRADED,
-        Event.FENCE: State.FENCED,
-        Event.CLOSE: State.CLOSED,
+    AttachState.WAITING: {
+        AttachEvent.ATTACH: AttachState.ATTACHED,
+        AttachEvent.OPEN: AttachState.DEGRADED,
+        AttachEvent.FENCE: AttachState.FENCED,
+        AttachEvent.CLOSE: AttachState.CLOSED,
     },
-    State.TRAINING: {
-        Event.ATTACH: State.TRAINING,
-        Event.LOSE: State.DEGRADED,
-        Event.OPEN: State.TRAINING,
-        Event.FENCE: State.FENCED,
-        Event.CLOSE: State.CLOSED,
+    AttachState.TRAINING: {
+        AttachEvent.ATTACH: AttachState.TRAINING,
+        AttachEvent.LOSE: AttachState.DEGRADED,
+        AttachEvent.OPEN: AttachState.TRAINING,
+        AttachEvent.FENCE: AttachState.FENCED,
+        AttachEvent.CLOSE: AttachState.CLOSED,
     },
-    State.DEGRADED: {
-        Event.ATTACH: State.TRAINING,
-        Event.OPEN: State.DEGRADED,
-        Event.FENCE: State.FENCED,
-        Event.CLOSE: State.CLOSED,
+    AttachState.DEGRADED: {
+        AttachEvent.ATTACH: AttachState.TRAINING,
+        AttachEvent.OPEN: AttachState.DEGRADED,
+        AttachEvent.FENCE: AttachState.FENCED,
+        AttachEvent.CLOSE: AttachState.CLOSED,
     },
-    State.FENCED: {
-        Event.ATTACH: State.FENCED,
-        Event.LOSE: State.FENCED,
-        Event.FENCE: State.FENCED,
-        Event.CLOSE: State.CLOSED,
+    AttachState.FENCED: {
+        AttachEvent.ATTACH: AttachState.FENCED,
+        AttachEvent.LOSE: AttachState.FENCED,
+        AttachEvent.FENCE: AttachState.FENCED,
+        AttachEvent.CLOSE: AttachState.CLOSED,
     },
-    State.CLOSED: {
-        Event.ATTACH: State.CLOSED,
-        Event.LOSE: State.CLOSED,
-        Event.FENCE: State.CLOSED,
-        Event.CLOSE: State.CLOSED,
+    AttachState.CLOSED: {
+        AttachEvent.ATTACH: AttachState.CLOSED,
+        AttachEvent.LOSE: AttachState.CLOSED,
+        AttachEvent.FENCE: AttachState.CLOSED,
+        AttachEvent.CLOSE: AttachState.CLOSED,
     },
 }
 
-MEANING: dict[Event, str] = {
-    Event.ATTACH: "the sidecar is there, for the first time, again, or anew because a table's description changed",
-    Event.LOSE: "the sidecar is gone, or did not answer; opening and `restore()` begin again with the next one",
-    Event.OPEN: "`restore()`, or the first `step()`, won a slot of the commit log",
-    Event.FENCE: "a newer attempt was opened, or another workload took the run over",
-    Event.CLOSE: "`close()`, or the context manager's end",
+MEANING: dict[AttachEvent, str] = {
+    AttachEvent.ATTACH: "the sidecar is there, for the first time or again, also after a table's description changed",
+    AttachEvent.LOSE: "the sidecar is gone, or did not answer; opening and `restore()` begin again with the next one",
+    AttachEvent.OPEN: "`restore()`, or the first `step()`, won a slot of the commit log",
+    AttachEvent.FENCE: "a newer attempt was opened, or another workload took the run over",
+    AttachEvent.CLOSE: "`close()`, or the context manager's end",
 }
 
-ENDED = frozenset({State.CLOSED})
+ENDED = frozenset({AttachState.CLOSED})
 
 
 def unknown(bug: IllegalEvent) -> None:
@@ -109,11 +110,11 @@ def unknown(bug: IllegalEvent) -> None:
     log.error("%s: please report this; training goes on", bug)
 
 
-class Attempt:
+class TrainingAttempt:
     """State of one Checkpointer and, once it is open, its attempt: written here, on the training thread only."""
 
     def __init__(self) -> None:
-        self.state = State.NEW
+        self.state = AttachState.NEW
         self.number: int | None = None
         """The attempt that is, or was, open; None before the first."""
         self.resumed_step: int | None = None
@@ -133,7 +134,7 @@ class Attempt:
     def closed(self) -> bool:
         return self.state in ENDED
 
-    def happen(self, event: Event) -> State:
+    def happen(self, event: AttachEvent) -> AttachState:
         """Apply `event`; returns the state after it."""
         try:
             self.state = after(TABLE, self.state, event, where="trainer lifecycle")
@@ -149,7 +150,7 @@ class Attempt:
         self, number: int | None, *, resumed_step: int | None, late: pb.OpenRequest | None = None
     ) -> None:
         """Attempt `number` is open, or None and `late` will open it; its cuts are counted from 1."""
-        self.happen(Event.OPEN)
+        self.happen(AttachEvent.OPEN)
         if self.granted[0] != number:
             self.granted = number, ""
         self.number, self.resumed_step, self._cuts = number, resumed_step, 0

@@ -138,7 +138,7 @@ class FencedOff:
 Event = pb.Notice | Attached | Lost | FencedOff | Callable[[], None]
 
 
-class Session:
+class SidecarSession:
     """Keeps this process attached. All methods but the daemon's own may be called from the training thread."""
 
     def __init__(
@@ -429,7 +429,7 @@ class Session:
         return "the session ended"
 
 
-_live: weakref.WeakSet[Session] = weakref.WeakSet()
+_live: weakref.WeakSet[SidecarSession] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:

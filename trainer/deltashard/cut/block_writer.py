@@ -73,7 +73,7 @@ Observer = Callable[[TableCut, Tensor | range, list[Tensor]], None]
 
 
 @dataclass(slots=True, kw_only=True)
-class Copied:
+class CopiedRows:
     """What was handed over."""
 
     rows: int = 0
@@ -188,7 +188,7 @@ class BlockWriter:
         self._pending: deque[_Pending] = deque()
         self._parts: list[Tensor] = []
         self._cut: TableCut | None = None
-        self.copied = Copied()
+        self.copied = CopiedRows()
 
     @property
     def open_block(self) -> int:
@@ -199,7 +199,7 @@ class BlockWriter:
         """What is written from now on has other blocks, is handed over, and has all threads; counts begin anew."""
         self._take_block, self._hand_over = block, send
         self._threads = 0
-        self.copied = Copied()
+        self.copied = CopiedRows()
 
     def table(self, cut: TableCut, *, start: int = 0) -> None:
         """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`).

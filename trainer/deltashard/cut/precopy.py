@@ -46,7 +46,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.pinned import pin
-from deltashard.attach.session import Link, Session
+from deltashard.attach.session import Link, SidecarSession
 from deltashard.cut import memory
 from deltashard.cut.block_writer import Batch, BlockWriter, TableCut, parts_of
 from deltashard.cut.save_stream import HOLD_S, CutFailed, SaveStream
@@ -278,7 +278,7 @@ class Precopy:
         stream: SaveStream,
         link: Link,
         *,
-        session: Session,
+        session: SidecarSession,
         tables: Iterable[tuple[TrackedTable, TableCut]],
         begin: pb.SaveRequest.Begin,
         mode: Callable[[pb.SaveReply.Prepared], Mode],

@@ -24,7 +24,7 @@ from deltashard_checkpoint.crash_point import crash_point
 
 from deltashard.errors import GroupLost
 from deltashard.group.group_store import GroupStore
-from deltashard.group.order import Ack, Orders, Proposal, Verdict, limit_after, settled
+from deltashard.group.order import Ack, Orders, Proposal, RoundVerdict, limit_after, settled
 from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
@@ -251,14 +251,14 @@ class Conductor:
                 text = self._store.agree(f"verdict/{number}", verdict.text())
                 crash_point("order.settled")
             if text is not None:
-                self._read(number, Verdict.of(text))
+                self._read(number, RoundVerdict.of(text))
                 crash_point("order.read")
                 return
             self._called.wait(look_s)
             self._called.clear()
             look_s = min(1.5 * look_s, LOOK_LONG_S)
 
-    def _verdict(self, number: int, proposal: Proposal, since_s: float) -> Verdict | None:
+    def _verdict(self, number: int, proposal: Proposal, since_s: float) -> RoundVerdict | None:
         """The verdict, if it is this rank's to find; rank 0's at first."""
         if self._rank != 0 and since_s < 2 * ANSWER_S:
             return None
@@ -307,7 +307,7 @@ class Conductor:
         comes = due is not None and (stays is None or due[1] <= stays)
         return "the cut ordered before is not taken yet" if comes else ""
 
-    def _read(self, number: int, verdict: Verdict) -> None:
+    def _read(self, number: int, verdict: RoundVerdict) -> None:
         if verdict.at is None:
             self.off += 1
             self.why_off = verdict.why_off

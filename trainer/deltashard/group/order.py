@@ -75,7 +75,7 @@ class Ack(JsonText):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict(JsonText):
+class RoundVerdict(JsonText):
     """What becomes of an order."""
 
     at: int | None
@@ -94,28 +94,30 @@ def limit_after(step: int, step_time_s: float, lead_s: float = 0.0) -> int:
     return step + max(1, ahead)
 
 
-def settled(proposal: Proposal, acks: Mapping[int, Ack], world_size: int, *, overdue: bool) -> Verdict | None:
+def settled(
+    proposal: Proposal, acks: Mapping[int, Ack], world_size: int, *, overdue: bool
+) -> RoundVerdict | None:
     """The verdict that these acks, by rank, allow; None: wait for more."""
     for rank in sorted(acks):
         if acks[rank].why_not:
-            return Verdict(at=None, why_off=f"rank {rank}: {acks[rank].why_not}", rank=rank)
+            return RoundVerdict(at=None, why_off=f"rank {rank}: {acks[rank].why_not}", rank=rank)
     furthest = max(acks, key=lambda rank: acks[rank].limit, default=0)
     at = acks[furthest].limit if acks else 0
     if proposal.exact and at > proposal.at:
-        return Verdict(at=None, why_off=f"rank {furthest} may be past step {proposal.at}", rank=furthest)
+        return RoundVerdict(at=None, why_off=f"rank {furthest} may be past step {proposal.at}", rank=furthest)
     for rank in sorted(acks):
         if acks[rank].stays and acks[rank].limit < at:
             stands = f"rank {rank} stands at step {acks[rank].limit}"
-            return Verdict(
+            return RoundVerdict(
                 at=None, why_off=f"{stands}, rank {furthest} continues to step {at}", rank=furthest
             )
     if len(acks) == world_size:
-        return Verdict(at=at)
+        return RoundVerdict(at=at)
     if not overdue:
         return None
     missing = sorted(set(range(world_size)) - acks.keys())
     why_off = f"no answer of ranks {some(missing, 8)} in time"
-    return Verdict(at=None, why_off=why_off, rank=missing[0])
+    return RoundVerdict(at=None, why_off=why_off, rank=missing[0])
 
 
 class Orders:
@@ -154,7 +156,7 @@ class Orders:
         limit = self.limit
         return limit is not None and step >= limit
 
-    def read(self, verdict: Verdict) -> None:
+    def read(self, verdict: RoundVerdict) -> None:
         """The verdict of the order under way is known: the promise ends, the next order is awaited."""
         if verdict.at is not None:
             if self.limit is not None and verdict.at < self.limit:

@@ -20,7 +20,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class RankManifest:
     """What one rank says."""
 
     facts: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Word:
         return zlib.compress(json.dumps(said).encode(), 1)
 
     @classmethod
-    def of(cls, text: bytes) -> Word:
+    def of(cls, text: bytes) -> RankManifest:
         facts, tables, dense, boxes, took_part = json.loads(zlib.decompress(text))
         return cls(
             facts=facts,
@@ -60,7 +60,7 @@ class Word:
         )
 
 
-def agreed_layout(words: Sequence[Word]) -> Layout:
+def agreed_layout(words: Sequence[RankManifest]) -> Layout:
     """The layout of all ranks.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from deltashard.loader.position import LoaderPass, Mark
 
 
-class Place(NamedTuple):
+class LoaderPlace(NamedTuple):
     """A mark inside a pass, or (`made` is None) the beginning of an epoch."""
 
     made: LoaderPass | None
@@ -23,10 +23,10 @@ class DeliveryQueue:
 
     def __init__(self, epoch: int, *, step: int) -> None:
         """At the beginning of `epoch`, after `step`."""
-        self._places = deque([Place(None, epoch)])
+        self._places = deque([LoaderPlace(None, epoch)])
         self._step = step
 
-    def add(self, place: Place, *, step: int) -> None:
+    def add(self, place: LoaderPlace, *, step: int) -> None:
         """A batch was delivered, or (`place.made` is None) an epoch ended, after `step`."""
         self._use(step)
         self._places.append(place)
@@ -35,7 +35,7 @@ class DeliveryQueue:
         """Whether there were deliveries for all steps until `step`."""
         return len(self._places) - 1 >= step - self._step
 
-    def used(self, step: int) -> Place:
+    def used(self, step: int) -> LoaderPlace:
         """The last one used until `step`. Where the next epoch has begun, its first batch, to be delivered again."""
         self._use(step)
         place = self._places[0]

@@ -20,7 +20,7 @@ from deltashard.loader.message import LASTING, MESSAGES, STRICT
 from deltashard.loader.position import LoaderPass
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.state.rng import capture_globals
-from deltashard.state.value import Source, decode_value, encode_value
+from deltashard.state.value import ValueSource, decode_value, encode_value
 
 log = logging.getLogger("deltashard")
 
@@ -39,7 +39,7 @@ class LoaderRegistry:
         clock: Callable[[], int],
         *,
         state: Mapping[str, Any] | None = None,
-        sources: Sequence[Source] = (),
+        sources: Sequence[ValueSource] = (),
     ) -> None:
         """`clock` returns the number of `step()` calls so far; `state` and `sources` are the entries of `state=`."""
         self.clock = clock
@@ -218,7 +218,7 @@ class LoaderRegistry:
         notes, self._notes = self._notes, []
         return notes
 
-    def hold_state(self) -> list[tuple[Source, bytes]]:
+    def hold_state(self) -> list[tuple[ValueSource, bytes]]:
         """Entries of `state=` up to 1 MiB, as they are now."""
         held = []
         for source in self._sources:
@@ -233,7 +233,7 @@ class LoaderRegistry:
         return held
 
     @staticmethod
-    def put_back(held: list[tuple[Source, bytes]]) -> None:
+    def put_back(held: list[tuple[ValueSource, bytes]]) -> None:
         """Put back those of `hold_state` that moved since."""
         for source, data in held:
             if encode_value(source.get()).to_bytes() != data:

@@ -22,7 +22,7 @@ from deltashard.loader.loader_access import LoaderAccess, Skip
 from deltashard.loader.loader_state import LoaderState
 from deltashard.loader.loop_check import LoopCheck
 from deltashard.loader.nesting import Nesting
-from deltashard.loader.place import DeliveryQueue, Place
+from deltashard.loader.place import DeliveryQueue, LoaderPlace
 from deltashard.loader.position import LoaderPass, Mark, Position
 from deltashard.loader.seek import END, Seek
 
@@ -80,7 +80,7 @@ class WrappedLoader:
         """Whether the program has asked for `delivered` since the restore."""
         # The step boundary: where the loader stood when a batch was first asked for after step `_moved_at`.
         self._moved_at = -1
-        self._boundary: Place | None = None
+        self._boundary: LoaderPlace | None = None
         self._boundary_own: Mapping[str, Any] | None = None
         self._ended_at = -1
         """After this step the pass was found at its end, and nothing was delivered."""
@@ -225,7 +225,7 @@ class WrappedLoader:
             place = self._place()
         return self._position_of(place)
 
-    def _position_of(self, place: Place) -> Position:
+    def _position_of(self, place: LoaderPlace) -> Position:
         made, mark, access = place.made, place.mark, self._access
         own = generator.own_generators(self.loader, {})
         common: dict[str, Any] = {
@@ -266,12 +266,12 @@ class WrappedLoader:
             base=made.base,
         )
 
-    def _place(self, *, ended: bool = False) -> Place:
+    def _place(self, *, ended: bool = False) -> LoaderPlace:
         """Where it stands now; `ended`: another pass begins."""
         made = self.newest
         if made is None or ended or saved_in(self._state, **self._facts()) is not Saved.INSIDE:
-            return Place(None, self._settled(ended=ended))
-        return Place(made, made.epoch, made.mark)
+            return LoaderPlace(None, self._settled(ended=ended))
+        return LoaderPlace(made, made.epoch, made.mark)
 
     def _facts(self) -> dict[str, bool]:
         made, now = self.newest, self._registry.clock()
@@ -463,7 +463,7 @@ class WrappedLoader:
         if found.restart:
             made.mark, made.first, made.resumed = Mark(), None, False
             made.anchors = [(0, None, position.start)]
-            self._pending, self._boundary = None, Place(None, made.epoch)
+            self._pending, self._boundary = None, LoaderPlace(None, made.epoch)
             made.held = [found.batch]
         elif position.in_use and found.batch is not END:
             made.held = [found.batch]
@@ -499,7 +499,7 @@ class WrappedLoader:
         self.nesting.delivered(made, registry.events, {other.name for other in registry.open_others(self)})
         self._check.delivered(made, registry.clock())
         if self._pipelined:
-            self._queue.add(Place(made, made.epoch, made.mark), step=registry.clock())
+            self._queue.add(LoaderPlace(made, made.epoch, made.mark), step=registry.clock())
 
     def _exhausted(self, made: LoaderPass) -> None:
         registry = self._registry
@@ -524,7 +524,7 @@ class WrappedLoader:
             self._own_state.pass_ended()
         if self._pipelined:
             with registry.lock:
-                self._queue.add(Place(None, made.epoch + 1), step=now)
+                self._queue.add(LoaderPlace(None, made.epoch + 1), step=now)
 
     def _happen(self, event: PassEvent) -> None:
         self._state = after(self._state, event)

@@ -36,7 +36,14 @@ from deltashard.partial.peer import Peers
 from deltashard.partial.position import moved_on
 from deltashard.partial.recovery_context import RecoveryContext
 from deltashard.partial.remote_part import Donor, RemoteStagedPart, packed
-from deltashard.partial.rule import Situation, Staged, Terms, Verdict, Word, judge
+from deltashard.partial.rule import (
+    RecoverySituation,
+    RecoveryTerms,
+    RecoveryVerdict,
+    RecoveryWord,
+    Staged,
+    judge,
+)
 from deltashard.partial.staged_part import StagedPart
 from deltashard.partial.stager import Stager
 from deltashard.program import Program
@@ -60,7 +67,9 @@ class PartialRecovery(RecoveryPlan):
         self._program = made_for.loop.program
         self._rank = made_for.member.rank
         self._context = RecoveryContext(
-            Terms(pls_target=float(config.pls_target or 0), planned_steps=int(config.planned_steps or 0))
+            RecoveryTerms(
+                pls_target=float(config.pls_target or 0), planned_steps=int(config.planned_steps or 0)
+            )
             if config.partial
             else None,
             self._rank,
@@ -115,7 +124,7 @@ class PartialRecovery(RecoveryPlan):
         mine, why = (None, "") if context.off else staged_part.look(context.home, context.rank)
         if mine is not None and mine.index.boxes != tuple(t.box for t in self._program.tracking.tables):
             why = "its boxes are not those of this rank"
-        word = Word(
+        word = RecoveryWord(
             staged=None if mine is None else mine.staged,
             unusable=why,
             off=context.off,
@@ -144,7 +153,9 @@ class PartialRecovery(RecoveryPlan):
         """Tables that every rank has."""
         return frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
 
-    def _taken(self, verdict: Verdict, mine: StagedPart | None, ranks: Assembly) -> PartialRestorePlan | None:
+    def _taken(
+        self, verdict: RecoveryVerdict, mine: StagedPart | None, ranks: Assembly
+    ) -> PartialRestorePlan | None:
         context = self._context
         if not verdict.partial:
             if context.rank == 0:
@@ -167,7 +178,7 @@ class PartialRecovery(RecoveryPlan):
             log.warning("rank %d's staged part cannot be read any more: %s", verdict.donor, error)
         return PartialRestorePlan(verdict, self._program, context, mine=mine, donor=donor)
 
-    def _donor(self, verdict: Verdict, mine: StagedPart | None, ranks: Assembly) -> Donor | None:
+    def _donor(self, verdict: RecoveryVerdict, mine: StagedPart | None, ranks: Assembly) -> Donor | None:
         """The donor's part, or what this rank is sent of it; None: the donor cannot send it."""
         rank = self._context.rank
         if verdict.donor == rank:
@@ -188,13 +199,13 @@ class PartialRecovery(RecoveryPlan):
                 found += (box.row_stop - box.row_start) * width
         return found
 
-    def _situation(self, reply: pb.OpenReply, unusual: str) -> Situation:
+    def _situation(self, reply: pb.OpenReply, unusual: str) -> RecoverySituation:
         context = self._context
         if not unusual and reply.log_damage:
             unusual = "the log is damaged"
         if not unusual and reply.fell_back:
             unusual = "a newer checkpoint is not whole"
-        return Situation(
+        return RecoverySituation(
             run=context.run,
             world_size=context.world_size,
             layout=reply.layout,
@@ -241,7 +252,7 @@ class PartialRestorePlan:
 
     def __init__(
         self,
-        verdict: Verdict,
+        verdict: RecoveryVerdict,
         program: Program,
         context: RecoveryContext,
         *,
@@ -330,22 +341,22 @@ class PartialRestorePlan:
             )
 
 
-def _text(word: Word) -> str:
+def _text(word: RecoveryWord) -> str:
     return json.dumps(dataclasses.asdict(word))
 
 
-def _word(text: str) -> Word:
+def _word(text: str) -> RecoveryWord:
     said = json.loads(text)
     staged, strays = said.pop("staged"), tuple(said.pop("strays"))
-    return Word(staged=None if staged is None else Staged(**staged), strays=strays, **said)
+    return RecoveryWord(staged=None if staged is None else Staged(**staged), strays=strays, **said)
 
 
-def _verdict_text(verdict: Verdict) -> str:
+def _verdict_text(verdict: RecoveryVerdict) -> str:
     return json.dumps(dataclasses.asdict(verdict))
 
 
-def _verdict(text: str) -> Verdict:
+def _verdict(text: str) -> RecoveryVerdict:
     said: dict[str, Any] = json.loads(text)
     for key in ("steps", "own", "lost", "places"):
         said[key] = tuple(said[key])
-    return Verdict(**said)
+    return RecoveryVerdict(**said)

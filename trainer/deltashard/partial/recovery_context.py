@@ -9,13 +9,13 @@ import torch
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY, PLS_KEY, RECOVERIES_KEY
 
 from deltashard.attach.rank import Rank
-from deltashard.partial.rule import Terms
+from deltashard.partial.rule import RecoveryTerms
 
 
 class RecoveryContext:
     """Of one Checkpointer; the training thread writes, the watchdog's reads."""
 
-    def __init__(self, terms: Terms | None, rank: Rank, *, run: str, home: Path | None) -> None:
+    def __init__(self, terms: RecoveryTerms | None, rank: Rank, *, run: str, home: Path | None) -> None:
         """`terms` None: recovery is full. `home`: where parts of this machine, or pod, are staged; None: nowhere."""
         self.terms = terms
         self.run = run

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RecoveryTerms:
     """What the user agreed to."""
 
     pls_target: float
@@ -51,7 +51,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class RecoveryWord:
     """What one rank says of the part that it found."""
 
     staged: Staged | None
@@ -71,7 +71,7 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class RecoverySituation:
     """What is to be resumed, as the log said at the slot of the new attempt."""
 
     run: str
@@ -96,7 +96,7 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RecoveryVerdict:
     """The road that all ranks take."""
 
     why_full: str = ""
@@ -137,7 +137,7 @@ def pls_of(steps_lost: Sequence[int], rows: Sequence[float], *, all_rows: float,
     return sum(n * share for n, share in zip(steps_lost, rows, strict=True)) / all_rows / planned_steps
 
 
-def why_unusable(staged: Staged, now: Situation, rank: int) -> str:
+def why_unusable(staged: Staged, now: RecoverySituation, rank: int) -> str:
     """Why a part cannot be applied on top of what is resumed; empty: it can."""
     if staged.run != now.run:
         return "it is another run's"
@@ -166,7 +166,7 @@ CARRIED_BYTES = 1 << 30
 """It goes over the store of the process group, which one process serves, once for each rank that cannot read it."""
 
 
-def _why_nobody(words: Sequence[Word]) -> str:
+def _why_nobody(words: Sequence[RecoveryWord]) -> str:
     for rank, word in enumerate(words):
         if word.strays:
             return (
@@ -176,34 +176,34 @@ def _why_nobody(words: Sequence[Word]) -> str:
     return "no rank has staged anything"
 
 
-def judge(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
+def judge(words: Sequence[RecoveryWord], now: RecoverySituation, terms: RecoveryTerms) -> RecoveryVerdict:
     """The one road of all ranks."""
     places = [word.place for word in words]
     return replace(_judged(words, now, terms), places=tuple(map(places.index, places)))
 
 
-def _judged(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
+def _judged(words: Sequence[RecoveryWord], now: RecoverySituation, terms: RecoveryTerms) -> RecoveryVerdict:
     why = now.unusual or next((f"rank {r}: {w.off}" for r, w in enumerate(words) if w.off), "")
     if why:
-        return Verdict(why_full=why)
+        return RecoveryVerdict(why_full=why)
     for rank, word in enumerate(words):
         unusable = "" if word.staged is None else why_unusable(word.staged, now, rank)
         unusable = unusable or word.unusable
         if unusable:
-            return Verdict(why_full=f"rank {rank}'s staged part: {unusable}")
+            return RecoveryVerdict(why_full=f"rank {rank}'s staged part: {unusable}")
     survivors = {rank: word.staged for rank, word in enumerate(words) if word.staged is not None}
     if not survivors:
-        return Verdict(why_full=_why_nobody(words))
+        return RecoveryVerdict(why_full=_why_nobody(words))
     able = {rank: staged.step for rank, staged in survivors.items() if staged.clean}
     if not able:
-        return Verdict(why_full="the optimizers of every survivor had stepped since its last step()")
+        return RecoveryVerdict(why_full="the optimizers of every survivor had stepped since its last step()")
     donor = max(able, key=lambda rank: (able[rank], -rank))
     step = able[donor]
     if any(staged.step > step for staged in survivors.values()):
-        return Verdict(why_full="the survivor that was ahead had begun its next optimizer step")
+        return RecoveryVerdict(why_full="the survivor that was ahead had begun its next optimizer step")
     apart = any(word.place != words[donor].place for word in words)
     if apart and words[donor].carried_bytes > CARRIED_BYTES:
-        return Verdict(
+        return RecoveryVerdict(
             why_full=f"what all would take of rank {donor} (dense part, optimizers, tables on every rank) is "
             f"{words[donor].carried_bytes >> 20} MiB, more than the {CARRIED_BYTES >> 20} that ranks of several "
             "machines or pods give one another"
@@ -219,10 +219,10 @@ def _judged(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
     )
     pls = max(now.pls, *(staged.pls for staged in survivors.values())) + added
     if pls > terms.pls_target:
-        return Verdict(
+        return RecoveryVerdict(
             why_full=f"the run's PLS would come to {pls:.3g}, beyond its target of {terms.pls_target:.3g}"
         )
-    return Verdict(
+    return RecoveryVerdict(
         step=step,
         donor=donor,
         steps=steps,

@@ -32,7 +32,7 @@ from deltashard.errors import (
     UserError,
 )
 from deltashard.group.meeting import Meeting
-from deltashard.group.roll import Word, agreed_layout
+from deltashard.group.roll import RankManifest, agreed_layout
 from deltashard.program import Program
 from deltashard.restore.frame_stream import RESTORE_DEADLINE_S
 from deltashard.state.replica import differing, sums
@@ -68,7 +68,7 @@ class Assembly:
         self._rank = rank
         self._program = program
         dense = program.tracking.dense()
-        word = Word(
+        word = RankManifest(
             facts=facts,
             tables=program.shapes,
             dense={name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in dense.items()},
@@ -96,7 +96,7 @@ class Assembly:
         """
 
         def opened() -> str:
-            words = [Word.of(text) for text in self._meeting.words]
+            words = [RankManifest.of(text) for text in self._meeting.words]
             took_part = max(word.took_part for word in words)
             reply = ask(pb.OpenRequest(layout=agreed_layout(words).data, took_part=took_part))
             crash_point("open.before_told")

@@ -22,7 +22,7 @@ from enum import Enum
 from deltashard_checkpoint.transition import after, page
 
 
-class State(Enum):
+class RestorePhase(Enum):
     """Where a `restore()` is."""
 
     IDLE = "IDLE"
@@ -34,7 +34,7 @@ class State(Enum):
     FAILED = "FAILED"
 
 
-class Event(Enum):
+class RestoreEvent(Enum):
     """What may happen to it."""
 
     CALL = "call"
@@ -47,37 +47,37 @@ class Event(Enum):
     FAIL = "fail"
 
 
-TABLE: dict[State, dict[Event, State]] = {
-    State.IDLE: {Event.CALL: State.OPENING},
-    State.OPENING: {
-        Event.CHOSEN: State.RECEIVING,
-        Event.EMPTY: State.ARMING,
-        Event.FAIL: State.FAILED,
+TABLE: dict[RestorePhase, dict[RestoreEvent, RestorePhase]] = {
+    RestorePhase.IDLE: {RestoreEvent.CALL: RestorePhase.OPENING},
+    RestorePhase.OPENING: {
+        RestoreEvent.CHOSEN: RestorePhase.RECEIVING,
+        RestoreEvent.EMPTY: RestorePhase.ARMING,
+        RestoreEvent.FAIL: RestorePhase.FAILED,
     },
-    State.RECEIVING: {
-        Event.RECEIVED: State.APPLYING,
-        Event.AGAIN: State.OPENING,
-        Event.FAIL: State.FAILED,
+    RestorePhase.RECEIVING: {
+        RestoreEvent.RECEIVED: RestorePhase.APPLYING,
+        RestoreEvent.AGAIN: RestorePhase.OPENING,
+        RestoreEvent.FAIL: RestorePhase.FAILED,
     },
-    State.APPLYING: {
-        Event.APPLIED: State.ARMING,
-        Event.AGAIN: State.OPENING,
-        Event.FAIL: State.FAILED,
+    RestorePhase.APPLYING: {
+        RestoreEvent.APPLIED: RestorePhase.ARMING,
+        RestoreEvent.AGAIN: RestorePhase.OPENING,
+        RestoreEvent.FAIL: RestorePhase.FAILED,
     },
-    State.ARMING: {Event.ARMED: State.DONE, Event.FAIL: State.FAILED},
-    State.DONE: {Event.CALL: State.OPENING},
-    State.FAILED: {Event.CALL: State.OPENING},
+    RestorePhase.ARMING: {RestoreEvent.ARMED: RestorePhase.DONE, RestoreEvent.FAIL: RestorePhase.FAILED},
+    RestorePhase.DONE: {RestoreEvent.CALL: RestorePhase.OPENING},
+    RestorePhase.FAILED: {RestoreEvent.CALL: RestorePhase.OPENING},
 }
 
-MEANING: dict[Event, str] = {
-    Event.CALL: "`restore()` is called, before the first step",
-    Event.CHOSEN: "an attempt is open, and the sidecar names the checkpoint to resume",
-    Event.EMPTY: "an attempt is open, and there is no checkpoint (that is whole)",
-    Event.RECEIVED: "all ranks have all rows and blobs",
-    Event.APPLIED: "all ranks hold the whole checkpoint, and their replicas are the same",
-    Event.AGAIN: "the sidecar died, the checkpoint was retired, or is not whole: another attempt is opened",
-    Event.ARMED: "the step is set, and the next one may be trained",
-    Event.FAIL: "an error is raised",
+MEANING: dict[RestoreEvent, str] = {
+    RestoreEvent.CALL: "`restore()` is called, before the first step",
+    RestoreEvent.CHOSEN: "an attempt is open, and the sidecar names the checkpoint to resume",
+    RestoreEvent.EMPTY: "an attempt is open, and there is no checkpoint (that is whole)",
+    RestoreEvent.RECEIVED: "all ranks have all rows and blobs",
+    RestoreEvent.APPLIED: "all ranks hold the whole checkpoint, and their replicas are the same",
+    RestoreEvent.AGAIN: "the sidecar died, the checkpoint was retired, or is not whole: another attempt is opened",
+    RestoreEvent.ARMED: "the step is set, and the next one may be trained",
+    RestoreEvent.FAIL: "an error is raised",
 }
 
 
@@ -85,13 +85,13 @@ class RestoreState:
     """State of the restores of one Checkpointer; on the training thread only."""
 
     def __init__(self) -> None:
-        self._now = State.IDLE
+        self._now = RestorePhase.IDLE
 
     @property
-    def now(self) -> State:
+    def now(self) -> RestorePhase:
         return self._now
 
-    def happen(self, event: Event) -> None:
+    def happen(self, event: RestoreEvent) -> None:
         """Apply `event`; raises `IllegalEvent` for one that cannot happen now."""
         self._now = after(TABLE, self._now, event, where="restore lifecycle")
 

@@ -36,7 +36,7 @@ from deltashard.restore.assembly import Assembly
 from deltashard.restore.blob import Blobs
 from deltashard.restore.content_hash import Contents, differing, resharded
 from deltashard.restore.frame_stream import Received, read_checkpoint
-from deltashard.restore.lifecycle import Event, RestoreState
+from deltashard.restore.lifecycle import RestoreEvent, RestoreState
 from deltashard.restore.model_target import ModelTargets
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.restore.recovery_plan import PartialRestore, RecoveryPlan
@@ -139,13 +139,13 @@ class Restorer:
 
     def restore(self, request: RestoreRequest) -> Restored | None:
         self._refuse_trained()
-        self._state.happen(Event.CALL)
+        self._state.happen(RestoreEvent.CALL)
         try:
             restored = self._restore(request)
         except BaseException:
-            self._state.happen(Event.FAIL)
+            self._state.happen(RestoreEvent.FAIL)
             raise
-        self._state.happen(Event.ARMED)
+        self._state.happen(RestoreEvent.ARMED)
         if restored is not None:
             self._listener.emit("restored", restored=restored)
         return restored
@@ -171,13 +171,13 @@ class Restorer:
                 return None
             try:
                 self._receive(call, chosen)
-                self._state.happen(Event.RECEIVED)
+                self._state.happen(RestoreEvent.RECEIVED)
                 self._apply(call, chosen)
             except (SidecarGone, RunWentOn, InvalidCheckpoint) as error:
                 self._begin_again(call, chosen.reply, error)
-                self._state.happen(Event.AGAIN)
+                self._state.happen(RestoreEvent.AGAIN)
                 continue
-            self._state.happen(Event.APPLIED)
+            self._state.happen(RestoreEvent.APPLIED)
             return self._arm(call, chosen)
 
     def _open(self, call: _Call) -> _Try | None:
@@ -195,7 +195,7 @@ class Restorer:
         if not reply.HasField("resume_seq"):
             if assembly is not None:
                 assembly.agree("restored")
-            self._state.happen(Event.EMPTY)
+            self._state.happen(RestoreEvent.EMPTY)
             self._opener.begin(reply, step=0, assembly=assembly)
             if call.excluded:
                 raise RestoreFailed(
@@ -206,7 +206,7 @@ class Restorer:
             return None
         self._plan.resumed({} if request.from_run else reply.metadata)
         partial = None if assembly is None else self._plan.agree(assembly, reply, unusual=call.unusual)
-        self._state.happen(Event.CHOSEN)
+        self._state.happen(RestoreEvent.CHOSEN)
         return _Try(link=link, reply=reply, partial=partial)
 
     def _begin_again(

@@ -25,7 +25,7 @@ from deltashard.attach.rank import Rank
 from deltashard.errors import SaveFailed, StateError
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
-from deltashard.state.value import Source, encode_value
+from deltashard.state.value import ValueSource, encode_value
 
 log = logging.getLogger("deltashard")
 
@@ -91,7 +91,7 @@ class Capture:
             )
 
 
-def _encoded(source: Source) -> EncodedTree:
+def _encoded(source: ValueSource) -> EncodedTree:
     """One entry of `state=`; raises `StateError` or `SaveFailed`, by name, whatever its getter raises."""
     where = f"state[{source.name!r}]"
     try:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.attachment import Attachment
+from deltashard.attach.attachment import SidecarAttachment
 from deltashard.attach.session import Link
 from deltashard.cut import memory
 from deltashard.cut.block_writer import TableCut
@@ -51,7 +51,7 @@ class HeadStart:
         *,
         tables: Tables,
         clock: StepClock,
-        attachment: Attachment,
+        attachment: SidecarAttachment,
         base: CutBase,
         streams: StreamAhead,
         counts: HeadStarts,

@@ -12,8 +12,8 @@ from typing import Any
 from deltashard_proto.cause import heard
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.attachment import Attachment
-from deltashard.attach.lifecycle import Attempt, Event, State
+from deltashard.attach.attachment import SidecarAttachment
+from deltashard.attach.lifecycle import AttachEvent, AttachState, TrainingAttempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.session import Attached, FencedOff, Lost
 from deltashard.cut.save_stream import CutFailed
@@ -28,8 +28,8 @@ class News:
 
     def __init__(
         self,
-        attachment: Attachment,
-        attempt: Attempt,
+        attachment: SidecarAttachment,
+        attempt: TrainingAttempt,
         *,
         clock: StepClock,
         saver: Saver,
@@ -50,16 +50,16 @@ class News:
         """What the session thread heard since the last time; raises `FencedError`."""
         while (event := self._session.next_event()) is not None:
             if isinstance(event, Attached):
-                after = self._attempt.happen(Event.ATTACH)
+                after = self._attempt.happen(AttachEvent.ATTACH)
                 # A cut may have described its tables anew since: that link has replaced this one, and is adopted.
-                if after is not State.CLOSED and event.link is self._session.link:
+                if after is not AttachState.CLOSED and event.link is self._session.link:
                     self._saver.adopt(event.link)
                 self._listener.emit("attached", session=event.link.session)
             elif isinstance(event, Lost):
-                self._attempt.happen(Event.LOSE)
+                self._attempt.happen(AttachEvent.LOSE)
                 self._listener.emit("sidecar_lost", why=event.why)
             elif isinstance(event, FencedOff):
-                self._attempt.happen(Event.FENCE)
+                self._attempt.happen(AttachEvent.FENCE)
             elif isinstance(event, pb.Notice):
                 self._apply_notice(event)
             else:

@@ -14,8 +14,8 @@ import time
 
 from deltashard_proto.block_reason import BlockReason
 
-from deltashard.attach.attachment import Attachment
-from deltashard.attach.lifecycle import Attempt
+from deltashard.attach.attachment import SidecarAttachment
+from deltashard.attach.lifecycle import TrainingAttempt
 from deltashard.attach.session import Link
 from deltashard.attach.term_signal import TermHandler
 from deltashard.cut import save_stream
@@ -30,7 +30,7 @@ from deltashard.save.request import Requests
 from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
 from deltashard.save.wait import MESSAGE, Asker, SnapshotGate
-from deltashard.save.watchdog import Block, Watchdog
+from deltashard.save.watchdog import BlockedBy, Watchdog
 from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
 
@@ -56,8 +56,8 @@ class SaveLoop:
         *,
         clock: StepClock,
         stance: Stance,
-        attachment: Attachment,
-        attempt: Attempt,
+        attachment: SidecarAttachment,
+        attempt: TrainingAttempt,
         opener: AttemptOpener,
         news: News,
         saver: Saver,
@@ -222,26 +222,28 @@ class SaveLoop:
                 self._news.apply()  # tells who waits, and raises
             raise
 
-    def _block(self, *, at_step: bool) -> Block:
+    def _block(self, *, at_step: bool) -> BlockedBy:
         """Why a save that is due was not taken at this boundary."""
         reason = self.gate(at_step=at_step).why(Asker.TIMER)
         failure = self._setbacks.last
         if reason is BlockReason.AWAY:
-            return Block(reason=reason, message=f"the sidecar has been away for {self._session.away_s:.0f} s")
+            return BlockedBy(
+                reason=reason, message=f"the sidecar has been away for {self._session.away_s:.0f} s"
+            )
         if reason is not None and reason is not BlockReason.BACK_OFF:
-            return Block(reason=reason, message=MESSAGE[reason])
+            return BlockedBy(reason=reason, message=MESSAGE[reason])
         if failure is not None:
             vetoed = isinstance(failure, DeltashardError) and failure.where == "validate="
-            return Block(
+            return BlockedBy(
                 reason=BlockReason.VETOED if vetoed else BlockReason.BACK_OFF,
                 message=f"the last one failed: {failure}",
                 remedy=failure.remedy if isinstance(failure, DeltashardError) else "",
             )
         if self._orders is not None and self._orders.why_off:
-            return Block(
+            return BlockedBy(
                 reason=BlockReason.RANKS, message=self._orders.why_off, rank=self._orders.conductor.rank_off
             )
-        return Block(reason=BlockReason.NOT_ASKED, message=MESSAGE[BlockReason.NOT_ASKED])
+        return BlockedBy(reason=BlockReason.NOT_ASKED, message=MESSAGE[BlockReason.NOT_ASKED])
 
     # With other ranks.
 

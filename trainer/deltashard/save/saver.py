@@ -31,9 +31,9 @@ from deltashard_checkpoint.vocabulary import (
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.attachment import Attachment
+from deltashard.attach.attachment import SidecarAttachment
 from deltashard.attach.interruption import leaves
-from deltashard.attach.lifecycle import Attempt
+from deltashard.attach.lifecycle import TrainingAttempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link
@@ -91,8 +91,8 @@ class Saver:
         capture: Capture,
         *,
         clock: StepClock,
-        attachment: Attachment,
-        attempt: Attempt,
+        attachment: SidecarAttachment,
+        attempt: TrainingAttempt,
         base: CutBase,
         requests: Requests,
         setbacks: Setbacks,

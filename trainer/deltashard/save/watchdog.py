@@ -32,7 +32,7 @@ LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockedBy:
     """Why a save cannot be taken now."""
 
     reason: BlockReason
@@ -50,7 +50,7 @@ class BlockedSave:
     for_s: float
     age_s: float | None
     """Of the newest checkpoint; None: there is none of this attempt, nor was one restored."""
-    block: Block
+    block: BlockedBy
 
     def __str__(self) -> str:
         age = "there is no checkpoint yet" if self.age_s is None else f"the newest is {self.age_s:.0f} s old"
@@ -82,7 +82,7 @@ class Watchdog:
         self._due_s: float | None = None
         """Since when a save is due; None: none is."""
         self._limit_s = 0.0
-        self._block: Block | None = None
+        self._block: BlockedBy | None = None
         """Why it was not taken at the last check."""
 
     # What happens to saves.
@@ -110,7 +110,7 @@ class Watchdog:
 
     # Whether one is due.
 
-    def check(self, block: Callable[[], Block], *, asked: bool, timed: bool = True) -> None:
+    def check(self, block: Callable[[], BlockedBy], *, asked: bool, timed: bool = True) -> None:
         """At a boundary, after it took what it could. `block` says why nothing more; `asked`: a save is asked for."""
         self._clock.look_again(LOOK_S)
         now_s = self._now_s()

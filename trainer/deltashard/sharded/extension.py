@@ -10,7 +10,7 @@ from deltashard.sharded.fused_view import FusedView
 from deltashard.sharded.lookup_tracker import LookupTracker
 from deltashard.sharded.optimizer_wrapper import parts
 from deltashard.state.discovery import FoundTable, Inventory
-from deltashard.tracking.extension import Extension, Lost, register
+from deltashard.tracking.extension import Lost, ModuleExtension, register
 from deltashard.tracking.marks import Marks
 
 
@@ -22,4 +22,4 @@ def _tracker(found: FoundTable, marks: Marks, lost: Lost) -> LookupTracker | Non
     return None if found.kernel is None else LookupTracker(found.kernel, marks, lost)
 
 
-register(Extension(find=find, parts=parts, view=_view, tracker=_tracker))
+register(ModuleExtension(find=find, parts=parts, view=_view, tracker=_tracker))

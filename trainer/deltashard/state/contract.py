@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from deltashard.errors import CheckpointMismatch, StateError
 from deltashard.state import row_hash
 from deltashard.state.discovery import FoundTable, Inventory, canonical_prefixes, is_wrapper
-from deltashard.state.value import Source, check_value, tensors_in
+from deltashard.state.value import ValueSource, check_value, tensors_in
 
 log = logging.getLogger("deltashard")
 
@@ -74,7 +74,7 @@ class Contract:
             and fqn.removeprefix(self._inside) not in held
         )
         """Frozen tensors that the module does not want saved."""
-        self.source = Source(name=f"{MODULE}{path}", get=self.extras, set=self.load)
+        self.source = ValueSource(name=f"{MODULE}{path}", get=self.extras, set=self.load)
 
     @property
     def name(self) -> str:

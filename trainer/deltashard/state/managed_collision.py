@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deltashard.errors import CheckpointMismatch
 from deltashard.state.discovery import canonical_prefixes
-from deltashard.state.value import Source
+from deltashard.state.value import ValueSource
 
 COLLISIONS = "collisions:"
 """What the names of these sources begin with."""
@@ -36,13 +36,13 @@ def is_managed(module: nn.Module) -> bool:
     return modules is not None and isinstance(module, modules.MCHManagedCollisionModule)
 
 
-def histories(model: nn.Module) -> list[Source]:
+def histories(model: nn.Module) -> list[ValueSource]:
     """One source for each such module of `model`, each once."""
-    found: dict[int, Source] = {}
+    found: dict[int, ValueSource] = {}
     for path, module in canonical_prefixes(model):
         if is_managed(module) and id(module) not in found:
             history = _History(module, path)
-            found[id(module)] = Source(name=f"{COLLISIONS}{path}", get=history.get, set=history.set)
+            found[id(module)] = ValueSource(name=f"{COLLISIONS}{path}", get=history.get, set=history.set)
     return list(found.values())
 
 

@@ -5,7 +5,7 @@ dtype and whether they lay on an accelerator), sparse COO tensors as their parts
 momentum buffer stays uncoalesced: coalescing changes bits), `torch.Size`, `torch.dtype`, `torch.device`.
 Encoding refers to the tensors' memory; the bytes are copied once, when they are written into the arena.
 
-A `Source` is one entry of the user's `state=`: something that can be read at every cut and written at a restore. A
+A `ValueSource` is one entry of the user's `state=`: something that can be read at every cut and written at a restore. A
 plain number cannot: the program's variable would not change when it is restored, so it is refused with the remedy.
 Several stateful objects may come together, in a list, tuple or dict of nothing else: each is read and written itself.
 """
@@ -161,7 +161,7 @@ def decode_value(data: bytes | bytearray | memoryview) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ValueSource:
     """One named piece of state: `get` reads it at a cut, `set` writes it at a restore."""
 
     name: str
@@ -244,8 +244,8 @@ def _holds_stateful(value: Any) -> bool:
     )
 
 
-def _together(name: str, container: Any) -> Source:
-    def parts() -> dict[Any, Source | None]:
+def _together(name: str, container: Any) -> ValueSource:
+    def parts() -> dict[Any, ValueSource | None]:
         return {key: source(f"{name}.{key}", member) for key, member in _members(container).items()}
 
     def get() -> dict[Any, Any]:
@@ -265,10 +265,10 @@ def _together(name: str, container: Any) -> Source:
                 part.set(held[key])
 
     parts()  # refuses what cannot be saved, now
-    return Source(name=name, get=get, set=put)
+    return ValueSource(name=name, get=get, set=put)
 
 
-def source(name: str, value: Any) -> Source | None:
+def source(name: str, value: Any) -> ValueSource | None:
     """The source for one entry of `state=`; None for a loader without state, whose position `wrap()` captures.
 
     Raises:
@@ -281,15 +281,15 @@ def source(name: str, value: Any) -> Source | None:
             remedy="give it as optimizer=, a list takes several",
         )
     if isinstance(value, Stateful):
-        return Source(name=name, get=value.state_dict, set=value.load_state_dict, subject=value)
+        return ValueSource(name=name, get=value.state_dict, set=value.load_state_dict, subject=value)
     if _holds_stateful(value):
         return _together(name, value)
     if is_generator(value):
-        return Source(name=name, get=lambda: capture_own(value), set=lambda held: apply_own(value, held))
+        return ValueSource(name=name, get=lambda: capture_own(value), set=lambda held: apply_own(value, held))
     if isinstance(value, tuple) and len(value) == 2 and callable(value[0]) and callable(value[1]):
-        return Source(name=name, get=value[0], set=value[1])
+        return ValueSource(name=name, get=value[0], set=value[1])
     if isinstance(value, torch.Tensor | np.ndarray | MutableMapping | MutableSequence):
-        return Source(name=name, get=lambda: value, set=lambda held: _put(name, value, held))
+        return ValueSource(name=name, get=lambda: value, set=lambda held: _put(name, value, held))
     if isinstance(value, DataLoader):
         return None
     raise _refuse(name, value)
@@ -297,7 +297,7 @@ def source(name: str, value: Any) -> Source | None:
 
 def sources(
     state: Mapping[str, Any] | None, *, refuse: Callable[[str, object], None] = lambda _name, _held: None
-) -> list[Source]:
+) -> list[ValueSource]:
     """All entries of `state=`, each encoded and decoded once, so that what cannot be saved is refused here.
 
     `refuse` gets the name and the value of each as it would be stored, and raises for what must not be.

@@ -1,6 +1,6 @@
 """What tracking asks of a library whose modules keep and update tables themselves (TorchRec).
 
-Each registers an `Extension`. Tracking imports none of them: `deltashard/__init__.py` does.
+Each registers an `ModuleExtension`. Tracking imports none of them: `deltashard/__init__.py` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Lost = Callable[[Exception], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extension:
+class ModuleExtension:
     """Support for one library."""
 
     find: Finder
@@ -33,10 +33,10 @@ class Extension:
     """Of a table that the library's kernel updates; None: an optimizer does."""
 
 
-_extensions: list[Extension] = []
+_extensions: list[ModuleExtension] = []
 
 
-def register(extension: Extension) -> None:
+def register(extension: ModuleExtension) -> None:
     _extensions.append(extension)
 
 

@@ -41,7 +41,7 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.stores.deadline import SILENCE_S
 from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
-from deltashard_checkpoint.stores.retry import Listing
+from deltashard_checkpoint.stores.retry import ResumedListing
 from deltashard_checkpoint.stores.s3.connection import SLICE_BYTES, Connections, check_deadline, slices
 from deltashard_checkpoint.stores.s3.credentials import StandardProvider
 from deltashard_checkpoint.stores.s3.encryption import Encryption
@@ -267,7 +267,7 @@ class S3Store(Store):
         """See `Store.list`: pages of 1000, the next asked for when the last is used up."""
         check_prefix(prefix)
         # A page that a renewed token asks for again comes from a listing of its own, after the last key there was.
-        listing = Listing(lambda last: self._pages(prefix, last), start_after)
+        listing = ResumedListing(lambda last: self._pages(prefix, last), start_after)
         while (found := self._attempt(prefix, listing.step, is_key=False)) is not None:
             yield found
 

@@ -4,9 +4,9 @@ import pytest
 from deltashard_checkpoint.maintenance.synthetic import (
     CHECKPOINT_S,
     SLACK,
+    ChainRates,
     FullCut,
     Material,
-    Rates,
     at_cut,
     at_rest,
     compaction_s,
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoint.run_builder import Run
 
 GB = 10**9
-RATES = Rates(read_bytes_per_s=1e8, write_bytes_per_s=1e8, stall_s=0.2)
+RATES = ChainRates(read_bytes_per_s=1e8, write_bytes_per_s=1e8, stall_s=0.2)
 CACHED = Material(checkpoints=2, chain_bytes=int(1.4 * GB), fetch_bytes=0, base_bytes=GB)
 FULL = FullCut(raw_bytes=3 * GB, stored_bytes=GB)
 
@@ -33,7 +33,7 @@ materials = st.builds(
     sizes, sizes, sizes, st.integers(2, 40),
 )  # fmt: skip
 some_rates = st.builds(
-    Rates,
+    ChainRates,
     read_bytes_per_s=st.floats(1e6, 1e10),
     write_bytes_per_s=st.floats(1e6, 1e10),
     encode_s_per_byte=st.floats(1e-10, 1e-7),
@@ -51,8 +51,8 @@ def test_a_cached_chain_is_compacted_when_the_predictor_asks_for_a_baseline():
 
 def test_a_chain_that_would_be_fetched_over_a_slow_link_is_not():
     away = Material(checkpoints=2, chain_bytes=int(1.4 * GB), fetch_bytes=int(1.4 * GB), base_bytes=GB)
-    assert at_cut(away, FULL, Rates(read_bytes_per_s=1e7, stall_s=0.2), pays=True, goal_s=0) is None
-    assert at_cut(away, FULL, Rates(read_bytes_per_s=1e10, stall_s=0.2), pays=True, goal_s=0) is not None
+    assert at_cut(away, FULL, ChainRates(read_bytes_per_s=1e7, stall_s=0.2), pays=True, goal_s=0) is None
+    assert at_cut(away, FULL, ChainRates(read_bytes_per_s=1e10, stall_s=0.2), pays=True, goal_s=0) is not None
 
 
 def test_after_bits_were_lowered_the_baseline_is_a_cut():
@@ -82,7 +82,7 @@ def test_a_goal_asks_for_what_brings_it_nearer_and_for_nothing_once_it_is_reache
 
 
 def test_the_goal_counts_bytes_and_checkpoints():
-    assert restore_s(GB, 3, Rates(read_bytes_per_s=1e8)) == pytest.approx(10 + 3 * CHECKPOINT_S)
+    assert restore_s(GB, 3, ChainRates(read_bytes_per_s=1e8)) == pytest.approx(10 + 3 * CHECKPOINT_S)
     long = Material(checkpoints=10, chain_bytes=3 * GB, fetch_bytes=0, base_bytes=GB)
     found = at_rest(long, RATES, owes=False, longest=16, goal_s=20.0)
     assert found is not None

@@ -14,7 +14,7 @@ from deltashard_checkpoint.format import object_key
 from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.restore import checkpoint_reader
 from deltashard_checkpoint.restore.fetcher import Fetcher, warm_cache
-from deltashard_checkpoint.restore.plan import Plan, Request
+from deltashard_checkpoint.restore.plan import Plan, RangeRequest
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 
@@ -144,7 +144,7 @@ class Arena:
         self.lent: dict[int, bytearray] = {}
         self.least = blocks
 
-    def __call__(self, request: Request, *, wait: bool) -> memoryview | None:
+    def __call__(self, request: RangeRequest, *, wait: bool) -> memoryview | None:
         if not self.free:
             assert not wait, "asked to wait though nothing is under way and the consumer holds nothing"
             return None
@@ -153,7 +153,7 @@ class Arena:
         self.lent[id(request)] = block
         return memoryview(block)[: request.length]
 
-    def back(self, request: Request) -> None:
+    def back(self, request: RangeRequest) -> None:
         self.free.append(self.lent.pop(id(request)))
 
 

@@ -461,12 +461,12 @@ def test_a_store_that_fails_for_a_moment_does_not_fail_the_layout():
     assert not failing
 
 
-def reading(run: Run, **options: object) -> attempts.Basis:
+def reading(run: Run, **options: object) -> attempts.ResumeBasis:
     """What a trainer reads of a store that takes no entry."""
     return attempts.read_unopened(run.reader(), owner="me", **options)[2]
 
 
-def opening(run: Run, basis: attempts.Basis, **options: object) -> attempts.Opened:
+def opening(run: Run, basis: attempts.ResumeBasis, **options: object) -> attempts.Opened:
     return attempts.open_attempt(run.reader(), owner="me", closing_wait_s=0.0, basis=basis, **options)
 
 

@@ -479,7 +479,7 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
 def test_who_knows_how_long_a_cut_takes_looks_seldom_before():
     """Rank 1 finishes 25 s after rank 0, each time: then rank 0's pod asks a few times, and hears of it soon."""
     run, attempt = laid_out()
-    pace, sayings = [commits.Pace(), commits.Pace()], [Sayings(), Sayings()]
+    pace, sayings = [commits.CommitPace(), commits.CommitPace()], [Sayings(), Sayings()]
     counted = Requests(run)
     costs, late_s = [], []
     for cut in range(1, 5):
@@ -525,7 +525,7 @@ def _uncounted(counted: Requests, one, since_s: float) -> None:
 def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_within_seconds():
     """Both ranks believe that a cut takes an hour."""
     run, attempt = laid_out()
-    pace = commits.Pace()
+    pace = commits.CommitPace()
     pace.learn(True, 3600.0)
     begun, ends = run.time.now_s, []
 

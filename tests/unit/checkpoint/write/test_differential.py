@@ -12,7 +12,7 @@ from deltashard_checkpoint.write.differential import (
     history,
     increments_text,
 )
-from deltashard_checkpoint.write.precision import Precision
+from deltashard_checkpoint.write.precision import StoredPrecision
 
 from tests.support.checkpoint.run_builder import Run
 
@@ -26,7 +26,7 @@ TABLE = TableSchema(
 )
 ROW = raw_row_bytes(TABLE, 32)
 BLOBS = 5000
-Q8, Q2 = Precision.of("q8"), Precision.of("q2")
+Q8, Q2 = StoredPrecision.of("q8"), StoredPrecision.of("q2")
 
 
 def known(*increments: float) -> History:
@@ -39,7 +39,7 @@ def saved(run: Run, attempt: int, cut: int, share: float, covers: int | None = N
     return run.commit(attempt, cut, covers, tables=(TABLE,), rows=rows, raw_bytes=rows * ROW + BLOBS, **more)
 
 
-def at(share: float, precision: Precision) -> float:
+def at(share: float, precision: StoredPrecision) -> float:
     """S of an increment with so many of all rows: by hand."""
     row = stored_row_bytes(TABLE, 32, ENCODINGS[precision.of_table("t")], precision.state)
     return (BLOBS + share * 1000 * row) / (BLOBS + 1000 * row)
@@ -112,7 +112,7 @@ def test_a_cut_of_all_rows_counts_one_at_every_encoding(encoding, state_encoding
     attempt = run.open().attempt
     base = saved(run, attempt, 1, 1.0)
     saved(run, attempt, 2, 1.0, base)
-    seen = history(run.log.state, attempt, Precision.of(encoding, state_encoding))
+    seen = history(run.log.state, attempt, StoredPrecision.of(encoding, state_encoding))
     assert seen.increments == pytest.approx((1.0,))
 
 
@@ -120,7 +120,7 @@ def test_bits_by_table_count_by_table():
     run = Run()
     attempt = run.open().attempt
     saved(run, attempt, 1, 1.0)
-    mixed = Precision.of({"*": "q2", "t": "q8"})
+    mixed = StoredPrecision.of({"*": "q2", "t": "q8"})
     assert history(run.log.state, attempt, mixed).full_bytes == 1000 * (32 + 8 + 4) + BLOBS
 
 
@@ -197,4 +197,4 @@ def test_an_unknown_policy_is_the_users_error():
     attempt = run.open().attempt
     saved(run, attempt, 1, 1.0)
     with pytest.raises(UserError, match="unknown encoding"):
-        history(run.log.state, attempt, Precision.of("q5"))
+        history(run.log.state, attempt, StoredPrecision.of("q5"))

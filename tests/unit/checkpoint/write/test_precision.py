@@ -3,7 +3,7 @@
 import pytest
 from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, PRECISION_KEY
 from deltashard_checkpoint.write import precision
-from deltashard_checkpoint.write.precision import Precision, coarser, coarsest, held, raised, recorded
+from deltashard_checkpoint.write.precision import StoredPrecision, coarser, coarsest, held, raised, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +11,7 @@ from tests.support.checkpoint.run_builder import Run
 
 encodings = st.sampled_from(ENCODING_CHOICES)
 precisions = st.builds(
-    lambda others, tables, state: Precision.of({"*": others, **tables}, state),
+    lambda others, tables, state: StoredPrecision.of({"*": others, **tables}, state),
     encodings,
     st.dictionaries(st.sampled_from(["a", "b"]), encodings, max_size=2),
     st.sampled_from(["fp32", "bf16"]),
@@ -19,7 +19,7 @@ precisions = st.builds(
 TABLES = ("a", "b", "c")
 
 
-def bits(of: Precision) -> tuple[int, ...]:
+def bits(of: StoredPrecision) -> tuple[int, ...]:
     return (*(ENCODINGS[of.of_table(table)].bits for table in TABLES), 16 if of.state == "bf16" else 32)
 
 
@@ -43,11 +43,17 @@ def test_raised_is_said_exactly_when_some_table_asks_for_more(asked, stored):
 
 
 def test_the_reason_names_what_was_raised():
-    assert raised(Precision.of("q8"), Precision.of("q2")) == "bits raised: q2 to q8"
-    assert raised(Precision.of({"*": "q2", "hot": "q8"}), Precision.of("q2")) == "bits raised: hot q2 to q8"
-    assert raised(Precision.of("q2", "fp32"), Precision.of("q2", "bf16")) == "bits raised: state bf16 to fp32"
-    assert raised(Precision.of("q2"), Precision.of("q8")) == ""
-    assert raised(Precision.of("fp16"), Precision.of("bf16")) == ""
+    assert raised(StoredPrecision.of("q8"), StoredPrecision.of("q2")) == "bits raised: q2 to q8"
+    assert (
+        raised(StoredPrecision.of({"*": "q2", "hot": "q8"}), StoredPrecision.of("q2"))
+        == "bits raised: hot q2 to q8"
+    )
+    assert (
+        raised(StoredPrecision.of("q2", "fp32"), StoredPrecision.of("q2", "bf16"))
+        == "bits raised: state bf16 to fp32"
+    )
+    assert raised(StoredPrecision.of("q2"), StoredPrecision.of("q8")) == ""
+    assert raised(StoredPrecision.of("fp16"), StoredPrecision.of("bf16")) == ""
 
 
 @pytest.mark.parametrize(
@@ -58,12 +64,12 @@ def test_the_reason_names_what_was_raised():
 )  # fmt: skip
 def test_what_cannot_be_read_says_nothing(text):
     assert recorded(text) is None
-    assert raised(Precision.of("fp32"), recorded(text)) == ""
+    assert raised(StoredPrecision.of("fp32"), recorded(text)) == ""
 
 
 def test_several_ranks_say_the_coarsest_together():
-    texts = [Precision.of("q8").text(), "rot", Precision.of("q4", "bf16").text()]
-    assert coarsest(texts) == Precision.of("q4", "bf16")
+    texts = [StoredPrecision.of("q8").text(), "rot", StoredPrecision.of("q4", "bf16").text()]
+    assert coarsest(texts) == StoredPrecision.of("q4", "bf16")
     assert coarsest(["rot"]) is None
 
 
@@ -74,21 +80,21 @@ def test_of_an_older_build_the_end_of_the_directive_counts():
     delta = run.commit(attempt, 2, base, directive="timer; intermittent: since 2; q8, state fp32")
     silent = run.commit(attempt, 3, directive="full")
     state = run.log.state
-    assert held(state, delta) == Precision.of("q2", "bf16")
+    assert held(state, delta) == StoredPrecision.of("q2", "bf16")
     assert held(state, silent) is None
-    newer = run.commit(attempt, 4, delta, metadata={PRECISION_KEY: Precision.of("q3").text()})
-    assert held(run.log.state, newer) == Precision.of("q3")
+    newer = run.commit(attempt, 4, delta, metadata={PRECISION_KEY: StoredPrecision.of("q3").text()})
+    assert held(run.log.state, newer) == StoredPrecision.of("q3")
 
 
 def test_a_compacted_checkpoint_says_what_its_retired_chain_had():
     """The moved rows keep their bits, and nothing else of the chain is left to ask."""
     run = Run()
     attempt = run.open().attempt
-    base = run.commit(attempt, 1, metadata={PRECISION_KEY: Precision.of("q2").text()})
-    delta = run.commit(attempt, 2, base, metadata={PRECISION_KEY: Precision.of("q2").text()})
+    base = run.commit(attempt, 1, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
+    delta = run.commit(attempt, 2, base, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
     run.compacted(delta)
     run.retire([base])
-    assert held(run.log.state, delta) == Precision.of("q2")
+    assert held(run.log.state, delta) == StoredPrecision.of("q2")
 
 
 @settings(max_examples=200)
@@ -99,8 +105,8 @@ def test_no_live_row_has_fewer_bits_than_the_policy_unless_it_was_lowered_since(
     After every cut each row of each table has at least the bits of the policy in force; a cut is a baseline for that,
     or the policy never rose above any row's.
     """
-    said: Precision | None = None
-    rows: list[Precision] = []
+    said: StoredPrecision | None = None
+    rows: list[StoredPrecision] = []
     for number, (asked, what) in enumerate(script):
         if what == "compact":
             continue  # rows move as they are, and the checkpoint says what it said

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_sidecar.fleet.fleet_stream import refusal
-from deltashard_sidecar.fleet.heartbeat import BACKOFF, Pace, failures_after, phase
+from deltashard_sidecar.fleet.heartbeat import BACKOFF, HeartbeatPace, failures_after, phase
 from deltashard_sidecar.telemetry.metric import FLEET_CAUSES
 
 
@@ -33,7 +33,7 @@ def test_phases(facts: dict[str, object], expected: fleet.Phase) -> None:
 
 def test_news_goes_out_at_once_but_not_more_often_than_once_a_second() -> None:
     """Steps and sizes are no news; everything else is; silence is broken every heartbeat_s."""
-    pace = Pace().asked(15.0)
+    pace = HeartbeatPace().asked(15.0)
     beat = fleet.Heartbeat(phase=fleet.PHASE_TRAINING, ranks=[fleet.Rank(step=1)], stored_bytes=1)
     assert pace.due(beat, 100.0)
     pace = pace.after(beat, 100.0)
@@ -66,7 +66,7 @@ def test_measured_numbers_are_no_news_and_decisions_are() -> None:
         measured=fleet.Measured(cost_s=1.0, saves=8),
         decisions=[fleet.Decision(**held, why="1 s", evidence="8 saves", bound="not below 3 s")],
     )
-    pace = Pace().asked(15.0).after(beat, 100.0)
+    pace = HeartbeatPace().asked(15.0).after(beat, 100.0)
     beat.measured.cost_s, beat.measured.saves = 1.1, 9
     beat.decisions[0].why, beat.decisions[0].evidence, beat.decisions[0].bound = (
         "1.1 s",
@@ -89,9 +89,9 @@ def test_measured_numbers_are_no_news_and_decisions_are() -> None:
 
 def test_the_controllers_wish_is_bounded() -> None:
     """Neither a flood nor silence can be asked for."""
-    assert Pace().asked(0.0).heartbeat_s == 15.0
-    assert Pace().asked(0.001).heartbeat_s == 1.0
-    assert Pace().asked(1e9).heartbeat_s == 300.0
+    assert HeartbeatPace().asked(0.0).heartbeat_s == 15.0
+    assert HeartbeatPace().asked(0.001).heartbeat_s == 1.0
+    assert HeartbeatPace().asked(1e9).heartbeat_s == 300.0
 
 
 def test_pauses_grow_and_are_spread() -> None:

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from deltashard_checkpoint.maintenance.synthetic import Rates
+from deltashard_checkpoint.maintenance.synthetic import ChainRates
 from deltashard_sidecar.run.measured_rate import LEAST_BYTES, MeasuredRates
 
 
@@ -17,7 +17,7 @@ class Clock:
 
 
 def test_nothing_measured_is_what_is_assumed() -> None:
-    assert MeasuredRates().rates(raw_bytes=10, stall_s=0.5) == Rates(stall_s=0.5)
+    assert MeasuredRates().rates(raw_bytes=10, stall_s=0.5) == ChainRates(stall_s=0.5)
 
 
 def test_calls_at_once_count_their_time_once() -> None:
@@ -38,7 +38,7 @@ def test_small_calls_and_other_kinds_say_nothing() -> None:
     measured = MeasuredRates(clock=Clock())
     measured.called("put", 5.0, LEAST_BYTES - 1)
     measured.called("list", 5.0, 10 * LEAST_BYTES)
-    assert measured.rates(raw_bytes=0, stall_s=0.0) == Rates()
+    assert measured.rates(raw_bytes=0, stall_s=0.0) == ChainRates()
 
 
 def test_a_link_that_became_slow_is_seen() -> None:

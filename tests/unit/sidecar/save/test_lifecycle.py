@@ -9,9 +9,9 @@ from deltashard_sidecar.save.lifecycle import (
     IN_FLIGHT,
     MEANING,
     TABLE,
-    Event,
-    Lifecycle,
-    State,
+    SaveEvent,
+    SaveLifecycle,
+    SaveState,
     reference,
 )
 
@@ -20,19 +20,19 @@ DOCS = Path(__file__).parents[4] / "docs/reference/save-lifecycle.md"
 
 def test_the_good_road_leads_to_committed() -> None:
     """begin, seal, encoded, commit."""
-    life = Lifecycle()
-    for event in (Event.BEGIN, Event.SEAL, Event.ENCODED, Event.COMMIT):
+    life = SaveLifecycle()
+    for event in (SaveEvent.BEGIN, SaveEvent.SEAL, SaveEvent.ENCODED, SaveEvent.COMMIT):
         assert not life.ended
         life = life.on(event)
-    assert life.state is State.COMMITTED
+    assert life.state is SaveState.COMMITTED
     assert life.ended
 
 
-@pytest.mark.parametrize("state", list(State))
-@pytest.mark.parametrize("event", list(Event))
-def test_every_pair_is_either_an_arrow_or_a_named_error(state: State, event: Event) -> None:
+@pytest.mark.parametrize("state", list(SaveState))
+@pytest.mark.parametrize("event", list(SaveEvent))
+def test_every_pair_is_either_an_arrow_or_a_named_error(state: SaveState, event: SaveEvent) -> None:
     """Nothing is ignored silently."""
-    life = Lifecycle(state=state)
+    life = SaveLifecycle(state=state)
     if event in TABLE[state]:
         assert life.on(event, "why").state is TABLE[state][event]
         assert life.on(event, "why").cause == "why"
@@ -43,16 +43,16 @@ def test_every_pair_is_either_an_arrow_or_a_named_error(state: State, event: Eve
 
 def test_every_state_can_end_and_is_reachable() -> None:
     """From every state an ended one can be reached, and every state from IDLE."""
-    reached = {State.IDLE}
+    reached = {SaveState.IDLE}
     while True:
         more = reached | {to for state in reached for to in TABLE[state].values()}
         if more == reached:
             break
         reached = more
-    assert reached == set(State)
-    for start in State:
+    assert reached == set(SaveState)
+    for start in SaveState:
         seen = {start}
-        for _ in State:
+        for _ in SaveState:
             seen |= {to for state in seen for to in TABLE[state].values()}
         assert seen & ENDED
 
@@ -60,17 +60,17 @@ def test_every_state_can_end_and_is_reachable() -> None:
 def test_a_staged_save_does_not_end_by_the_trainer() -> None:
     """Once staged, neither a broken stream nor an abort of the trainer can stop it."""
     for state in IN_FLIGHT:
-        assert Event.BREAK not in TABLE[state]
-        assert Event.ABORT not in TABLE[state]
+        assert SaveEvent.BREAK not in TABLE[state]
+        assert SaveEvent.ABORT not in TABLE[state]
 
 
 def test_only_a_commit_leads_to_committed() -> None:
     """There is one arrow into COMMITTED and it starts when every block is free."""
-    arrows = [(s, e) for s, row in TABLE.items() for e, to in row.items() if to is State.COMMITTED]
-    assert arrows == [(State.UPLOADING, Event.COMMIT)]
+    arrows = [(s, e) for s, row in TABLE.items() for e, to in row.items() if to is SaveState.COMMITTED]
+    assert arrows == [(SaveState.UPLOADING, SaveEvent.COMMIT)]
 
 
 def test_the_page_in_docs_is_fresh() -> None:
     """Regenerate with `python -m deltashard_sidecar.main reference docs/reference`."""
-    assert set(MEANING) == set(Event)
+    assert set(MEANING) == set(SaveEvent)
     assert DOCS.read_text() == reference()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from deltashard.group.order import AHEAD_S, Ack, Orders, Proposal, Verdict, limit_after, settled
+from deltashard.group.order import AHEAD_S, Ack, Orders, Proposal, RoundVerdict, limit_after, settled
 from deltashard_checkpoint.errors import InternalBug
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +83,7 @@ class Rank:
                 yield
                 if verdict is not None:
                     self.shared.compare_set(f"verdict/{n}", verdict.text())
-            self.orders.read(Verdict.of(self.shared.held[f"verdict/{n}"]))
+            self.orders.read(RoundVerdict.of(self.shared.held[f"verdict/{n}"]))
 
 
 moves = st.lists(
@@ -120,7 +120,7 @@ def test_all_ranks_cut_at_one_step_or_none_does(world_size, margins, story) -> N
         verdict = shared.held.get(f"verdict/{n}")
         if steps:
             assert verdict is not None
-            assert Verdict.of(verdict).at == steps.pop()
+            assert RoundVerdict.of(verdict).at == steps.pop()
     # From here on every rank that lives is let run: nobody is held, and what goes is reached by all of them.
     for _ in range(200):
         for rank in ranks:
@@ -134,7 +134,7 @@ def test_all_ranks_cut_at_one_step_or_none_does(world_size, margins, story) -> N
         assert rank.dead or rank.orders.due is None
     for n in range(1, 1 + max(r.orders.number for r in ranks)):
         verdict = shared.held.get(f"verdict/{n}")
-        at = None if verdict is None else Verdict.of(verdict).at
+        at = None if verdict is None else RoundVerdict.of(verdict).at
         for rank in ranks:
             if not rank.dead:
                 assert rank.cuts.get(n) == at
@@ -145,11 +145,11 @@ def test_an_order_is_off_for_a_reason_that_names_the_rank() -> None:
     ready, busy = Ack(limit=7), Ack(limit=9, why_not="the sidecar was away")
     any_step = Proposal(reason="timer")
     assert settled(any_step, {0: ready}, 2, overdue=False) is None
-    assert settled(any_step, {0: ready, 1: Ack(limit=9)}, 2, overdue=True) == Verdict(at=9)
+    assert settled(any_step, {0: ready, 1: Ack(limit=9)}, 2, overdue=True) == RoundVerdict(at=9)
     away = "rank 1: the sidecar was away"
-    assert settled(any_step, {1: busy}, 3, overdue=False) == Verdict(at=None, why_off=away, rank=1)
+    assert settled(any_step, {1: busy}, 3, overdue=False) == RoundVerdict(at=None, why_off=away, rank=1)
     missing = "no answer of ranks 0, 2 in time"
-    assert settled(any_step, {1: ready}, 3, overdue=True) == Verdict(at=None, why_off=missing, rank=0)
+    assert settled(any_step, {1: ready}, 3, overdue=True) == RoundVerdict(at=None, why_off=missing, rank=0)
     many = settled(any_step, {}, 4096, overdue=True)
     assert many is not None
     assert many.why_off == "no answer of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more in time"
@@ -158,25 +158,25 @@ def test_an_order_is_off_for_a_reason_that_names_the_rank() -> None:
 def test_a_rank_that_stays_is_not_asked_to_go_on() -> None:
     """It waits for a save, or closes: only its own step is one that all can cut."""
     stays, goes = Ack(limit=7, stays=True), Ack(limit=9)
-    off = Verdict(at=None, why_off="rank 0 stands at step 7, rank 1 continues to step 9", rank=1)
+    off = RoundVerdict(at=None, why_off="rank 0 stands at step 7, rank 1 continues to step 9", rank=1)
     assert settled(Proposal(reason="close"), {0: stays, 1: goes}, 3, overdue=False) == off
-    assert settled(Proposal(reason="close"), {0: stays, 1: stays}, 2, overdue=False) == Verdict(at=7)
+    assert settled(Proposal(reason="close"), {0: stays, 1: stays}, 2, overdue=False) == RoundVerdict(at=7)
 
 
 def test_an_exact_proposal_means_one_step() -> None:
     exact = Proposal(reason="user", at=7, exact=True)
-    assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=7)}, 2, overdue=False) == Verdict(at=7)
-    past = Verdict(at=None, why_off="rank 1 may be past step 7", rank=1)
+    assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=7)}, 2, overdue=False) == RoundVerdict(at=7)
+    past = RoundVerdict(at=None, why_off="rank 1 may be past step 7", rank=1)
     assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=8)}, 3, overdue=False) == past
 
 
 def test_a_cut_that_was_never_taken_is_known_when_the_next_is_due() -> None:
     """The rank has no part in it, and says so."""
     orders = Orders()
-    orders.read(Verdict(at=7))
-    orders.read(Verdict(at=None, why_off="x"))
+    orders.read(RoundVerdict(at=7))
+    orders.read(RoundVerdict(at=None, why_off="x"))
     assert (orders.due, orders.missed) == ((1, 7), None)
-    orders.read(Verdict(at=5))
+    orders.read(RoundVerdict(at=5))
     assert (orders.due, orders.missed) == ((3, 5), 1)
 
 
@@ -192,11 +192,11 @@ def test_a_limit_lies_as_far_ahead_as_an_order_takes() -> None:
     [
         Proposal(reason="é", urgent=True, at=3, exact=True),
         Ack(limit=3, why_not="x", stays=True),
-        Verdict(at=5),
-        Verdict(at=None, why_off="y"),
+        RoundVerdict(at=5),
+        RoundVerdict(at=None, why_off="y"),
     ],
 )
-def test_words_read_back_as_they_were_said(said: Proposal | Ack | Verdict) -> None:
+def test_words_read_back_as_they_were_said(said: Proposal | Ack | RoundVerdict) -> None:
     assert type(said).of(said.text()) == said
 
 
@@ -205,7 +205,7 @@ def test_a_verdict_before_a_promise_is_a_bug() -> None:
     orders = Orders()
     orders.promise(8)
     with pytest.raises(InternalBug, match="before the limit 8"):
-        orders.read(Verdict(at=7))
+        orders.read(RoundVerdict(at=7))
 
 
 def test_a_verdict_between_two_looks_at_a_promise_is_no_error() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from deltashard.errors import RanksDiffer
-from deltashard.group.roll import Word, agreed_layout
+from deltashard.group.roll import RankManifest, agreed_layout
 from deltashard_checkpoint.format.schema import Box
 
 
-def half(rank: int, **changes: Any) -> Word:
+def half(rank: int, **changes: Any) -> RankManifest:
     """Of two ranks, which hold five rows each of one table."""
     said: dict[str, Any] = {
         "facts": {"run": "r", "world size": 2},
@@ -18,12 +18,12 @@ def half(rank: int, **changes: Any) -> Word:
         "dense": {"top.weight": "torch.float32 [1, 4]"},
         "boxes": [Box(table="t", row_start=5 * rank, row_stop=5 * rank + 5, col_start=0, col_stop=4)],
     }
-    return Word(**(said | changes))
+    return RankManifest(**(said | changes))
 
 
 def test_words_read_back_as_they_were_said() -> None:
     word = half(1, facts={"run": "ü", "fresh": False, "optimizers": ["Adam"]})
-    assert Word.of(word.text()) == word
+    assert RankManifest.of(word.text()) == word
 
 
 def test_equal_words_make_a_layout() -> None:

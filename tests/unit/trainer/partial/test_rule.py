@@ -10,11 +10,11 @@ from deltashard.loader.position import Position
 from deltashard.partial.position import moved_on
 from deltashard.partial.rule import (
     CARRIED_BYTES,
-    Situation,
+    RecoverySituation,
+    RecoveryTerms,
+    RecoveryVerdict,
+    RecoveryWord,
     Staged,
-    Terms,
-    Verdict,
-    Word,
     judge,
     pls_of,
     why_unusable,
@@ -23,11 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 WORLD = 4
-NOW = Situation(
+NOW = RecoverySituation(
     run="store run", world_size=WORLD, layout="laid", lineage="born", previous_attempt=5, seq=9, step=30, attempt=5,
     pls=0.0, recoveries=0, rows=400.0,
 )  # fmt: skip
-TERMS = Terms(pls_target=0.5, planned_steps=1000)
+TERMS = RecoveryTerms(pls_target=0.5, planned_steps=1000)
 
 
 def part(rank: int, **said: Any) -> Staged:
@@ -39,13 +39,13 @@ def part(rank: int, **said: Any) -> Staged:
     return Staged(**fits | said)
 
 
-def word(rank: int, *, lost: bool = False, rows: float = 100.0, **said: Any) -> Word:
-    return Word(staged=None if lost else part(rank, **said), place="here", rows=rows)
+def word(rank: int, *, lost: bool = False, rows: float = 100.0, **said: Any) -> RecoveryWord:
+    return RecoveryWord(staged=None if lost else part(rank, **said), place="here", rows=rows)
 
 
 def test_a_lost_rank_costs_its_share_of_the_steps_since_the_checkpoint() -> None:
     verdict = judge([word(0), word(1), word(2, lost=True), word(3)], NOW, TERMS)
-    assert verdict == Verdict(
+    assert verdict == RecoveryVerdict(
         step=40, donor=0, steps=(40, 40, 30, 40), own=(True, True, False, True), lost=(2,),
         added=10 / 1000 * 100 / 400, pls=10 / 1000 * 100 / 400, recoveries=1, places=(0, 0, 0, 0),
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_what_was_lost_before_counts_though_no_commit_says_it() -> None:
     ],
 )
 def test_a_part_of_anything_else_makes_all_go_back(said: dict[str, Any], why: str) -> None:
-    first = Word(staged=part(**{"rank": 0} | said), place="here", rows=100.0)
+    first = RecoveryWord(staged=part(**{"rank": 0} | said), place="here", rows=100.0)
     verdict = judge([first, *(word(r) for r in (1, 2, 3))], NOW, TERMS)
     assert not verdict.partial
     assert why in verdict.why_full
@@ -119,7 +119,7 @@ def test_another_resume_point_makes_all_go_back(now: dict[str, Any], why: str) -
 
 
 def test_a_part_that_cannot_be_read_is_no_lost_rank() -> None:
-    broken = Word(staged=None, unusable="its bytes do not have its hash", place="here", rows=100.0)
+    broken = RecoveryWord(staged=None, unusable="its bytes do not have its hash", place="here", rows=100.0)
     assert "rank 1's staged part: its bytes" in judge([word(0), broken], NOW, TERMS).why_full
 
 
@@ -167,7 +167,7 @@ def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: flo
         word(rank, lost=lost, rows=float(each["rows"]), **{k: v for k, v in each.items() if k != "rows"})
         for rank, (lost, each) in enumerate(said)
     ]
-    verdict = judge(words, NOW, Terms(pls_target=target, planned_steps=1000))
+    verdict = judge(words, NOW, RecoveryTerms(pls_target=target, planned_steps=1000))
     survivors = {rank: w.staged for rank, w in enumerate(words) if w.staged is not None}
     if not verdict.partial:
         return

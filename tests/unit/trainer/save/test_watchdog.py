@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from deltashard.attach.listener import Listener
 from deltashard.save.wait import MESSAGE, REMEDY
-from deltashard.save.watchdog import INTERVALS, LEAST_S, LOOK_S, Block, Watchdog
+from deltashard.save.watchdog import INTERVALS, LEAST_S, LOOK_S, BlockedBy, Watchdog
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from deltashard_proto.arena_layout import BLOCKED_SINCE_NS, BLOCKED_WHY
@@ -28,7 +28,7 @@ class Loop:
         self.clock = StepClock(Tracking(nn.Linear(1, 1)))
         self.line = self.clock._line
         self.asked = False
-        self.block = Block(reason=BlockReason.ACCUMULATING, message=MESSAGE[BlockReason.ACCUMULATING])
+        self.block = BlockedBy(reason=BlockReason.ACCUMULATING, message=MESSAGE[BlockReason.ACCUMULATING])
         self.dog = Watchdog(
             self.clock,
             Listener(lambda name, facts: self._tell(name, dict(facts)), lambda: 0),
@@ -67,7 +67,7 @@ def test_whatever_blocks_a_save_is_told_again_at_twice_the_time(
 ) -> None:
     """Reason, age of the newest checkpoint and remedy: in the log, the event, doctor() and the control line."""
     loop = Loop(every_steps=10)
-    loop.block = Block(reason=reason, message=MESSAGE[reason], rank=rank)
+    loop.block = BlockedBy(reason=reason, message=MESSAGE[reason], rank=rank)
     loop.step(10)
     assert loop.dog.blocked is not None
     loop.save()
@@ -91,7 +91,7 @@ def test_whatever_blocks_a_save_is_told_again_at_twice_the_time(
 def test_a_run_without_a_checkpoint_says_so() -> None:
     """Nothing was ever durable; the remedy of what failed goes before that of the reason."""
     loop = Loop(every_s=30)
-    loop.block = Block(
+    loop.block = BlockedBy(
         reason=BlockReason.BACK_OFF, message="the last one failed: no room", remedy="free some"
     )
     loop.step(200)
@@ -120,7 +120,7 @@ def test_what_is_asked_for_is_due_without_a_timer() -> None:
 def test_time_without_steps_blocks_nothing() -> None:
     """An evaluation of an hour: the save that fell due is taken at the first step after it, and uploads for a while."""
     loop = Loop(every_s=10)
-    loop.block = Block(reason=BlockReason.FLIGHT, message="")
+    loop.block = BlockedBy(reason=BlockReason.FLIGHT, message="")
     loop.step(takes_s=3600)
     loop.save(durable_after=30)
     assert not loop.told
