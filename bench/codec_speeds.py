@@ -198,7 +198,6 @@ def comparison(quick: bool) -> list[dict]:
 
 
 def others(quick: bool) -> list[dict]:
-    """Row hashes and row ids."""
     n = 100_000 if quick else 400_000
     x = aligned(reference.rows_like("gaussian", n, COLUMNS))
     rng = np.random.default_rng(0)

@@ -78,5 +78,4 @@ def rows_like(kind: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[
 
 
 def mean_l2(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
-    """Mean over rows of the L2 distance."""
     return float(np.sqrt(((x.astype(np.float64) - y) ** 2).sum(axis=1)).mean())

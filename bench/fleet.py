@@ -51,7 +51,6 @@ MIB = 1 << 20
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -71,7 +70,6 @@ def machine() -> dict[str, Any]:
 
 
 def between(before: dict[str, Usage], after: dict[str, Usage], seconds: float) -> dict[str, Any]:
-    """What each program used in between."""
     return {
         name: {
             "cores": round((usage.cpu_s - before[name].cpu_s) / seconds, 3),
@@ -176,7 +174,6 @@ def _jobs(system: System) -> set[str]:
 
 
 def write(found: dict[str, Any]) -> None:
-    """The results so far."""
     out = ROOT / "out"
     out.mkdir(exist_ok=True)
     (out / "fleet.json").write_text(json.dumps(found, indent=1))
@@ -225,7 +222,6 @@ def measure(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What people ask for."""
     quiet, after, asked, again = found["steady"], found["steady_after"], found["admissions"], found["restart"]
 
     def ms(times: dict[str, float]) -> str:
@@ -260,7 +256,6 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pods", type=int, default=5000)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 64], help="pods of a run")

@@ -73,7 +73,6 @@ class GpuState:
         self.at = 0
 
     def step(self) -> None:
-        """One training step."""
         self.at += 1
         self._train(self.batches[self.at % BATCHES])
 
@@ -102,7 +101,6 @@ class GpuState:
 
     @property
     def bytes(self) -> int:
-        """All tensors together."""
         return sum(tensor.nbytes for tensor in _tensors(self.as_dict()))
 
 

@@ -78,7 +78,6 @@ class Scale:
 
     @property
     def rows(self) -> list[int]:
-        """Of each table."""
         return [self.state_bytes // ROW_BYTES * share // sum(SHARES) for share in SHARES]
 
 
@@ -203,7 +202,6 @@ class Training:
         return found
 
     def sums(self) -> dict[str, int]:
-        """Of the bits of all ranks' shards."""
         import torch
         import torch.distributed as dist
 
@@ -216,7 +214,6 @@ class Training:
         return found
 
     def wipe(self) -> None:
-        """So that a restore that does nothing is seen."""
         for tensors in self.shards().values():
             for tensor in tensors:
                 tensor.detach().zero_()
@@ -230,7 +227,6 @@ class Training:
 
 
 def _begin() -> Instant:
-    """When all ranks are here."""
     import torch.distributed as dist
 
     gc.collect()
@@ -322,7 +318,6 @@ class _Dcp:
         }
 
     def load(self, training: Training, tag: str) -> float:
-        """Seconds of a load into the live tensors."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -522,7 +517,6 @@ def _run_ranks(
     sockets: dict[str, list[str]],
     **options: Any,
 ) -> list[Any]:
-    """What each rank found."""
     folder.mkdir()
     asked = {
         "does": does, "world": world, "folder": str(folder), "scale": asdict(scale), "place": asdict(place),
@@ -647,7 +641,6 @@ def _step_cost(saved: list[Any]) -> dict[str, Any]:
 
 
 def _rows(out: dict[str, Any]) -> list[dict[str, Any]]:
-    """For the table."""
     saves, restores, step = out["saves"], out["restores"], out["step"]
 
     def row(what: str, ours: float, peer: str, theirs: float, unit: str, bar: float | None) -> dict[str, Any]:

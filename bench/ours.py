@@ -103,7 +103,6 @@ class Sidecar:
             time.sleep(0.2)
 
     def wipe_cache(self) -> None:
-        """As on a new node."""
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
 
     @property
@@ -179,7 +178,6 @@ class Deltashard:
         self.ckpt.step()
 
     def close(self) -> None:
-        """Detach."""
         self.ckpt.close()
 
 

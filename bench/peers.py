@@ -49,7 +49,6 @@ class Instant:
 
     @classmethod
     def now(cls) -> Self:
-        """Read them."""
         return cls(wall_s=time.perf_counter(), cpu_s=time.thread_time())
 
 
@@ -66,7 +65,6 @@ class Place:
 
     @property
     def remote(self) -> bool:
-        """Whether this is an object store."""
         return bool(self.endpoint)
 
     def client(self):
@@ -76,7 +74,6 @@ class Place:
         return Minio(self.endpoint.removeprefix("http://"), self.access_key, self.secret_key, secure=False)
 
     def filesystem_options(self) -> dict[str, object]:
-        """s3fs's arguments."""
         return {
             "key": self.access_key,
             "secret": self.secret_key,
@@ -84,12 +81,10 @@ class Place:
         }
 
     def split(self, tag: str) -> tuple[str, str]:
-        """Bucket and key prefix of one checkpoint."""
         bucket, _, prefix = self.root.partition("/")
         return bucket, f"{prefix}/{tag}"
 
     def size_bytes(self, tag: str) -> int:
-        """What one checkpoint holds there."""
         if self.remote:
             bucket, prefix = self.split(tag)
             return sum(
@@ -103,7 +98,6 @@ class Place:
         return total
 
     def remove(self, tag: str) -> None:
-        """Delete one checkpoint."""
         if self.remote:
             client = self.client()
             bucket, prefix = self.split(tag)

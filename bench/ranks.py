@@ -96,12 +96,10 @@ class Scale:
 
     @property
     def pods(self) -> int:
-        """Sidecars."""
         return -(-self.ranks // self.per_pod)
 
     @property
     def schemas(self) -> tuple[TableSchema, ...]:
-        """All tables."""
         return _schemas(self.tables, self.rows)
 
     def rows_of(self, rank: int, world: int) -> tuple[int, int]:
@@ -109,7 +107,6 @@ class Scale:
         return self.rows * rank // world, self.rows * (rank + 1) // world
 
     def boxes_of(self, rank: int, world: int) -> tuple[Box, ...]:
-        """A rank's boxes."""
         a, b = self.rows_of(rank, world)
         return tuple(
             Box(table=_fqn(n), row_start=a, row_stop=b, col_start=0, col_stop=COLUMNS)
@@ -167,27 +164,22 @@ class Counting(MemoryStore):
         self.requests[self.who, kind] += 1
 
     def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
         self._count("PUT")
         super().put(key, data)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
         self._count("PUT")
         super().put_if_absent(key, data)
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         self._count("GET")
         return super().get(key)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`."""
         self._count("HEAD")
         return super().head(key)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         self._count("LIST")
         return self._paged(super().list(prefix, start_after=start_after))
 
@@ -199,7 +191,6 @@ class Counting(MemoryStore):
             yield info
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`."""
         self._count("DELETE")
         super().delete(keys)
 
@@ -230,7 +221,6 @@ class World:
         self._push(delay_s, who, greenlet(run, parent=self._main))
 
     def play(self) -> None:
-        """Until everybody is done."""
         while self._turns:
             at_s, _, who, turn = heapq.heappop(self._turns)
             self.now_s, self.store.who = at_s, who
@@ -321,12 +311,10 @@ def _aligned(length: int) -> int:
 
 
 def _owners(scale: Scale) -> list[int]:
-    """Ranks that write dense tensors."""
     return list(range(0, scale.ranks, scale.ranks // DENSE_OWNERS))
 
 
 def _blobs(scale: Scale, rank: int) -> dict[str, int]:
-    """Names and bytes of a rank's blobs."""
     found = {blob_name(rank, "rng"): 6000, blob_name(rank, "loader"): 3000, blob_name(rank, "meta"): 20_000}
     if rank == 0:
         found |= {"optim/0": 100_000}
@@ -542,7 +530,6 @@ class _Gets(FileStore):
         self.bytes: Counter[str] = Counter()
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         data = super().get(key)
         kind = (
             "layout"
@@ -701,7 +688,6 @@ def _month(cuts: list[Cut]) -> dict[str, float]:
 
 
 def _rows(scale: Scale, found: dict[str, Any], cuts: list[Cut]) -> list[dict[str, Any]]:
-    """For the table."""
     delta, last, sizes, reading = cuts[1], cuts[-1], found["bytes"], found["reading"]
     one, pod, other = reading["one rank"], reading["a pod"], reading["another world"]
     links = len(one["chain"])

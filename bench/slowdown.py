@@ -128,8 +128,6 @@ def _size(megabytes: int, rounds: int, ordinary: int, out: dict[str, object]) ->
 
 
 def _minio(pid: int) -> Callable[[], float]:
-    """Processor seconds of the server so far."""
-
     def seconds() -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -169,7 +167,6 @@ class Steps:
         self.cpu = [cpu()]
 
     def step(self) -> None:
-        """One more."""
         self.seconds.append(self._loop.step(self._end))
         self.cpu.append(self._cpu())
 

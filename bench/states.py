@@ -31,19 +31,16 @@ class TrainingState:
         }
 
     def load(self, state: dict[str, object]) -> None:
-        """The other way."""
         self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
         for i, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state["optimizers"][str(i)])  # type: ignore[index]
 
     @property
     def bytes(self) -> int:
-        """All tensors together."""
         return sum(tensor.nbytes for tensor in _tensors(self.as_dict()))
 
     @property
     def rows(self) -> int:
-        """Rows of all tables."""
         return sum(table.shape[0] for table in (*self.rowwise, *self.pointwise))
 
     def touch(self, share: float, seed: int) -> None:

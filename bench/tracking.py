@@ -64,7 +64,6 @@ class Clock:
 
 @contextmanager
 def clocked(clock: Clock) -> Any:
-    """Time spent in the hooks of optimizers."""
     targets = [(StepHooks, "before"), (StepHooks, "after"), (Steps, "done")]
     saved = [(owner, name, getattr(owner, name)) for owner, name in targets]
     for owner, name, function in saved:

@@ -105,13 +105,11 @@ def through_codec(weights: F32, bits: int) -> F32:
 
 
 def sampled_errors(rows: F32) -> dict[int, float]:
-    """Bits -> relative L2 error of a sample of the rows."""
     sample = rows[sample_positions(len(rows), seed=0)]
     return {bits: (_square(through_codec(sample, bits) - sample) / _square(sample)) ** 0.5 for bits in BITS}
 
 
 def uniform(bits: int) -> Rule:
-    """All tables at the same bits."""
     return lambda past: [bits] * len(past.tables)
 
 
@@ -275,7 +273,6 @@ def _square(rows: F32) -> float:
 
 
 def _bytes(tables: Sequence[F32], bits: Sequence[int]) -> int:
-    """Of a save of all rows with their accumulators."""
     return sum(
         sum(section_bytes(ENCODINGS[BITS_CHOICES[b]], len(table), COLUMNS)) + 4 * len(table)
         for table, b in zip(tables, bits, strict=True)
@@ -442,7 +439,6 @@ def _bits_used(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _why(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
-    """Where the harm sits."""
     arm = "2 bit, small tables 8"
     if not any(cell["arm"] == arm for cell in found["cells"]):
         return []

@@ -198,7 +198,6 @@ class Training:
         self.losses = np.zeros(len(of.samples.sizes) // BATCH) if losses is None else losses.copy()
 
     def fork(self) -> Training:
-        """Another one that goes on from here."""
         return Training(self.task, self.model.copy(), self.step, self.losses)
 
     def run(self, until: int) -> None:
@@ -212,7 +211,6 @@ class Training:
         self.step = until
 
     def quality(self) -> Quality:
-        """Of the finished pass."""
         h, m = self.task.held_out, self.model
         logits = np.empty((len(h.sizes), 2))
         _score(m.weights, m.dense, h.context, h.sizes, h.candidates, h.pairs, h.log_sizes, logits)
@@ -237,7 +235,6 @@ def compile_kernels() -> None:
 
 
 def paragraph(*sentences: str) -> str:
-    """One line of a page."""
     return " ".join(sentences)
 
 

@@ -447,7 +447,6 @@ def check(found: Found) -> list[str]:
 
 
 def _orders(of: Found) -> list[str]:
-    """Of one source's cells."""
     wrong = [
         f"{bits} bit: policies restore different rows" for bits, same in of["restored"].items() if not same
     ]

@@ -666,7 +666,6 @@ def plot(found: Found, folder: Path) -> None:
 
 
 def _in_force(ax: Any, run: Found) -> None:
-    """The chosen interval over time."""
     total_s = sum(phase["seconds"] for phase in run["phases"])
     chosen = [(each["at_s"], seconds) for each in run["decisions"] if (seconds := in_words(each["interval"]))]
     if not chosen:

@@ -49,7 +49,6 @@ def measure(quick: bool) -> dict[str, Any]:
 def costs(
     save_min: float = SAVE_MIN, recover_min: float = RECOVER_MIN, mtbf_s: float = MTBF_S
 ) -> recovery.Costs:
-    """The events of one run."""
     return recovery.Costs(
         save_s=save_min * MINUTE, load_s=recover_min * MINUTE, reschedule_s=0.0, mtbf_s=mtbf_s
     )
@@ -88,7 +87,6 @@ def events(full: float, partial: float) -> tuple[float, float]:
 
 
 def sensitivities() -> list[dict[str, Any]]:
-    """One quantity halved and doubled at a time."""
     rows: list[dict[str, Any]] = []
     for by in (0.5, 1.0, 2.0):
         rows += [
@@ -409,7 +407,6 @@ forms, by {exact["failures"]:,} failures each; the paper's formula is their firs
 
 
 def plot(found: dict[str, Any], folder: Path) -> None:
-    """The pictures of the quality."""
     _quality().plot_quality(found["quality"], folder)
 
 

@@ -74,7 +74,6 @@ class ByDistance:
         """Nothing: the weights tell."""
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:
-        """Those that moved farthest."""
         return top(scar(now, saved), k)
 
 
@@ -85,11 +84,9 @@ class ByCounts:
         self.counts = AccessCounts(PAIR_ROWS)
 
     def steps(self, of: Task, start: int, stop: int) -> None:
-        """Count."""
         self.counts.read(of.steps_rows(start, stop, PAIRS))
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:  # noqa: ARG002 (weights do not tell)
-        """Those read most."""
         chosen = self.counts.top(k)
         self.counts.saved(chosen)
         return chosen
@@ -107,7 +104,6 @@ class BySample:
             self.sample.read(of.steps_rows(step, step + 1, PAIRS))
 
     def choose(self, now: F32, saved: F32, k: int) -> Rows:  # noqa: ARG002 (weights do not tell)
-        """The sample."""
         return self.sample.take()[:k]
 
 
@@ -258,7 +254,6 @@ def _id_bytes(count: int | np.integer, rows: int) -> float:
 
 
 def _plain_rate(of: Task, every: int) -> float:
-    """Bytes per step of saves of all rows."""
     return of.bounds[-1][1] * RAW_ROW / every
 
 

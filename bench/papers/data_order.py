@@ -213,7 +213,6 @@ def change(found: Found) -> tuple[float, float | None]:
 
 
 def headlines(found: Found) -> list[Found]:
-    """What is claimed of the iterator."""
     resumed = found["resumed"]
     equal = resumed["losses_equal"] and resumed["samples_equal"]
     return [
@@ -251,7 +250,6 @@ def check(found: Found) -> list[str]:
 
 
 def page(found: Found) -> str:
-    """Its part of the section."""
     mean, error = change(found)
     rows = [
         _row("uninterrupted", found["whole"][0], found),

@@ -93,7 +93,6 @@ def errors(x: F32, bits: int, tuned: Search) -> dict[str, float]:
 
 
 def k_means(x: F32, bits: int) -> npt.NDArray[np.float64]:
-    """Rows as k-means restores them."""
     v = x.astype(np.float64)
     codes, books = np.empty(x.shape, np.uint8), np.empty((len(x), 2**bits))
     k_means_rows(v, 2**bits, ITERATIONS, codes, books)

@@ -48,7 +48,6 @@ def full_overhead(costs: Costs, interval_s: float | None = None) -> float:
 
 
 def partial_overhead(costs: Costs, interval_s: float) -> float:
-    """Share of training time under partial recovery."""
     return costs.save_s / interval_s + _recoveries(costs)
 
 

@@ -73,7 +73,6 @@ class Locality:
 
     @classmethod
     def of(cls, counts: npt.NDArray[np.int64]) -> Locality:
-        """Of lookups counted for each row that has any."""
         bins = np.minimum(np.ceil(np.log2(counts)).astype(np.int64), len(typical()) - 1)
         rows = np.bincount(bins, minlength=len(typical()))
         lookups = np.bincount(bins, counts, minlength=len(typical()))

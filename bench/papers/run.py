@@ -120,12 +120,10 @@ def _page(found: dict[str, Any]) -> Path:
 
 
 def module(name: str) -> ModuleType:
-    """The part of that name."""
     return importlib.import_module(name)
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
     named = (
         line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")
     )

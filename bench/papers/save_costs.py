@@ -81,7 +81,6 @@ class Share:
         )
 
     def found(self) -> dict[str, Any]:
-        """As it stands in the result."""
         return asdict(self)
 
 

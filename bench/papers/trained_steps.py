@@ -118,7 +118,6 @@ class Track:
 
     @property
     def commits(self) -> int:
-        """Saves that are durable."""
         return len(self.durable_s)
 
     def step(self, training: Training, end: Callable[[], object] = lambda: None) -> float:
@@ -156,7 +155,6 @@ class Decisions:
         """Each with `at_s` (Unix seconds), `interval` in words, `cause` and `why`."""
 
     def read(self) -> list[dict[str, Any]]:
-        """All so far."""
         with self._log.open() as log:
             log.seek(self._at)
             text = self._rest + log.read()
@@ -242,11 +240,9 @@ class Record:
         self._words[FIELDS.index(name)] = value
 
     def get(self, name: str) -> int:
-        """One word."""
         return int(self._words[FIELDS.index(name)])
 
     def all(self) -> dict[str, int]:
-        """All words."""
         return {name: self.get(name) for name in FIELDS}
 
     # Heard by the trainer.

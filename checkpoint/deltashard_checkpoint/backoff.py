@@ -58,7 +58,6 @@ class Patience:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since this patience began."""
         return self.clocks.monotonic_s() - self._begun_s
 
     @property

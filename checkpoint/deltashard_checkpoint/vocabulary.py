@@ -40,12 +40,10 @@ class Encoding:
 
     @property
     def quantized(self) -> bool:
-        """Whether rows are codes under a scale and bias."""
         return self.dtype is None
 
     @property
     def qmax(self) -> int:
-        """Largest code."""
         return (1 << self.bits) - 1
 
     def row_code_bytes(self, columns: int) -> int:

@@ -217,7 +217,6 @@ def _print_usage(error: click.ClickException, code: int, *, name: str) -> None:
 
 
 def _print_error(error: Exception, code: int, *, what: str, where: str, remedy: str) -> None:
-    """The one document that every error is under --json."""
     kind = type(error).__name__
     print_json({"error": {"kind": kind, "what": what, "where": where, "remedy": remedy, "exit": code}})
 

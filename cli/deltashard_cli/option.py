@@ -51,7 +51,6 @@ def which_option(command: Command) -> Command:
 
 
 def spool_option(command: Command) -> Command:
-    """--spool."""
     return click.option(
         "--spool",
         type=click.Path(path_type=Path, file_okay=False, exists=True),

@@ -115,7 +115,6 @@ class Installation:
         )
 
     def injects(self) -> str:
-        """An annotated Job gets its sidecar."""
         policy = self._options.policy
         try:
             images = sidecars(self._create(policy))
@@ -126,7 +125,6 @@ class Installation:
         return f"a Job with {POLICY}: {policy} gets the sidecar {images[0]}"
 
     def questions(self) -> list[Callable[[], str]]:
-        """Those that these options ask."""
         asked = [self.leaves_others_alone, self.answers]
         return [*asked, self.injects] if self._options.policy else asked
 

@@ -118,7 +118,6 @@ class Lag:
         self._turned_s = time.monotonic()
 
     async def run(self) -> None:
-        """Measure for ever."""
         while True:
             due_s = time.monotonic() + LAG_TICK_S
             await asyncio.sleep(LAG_TICK_S)
@@ -132,7 +131,6 @@ class Lag:
         return max(time.monotonic() - self._turned_s - LAG_TICK_S, 0.0)
 
     def worst_s(self) -> float:
-        """The worst of the last minute."""
         return max((late for _, late in self._seen), default=0.0)
 
 
@@ -140,7 +138,6 @@ class Process:
     """All parts of the controller, put together."""
 
     def __init__(self, options: Options, api: client.ApiClient) -> None:
-        """Build it on the loop it will run on."""
         self.options = options
         self._api = api
         api.user_agent = USER_AGENT
@@ -222,8 +219,6 @@ class Process:
         return reasons
 
     def pages(self) -> web.Application:
-        """The plain application."""
-
         async def livez(_request: web.Request) -> web.Response:
             reasons = self.dead()
             return web.Response(status=503 if reasons else 200, text="; ".join(reasons) or "ok")

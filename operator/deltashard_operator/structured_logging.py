@@ -9,7 +9,6 @@ import structlog
 
 
 def configure() -> None:
-    """Set structlog up for this process."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

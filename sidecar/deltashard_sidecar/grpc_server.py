@@ -48,7 +48,6 @@ Reply = TypeVar("Reply")
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """The status code that an error travels as."""
     return next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
@@ -71,23 +70,18 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         raise AssertionError  # abort has raised
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:  # noqa: N802 - gRPC
-        """See trainer.proto."""
         return self._unary("attach", context, lambda: self._sidecar.attach(request))
 
     def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenReply:  # noqa: N802 - gRPC
-        """See trainer.proto."""
         return self._unary("open", context, lambda: self._sidecar.open(request))
 
     def Detach(self, request: pb.DetachRequest, context: grpc.ServicerContext) -> pb.DetachReply:  # noqa: N802 - gRPC
-        """See trainer.proto."""
         return self._unary("detach", context, lambda: self._sidecar.detach(request))
 
     def Notify(self, request: pb.NotifyRequest, context: grpc.ServicerContext) -> pb.NotifyReply:  # noqa: ARG002, N802 - gRPC
-        """See trainer.proto."""
         return pb.NotifyReply(trainers=self._sidecar.control.notify(request.reason, request.deadline_s))
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:  # noqa: N802 - gRPC
-        """See trainer.proto."""
         try:
             session = self._sidecar.sessions.get(request.session)
             context.add_callback(session.notices.poke)
@@ -98,7 +92,6 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     def Save(  # noqa: N802 - gRPC
         self, requests: Iterator[pb.SaveRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.SaveReply]:
-        """See trainer.proto."""
         first = next(requests, None)
         kind = None if first is None else first.WhichOneof("kind")
         if first is None or kind not in ("ready", "begin"):
@@ -133,7 +126,6 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     def Restore(  # noqa: N802 - gRPC
         self, requests: Iterator[pb.RestoreRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.RestoreReply]:
-        """See trainer.proto."""
         first = next(requests, None)
         if first is None or first.WhichOneof("kind") != "want":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a restore starts with want")
@@ -177,9 +169,7 @@ class Server:
         self._server.add_insecure_port(f"unix:{path}")
 
     def start(self) -> None:
-        """Serve."""
         self._server.start()
 
     def stop(self, grace_s: float) -> None:
-        """End every call and close the socket."""
         self._server.stop(grace_s).wait()

@@ -71,7 +71,6 @@ class Housekeeping:
         self.rounds = 0
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def due(self, log: RunLog, attempt: int, *, full: bool = False) -> None:

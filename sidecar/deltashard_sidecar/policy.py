@@ -60,7 +60,6 @@ class Policy:
 
     @property
     def chooses_bits(self) -> bool:
-        """Whether encodings of tables are chosen."""
         return self.bits_goal in BITS_RULES
 
     @classmethod
@@ -108,7 +107,6 @@ class InForce:
 
     @property
     def policy(self) -> Policy:
-        """The settings with the directive over them."""
         if self.directive is None:
             return self.started_with
         asked = self.directive.policy

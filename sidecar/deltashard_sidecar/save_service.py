@@ -242,7 +242,6 @@ class SaveService:
         )
 
     def _ranks(self, session: Session) -> Ranks:
-        """The ranks beside this one."""
         others = (s.who for s in self._sessions.all() if s.attempt.number == session.attempt.number)
         found = {who.rank: who for who in (*others, session.who)}
         tables = {table.fqn: table for who in found.values() for table in who.tables}

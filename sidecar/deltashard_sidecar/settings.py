@@ -236,12 +236,10 @@ class Settings:
 
     @property
     def socket_path(self) -> Path:
-        """Where the sidecar listens."""
         return self.socket if self.socket is not None else self.dir / "sidecar.sock"
 
     @property
     def arena_path(self) -> Path:
-        """The shared-memory file."""
         return self.dir / "arena"
 
     @property
@@ -255,7 +253,6 @@ class Settings:
 
     @property
     def threads(self) -> int:
-        """Threads of the encode pool."""
         return self.encode_threads or min(4, os.cpu_count() or 1)
 
 
@@ -290,7 +287,6 @@ def _one_of(name: str, value: str, values: Sequence[str]) -> None:
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a field."""
     return name.upper() if name in _PLAIN_VARIABLES else f"DELTASHARD_{name.upper()}"
 
 

@@ -323,7 +323,6 @@ class Sidecar:
         return Reading(self.keeper.step_of(rank), self.keeper.step_time_s(rank))
 
     def _look(self) -> None:
-        """Let the decider see how rank 0 gets on."""
         for session in self.sessions.all():
             if session.who.rank == 0 and session.attempt.number is not None:
                 if session is self._unseen:
@@ -344,7 +343,6 @@ class Sidecar:
     def prepare(
         self, session: Session, begin: pb.SaveRequest.Begin, preparation: Preparation
     ) -> Iterator[pb.SaveReply]:
-        """Answer a trainer whose cut is near."""
         return self.saves.prepare(session, begin, preparation)
 
     def begin(self, begin: pb.SaveRequest.Begin) -> Save:
@@ -361,7 +359,6 @@ class Sidecar:
         requests: Iterator[pb.RestoreRequest],
         alive: Callable[[], bool],
     ) -> Iterator[pb.RestoreReply]:
-        """Serve the frames of a checkpoint."""
         restore = Restore(run=self.run, who=session.who, want=want, keeper=self.keeper, log=self.log)
         try:
             with self.keeping.restoring(), session.presence.sign():
@@ -391,7 +388,6 @@ class Sidecar:
         return linger_s < 0 or now_s - self._idle_since_s < linger_s
 
     def _reap(self) -> None:
-        """Let go of the sessions whose process is gone."""
         for session in self.sessions.reap(lambda rank: self.keeper.writer_pid(rank) is not None):
             self.log.info("trainer.gone", session=session.id, rank=session.who.rank)
             self.saves.gone(session)
@@ -434,7 +430,6 @@ class Sidecar:
         return pb.DetachReply(last_commit=last, idle=idle)
 
     def explain(self, event: str, error: BaseException) -> None:
-        """Log an error that was answered to a caller."""
         self.log.warning(event, **explain(error))
 
     # The end.

@@ -50,7 +50,6 @@ class TrainerControl:
 
     @property
     def in_force(self) -> InForce:
-        """Policy and directive that hold now."""
         return self._in_force
 
     @property
@@ -219,16 +218,13 @@ class TrainerControl:
         return told
 
     def _may_save(self, session: Session) -> bool:
-        """Whether a save of it could count."""
         return session.may_commit and self._run.removal.why is None
 
     def direct_all(self) -> None:
-        """Write the control lines of all trainers."""
         for session in self._sessions.all():
             self.direct(session)
 
     def direct(self, session: Session) -> None:
-        """Write the control line of one trainer."""
         rank = session.who.local_rank
         with self._lock:
             if session.closed:

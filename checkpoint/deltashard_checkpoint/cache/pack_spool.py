@@ -107,5 +107,4 @@ class PackSpool:
 
     @property
     def closed(self) -> bool:
-        """Whether the file has its final size."""
         return self._fd < 0

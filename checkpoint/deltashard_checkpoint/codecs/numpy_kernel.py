@@ -276,7 +276,6 @@ def _gaps(ids: Array) -> Array:
 
 
 def _lengths(gaps: Array) -> Array:
-    """Bytes of each gap's LEB128."""
     lengths = np.ones(len(gaps), np.int64)
     for k in range(1, 9):
         lengths += gaps >> (7 * k) > 0

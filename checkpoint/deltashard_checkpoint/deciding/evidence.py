@@ -39,7 +39,6 @@ class Evidence:
     restores: float = 0.0
 
     def trained(self, seconds: float) -> Evidence:
-        """After so many more seconds of training."""
         kept = 2.0 ** (-max(seconds, 0.0) / HALF_LIFE_S)
         added_s = HALF_LIFE_S / math.log(2) * (1 - kept)
         return Evidence(
@@ -71,7 +70,6 @@ class Gamma:
     rate_s: float
 
     def after(self, count: float, exposure_s: float) -> Gamma:
-        """The posterior."""
         return Gamma(shape=self.shape + count, rate_s=self.rate_s + exposure_s)
 
     @property
@@ -104,7 +102,6 @@ class Rates:
 
     @property
     def mtbf_s(self) -> float:
-        """Trained seconds between lossy failures."""
         return self.lossy.mean_between_s
 
 
@@ -127,7 +124,6 @@ def lossy_prior(pods: int) -> Gamma:
 
 
 def rates(seen: Evidence, *, pods: int) -> Rates:
-    """What a run's evidence lets one believe."""
     restores = Gamma(shape=RESTORE_SHAPE, rate_s=RESTORE_SHAPE * RESTORE_MEAN_S)
     return Rates(
         lossy=lossy_prior(pods).after(seen.lossy, seen.exposure_s),

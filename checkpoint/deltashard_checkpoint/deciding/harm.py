@@ -35,7 +35,6 @@ class Harm:
     """Table -> relative error of its rows as the checkpoint holds them: what a restore of it would add."""
 
     def restored(self) -> Harm:
-        """After a restore of the checkpoint."""
         names = {*self.spent, *self.error}
         spent = {name: self.spent.get(name, 0.0) + self.error.get(name, 0.0) ** 2 for name in names}
         return Harm(restores=self.restores + 1, spent=spent)

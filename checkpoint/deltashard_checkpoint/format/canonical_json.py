@@ -21,7 +21,6 @@ _MAX_TEXT = 1 << 16
 
 
 def canonical(document: Any) -> bytes:
-    """The one byte form of a JSON document."""
     return json.dumps(
         document,
         sort_keys=True,
@@ -63,7 +62,6 @@ class Reader:
         self._left = set(document)
 
     def fail(self, what: str) -> NoReturn:
-        """Raise the one error of a malformed document."""
         raise CorruptObject(f"log document is malformed: {what}", where=self.where)
 
     def take(self, key: str) -> Any:
@@ -74,7 +72,6 @@ class Reader:
         return self._object[key]
 
     def has(self, key: str) -> bool:
-        """Whether the object has this field."""
         return key in self._object
 
     def optional(self, key: str) -> Any:
@@ -93,7 +90,6 @@ class Reader:
         return value
 
     def nullable(self, key: str) -> int | None:
-        """An integer or null."""
         value = self.take(key)
         return None if value is None else self.as_integer(value, key)
 
@@ -105,7 +101,6 @@ class Reader:
         return cast("float", value)
 
     def boolean(self, key: str) -> bool:
-        """True or false."""
         value = self.take(key)
         if type(value) is not bool:
             self.fail(f"{key} is neither true nor false")
@@ -122,7 +117,6 @@ class Reader:
         return value
 
     def items(self, key: str) -> Iterator[Any]:
-        """The elements of a list."""
         return iter(self.as_list(self.take(key), key))
 
     def as_list(self, value: Any, what: str, length: int | None = None) -> list[Any]:
@@ -132,17 +126,14 @@ class Reader:
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
         return tuple(self.as_text(item, key) for item in self.items(key))
 
     def mapping(self, key: str) -> dict[str, str]:
-        """An object whose values are strings."""
         value = self.take(key)
         if type(value) is not dict:
             self.fail(f"{key} is no object")
         return {name: self.as_text(text, f"{key}.{name[:40]}") for name, text in value.items()}
 
     def end(self) -> None:
-        """Refuse fields nobody asked for."""
         if self._left:
             self.fail(f"unknown fields {sorted(self._left)[:5]}")

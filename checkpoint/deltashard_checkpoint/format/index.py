@@ -86,7 +86,6 @@ class Index:
 
     @property
     def blobs(self) -> dict[str, int]:
-        """Bytes of every blob by name."""
         return {p.info.name: p.info.blob_bytes for p in self.places if p.info.kind is FrameKind.BLOB}
 
 
@@ -180,7 +179,6 @@ def parse_index(data: bytes, *, where: str = "") -> Index:
 
 
 def table_message(table: TableSchema) -> index_pb2.TableSchema:
-    """The protobuf form of a schema."""
     return index_pb2.TableSchema(
         fqn=table.fqn,
         rows=table.rows,
@@ -217,7 +215,6 @@ def table_of(message: index_pb2.TableSchema) -> TableSchema:
 
 
 def box_message(box: Box) -> index_pb2.Box:
-    """The protobuf form of a box."""
     return index_pb2.Box(
         table=box.table,
         row_start=box.row_start,

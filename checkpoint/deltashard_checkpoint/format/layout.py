@@ -189,7 +189,6 @@ class Layout:
     # What is asked of it
 
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
-        """The boxes of one rank."""
         first, stop = np.searchsorted(self.rank, (rank, rank + 1))
         return tuple(
             Box(table=self.tables[t].fqn, row_start=a, row_stop=b, col_start=c, col_stop=d)

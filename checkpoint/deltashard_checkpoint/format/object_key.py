@@ -122,7 +122,6 @@ def compaction_prefix(token: str) -> str:
 
 
 def pack_key(*, attempt: int, cut: int, rank: int, token: str, n: int) -> str:
-    """The n-th pack of a rank's part of a cut."""
     _check(rank=rank, n=n)
     _check_token(token)
     return f"{cut_prefix(attempt, cut)}{rank:05d}-{token}-{n:05d}.pack"
@@ -136,7 +135,6 @@ def index_key(*, attempt: int, cut: int, rank: int, token: str, xxh3: str) -> st
 
 
 def compaction_pack_key(*, token: str, n: int) -> str:
-    """The n-th pack of a compaction."""
     _check(n=n)
     return f"{compaction_prefix(token)}{n:05d}.pack"
 

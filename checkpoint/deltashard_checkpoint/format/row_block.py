@@ -102,7 +102,6 @@ class RowBlock:
         weights: Array,
         fields: Mapping[str, Array],
     ) -> Self:
-        """Rows in all columns of their table."""
         return cls(schema=schema, ids=ids, weights=weights, fields=fields, columns=range(schema.columns))
 
     def __len__(self) -> int:

@@ -97,7 +97,6 @@ def prefixes_of(state: RunState, seq: int) -> frozenset[str]:
 
 
 def live_prefixes(state: RunState) -> frozenset[str]:
-    """Prefixes that some live checkpoint may read."""
     return frozenset(prefix for seq in state.checkpoints for prefix in prefixes_of(state, seq))
 
 

@@ -160,7 +160,6 @@ class RunLog:
         return self._state
 
     def patience(self, deadline_s: float) -> Patience:
-        """Bounded waiting on this log's clocks."""
         return Patience(clocks=self.clocks, deadline_s=deadline_s)
 
     # Reading
@@ -600,7 +599,6 @@ class RunLog:
         self._probe(self.patience(deadline_s))
 
     def _probe(self, patience: Patience) -> None:
-        """See `stores.probes`; once per store."""
         if self.store in _probed:
             return
         probe(self.store, self.key(f"probe/{new_token()}"), pause=patience.pause)
@@ -608,7 +606,6 @@ class RunLog:
 
 
 def _by_number(slots: Iterable[Slot]) -> dict[int, Slot]:
-    """Slots by number."""
     return {slot.entry.seq if isinstance(slot, Sealed) else slot.seq: slot for slot in slots}
 
 

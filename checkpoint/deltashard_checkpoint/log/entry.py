@@ -142,7 +142,6 @@ class Checkpoint(Entry):
 
     @property
     def world_size(self) -> int:
-        """How many ranks brought a part."""
         return len(self.parts) if self.listed is None else self.listed.world_size
 
     @property
@@ -159,14 +158,12 @@ class Checkpoint(Entry):
 
     @property
     def prefixes(self) -> frozenset[str]:
-        """What all its objects lie under."""
         if self.listed is not None:
             return frozenset((cut_prefix(self.attempt, self.cut),))
         return frozenset(part.prefix for part in self.parts)
 
     @property
     def baseline(self) -> bool:
-        """Whether every part holds all its rows."""
         return self.covers == (None,)
 
 
@@ -281,7 +278,6 @@ def voided_digest(entry: AttemptOpened) -> str | None:
 
 
 def entry_key(seq: int) -> str:
-    """Key of a slot of the log."""
     return f"log/{seq:020d}.json"
 
 

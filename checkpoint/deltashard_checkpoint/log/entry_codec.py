@@ -138,7 +138,6 @@ def _parts_document(entry: Checkpoint) -> dict[str, Any]:
 
 
 def part_document(part: Part) -> dict[str, Any]:
-    """The JSON document of a part."""
     return {
         "rank": part.rank,
         "index_key": part.index_key,
@@ -149,12 +148,10 @@ def part_document(part: Part) -> dict[str, Any]:
 
 
 def box_document(box: Box) -> list[Any]:
-    """The JSON form of a box."""
     return [box.table, box.row_start, box.row_stop, box.col_start, box.col_stop]
 
 
 def table_document(table: TableSchema) -> dict[str, Any]:
-    """The JSON document of a table schema."""
     return {
         "fqn": table.fqn,
         "rows": table.rows,
@@ -206,7 +203,6 @@ def parse(data: bytes, seq: int) -> Sealed:
 
 
 def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
-    """The entry of a document whose hash fits."""
     where = reader.where
     version = reader.integer("format", low=1)
     if version != FORMAT:

@@ -41,7 +41,6 @@ class Hint:
 
     @property
     def data(self) -> bytes:
-        """Its bytes in the store."""
         said = {"fold": self.fold, "seq": self.seq, "whole": self.whole}
         digest = hashlib.sha256(canonical(said)).hexdigest()[:32]
         return canonical({**said, "hash": digest})

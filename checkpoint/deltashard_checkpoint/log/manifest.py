@@ -47,7 +47,6 @@ class Manifest:
 
     @property
     def data(self) -> bytes:
-        """As it is stored."""
         blobs = [rank for rank, part in enumerate(self.parts) if part.common_blobs]
         return canonical(
             {
@@ -65,7 +64,6 @@ class Manifest:
 
     @property
     def listed(self) -> Listed:
-        """What the entry says of it."""
         return Listed(
             layout=self.layout,
             world_size=len(self.parts),
@@ -102,7 +100,6 @@ class Manifest:
 
 
 def digest_of(data: bytes) -> str:
-    """What names a manifest of these bytes."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 

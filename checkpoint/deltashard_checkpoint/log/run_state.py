@@ -151,7 +151,6 @@ class RunState:
         return self.attempts[self.attempt].resumes_from
 
     def commit_of(self, attempt: int, cut: int) -> Checkpoint | None:
-        """The live checkpoint of a cut."""
         opened = self.attempts.get(attempt)
         if opened is None or opened.last_cut is None or cut > opened.last_cut:
             return None

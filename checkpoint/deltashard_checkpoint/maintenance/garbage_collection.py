@@ -59,7 +59,6 @@ class Collected:
     """Files that writers which died left half written (of a directory; no other store has any)."""
 
     def and_then(self, later: Collected) -> Collected:
-        """What this collection and a later one did together."""
         return replace(
             later,
             objects=self.objects + later.objects,

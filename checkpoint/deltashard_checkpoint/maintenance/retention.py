@@ -132,7 +132,6 @@ def retire(state: RunState, retention: Retention, debris: Iterable[str] = ()) ->
 
 
 def _retirement(state: RunState, keep: AbstractSet[int], debris: Iterable[str]) -> Retirement | None:
-    """What goes when these stay."""
     gone = tuple(sorted(state.checkpoints.keys() - keep))
     live = {prefix for seq in keep for prefix in prefixes_of(state, seq)}
     loading = state.loading()

@@ -99,13 +99,11 @@ def restore_s(chain_bytes: int, checkpoints: int, rates: ChainRates) -> float:
 
 
 def full_cut_s(cut: FullCut, rates: ChainRates) -> float:
-    """Seconds of training that a cut of all rows costs."""
     busy_s = cut.raw_bytes * rates.encode_s_per_byte + cut.stored_bytes / rates.write_bytes_per_s
     return rates.stall_s + rates.slowdown_s + BUSY_SHARE * busy_s
 
 
 def compaction_s(found: Material, rates: ChainRates) -> float:
-    """Seconds of training that a compaction costs."""
     busy_s = (
         found.fetch_bytes / rates.read_bytes_per_s
         + found.chain_bytes / rates.move_bytes_per_s

@@ -180,7 +180,6 @@ def went_on(log: RunLog, state: RunState, *, deadline_s: float) -> bool:
 
 
 def whole_tables(tables: Iterable[TableSchema]) -> tuple[Want, ...]:
-    """Wants for all rows and columns of these tables."""
     return tuple(
         Want(
             schema=t,

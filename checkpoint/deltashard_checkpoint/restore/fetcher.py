@@ -112,7 +112,6 @@ class Fetcher:
 
     @property
     def stats(self) -> FetchStats:
-        """Of all plans so far."""
         with self._lock:
             return FetchStats(
                 cache_bytes=self._cache_bytes, store_bytes=self._store_bytes, reread_bytes=self._reread_bytes

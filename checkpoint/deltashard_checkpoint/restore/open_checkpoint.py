@@ -91,7 +91,6 @@ class OpenCheckpoint:
 
     @property
     def where(self) -> str:
-        """For messages."""
         return f"run {self.state.run}, checkpoint {self.entry.seq} (step {self.entry.step})"
 
     @property

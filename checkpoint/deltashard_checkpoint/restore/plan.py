@@ -324,7 +324,6 @@ def _reached(links: Iterable[ChainLink]) -> dict[str, list[Box]]:
 
 
 def _without(box: Box, reached: Mapping[str, Iterable[Box]]) -> list[Box]:
-    """The pieces of a stored box that nothing reaches."""
     rest = [box]
     for held in reached.get(box.table, ()):
         rest = [piece for each in rest for piece in difference(each, held)]

@@ -206,7 +206,6 @@ class FileStore(Store):
                     yield self.head(name)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`; directories left empty are removed."""
         parents: dict[Path, None] = {}
         for key in keys:
             path = self._path(key)
@@ -238,7 +237,6 @@ class FileStore(Store):
             directory = directory.parent
 
     def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:
-        """See `Store.sweep`; directories left empty are removed."""
         check_prefix(prefix)
         swept = 0
         for name, _, files in os.walk(self.root / prefix, topdown=False):
@@ -268,7 +266,6 @@ class FileStore(Store):
         return True
 
     def now_s(self) -> float:
-        """See `Store.now_s`: the mtime that the file system gives the root when it is touched, which takes no room."""
         try:
             os.utime(self.root)
             return self.root.stat().st_mtime

@@ -70,7 +70,6 @@ class MemoryStore(Store):
         return ObjectInfo(key=key, size_bytes=len(data), modified_at_s=modified_at_s)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`: one consistent view, taken when called."""
         check_prefix(prefix)
         found = []
         with self._lock:

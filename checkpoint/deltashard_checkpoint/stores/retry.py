@@ -101,7 +101,6 @@ class RetryingStore(Store):
         self._call("put", key, size_bytes, lambda: self.inner.put(key, data))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`: one try, under the call's deadline."""
         size_bytes = memoryview(data).nbytes
         self._call("put_if_absent", key, size_bytes, lambda: self.inner.put_if_absent(key, data), attempts=1)
 
@@ -115,7 +114,6 @@ class RetryingStore(Store):
         return self._call("head", key, 0, lambda: self.inner.head(key))
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`: the deadline is of each silence, not of the whole listing."""
         state = ResumedListing(lambda last: self.inner.list(prefix, start_after=last), start_after)
         while (found := self._call("list", prefix, 0, state.step)) is not None:
             yield found

@@ -30,7 +30,6 @@ class StoreUrl:
 
     @property
     def bare(self) -> str:
-        """Without options."""
         return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
 
 

@@ -24,7 +24,6 @@ class Remains(StrEnum):
 
     @property
     def remedy(self) -> str:
-        """What to call."""
         return _REMEDY[self]
 
 

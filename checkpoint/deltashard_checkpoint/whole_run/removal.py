@@ -52,7 +52,6 @@ def content(log: RunLog) -> Content:
 
 
 def removing(log: RunLog) -> bool:
-    """Whether a removal of this run was begun."""
     return log.hint() == REMOVAL
 
 
@@ -87,7 +86,6 @@ def remove(
     gone: list[int] = []
 
     def drop(found: Iterator[ObjectInfo]) -> bool:
-        """Whether there was anything."""
         before = len(gone)
         while batch := list(islice(found, _BATCH)):
             _delete(log, batch, advance)

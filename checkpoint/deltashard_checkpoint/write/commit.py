@@ -194,7 +194,6 @@ class CommitPace:
         return self._usual_s.get(baseline, 0.0)
 
     def learn(self, baseline: bool, seconds: float) -> None:
-        """A cut was committed so long after its beginning."""
         self._usual_s[baseline] = seconds
 
 
@@ -372,7 +371,6 @@ class _Waiting:
 
     @property
     def _now_s(self) -> float:
-        """Seconds since the cut began."""
         return self._since_s + self._patience.spent_s
 
     def begin(self) -> None:

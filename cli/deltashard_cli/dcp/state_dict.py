@@ -74,7 +74,6 @@ def sort_out(contents: Contents, model: str | None) -> Sorted:
 
 
 def _optimizers(contents: Contents) -> dict[ValuePath, OptimizerDict]:
-    """The optimizers' dicts by their paths."""
     found: dict[ValuePath, OptimizerDict] = {}
     for path in contents:
         for at, key in enumerate(path):

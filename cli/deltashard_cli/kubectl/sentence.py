@@ -47,7 +47,6 @@ def troubles(run: Document) -> list[Document]:
 
 
 def decided(run: Document) -> Iterator[str]:
-    """Each decision in a few lines."""
     decisions = (run.get("status") or {}).get("decisions") or ()
     if not decisions:
         stated = f"as the policy {run['spec']['policy']} or an annotation states"

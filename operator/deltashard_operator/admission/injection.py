@@ -59,7 +59,6 @@ Document = dict[str, Any]
 
 
 def is_injected(template: Mapping[str, Any]) -> bool:
-    """Whether the template carries the marker."""
     return INJECTED in ((template.get("metadata") or {}).get("annotations") or {})
 
 

@@ -62,7 +62,6 @@ class Place:
 
 
 def sidecar(policy: Policy, place: Place) -> dict[str, Any]:
-    """The container document."""
     container: dict[str, Any] = {
         "name": SIDECAR,
         "image": policy.image,
@@ -93,7 +92,6 @@ def _patience(arena_bytes: int) -> int:
 
 
 def saving_s(grace_s: int) -> int:
-    """Seconds that a save may take of a grace period."""
     return max(1, grace_s - LEAVE_S)
 
 

@@ -85,7 +85,6 @@ class Webhook:
         return web.Response(text="ok")
 
     async def scrape(self, _request: web.Request) -> web.Response:
-        """Metrics in Prometheus' text format."""
         body, content_type = self.metrics.page()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
@@ -137,7 +136,6 @@ class Webhook:
             _log.info("certificate.loaded", not_after_s=self.certificate.loaded.not_after_s)
 
     async def watch_certificate(self) -> None:
-        """Reload for ever."""
         while True:
             self.reload()
             await asyncio.sleep(RELOAD_S)

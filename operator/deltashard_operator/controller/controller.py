@@ -98,7 +98,6 @@ class Controller:
         return len(self._books)
 
     def runs(self) -> Iterator[Run]:
-        """Every run."""
         return (each.run for each in self._books)
 
     def unwritten(self) -> int:
@@ -107,11 +106,9 @@ class Controller:
 
     @property
     def synced(self) -> bool:
-        """Whether all that there is was seen."""
         return self.watches.synced
 
     def follow(self, fleet: Director) -> None:
-        """Directives go by this fleet from now on."""
         self._books.fleet = fleet
 
     # -- what was known before ---------------------------------------------------------------------------------------
@@ -139,7 +136,6 @@ class Controller:
     # -- what the sidecars say ---------------------------------------------------------------------------------------
 
     def connected(self, hello: Hello) -> None:
-        """See `sidecar_report.Ledger`."""
         known = self._books.pods.get(hello.pod_uid)
         entry = self._books.by_key.get(known) if known is not None else None
         if known is None or entry is None:
@@ -159,7 +155,6 @@ class Controller:
         self._books.set(entry, watched_run.with_connected(entry.run, hello))
 
     def reported(self, hello: Hello, heartbeat: Heartbeat) -> int:
-        """See `sidecar_report.Ledger`."""
         entry = self._books.by_key.get(hello.run_key)
         if entry is None:  # removed while it was connected
             return 0
@@ -170,7 +165,6 @@ class Controller:
         return durable.incident if durable is not None and durable.process == hello.process else 0
 
     def disconnected(self, hello: Hello) -> None:
-        """See `sidecar_report.Ledger`."""
         entry = self._books.by_key.get(hello.run_key)
         if entry is not None:
             self._books.set(entry, watched_run.without_connected(entry.run, hello))
@@ -178,7 +172,6 @@ class Controller:
     # -- conclusions -------------------------------------------------------------------------------------------------
 
     async def pump(self) -> None:
-        """Judge and write for ever."""
         while True:
             done = self.tick()
             await asyncio.sleep(TICK_S if done else YIELD_S)

@@ -49,7 +49,6 @@ class Regarding:
     uid: str
 
     def document(self) -> dict[str, str]:
-        """An object reference."""
         return {
             "apiVersion": self.api_version,
             "kind": self.kind,
@@ -112,7 +111,6 @@ class Teller:
         return sum(lane.qsize() for lane in self._lanes)
 
     def tell(self, about: tuple[Regarding, ...], notice: Notice) -> None:
-        """Have it told about each of them."""
         if not self._allowed(about[0].uid):
             self._count("limited")
             return
@@ -136,7 +134,6 @@ class Teller:
         return True
 
     async def run(self) -> None:
-        """Tell for ever."""
         async with asyncio.TaskGroup() as group:
             for lane in self._lanes:
                 group.create_task(self._work(lane))

@@ -146,7 +146,6 @@ class ControllerMetrics:
             ).inc()
 
     def without_node(self, node: str) -> None:
-        """The node is gone."""
         with contextlib.suppress(KeyError):  # it never failed
             self.node_failures.remove(node)
 
@@ -177,7 +176,6 @@ class Whys:
         return why
 
     def keep(self, live: Iterable[Run]) -> None:
-        """Forget all but these runs."""
         there = {(run.workload.namespace, run.name) for run in live}
         self._known = {key: known for key, known in self._known.items() if key[:2] in there}
 

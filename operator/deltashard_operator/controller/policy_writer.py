@@ -76,7 +76,6 @@ class PolicyWriter:
             self._rounds.begin(self._write(due))
 
     async def settle(self) -> None:
-        """Wait for the round that is under way."""
         await self._rounds.settle()
 
     def _due(self, now_s: float) -> dict[Key, Mapping[str, Any]]:

@@ -42,7 +42,6 @@ def job_name(run: Run) -> str:
 
 
 def manifest(run: Run, policy: Policy) -> Document:
-    """The Job."""
     namespace, name = run.workload.namespace, job_name(run)
     files = store_access.files(policy)
     settings = {

@@ -72,7 +72,6 @@ class Reclaimer:
             self._rounds.begin(self._round(due))
 
     async def settle(self) -> None:
-        """Wait for the round that is under way."""
         await self._rounds.settle()
 
     def _due(self, now_s: float) -> list[Entry]:
@@ -104,7 +103,6 @@ class Reclaimer:
         return [each for each in removing if each.run.key not in self._again_s]
 
     def _look(self, entry: Entry, now_s: float, *, continued: bool) -> None:
-        """Judge whether the run's bytes are to go."""
         try:
             policy = self._policy_of(entry)
         except DeltashardError:

@@ -27,10 +27,8 @@ class Rounds:
         return True
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have this round's work done."""
         self._task = asyncio.create_task(work)
 
     async def settle(self) -> None:
-        """Wait for the round that is under way."""
         if self._task is not None:
             await self._task

@@ -105,11 +105,9 @@ class Entries:
         return iter(self.by_key.values())
 
     def mark(self, key: RunKey) -> None:
-        """Have the run judged."""
         self.marked[key] = None
 
     def enter(self, run: Run) -> Entry:
-        """A run that is new."""
         entry = Entry(
             run=run,
             pace=Pace(interval_s=self._status_interval_s),
@@ -122,7 +120,6 @@ class Entries:
         return entry
 
     def drop(self, key: RunKey) -> None:
-        """Let go of a run."""
         entry = self.by_key.pop(key, None)
         if entry is None:
             return

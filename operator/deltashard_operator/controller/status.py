@@ -58,7 +58,6 @@ class Pace:
         return max(0.0, self.written_s + apart_s - now_s, self.not_before_s - now_s)
 
     def written(self, now_s: float) -> None:
-        """It is."""
         self.written_s, self.failures, self.not_before_s = now_s, 0, float("-inf")
 
     def failed(self, now_s: float) -> None:
@@ -77,7 +76,6 @@ class Served:
 
 
 def served(document: Mapping[str, Any]) -> Served:
-    """What matters of a CheckpointRun."""
     metadata = document["metadata"]
     return Served(
         uid=metadata["uid"],

@@ -111,7 +111,6 @@ class Watches:
             self.on_pod(pod)
 
     def job_gone(self, job: ObjectKey, last: Document | None) -> None:
-        """A Job is gone."""
         entry = self._books.by_key.get(self._books.jobs.pop(job.uid, NOBODYS))
         if entry is None:
             return
@@ -125,7 +124,6 @@ class Watches:
         return now_s - ended_at_s > self._keep_finished_s
 
     def _is_over(self, job: JobView) -> bool:
-        """Whether a Job that nobody knows ended so long ago."""
         return bool(job.outcome) and self._is_old(job.ended_at_s, self._wall())
 
     def on_pod(self, document: Document) -> None:
@@ -175,7 +173,6 @@ class Watches:
         self._books.set(entry, watched_run.with_pod(entry.run, pod, node_ready=ready, now_s=now_s))
 
     def pod_gone(self, key: ObjectKey, last: Document | None) -> None:
-        """A pod is gone."""
         for wait in self._waiting.values():
             wait.pods.pop(key.uid, None)
         if last is not None and key.uid in self._books.pods:  # it says how it went
@@ -200,7 +197,6 @@ class Watches:
             self._save_before_drain(node.name)
 
     def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
-        """A node is gone."""
         self._books.nodes.pop(node.name, None)
         self._metrics.without_node(node.name)
 
@@ -225,7 +221,6 @@ class Watches:
         self._set_policy(metadata["namespace"], metadata["name"], document.get("spec") or {})
 
     def policy_gone(self, policy: ObjectKey, _last: Document | None) -> None:
-        """A CheckpointPolicy is gone."""
         self._books.policies.pop((policy.namespace, policy.name), None)
         self._set_policy(policy.namespace, policy.name, None)
 
@@ -243,7 +238,6 @@ class Watches:
                 self._books.mark(each.run.key)
 
     def run_gone(self, record: ObjectKey, _last: Document | None) -> None:
-        """Somebody deleted a CheckpointRun."""
         for entry in list(self._books):
             if entry.served is None or entry.served.uid != record.uid:
                 continue
@@ -255,12 +249,10 @@ class Watches:
     # -- whose pods are whose Job is not known, and what is over unseen -----------------------------------------------
 
     def on_list(self) -> None:
-        """Everything was listed."""
         self._listed = True
         self._settle_at_s = self._wall()
 
     async def settle_for_ever(self) -> None:
-        """Settle when it is due."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._wall() < self._settle_at_s:

@@ -58,7 +58,6 @@ class Writes:
         return entry.pace.wait_s(changed, now_s, crowded=crowded) if changed else math.inf
 
     def write(self, entry: Entry) -> None:
-        """Begin to write what there is."""
         self._start(self._write(entry), entry)
 
     def remove(self, entry: Entry) -> None:

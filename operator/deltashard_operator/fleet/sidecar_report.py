@@ -118,7 +118,6 @@ class Hello:
 
     @property
     def run_key(self) -> RunKey:
-        """Key of the workload it says it is of."""
         return self.namespace, self.workload_uid
 
     @property
@@ -273,7 +272,6 @@ class Directive:
     policy: PolicyInForce
 
     def message(self) -> wire.Directive:
-        """Message of it on the wire."""
         policy = self.policy
         return wire.Directive(
             generation=self.generation,

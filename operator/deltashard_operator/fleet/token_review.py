@@ -105,7 +105,6 @@ class Strangers:
         return len(self._bad)
 
     def refused(self, peer: str) -> None:
-        """Count a token of this peer's that was nobody's."""
         now_s = self._monotonic()
         begun_s, count = self._bad.pop(peer, (now_s, 0))
         self._bad[peer] = (begun_s, count + 1) if now_s - begun_s < WINDOW_S else (now_s, 1)

@@ -64,7 +64,6 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether the API did what was asked."""
         return self.status < 400
 
     @property

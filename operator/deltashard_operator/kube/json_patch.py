@@ -31,7 +31,6 @@ def additions(before: Any, after: Any) -> list[Operation]:
 
 
 def encoded(operations: Sequence[Operation]) -> str:
-    """The patch as an admission response carries it."""
     return base64.b64encode(json.dumps(list(operations), separators=(",", ":")).encode()).decode()
 
 

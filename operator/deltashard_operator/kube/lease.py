@@ -68,7 +68,6 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether this controller may write now."""
         return self._absent or self._monotonic() < self._until_s
 
     async def acquire(self) -> None:

@@ -79,7 +79,6 @@ class WatchedKind:
     """Whether they lie in namespaces; nodes do not."""
 
     def within(self, namespace: str) -> WatchedKind:
-        """Those of one namespace alone."""
         root, _, plural = self.path.rpartition("/")
         return replace(self, path=f"{root}/namespaces/{namespace}/{plural}")
 
@@ -133,7 +132,6 @@ class ObjectWatch:
         return kind.within(namespace) if self._namespaces and kind.namespaced else kind
 
     async def run(self) -> None:
-        """Watch until it is cancelled."""
         loop = asyncio.get_running_loop()
         pauses = iter(_Pauses())
         while True:
@@ -309,7 +307,6 @@ class _NoEssence(kopf.MultiDiffBaseStorage):
 
 
 def settings(kinds: Sequence[WatchedKind]) -> kopf.OperatorSettings:
-    """How kopf watches."""
     found = kopf.OperatorSettings()
     found.posting.enabled = False
     found.scanning.disabled = True

@@ -61,6 +61,5 @@ def controller_of(document: Mapping[str, Any]) -> Owner | None:
 
 
 def is_controlled_by(document: Mapping[str, Any], wanted: GroupKind) -> Owner | None:
-    """The object's controller when it is of this kind."""
     owner = controller_of(document)
     return owner if owner is not None and owner.group_kind == wanted else None

@@ -48,7 +48,6 @@ class Source:
     field_path: str = ""
 
     def variable(self, name: str) -> dict[str, Any]:
-        """The environment entry that carries it."""
         if self.field_path:
             return {
                 "name": name,

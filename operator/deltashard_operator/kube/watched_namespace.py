@@ -27,7 +27,6 @@ def listed(text: str) -> tuple[str, ...]:
 
 
 def is_watched(namespace: str, watched: tuple[str, ...]) -> bool:
-    """Whether deltashard looks after this namespace."""
     return not watched or namespace in watched
 
 

@@ -55,7 +55,6 @@ class Extension:
     ca_key: str = "ca.crt"
 
     def settings(self) -> dict[str, str]:
-        """Variables of the way to the network."""
         found = {"HTTPS_PROXY": self.https_proxy, "HTTP_PROXY": self.http_proxy}
         if self.https_proxy or self.http_proxy:
             found["NO_PROXY"] = ",".join([*NO_PROXY, *([self.no_proxy] if self.no_proxy else [])])

@@ -47,31 +47,26 @@ class Fields:
         return Fields(self.policy, f"{self.path}.{key}", self._value.get(key))
 
     def text(self, key: str, default: str, pattern: re.Pattern[str] | None = None) -> str:
-        """A string."""
         value = self._value.get(key, default)
         if not isinstance(value, str) or (value and pattern and not pattern.fullmatch(value)):
             self.fail(key, f"a string that matches {pattern.pattern}" if pattern else "a string")
         return value
 
     def choice(self, key: str, default: str, choices: tuple[str, ...]) -> str:
-        """One of several strings."""
         value = self.text(key, default)
         return value if value in choices else self.fail(key, f"one of {', '.join(choices)}")
 
     def integer(self, key: str, default: int, *, low: int = 0, high: int = MAX_INT) -> int:
-        """An integer within bounds."""
         value = self._value.get(key, default)
         if type(value) is not int or not low <= value <= high:
             self.fail(key, f"an integer from {low} to {high}")
         return value
 
     def boolean(self, key: str, *, default: bool) -> bool:
-        """True or false."""
         value = self._value.get(key, default)
         return value if isinstance(value, bool) else self.fail(key, "true or false")
 
     def goal(self, key: str, default: str) -> str:
-        """What an interval is chosen for."""
         value = self.text(key, default)
         try:
             goal_of(value)
@@ -107,13 +102,11 @@ class Fields:
         return self._value.get(key) not in (None, "")
 
     def only(self, *known: str, takes: str = "") -> None:
-        """Refuses any other field."""
         for key in self._value:
             if key not in known:
                 self.fail(key, f"nothing: there is no such field. This has {takes or ', '.join(known)}")
 
     def items(self, key: str, most: int) -> list[Fields]:
-        """A list of objects."""
         value = self._value.get(key)
         if value is None:
             return []
@@ -125,7 +118,6 @@ class Fields:
         ]
 
     def texts(self, key: str, most: int) -> dict[str, str]:
-        """Text by name."""
         value = self._value.get(key) or {}
         if (
             not isinstance(value, Mapping)
@@ -139,14 +131,12 @@ class Fields:
         return dict(value)
 
     def names(self, key: str) -> tuple[str, ...]:
-        """Names of objects."""
         value = self._value.get(key, [])
         if not isinstance(value, list) or not all(isinstance(v, str) and NAME.fullmatch(v) for v in value):
             self.fail(key, "a list of names")
         return tuple(value)
 
     def bytes(self, key: str, default: int, *, low: int = 1, high: int = 1 << 60) -> int:
-        """A quantity of bytes within bounds."""
         try:
             value = quantity.bytes_of(self._value.get(key, default))
         except (TypeError, ValueError):

@@ -53,13 +53,11 @@ class PolicyCache:
         self._specs.pop((key.namespace, key.name), None)
 
     def on_list(self) -> None:
-        """The policies were listed."""
         if self.synced:
             self._on_restart()
         self.synced = True
 
     def get(self, namespace: str, name: str) -> Spec | None:
-        """The policy's spec as last seen."""
         return self._specs.get((namespace, name))
 
     def absent(self, namespace: str, name: str) -> bool:

@@ -93,7 +93,6 @@ def url_of(store: Fields) -> str:
 
 
 def secret_of(store: Fields) -> str | None:
-    """The Secret with the store's credentials."""
     return store.text("secretName", "", NAME) or None
 
 

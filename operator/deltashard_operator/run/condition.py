@@ -102,12 +102,10 @@ def updated(
 
 
 def is_true(conditions: Iterable[Condition], type_: str) -> bool:
-    """Whether a condition of this type holds."""
     return any(each.type == type_ and each.status == "True" for each in conditions)
 
 
 def by_type(conditions: Iterable[Condition]) -> Mapping[str, Condition]:
-    """The conditions by their types."""
     return {each.type: each for each in conditions}
 
 

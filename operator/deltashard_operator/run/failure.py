@@ -141,7 +141,6 @@ class Loss:
 
     @property
     def asked(self) -> bool:
-        """Whether somebody wanted it."""
         return self.cause in ASKED
 
 
@@ -172,12 +171,10 @@ class Interruption:
 
     @property
     def asked(self) -> bool:
-        """Whether somebody wanted it."""
         return self.cause in ASKED
 
     @property
     def graceful(self) -> bool:
-        """Whether there was time for a save."""
         return self.cause in GRACEFUL
 
 
@@ -200,7 +197,6 @@ class Tally:
 
     @property
     def open_losses(self) -> tuple[Loss, ...]:
-        """Losses since the newest settled opening."""
         return tuple(each for each in self.losses if each.opening >= self.openings)
 
     @property

@@ -56,12 +56,10 @@ class Incidents:
 
     @property
     def lossy(self) -> int:
-        """Lossy failures since the beginning."""
         return sum(each.lossy for each in self.causes.values())
 
 
 def trained(before: Incidents, seconds: float) -> Incidents:
-    """After so many more seconds of training."""
     return replace(before, evidence=before.evidence.trained(seconds)) if seconds > 0 else before
 
 

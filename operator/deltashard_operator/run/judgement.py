@@ -133,7 +133,6 @@ def _ended(run: Run, now_s: float) -> Run:
 def _facts(
     run: Run, live: tuple[Heartbeat, ...], nodes: Mapping[str, NodeView], now_s: float
 ) -> Iterable[condition.Fact]:
-    """The troubles there are."""
     if run.finished:
         return
     if run.taken_by:

@@ -139,7 +139,6 @@ class PodView:
 
     @property
     def alive(self) -> bool:
-        """Whether it may still train."""
         return self.phase not in {"Succeeded", "Failed"} and not self.terminating_at_s
 
     @property
@@ -251,7 +250,6 @@ def workload_of(pod: Document) -> Workload:
 
 
 def pod_of(document: Document) -> PodView:
-    """View of a pod."""
     metadata, spec = document["metadata"], document.get("spec") or {}
     status = document.get("status") or {}
     notes = metadata.get("annotations") or {}
@@ -318,7 +316,6 @@ def _ending_of(containers: list[Document]) -> Ending | None:
 
 
 def node_of(document: Document) -> NodeView:
-    """View of a node."""
     conditions = (document.get("status") or {}).get("conditions") or ()
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
     cordoned = bool((document.get("spec") or {}).get("unschedulable"))

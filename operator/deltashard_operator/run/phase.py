@@ -83,5 +83,4 @@ TABLE: tuple[tuple[str, Callable[[Signs], bool], Callable[[Signs], Phase]], ...]
 
 
 def phase_of(signs: Signs) -> Phase:
-    """The phase these signs mean."""
     return next(phase(signs) for _, test, phase in TABLE if test(signs))

@@ -52,7 +52,6 @@ def looked(
 
 
 def is_due(run: Run, now_s: float) -> bool:
-    """Whether a Job is to be made now."""
     found = run.reclaim
     if found is None or not found.pending or found.state is ReclaimState.REMOVING:
         return False

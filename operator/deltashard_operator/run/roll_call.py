@@ -40,7 +40,6 @@ class RollCall:
 
     @property
     def complete(self) -> bool:
-        """Whether all are there."""
         return 0 < self.expected <= self.present
 
     @property

@@ -74,7 +74,6 @@ def run_label(run_id: str) -> str:
 
 
 def document(run: Run) -> Document:
-    """The CheckpointRun to create."""
     workload = run.workload
     reference = {"kind": workload.kind, "name": workload.name, "uid": workload.uid}
     if workload.api_version:
@@ -179,7 +178,6 @@ def patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Document:
 
 
 def run_of(found: Mapping[str, Any]) -> Run:
-    """Run of a CheckpointRun as the API serves it."""
     spec, said = found["spec"], found.get("status") or {}
     reference = spec["workload"]
     workload = Workload(
@@ -504,7 +502,6 @@ def _measured_of(found: Mapping[str, Any]) -> Measured:
 
 
 def _directed(policy: PolicyInForce) -> Document:
-    """A directive as it was given."""
     return _clipped(
         {
             "intervalMilliseconds": round(policy.every_s * 1000),

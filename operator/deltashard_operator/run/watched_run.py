@@ -91,7 +91,6 @@ class Progress:
 
     @property
     def attempt(self) -> int:
-        """Newest attempt of all runs in the store."""
         return max(self.attempts.values(), default=0)
 
 
@@ -192,17 +191,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the CheckpointRun."""
         return object_name(self.workload)
 
     @property
     def failures(self) -> int:
-        """Interruptions of all its runs in the store."""
         return sum(each.failures for each in self.tallies.values())
 
     @property
     def pods_at_risk(self) -> int:
-        """Pods that one failure of any of them interrupts."""
         return 1 if self.parts else max(self.width, 1)
 
     @property
@@ -224,7 +220,6 @@ class Run:
 
     @property
     def suspended(self) -> bool:
-        """Whether all its Jobs are suspended."""
         return bool(self.jobs) and all(each.suspended for each in self.jobs.values())
 
     @property
@@ -247,7 +242,6 @@ def object_name(workload: Workload) -> str:
 
 
 def with_job(run: Run, job: JobView, now_s: float) -> Run:
-    """The run after a Job of it was seen."""
     return replace(run, jobs={**run.jobs, job.uid: job}, wish=_wish(run, job.wish), seen_s=now_s)
 
 
@@ -259,7 +253,6 @@ def _wish(run: Run, wish: Wish) -> Wish:
 
 
 def without_job(run: Run, uid: str, now_s: float) -> Run:
-    """The run after a Job of it was deleted."""
     if uid not in run.jobs:
         return run
     outcome = run.jobs[uid].outcome or "Deleted"
@@ -288,7 +281,6 @@ def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
 
 
 def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
-    """The run after a pod of it was deleted."""
     pod = run.pods.get(uid)
     if pod is None:
         return run
@@ -351,7 +343,6 @@ def with_tally(run: Run, part: str, tally: Tally, over: Iterable[Interruption]) 
 
 
 def with_connected(run: Run, hello: Hello) -> Run:
-    """The run after a sidecar of it connected."""
     before = run.reports.get(hello.pod_uid)
     heartbeat = before.heartbeat if before is not None and before.hello.process == hello.process else None
     reports = {**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)}
@@ -400,7 +391,6 @@ _CHANGED: Mapping[Subject, str] = {
 
 
 def _changes(before: Iterable[Decision], after: Iterable[Decision]) -> Iterable[Notice]:
-    """Of what is decided otherwise than before."""
     known = {each.subject: each.value for each in before}
     for each in after:
         value = known.get(each.subject, "")
@@ -572,7 +562,6 @@ def _decider(run: Run, name: str) -> Heartbeat | None:
 
 
 def has_rank_0(heartbeat: Heartbeat) -> bool:
-    """Whether the pod decides for its run."""
     return any(each.rank == 0 for each in heartbeat.ranks)
 
 

@@ -86,12 +86,10 @@ class AuthorityOptions:
     """Seconds between looks at everything."""
 
     def webhook_terms(self) -> Terms:
-        """Terms of the webhook's leaf."""
         names = service_names(WEBHOOK_SERVICE, self.namespace) + self.webhook_names
         return Terms(names=names, leaf_s=self.leaf_days * DAY_S, settle_s=self.settle_s)
 
     def fleet_terms(self) -> Terms:
-        """Terms of the fleet's leaf and authority."""
         return Terms(
             names=service_names(FLEET_SERVICE, self.namespace) + self.fleet_names,
             leaf_s=self.leaf_days * DAY_S,
@@ -100,7 +98,6 @@ class AuthorityOptions:
 
 
 def service_names(service: str, namespace: str) -> tuple[str, ...]:
-    """Names of a Service within the cluster."""
     return tuple(f"{service}.{namespace}{end}" for end in ("", ".svc", ".svc.cluster.local"))
 
 

@@ -77,7 +77,6 @@ class ArenaKeeper:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the file."""
         return self.arena.shape.total_bytes
 
     @property
@@ -165,7 +164,6 @@ class ArenaKeeper:
         return self.arena.block(index)[offset : offset + length]
 
     def encoded(self, index: int) -> None:
-        """One batch of the block is encoded."""
         with self._lock:
             freed = self.ledger.encoded(index)
         if freed:
@@ -202,13 +200,11 @@ class ArenaKeeper:
         return None
 
     def served(self, rank: int, index: int) -> None:
-        """The trainer has applied a serving block."""
         with self._lock:
             self.ledger.served(rank, index)
         self._announce()
 
     def counts(self) -> dict[str, int]:
-        """Blocks by use."""
         with self._lock:
             return self.ledger.counts()
 
@@ -236,7 +232,6 @@ class ArenaKeeper:
         return int(self.arena.line(rank)[STEP])
 
     def step_time_s(self, rank: int) -> float:
-        """The trainer's own measure of one step."""
         return float(self.arena.line(rank)[STEP_TIME_NS]) / 1e9
 
     def blocked(self, ranks: Iterable[int]) -> tuple[float, str]:
@@ -248,7 +243,6 @@ class ArenaKeeper:
         return (max(0.0, (time.time_ns() - since_ns) / 1e9), text_of(why)) if since_ns else (0.0, "")
 
     def direct(self, rank: int, *, save_at_step: int, urgent: bool) -> None:
-        """Tell the trainer at which step to cut."""
         line = self.arena.line(rank)
         line[URGENT] = int(urgent)
         line[SAVE_AT_STEP] = save_at_step
@@ -263,5 +257,4 @@ class ArenaKeeper:
             self.arena.release_blocks()
 
     def close(self) -> None:
-        """Unmap."""
         self.arena.close()

@@ -89,7 +89,6 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """Blocks on the free list."""
         return len(self._free)
 
     def counts(self) -> dict[str, int]:
@@ -144,7 +143,6 @@ class Ledger:
             )
 
     def received(self, index: int) -> None:
-        """One batch in a granted block waits for encoding."""
         block = self._expect(index, Use.GRANTED)
         block.pending += 1
 
@@ -194,7 +192,6 @@ class Ledger:
             self._release(self.blocks[index])
 
     def quarantined_ranks(self) -> set[int]:
-        """Local ranks with a block in quarantine."""
         return {block.rank for block in self.blocks if block.use is Use.QUARANTINED}
 
     def settle(self, rank: int) -> int:

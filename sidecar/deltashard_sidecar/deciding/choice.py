@@ -62,7 +62,6 @@ class GoalTerms:
 
     @property
     def said(self) -> bool:
-        """Whether the user has a timer."""
         return self.every_s > 0 or self.every_steps > 0
 
 

@@ -177,7 +177,6 @@ class Decider:
     # What it hears.
 
     def governed(self, policy: Policy) -> None:
-        """This policy is in force from now on."""
         with self._lock:
             self._policy, self._terms = policy, terms_of(policy)
             self._decide()
@@ -238,7 +237,6 @@ class Decider:
             self._log.info("profile.of_another_place", theirs=record.profile.key, ours=key)
 
     def came(self) -> None:
-        """A trainer of rank 0 attached."""
         with self._lock:
             left_s, self._left_s = self._left_s, None
             if left_s is not None and 0 <= (gap_s := self._clock() - left_s) <= LONGEST_GAP_S:

@@ -76,7 +76,6 @@ class StepMeter:
         return replace(after, windows=(), steps=0, seconds=0.0).and_quiet(window)
 
     def and_quiet(self, window: Window) -> Self:
-        """After one more quiet window."""
         gone = self.windows[:1] if len(self.windows) == WINDOWS else ()
         return replace(
             self,

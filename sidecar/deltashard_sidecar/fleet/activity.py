@@ -32,7 +32,6 @@ class Activity:
         self._lock = threading.Lock()
 
     def attached(self) -> None:
-        """A trainer came."""
         self.closed_in_order = False
 
     def left(self, session: Session, *, step: int, idle: bool) -> None:
@@ -52,7 +51,6 @@ class Activity:
         )
 
     def opened(self, reply: pb.OpenReply) -> None:
-        """An attempt was opened."""
         if reply.fell_back:
             why = reply.log_damage or "newer checkpoints are not whole"
             self.incidents.add(
@@ -63,7 +61,6 @@ class Activity:
             )
 
     def restored(self, session: Session, *, step: int, source: str) -> None:
-        """A trainer has every row of what it resumes from."""
         attempt = session.attempt
         if not attempt.handed_over():
             return
@@ -93,11 +90,9 @@ class Activity:
         )
 
     def fenced(self, cause: Cause, message: str, *, step: int) -> None:
-        """Another process trains this run now."""
         self.incidents.add(fleet.INCIDENT_KIND_FENCED, cause=cause, message=message, step=step)
 
     def ended(self, save: Save) -> None:
-        """A save committed or failed."""
         with self._lock:
             if save.commit is not None:
                 self.failed_in_a_row = 0

@@ -32,7 +32,6 @@ LASTING = frozenset({"verification", "unauthenticated", "denied", "protocol", "t
 
 
 def hello(settings: Settings, *, version: str, process: str, started_at_s: float) -> fleet.Hello:
-    """What nothing can change while this process runs."""
     return fleet.Hello(
         protocol_min=FLEET_PROTOCOL.least,
         protocol_max=FLEET_PROTOCOL.most,
@@ -96,7 +95,6 @@ class HeartbeatPace:
     sent: bytes = b""
 
     def asked(self, heartbeat_s: float) -> HeartbeatPace:
-        """The controller said how often it wants to hear."""
         return replace(self, heartbeat_s=min(max(heartbeat_s or DEFAULT_S, SHORTEST_S), LONGEST_S))
 
     def due(self, beat: fleet.Heartbeat, now_s: float) -> bool:

@@ -55,7 +55,6 @@ class Standing:
         self._samples = StepSamples()
 
     def heartbeat(self) -> fleet.Heartbeat:
-        """The state now."""
         run, activity, in_force = self._run, self._activity, self._in_force()
         sessions = self._sessions.all()
         state = run.state()

@@ -35,7 +35,6 @@ class StepSamples:
             self._kept.append((self._at_s, found))
 
     def message(self) -> list[fleet.StepSample]:
-        """As a heartbeat has them."""
         return [
             fleet.StepSample(at_s=at_s, ranks=list(steps), steps=list(steps.values()))
             for at_s, steps in list(self._kept)

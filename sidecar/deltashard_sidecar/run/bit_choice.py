@@ -233,7 +233,6 @@ class BitChoice:
 
     @staticmethod
     def decides(policy: Policy, ranks: Ranks) -> bool:
-        """Whether chosen bits hold."""
         return policy.chooses_bits and ranks.here
 
     def metadata(self, held: Stored | None) -> dict[str, str]:

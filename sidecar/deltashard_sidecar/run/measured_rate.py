@@ -48,7 +48,6 @@ class MeasuredRates:
         self._reads, self._writes, self._encoding, self._slower = _Busy(), _Busy(), _Busy(), _Busy()
 
     def called(self, operation: str, seconds: float, size_bytes: int) -> None:
-        """A call on the store succeeded just now."""
         kind = self._reads if operation in READS else self._writes if operation in WRITES else None
         if kind is None or size_bytes < LEAST_BYTES:
             return

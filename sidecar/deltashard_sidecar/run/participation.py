@@ -48,7 +48,6 @@ class Participation:
             return self._newest.get(run, 0)
 
     def took_part(self, run: str, attempt: int) -> None:
-        """A trainer of this pod trains under this attempt."""
         with self._lock:
             if attempt <= self._newest.get(run, 0):
                 return

@@ -29,7 +29,6 @@ class RemovedRun:
         self.why = why
 
     def forget(self) -> None:
-        """A trainer has begun the run anew."""
         self.why = None
 
     def look(self, log: RunLog, attempt: int) -> str | None:

@@ -203,7 +203,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Where in the store this pod's checkpoints are."""
         return self.identity.run
 
     def close(self) -> None:
@@ -234,7 +233,6 @@ class Run:
         return bool(self.log.state.checkpoints)
 
     def log_of(self, who: Attachment) -> RunLog:
-        """The session's own handle on the log."""
         with self._lock:
             return self._logs.get(who.id, self.log)
 
@@ -426,7 +424,6 @@ class Run:
         return reply
 
     def _describe(self, reply: pb.OpenReply, resume: Checkpoint, *, step_seen: int) -> None:
-        """Say what is resumed."""
         self.metrics.resumed(step=resume.step, at_s=resume.at_s)
         self.metrics.lost(resume.metadata.get(PLS_KEY, "0"))
         reply.resume_seq = resume.seq

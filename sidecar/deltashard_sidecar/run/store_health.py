@@ -82,7 +82,6 @@ class StoreHealth(StoreObserver):
 
     @property
     def credentials_ok(self) -> bool:
-        """Whether there are credentials at all."""
         return Cause.MISSING not in self._causes.values()
 
     def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:  # noqa: ARG002 - the observer's

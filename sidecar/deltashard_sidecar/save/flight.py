@@ -38,5 +38,4 @@ class Flights:
         return [save for save in list(self._by_rank.values()) if not save.over.is_set()]
 
     def staging(self) -> list[Save]:
-        """Saves that their trainers still hold."""
         return [save for save in list(self._by_rank.values()) if save.staging]

@@ -84,7 +84,6 @@ class SaveLifecycle:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can happen to this save any more."""
         return self.state in ENDED
 
 

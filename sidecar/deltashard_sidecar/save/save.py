@@ -443,5 +443,4 @@ class Save:
 
     @property
     def staging(self) -> bool:
-        """Whether the trainer still holds it."""
         return self.life.state is SaveState.STAGING

@@ -95,7 +95,6 @@ class PartSink:
         )
 
     def rows(self, batch: Rows, data: memoryview) -> None:
-        """See `save.Sink`."""
         block = batch.block(data)
         encoding = encoding_named(self._cut.precision.of_table(block.schema.fqn))
         if self._cut.samples:
@@ -119,7 +118,6 @@ class PartSink:
         metrics.frame_bytes.labels("in", held).inc(frame.info.length)
 
     def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
-        """See `save.Sink`."""
         frame = encode_blob(
             name=chunk.name,
             offset=chunk.blob_offset,
@@ -133,7 +131,6 @@ class PartSink:
         self._run.metrics.frame_bytes.labels("in", "blob").inc(frame.info.length)
 
     def commit(self, sealed: SealedSave, *, deadline_s: float) -> pb.Commit:
-        """See `save.Sink`."""
         if sealed.full:
             self._writer.target = replace(self._writer.target, covers=None)
         part = self._writer.finish()
@@ -238,7 +235,6 @@ class PartSink:
         }
 
     def abandon(self) -> None:
-        """See `save.Sink`."""
         self._writer.abort()
         if not self._alone:
             decline(self._run, self._who, self._cut.attempt, self._cut.cut, joint=self._joint)

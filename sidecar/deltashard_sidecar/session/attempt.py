@@ -43,7 +43,6 @@ class SessionAttempt:
         """Newest step that a crash of the trainer cannot take back."""
 
     def asked(self) -> None:
-        """A trainer asks for an attempt."""
         with self._lock:
             self.asked_s, self.asked_at_s = time.monotonic(), time.time()
 

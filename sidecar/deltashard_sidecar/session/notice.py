@@ -26,7 +26,6 @@ class Notices:
         self._closed = False
 
     def post(self, notice: pb.Notice) -> None:
-        """Queue a notice."""
         with self._ready:
             self._queue.append(notice)
             self._ready.notify_all()
@@ -56,7 +55,6 @@ class Notices:
 
 
 def committed(commit: pb.Commit) -> pb.Notice:
-    """A checkpoint of this trainer's attempt is durable."""
     return pb.Notice(committed=commit)
 
 
@@ -66,7 +64,6 @@ def save_failed(cut: int, cause: Cause, message: str) -> pb.Notice:
 
 
 def save_now(reason: str, *, deadline_s: float, urgent: bool) -> pb.Notice:
-    """Cut at the next step."""
     return pb.Notice(save_now=pb.Notice.SaveNow(reason=reason, deadline_s=deadline_s, urgent=urgent))
 
 
@@ -76,5 +73,4 @@ def fenced(attempt: int, by: int, message: str, *, taken_over: bool = False) -> 
 
 
 def policy(value: pb.Policy) -> pb.Notice:
-    """The policy changed."""
     return pb.Notice(policy=value)

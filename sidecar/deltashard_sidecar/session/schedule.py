@@ -36,7 +36,6 @@ class Schedule:
         return replace(self, anchor_s=anchor_s, anchor_step=step, running=True, busy=False)
 
     def closed(self) -> Schedule:
-        """The trainer is gone."""
         return replace(self, running=False, busy=False)
 
     def began(self, *, now_s: float, step: int) -> Schedule:
@@ -44,7 +43,6 @@ class Schedule:
         return replace(self, anchor_s=now_s, anchor_step=step, busy=True)
 
     def ended(self) -> Schedule:
-        """The save in flight committed or failed."""
         return replace(self, busy=False)
 
     def advance(self, *, now_s: float, step: int) -> tuple[Schedule, int]:
@@ -84,7 +82,6 @@ class Timer:
         """Why a save is wanted now; empty: none is."""
 
     def paced(self, *, every_s: float, every_steps: int) -> None:
-        """The policy changed."""
         self.schedule = self.schedule.paced(every_s=every_s, every_steps=every_steps)
 
     def opened(self, *, now_s: float, step: int, phase: float = 0.0) -> None:
@@ -92,7 +89,6 @@ class Timer:
         self.schedule = self.schedule.opened(now_s=now_s, step=step, phase=phase)
 
     def hurry(self, reason: str) -> None:
-        """A save is wanted at the next step."""
         self.urgent = reason
 
     def hurried(self) -> None:
@@ -100,11 +96,9 @@ class Timer:
         self.urgent = ""
 
     def began(self, *, now_s: float, step: int) -> None:
-        """A save began."""
         self.schedule = self.schedule.began(now_s=now_s, step=step)
 
     def ended(self) -> None:
-        """The save in flight ended."""
         self.schedule = self.schedule.ended()
 
     def advance(self, *, now_s: float, step: int) -> tuple[int, int]:

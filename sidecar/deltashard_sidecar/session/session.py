@@ -71,7 +71,6 @@ class Presence:
                 self._cancels.remove(cancel)
 
     def cancel_streams(self) -> None:
-        """End the streams of a trainer that is gone."""
         with self._lock:
             cancels, self._cancels = self._cancels, []
         for cancel in cancels:
@@ -96,7 +95,6 @@ class Stalls:
         self.aborted = 0
 
     def sealed(self) -> None:
-        """A cut was handed over in time."""
         self.aborted = 0
 
     def gave_up(self, *, stalled: bool) -> None:
@@ -128,7 +126,6 @@ class Session:
 
     @property
     def id(self) -> str:
-        """What names this session in every call."""
         return self.who.id
 
     @property
@@ -138,7 +135,6 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether it is over."""
         return self.state is SessionState.CLOSED
 
     @property
@@ -147,7 +143,6 @@ class Session:
         return self.attempt.number is not None and self.fence is None
 
     def opened(self, reply: pb.OpenReply) -> None:
-        """An attempt was opened for it."""
         with self._lock:
             self._life = self._life.on(SessionEvent.OPEN)
             self.attempt.opened(reply)
@@ -199,17 +194,14 @@ class Sessions:
             return self._by_rank.get(local_rank)
 
     def all(self) -> list[Session]:
-        """Every session."""
         with self._lock:
             return list(self._by_rank.values())
 
     def ranks(self) -> list[int]:
-        """Local ranks that are attached."""
         with self._lock:
             return list(self._by_rank)
 
     def close(self, session: Session, event: SessionEvent) -> None:
-        """Forget a session."""
         with self._lock:
             session.close(event)
             if self._by_rank.get(session.who.local_rank) is session:

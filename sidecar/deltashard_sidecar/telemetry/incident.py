@@ -64,7 +64,6 @@ class Incidents:
             self._metrics.incidents_dropped.inc()
 
     def acknowledge(self, newest: int) -> None:
-        """The controller has those up to this id."""
         with self._lock:
             while self._kept and self._kept[0].id <= newest:
                 self._kept.popleft()

@@ -249,7 +249,6 @@ class Metrics:
             self.failures.labels(cause)
 
     def watch_blocks(self, counts: Callable[[], dict[str, int]], uses: Iterable[str]) -> None:
-        """Read the arena's blocks by use at scrape time."""
         for use in uses:
             self.blocks.labels(use).set_function(lambda use=use: counts()[use])  # type: ignore[misc]
 
@@ -263,7 +262,6 @@ class Metrics:
             self.slowdown.inc(slower_s)
 
     def failed(self, cause: str) -> None:
-        """Count one failed save."""
         self.failures.labels(cause if cause in CAUSES else "other").inc()
 
     def lost(self, said: str) -> None:
@@ -278,7 +276,6 @@ class Metrics:
         self.last_step.set(step)
 
     def committed(self, *, step: int, baseline: bool, durable_s: float) -> None:
-        """Count one commit."""
         self._last_commit_s = time.time()
         self.last_commit.set(self._last_commit_s)
         self.last_step.set(step)

@@ -48,7 +48,6 @@ class SidecarAttachment:
         return restarted
 
     def instruct(self, policy: pb.Policy) -> None:
-        """The sidecar has another policy from now on."""
         self.policy = policy
 
 

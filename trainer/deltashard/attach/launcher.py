@@ -72,7 +72,6 @@ class PodLauncher:
 
     @property
     def place(self) -> Path:
-        """Tells the sidecars of this machine apart."""
         return self._socket
 
     def ensure(self) -> Path:

@@ -287,7 +287,6 @@ class BlockWriter:
         self.copied.raw_bytes += tree.total_bytes
 
     def flush(self) -> None:
-        """Wait for what is still on its way from devices."""
         while self._pending:
             self._land()
 

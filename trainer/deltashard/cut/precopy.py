@@ -170,7 +170,6 @@ class TableAhead:
             yield batch
 
     def _rows_of(self, batch: Batch) -> Rows:
-        """Of the shard."""
         first = self._cut.box.row_start
         start = batch.message.rows.row_start
         return np.arange(start, start + batch.rows) - first if self.whole else batch.ids() - first

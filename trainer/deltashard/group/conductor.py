@@ -125,7 +125,6 @@ class Conductor:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank hears the timer for all."""
         return self._rank == 0
 
     @property

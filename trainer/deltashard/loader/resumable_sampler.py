@@ -107,21 +107,17 @@ class ResumableSampler(Sampler[int]):
 
     @property
     def samples(self) -> int:
-        """Of all ranks together."""
         return len(self.data) if isinstance(self.data, Sized) else int(self.data)
 
     @property
     def rank(self) -> int:
-        """Which share it gives."""
         return self._rank_of_world()[0]
 
     @property
     def world_size(self) -> int:
-        """How many shares there are."""
         return self._rank_of_world()[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Of the passes that begin from here on."""
         self.epoch = _number("epoch", epoch, least=0, most=(1 << 63) - 1)
 
     def share(self, epoch: int, used: int = 0) -> Share:
@@ -159,7 +155,6 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 def resumable_of(loader: object) -> ResumableSampler | None:
-    """The ResumableSampler that a loader draws from."""
     if not isinstance(loader, DataLoader):
         return None
     return next((s for s in samplers_of(loader) if isinstance(s, ResumableSampler)), None)

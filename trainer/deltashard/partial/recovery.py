@@ -150,7 +150,6 @@ class PartialRecovery(RecoveryPlan):
 
     @property
     def _replicated(self) -> frozenset[str]:
-        """Tables that every rank has."""
         return frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
 
     def _taken(

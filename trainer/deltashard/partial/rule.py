@@ -122,7 +122,6 @@ class RecoveryVerdict:
 
     @property
     def partial(self) -> bool:
-        """Whether survivors keep their rows."""
         return not self.why_full
 
     def elsewhere(self, rank: int) -> tuple[int, ...]:
@@ -177,7 +176,6 @@ def _why_nobody(words: Sequence[RecoveryWord]) -> str:
 
 
 def judge(words: Sequence[RecoveryWord], now: RecoverySituation, terms: RecoveryTerms) -> RecoveryVerdict:
-    """The one road of all ranks."""
     places = [word.place for word in words]
     return replace(_judged(words, now, terms), places=tuple(map(places.index, places)))
 

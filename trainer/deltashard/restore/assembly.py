@@ -180,7 +180,6 @@ class Assembly:
         return self._meeting.receive(f"{what}/{self._turn}", RESTORE_DEADLINE_S)
 
     def begun(self) -> None:
-        """All have what they were sent."""
         for what, size in self._sent:
             self._meeting.unsend(what, size)
         self._sent.clear()

@@ -61,7 +61,6 @@ class RecoveryPlan:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What every commit says of the run."""
         return {}
 
     @property

@@ -39,7 +39,6 @@ class Commit:
 
     @classmethod
     def of(cls, message: pb.Commit) -> Commit:
-        """From the sidecar's message."""
         return cls(
             seq=message.seq,
             attempt=message.attempt,
@@ -91,7 +90,6 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Committed or failed."""
         return self.settled.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Commit:

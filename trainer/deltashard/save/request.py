@@ -27,7 +27,6 @@ class Requests:
 
     @property
     def reason(self) -> str:
-        """The word that a cut taken now gets."""
         return self.urgent or (self._handles[0].reason if self._handles else "timer")
 
     @property

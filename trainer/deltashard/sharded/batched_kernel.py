@@ -58,7 +58,6 @@ class BatchedKernel:
 
     @property
     def current(self) -> bool:
-        """Whether its memory is still where it was."""
         now = [*self._tbe.split_embedding_weights(), *_values(self._states())]
         was = [*self.weights, *_values([shard.state for shard in self.shards])]
         return [_place(t) for t in now] == [_place(t) for t in was]
@@ -101,7 +100,6 @@ class BatchedKernel:
         return group
 
     def listen(self, nth: int, updated: Callable[[Tensor], None]) -> Callable[[], None]:
-        """See `discovery.Kernel.listen`, for its `nth` shard, which has one listener."""
         self.listeners[nth] = updated
         self._hook()
 

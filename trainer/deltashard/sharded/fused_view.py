@@ -77,16 +77,13 @@ class FusedView(OptimizerView):
 
     @property
     def class_name(self) -> str:
-        """The same whatever kernels there are."""
         return "deltashard.FusedOptimizer"
 
     def look_at_given(self) -> None:
-        """See `OptimizerView`; by table, of the kernels."""
         kernels = {fqn: held[0] for fqn, held in self.target.tables.items()}
         self.given = [{fqn: kernel.hyperparameters for fqn, kernel in kernels.items()}]
 
     def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
-        """It has none that change."""
         self.given = next((view.given for view in earlier if isinstance(view, FusedView)), self.given)
 
     def allocate(self, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
@@ -112,7 +109,6 @@ class FusedView(OptimizerView):
         return self._captured(self.target.first)
 
     def capture_here(self) -> dict[str, Any]:
-        """See `OptimizerView`: of every table of which a shard is here."""
         return self._captured({fqn: kernels[0] for fqn, kernels in self.target.tables.items()})
 
     def carried(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

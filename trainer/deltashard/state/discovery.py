@@ -97,7 +97,6 @@ class FoundTable:
 
     @property
     def lookups(self) -> tuple[nn.Module, ...]:
-        """The owners that look rows up."""
         return tuple(module for module, _ in self.owners if isinstance(module, LOOKUPS))
 
 

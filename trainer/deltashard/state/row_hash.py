@@ -44,7 +44,6 @@ class Hashing:
                 self._parts.append(partial(_on_device, group, seed + i, None))
 
     def result(self) -> Tensor:
-        """After every job has run."""
         return _sum([part() for part in self._parts], self._home)
 
     def _on_cpu(self, sections: list[Tensor], seed: int) -> None:

@@ -46,7 +46,6 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory as the format's carrier type."""
     tensor = tensor.detach()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 

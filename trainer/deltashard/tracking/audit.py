@@ -41,7 +41,6 @@ class AuditFault:
     checked: int
 
     def __str__(self) -> str:
-        """One line for the log."""
         return (
             f"{self.found} of {self.checked} sampled rows of {self.table} changed outside of all that is tracked "
             f"(a fused kernel, a write through .data?), e.g. rows {list(self.rows[:4])}; "

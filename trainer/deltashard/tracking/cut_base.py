@@ -41,7 +41,6 @@ class CutBase:
         self._faults += faults
 
     def cut_taken(self) -> None:
-        """The cut that was to be full is on its way."""
         self.full, self._faults = False, 0
 
     def is_news(self, seq: int) -> bool:

@@ -46,7 +46,6 @@ class _Probe:
         self.mark(param.grad)
 
     def mark(self, grad: Tensor) -> None:
-        """This holds the gradient of the cut."""
         grad.__dict__[_MARK] = self.token
 
     def close(self) -> None:

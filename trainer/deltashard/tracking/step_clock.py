@@ -120,7 +120,6 @@ class StepClock:
         self._wake.set()
 
     def attend(self) -> None:
-        """The boundary looks at everything now."""
         self._attention = False
 
     def expect(self) -> None:
@@ -149,7 +148,6 @@ class StepClock:
         self._line[BLOCKED_SINCE_NS], self._line[BLOCKED_WHY] = self._blocked
 
     def adopt(self, line: memoryview) -> None:
-        """Tick on the control line of an attachment."""
         line[BLOCKED_SINCE_NS], line[BLOCKED_WHY] = self._blocked
         self._line = line
 

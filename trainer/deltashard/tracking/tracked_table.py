@@ -196,7 +196,6 @@ class TrackedTable:
         self.sign()
 
     def fall_back_to_hashing(self, reason: str, *, quiet: bool = False) -> None:
-        """Track by hashes from now on."""
         if isinstance(self._tracker, HashTracker) or self.saver is not None:
             return
         self.close()
@@ -288,7 +287,6 @@ class TrackedTable:
             self._tracker.end(hashing, self._sections(), self.marks)
 
     def reseed(self, ids: Tensor | None) -> None:
-        """See `Marks.reseed`; call it when weights *and* row fields are restored."""
         self._schema = self._read_schema()
         self.marks.reseed(ids)
         self._audit.forget()
@@ -386,7 +384,6 @@ class TrackedTable:
             self.sign()
 
     def mark_if_written(self) -> None:
-        """The same where versions or addresses show it."""
         if self.watched and self._differs():
             self._written_outside()
             self.sign()

@@ -78,7 +78,6 @@ class Account(ABC):
             self._client = None
 
     def source(self) -> str:
-        """The name of the credentials' source."""
         names = [name for name, _ in self._files()] + [
             name for name in self._values() if os.environ.get(name)
         ]

@@ -173,7 +173,6 @@ class CloudStore(Store):
         return done
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`; Last-Modified has whole seconds here."""
         try:
             return self._attempt(key, lambda: self._head(key))
         except ObjectNotFound:
@@ -189,7 +188,6 @@ class CloudStore(Store):
         return self._info(found)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`: pages of 1000, the next asked for when the last is used up."""
         check_prefix(prefix)
         return self._listed(prefix, start_after)
 
@@ -248,7 +246,6 @@ class CloudStore(Store):
                 yield self._info(each)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`: one request a key, several at a time."""
         left = iter(keys)
         while some := [self._name(key) for key in islice(left, _DELETES)]:
             self._attempt("", lambda some=some: self._delete(some), is_key=False)  # type: ignore[misc]
@@ -272,7 +269,6 @@ class CloudStore(Store):
                 raise each
 
     def now_s(self) -> float:
-        """See `Store.now_s`: the Date of any answer of the service, in whole seconds; it asks without credentials."""
         endpoint = self._account.endpoint
         if not endpoint:
             self._account.client()  # says what is missing
@@ -320,7 +316,6 @@ class CloudStore(Store):
         is_key: bool = True,
         writes: bool = False,
     ) -> Result:
-        """One attempt with named errors."""
         if is_key:
             check_key(key)
         if remaining_s() <= 0:

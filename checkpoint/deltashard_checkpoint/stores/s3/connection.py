@@ -125,7 +125,6 @@ class Connections(urllib3.PoolManager):
             return self._proxied[proxy]
 
     def clear(self) -> None:
-        """Close every connection."""
         super().clear()
         with self._proxied_lock:
             for each in self._proxied.values():

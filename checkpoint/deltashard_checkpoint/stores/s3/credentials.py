@@ -43,7 +43,6 @@ class _Role(IamAwsProvider):
     """minio-py's, with a token file of a container that ends in a newline."""
 
     def fetch(self, url: str, headers: dict[str, Any] | None = None) -> Credentials:
-        """Keys from a metadata service."""
         return super().fetch(url, headers and {name: str(value).strip() for name, value in headers.items()})
 
 

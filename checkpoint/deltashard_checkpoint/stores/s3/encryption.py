@@ -24,7 +24,6 @@ class Encryption:
     """Of the key service; empty: the bucket's default key."""
 
     def headers(self) -> dict[str, str]:
-        """Of every request that creates an object."""
         found = {HEADER: self.kind}
         return found | {KEY_HEADER: self.key_id} if self.key_id else found
 

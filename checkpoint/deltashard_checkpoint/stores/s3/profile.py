@@ -50,7 +50,6 @@ class ProfileFiles:
 
     @property
     def said(self) -> bool:
-        """Whether there is anything to read."""
         return (
             self.named
             or self.name != "default"

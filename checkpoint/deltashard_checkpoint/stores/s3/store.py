@@ -247,8 +247,6 @@ class S3Store(Store):
         return done
 
     def head(self, key: str) -> ObjectInfo:
-        """See `Store.head`; Last-Modified has whole seconds here."""
-
         def attempt() -> ObjectInfo:
             try:
                 found = self._client.stat_object(self._bucket, self._name(key))
@@ -264,7 +262,6 @@ class S3Store(Store):
         return self._attempt(key, attempt)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`: pages of 1000, the next asked for when the last is used up."""
         check_prefix(prefix)
         # A page that a renewed token asks for again comes from a listing of its own, after the last key there was.
         listing = ResumedListing(lambda last: self._pages(prefix, last), start_after)
@@ -285,7 +282,6 @@ class S3Store(Store):
             )
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `Store.delete`: a thousand keys a request, as minio-py has it."""
         objects = [DeleteObject(self._name(key)) for key in keys]
         self._attempt("", lambda: self._delete(objects), is_key=False)
 
