@@ -84,6 +84,7 @@ test-troubles: venv servers
 
 lint: venv
 	.venv/bin/ruff check .
+	.venv/bin/ruff check --preview --select PLR0904 checkpoint trainer sidecar cli operator
 	.venv/bin/ruff format --check .
 	$(RUN) tools/budget.py
 	.venv/bin/hadolint images/Dockerfile

@@ -94,7 +94,7 @@ def export(
 @click.option("--owner", default="", metavar="NAME", help="The run's owner, where trainers have one.")
 @spool_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs.")
-def import_(
+def import_(  # noqa: PLR0913
     url: str,
     directory: Path,
     run: str,

@@ -85,7 +85,7 @@ def _show_reasons(items: Sequence[Item], *, verbose: bool) -> None:
     metavar="SECONDS",
     help="Delete only what was retired longer ago, so that readers can finish.",
 )
-def gc(
+def gc(  # noqa: C901, PLR0913
     url: str,
     run: str | None,
     keep_last: int | None,

@@ -45,7 +45,7 @@ DRAIN_DEADLINE_S = 30.0
 class Checkpointer:
     """Crash-consistent checkpoints of a training loop; see the module and the README's example."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: torch.nn.Module,
         optimizer: Any = (),
@@ -262,7 +262,7 @@ class Checkpointer:
         self._loop.ask(handle)
         return handle
 
-    def restore(
+    def restore(  # noqa: PLR0913
         self,
         *,
         which: str | int = "latest",

@@ -25,7 +25,7 @@ _ALL: Take = np.empty(0, np.bool_)
 _NONE = np.empty(0, np.uint8)
 
 
-def decode_rows(
+def decode_rows(  # noqa: PLR0913
     encoding: Encoding,
     scales: Buffer,
     biases: Buffer,
@@ -59,7 +59,7 @@ def decode_rows(
     return out
 
 
-def decode_scatter(
+def decode_scatter(  # noqa: PLR0913
     encoding: Encoding,
     scales: Buffer,
     biases: Buffer,

@@ -79,7 +79,7 @@ def _or_null(array: Array) -> int | None:
     return _at(array) if len(array) else None
 
 
-def encode(
+def encode(  # noqa: PLR0913
     x: Array,
     bits: int,
     unit: float,
@@ -110,7 +110,7 @@ def refit(x: Array, bits: int, trims: Array, passes: int, lo: Array, hi: Array) 
         raise MemoryError
 
 
-def decode(
+def decode(  # noqa: PLR0913
     codes: Array,
     scales: Array,
     biases: Array,

@@ -52,7 +52,7 @@ def row_ranges(x: Array, lo: Array, hi: Array) -> None:
 
 
 @_quiet
-def encode(
+def encode(  # noqa: PLR0913
     x: Array,
     bits: int,
     unit: float,
@@ -205,7 +205,7 @@ def check_rows(rows: Array, take: Array, limit: int) -> int:
 
 
 @_quiet
-def decode(
+def decode(  # noqa: PLR0913
     codes: Array, scales: Array, biases: Array, bits: int, unit: float, first: int, out: Array, store: int,
     rows: Array, take: Array,
 ) -> None:  # fmt: skip

@@ -57,7 +57,7 @@ def encode_ids(ids: Ids | range) -> tuple[int, bytes]:
     return DELTAS, out.tobytes()
 
 
-def decode_ids(kind: int, buf: Buffer, n: int, bounds: tuple[int, int]) -> Ids:
+def decode_ids(kind: int, buf: Buffer, n: int, bounds: tuple[int, int]) -> Ids:  # noqa: C901
     """The `n` ids of an encoded section, int64 [n], strictly ascending within [bounds[0], bounds[1]).
 
     `n` sizes the result before anything is read: bound it by the frame's own length first. Raises `CorruptObject` for

@@ -300,7 +300,7 @@ def _room(out: bytearray | memoryview | None, wanted: int, needed: int, where: s
     return view
 
 
-def _seal(
+def _seal(  # noqa: PLR0913
     view: memoryview,
     *,
     kind: FrameKind,

@@ -257,7 +257,7 @@ def frame_message(info: FrameInfo, *, table: int = 0) -> index_pb2.Frame:
     )
 
 
-def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> FrameInfo:
+def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> FrameInfo:  # noqa: C901
     """A frame's description from its protobuf form, checked; raises `CorruptObject`."""
     m = message
     if m.kind not in (1, 2, 3):

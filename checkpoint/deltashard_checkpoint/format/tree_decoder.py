@@ -113,7 +113,7 @@ class TreeReader:
             raise CorruptObject("an integer is not in its shortest form")
         return value
 
-    def node(self, depth: int) -> Any:
+    def node(self, depth: int) -> Any:  # noqa: C901
         """The value at `at`, and all below it; raises `CorruptObject`."""
         if depth > MAX_DEPTH:
             raise CorruptObject(f"tree is nested deeper than {MAX_DEPTH}")

@@ -151,7 +151,7 @@ class _Writer:
         path = "".join(form.format(key) for form, key in self._path)
         return UnsupportedValue(f"state{path}: {what}", remedy=remedy)
 
-    def node(self, value: Any) -> None:
+    def node(self, value: Any) -> None:  # noqa: C901
         if len(self._path) > MAX_DEPTH:
             raise self.fail(f"nested deeper than {MAX_DEPTH} (a cycle?)")
         kind = type(value)

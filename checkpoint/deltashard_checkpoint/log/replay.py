@@ -198,7 +198,7 @@ def _rewound(state: RunState, entry: Rewound) -> RunState:
     return replace(state, attempt=entry.seq, attempts=attempts, aside=frozenset(aside))
 
 
-def judge(state: RunState, entry: Entry) -> None:
+def judge(state: RunState, entry: Entry) -> None:  # noqa: C901
     """Raise `EntryRefused` if `entry` may not follow `state`. Pure.
 
     IMPORTANT: this is the law of the log. Writers call it before they put (through `commit_log.RunLog.append`), readers

@@ -73,7 +73,7 @@ def reasons(state: RunState, retention: Retention) -> dict[int, tuple[str, ...]]
     return {seq: tuple(said) for seq, said in sorted(why.items())}
 
 
-def _asked(state: RunState, retention: Retention) -> dict[int, list[str]]:
+def _asked(state: RunState, retention: Retention) -> dict[int, list[str]]:  # noqa: C901
     """The rule: what is to be kept for its own sake, and why."""
     every = sorted(state.checkpoints)
     newest = state.newest()

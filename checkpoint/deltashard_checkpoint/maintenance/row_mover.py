@@ -110,7 +110,7 @@ def move_rows(
     return MovedRows(parts=(part,), rows=stats.rows, stored_bytes=stats.stored_bytes)
 
 
-def move_checkpoint(
+def move_checkpoint(  # noqa: PLR0913
     log: RunLog,
     state: RunState,
     seq: int,

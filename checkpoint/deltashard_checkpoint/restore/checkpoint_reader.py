@@ -104,7 +104,7 @@ def _load_index(store: Store, run: str, key: str, shared: SharedReads | None) ->
     raise AssertionError
 
 
-def plan_restore(
+def plan_restore(  # noqa: PLR0913
     store: Store,
     state: RunState,
     seq: int,
@@ -189,7 +189,7 @@ def whole_tables(tables: Iterable[TableSchema]) -> tuple[Want, ...]:
     )
 
 
-def read_checkpoint(
+def read_checkpoint(  # noqa: PLR0913
     store: Store,
     run: str,
     which: str = "latest",

@@ -93,7 +93,7 @@ class FrameApplier:
         self._blob_bytes = 0
         self._max_blobs_bytes = max_blobs_bytes
 
-    def apply(
+    def apply(  # noqa: C901
         self, frame: Frame | bytes | bytearray | memoryview, *, verify: bool = False
     ) -> tuple[Applied, ...]:
         """Apply one frame (bytes are parsed; hash-checked too with `verify`); what it really wrote, per target.

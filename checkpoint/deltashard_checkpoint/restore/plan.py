@@ -109,7 +109,7 @@ class Plan:
         return sum(request.length for request in self.requests)
 
 
-def restore_plan(
+def restore_plan(  # noqa: PLR0913
     links: Sequence[ChainLink],
     indexes: Mapping[str, Index],
     wants: Iterable[Want],

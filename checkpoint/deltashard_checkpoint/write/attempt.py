@@ -167,7 +167,7 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
     return found[-1]
 
 
-def open_attempt(
+def open_attempt(  # noqa: PLR0913
     log: RunLog,
     *,
     owner: str,
@@ -266,7 +266,7 @@ def _told(mended: Salvage) -> str:
     )
 
 
-def read_unopened(
+def read_unopened(  # noqa: PLR0913
     log: RunLog,
     *,
     owner: str,

@@ -251,7 +251,7 @@ class Sayings:
                 del self._held[next(iter(self._held))]
 
 
-def commit_part(
+def commit_part(  # noqa: PLR0913
     log: RunLog,
     *,
     attempt: int,
@@ -277,7 +277,7 @@ def commit_part(
     )
 
 
-def commit_parts(
+def commit_parts(  # noqa: PLR0913
     log: RunLog,
     *,
     attempt: int,

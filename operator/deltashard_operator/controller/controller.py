@@ -52,7 +52,7 @@ _log = structlog.get_logger("deltashard.controller")
 class Controller:
     """All runs. Implements `sidecar_report.Ledger`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         call: Caller,
@@ -176,7 +176,7 @@ class Controller:
             done = self.tick()
             await asyncio.sleep(TICK_S if done else YIELD_S)
 
-    def tick(self) -> bool:
+    def tick(self) -> bool:  # noqa: C901
         """Judge what is marked (and everything now and then), and begin the writes that are due.
 
         Returns whether it got through: a slice is of time as it passes, and on a busy machine little is done in one.

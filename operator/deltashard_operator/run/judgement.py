@@ -130,7 +130,7 @@ def _ended(run: Run, now_s: float) -> Run:
     return run
 
 
-def _facts(
+def _facts(  # noqa: C901
     run: Run, live: tuple[Heartbeat, ...], nodes: Mapping[str, NodeView], now_s: float
 ) -> Iterable[condition.Fact]:
     if run.finished:

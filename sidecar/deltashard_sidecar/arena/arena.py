@@ -45,7 +45,7 @@ class ArenaUnavailable(EnvironmentFault):
     """The arena file cannot be made (the memory volume is full or not writable), or was truncated."""
 
 
-class ArenaKeeper:
+class ArenaKeeper:  # noqa: PLR0904
     """The arena of this pod and who may touch which block of it. Thread-safe."""
 
     def __init__(self, path: Path, *, blocks: int, block_bytes: int) -> None:

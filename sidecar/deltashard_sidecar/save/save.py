@@ -139,7 +139,7 @@ def cause_of(error: BaseException) -> Cause:
 class Save:
     """One save of one attachment. Public methods may be called from any thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         who: Attachment,

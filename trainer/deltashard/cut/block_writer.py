@@ -333,7 +333,7 @@ class BlockWriter:
             yield start, rows, at
             start += rows
 
-    def _from_device(
+    def _from_device(  # noqa: PLR0913
         self,
         message: pb.SaveRequest,
         target: memoryview,

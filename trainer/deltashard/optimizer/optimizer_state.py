@@ -243,7 +243,7 @@ class OptimizerView:
             self.restoring = False
             self._placed.clear()
 
-    def _restore(self, tree: Mapping[str, Any], skip: Collection[str], *, script: bool) -> list[str]:
+    def _restore(self, tree: Mapping[str, Any], skip: Collection[str], *, script: bool) -> list[str]:  # noqa: C901
         notes: list[str] = []
         mine = self.class_name
         if tree["class"] != mine:

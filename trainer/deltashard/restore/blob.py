@@ -104,7 +104,7 @@ class Blobs:
             return [f"what ranks {world_size} to {self.world_size - 1} had in {said} is used by nobody"]
         return []
 
-    def check(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:
+    def check(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:  # noqa: C901
         """Compare with the program before anything is changed; returns notes.
 
         Raises:

@@ -49,7 +49,7 @@ PROBE_S = 10.0
 class SaveLoop:
     """Cuts, from the wish to durable; on the training thread, but for `wait` and `on_sigterm`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         program: Program,
         loaders: LoaderRegistry,

@@ -86,7 +86,7 @@ class _Copied:
 class Saver:
     """Takes cuts, one in flight at a time, and hears how they end; on the training thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         capture: Capture,
         *,

@@ -158,7 +158,7 @@ def is_wrapper(module: nn.Module) -> bool:
     return "_dmp_wrapped_module" in module._modules  # noqa: SLF001 - torch offers no accessor
 
 
-def discover(
+def discover(  # noqa: C901
     model: nn.Module, settings: TableSettings | None = None, find: Finder = lambda _path, _module: None
 ) -> Inventory:
     """The inventory of `model`; `find` is asked about every module.

@@ -26,7 +26,7 @@ from deltashard.tracking.tracking import Tracking
 _time_ns = time.time_ns
 
 
-class StepClock:
+class StepClock:  # noqa: PLR0904
     """Counts steps; on the training thread, but for `alert`."""
 
     __slots__ = (

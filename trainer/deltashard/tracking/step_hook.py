@@ -113,7 +113,7 @@ class StepHooks:
         self._handles.clear()
         self._versions = None
 
-    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: C901
         steps = self._steps
         if steps.before_next:
             calls, steps.before_next = steps.before_next, []

@@ -86,7 +86,7 @@ class TrackingSettings:
         return min(self.audit_rows, share, rows)
 
 
-class TrackedTable:
+class TrackedTable:  # noqa: PLR0904
     """One shard of a table: its live tensors, its marks (of its own rows) and how it is tracked."""
 
     def __init__(self, found: FoundTable, settings: TrackingSettings, *, saver: int | None = None) -> None:

@@ -53,7 +53,7 @@ _JOBS_AT_ONCE = 64
 """Chunks of hashing, of all tables together, before their results are taken."""
 
 
-class Tracking:
+class Tracking:  # noqa: PLR0904
     """All tables of a model under its optimizers."""
 
     def __init__(

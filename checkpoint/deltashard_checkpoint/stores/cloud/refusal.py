@@ -60,7 +60,7 @@ def _status(text: str) -> int:
     return int(found[1]) if found else 0
 
 
-def translated(
+def translated(  # noqa: C901
     error: Exception, *, where: str, way: str, source: str, how: str, configured: bool, writes: bool = False
 ) -> DeltashardError:
     """The named error for what obstore raised at `where`.
