@@ -335,15 +335,11 @@ _committed_pins = property(
 )
 
 
-_format_of = folded_state._format_of
+_dump = folded_state.dump
 
 
-def _told_nothing(_state: run_state.RunState) -> dict[str, Any]:
-    return {}
-
-
-def _format_of_nothing_told(state: run_state.RunState) -> int:
-    return _format_of(replace(state, words={}, aside=frozenset()))
+def _dump_without_words(state: run_state.RunState) -> bytes:
+    return _dump(replace(state, words={}, aside=frozenset()))
 
 
 # Many ranks
@@ -597,10 +593,7 @@ MUTANTS = (
         name="fold: without a person's words",
         rule="a folded state has what people said",
         marked=False,
-        patches=(
-            (folded_state, "_told", _told_nothing),
-            (folded_state, "_format_of", _format_of_nothing_told),
-        ),
+        patches=((folded_state, "dump", _dump_without_words),),
         weights=(("pin", 4), ("rewind", 2)),
     ),
     Mutant(
