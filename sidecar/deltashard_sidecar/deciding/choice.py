@@ -9,7 +9,7 @@ Without a goal, and with `fixed`, the timers stay as stated, and what `auto` wou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from deltashard_checkpoint.deciding.cost import Profile
@@ -157,6 +157,22 @@ def _held(terms: GoalTerms, held: Held, found: Interval, evidence: str, cause: C
         ),
         cause=cause,
     )
+
+
+def first_save(choice: Choice, terms: GoalTerms) -> Choice:
+    """The choice until an attempt that follows one without a checkpoint has one: as early as where nothing is measured.
+
+    What ended the attempt before may end this one as early, and the same steps would be lost again and again.
+    """
+    every_s = max(MEASURING_S, terms.least_s)
+    if not terms.applied or every_s >= choice.every_s:
+        return choice
+    decision = replace(
+        choice.decision,
+        value=timers(every_s, choice.every_steps),
+        bound="the attempt before ended without a checkpoint: until this one has its first",
+    )
+    return replace(choice, every_s=every_s, decision=decision)
 
 
 def timers(every_s: float, every_steps: int) -> str:

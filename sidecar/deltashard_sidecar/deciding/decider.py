@@ -32,8 +32,8 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, terms_of
-from deltashard_sidecar.deciding.history import Past, follows_rewind, past
+from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, first_save, terms_of
+from deltashard_sidecar.deciding.history import Past, follows_rewind, past, unproductive
 from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 from deltashard_sidecar.policy import Policy
@@ -132,6 +132,7 @@ class Decider:
         """When the last trainer went without a word."""
         self._committed = True
         """Whether something was committed since the last incident: a crash loop is one."""
+        self._unproductive = False
         self._looked_at: tuple[float, int] | None = None
         """The timers that were chosen at the last look; None: none were."""
         self._partial = False
@@ -202,6 +203,7 @@ class Decider:
             self._begin, self._left_steps = None, math.inf
             self._meter = self._meter.began(None)
             self._restoring = opening.resumed
+            self._unproductive = unproductive(state, opening.attempt)
             self._partial = newest is not None and LINEAGE_KEY in newest.metadata
             if came_back and self._committed and newest is not None:
                 self._committed = False
@@ -273,6 +275,9 @@ class Decider:
         """A save of rank 0 is durable. What it cost is known once the trainer has ended a step after it."""
         with self._lock:
             self._committed = True
+            if self._unproductive:
+                self._unproductive = False
+                self._decide()
             if self._begin is not None and self._begin.cut == cut:
                 self._ended_s = self._clock()
                 if self._begin.timed and math.isfinite(cost.stall_s) and cost.stall_s >= 0:
@@ -387,7 +392,7 @@ class Decider:
                 evidence=evidence,
             )
         self._held = choice.held
-        return choice
+        return first_save(choice, terms) if self._unproductive else choice
 
     def _situation(self, opening: Opening) -> Situation:
         profile, policy = self._profile, self._policy

@@ -44,6 +44,17 @@ def follows_rewind(state: RunState, attempt: int) -> bool:
     return before is not None and state.attempts[before].world_size == 0
 
 
+def unproductive(state: RunState, attempt: int) -> bool:
+    """Whether the attempt before ended without a checkpoint and `attempt` has none yet; a rewind is no attempt."""
+    before = max((n for n, each in state.attempts.items() if n < attempt and each.world_size), default=None)
+    this = state.attempts.get(attempt)
+    return (
+        before is not None
+        and state.attempts[before].last_seq is None
+        and (this is None or this.last_seq is None)
+    )
+
+
 def past(state: RunState, *, open_attempt: int | None) -> Past:
     """Of all that was committed; `open_attempt` ended in no incident that is counted here, or did not end."""
     steps = lossy = restores = 0

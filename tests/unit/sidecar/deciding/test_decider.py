@@ -339,6 +339,23 @@ def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
     return replace(state, attempts={1: first, **later}, attempt=2 + empty)
 
 
+def test_attempt_after_one_without_a_checkpoint_saves_first_after_a_minute() -> None:
+    """Until it has a checkpoint, also in a sidecar that starts within it; a bound of the user's holds."""
+    _, text = chosen(Life(most_s=600.0))
+    for empty, every_s in ((0, 600.0), (1, 60.0), (9, 60.0)):
+        life = Life(most_s=600.0)
+        life.open(log_of_attempts(empty, {KEY: text}), attempt=2 + empty, resumed=True)
+        assert life.every_s == pytest.approx(every_s)
+    (decision,) = life.decider.decisions()
+    assert (decision.value, decision.would) == ("every 60 s", "every 600 s")
+    assert "ended without a checkpoint" in decision.bound
+    life.saves(1, lambda: 0.1)
+    assert life.every_s == pytest.approx(600.0)
+    bounded = Life(most_s=600.0, least_s=90.0)
+    bounded.open(log_of_attempts(1, {KEY: text}), attempt=3, resumed=True)
+    assert bounded.every_s == pytest.approx(90.0)
+
+
 def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
     """The restore that the attempt began with."""
     _, text = chosen(Life(most_s=600.0))
