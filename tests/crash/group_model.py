@@ -242,7 +242,7 @@ class Sim:
         def current() -> Any:
             return SimpleNamespace() if sim.running is None else sim.running
 
-        return SimpleNamespace(AttachEvent=lambda: Signal(sim), Thread=Started, current_thread=current)
+        return SimpleNamespace(Event=lambda: Signal(sim), Thread=Started, current_thread=current)
 
 
 def watched(sim: Sim, name: str) -> Any:
