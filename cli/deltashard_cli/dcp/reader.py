@@ -7,7 +7,7 @@ Values come by `torch.load(weights_only=True)`. Checked here is that the directo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -115,15 +115,35 @@ def _contents(directory: Path, metadata: Any) -> Contents:
                         place=_place(directory, name, info),
                     )
                 )
-        if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape) or any(
-            piece.stop(d) > whole for piece in pieces for d, whole in enumerate(shape)
-        ):
-            raise _damaged(f"{name} is not whole: its pieces are not all of it", directory / METADATA)
+        if (wrong := _untiled(shape, pieces)) is not None:
+            raise _damaged(f"{name} is not whole: {wrong}", directory / METADATA)
         dtype = str(stored.properties.dtype).removeprefix("torch.")
         if not element_type.is_known(dtype):
             raise _damaged(f"{name} has no known type", directory / METADATA)
         values[path] = StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces))
     return values
+
+
+def _untiled(shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
+    """Why `pieces` are not all of a tensor, each element once; None: they are."""
+    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape) or any(
+        not 0 <= piece.offsets[d] < piece.stop(d) <= whole
+        for piece in pieces
+        for d, whole in enumerate(shape)
+    ):
+        return "its pieces are not all of it"
+    # Pieces that overlap leave a hole, for they have as many elements as the tensor.
+    active: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offsets) if shape else ():
+        active = [each for each in active if each.stop(0) > piece.offsets[0]]
+        if any(_overlap(each, piece) for each in active):
+            return "two of its pieces overlap"
+        active.append(piece)
+    return None
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    return all(a.offsets[d] < b.stop(d) and b.offsets[d] < a.stop(d) for d in range(len(a.offsets)))
 
 
 def _place(directory: Path, name: str, info: Any) -> TensorPlace:

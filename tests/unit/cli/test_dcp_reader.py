@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from deltashard_cli.dcp.reader import METADATA, NotReadable, StoredObject, StoredTensor, read_contents
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 SAVED = {
@@ -99,6 +99,7 @@ def damage_chunk(metadata: Metadata, offsets: tuple[int, ...], sizes: tuple[int,
         (lambda m: damage_place(m, transform_descriptors=["zstd"]), "was transformed"),
         (lambda m: damage_chunk(m, (0, 0), (3, 3)), "is not whole"),
         (lambda m: damage_chunk(m, (1, 0), (4, 3)), "is not whole"),
+        (lambda m: damage_chunk(m, (-1, 0), (4, 3)), "is not whole"),
         (lambda m: m.state_dict_metadata["model.emb.weight"].chunks.clear(), "is not whole"),
         (lambda m: m.state_dict_metadata.update({"x": BytesStorageMetadata()}), "nothing says where x lies"),
         (lambda m: m.storage_data.clear(), "nothing says where"),
@@ -110,6 +111,24 @@ def test_what_is_not_whole_is_refused(saved: Path, damage: Callable[[Metadata], 
     damage(metadata)
     (saved / METADATA).write_bytes(pickle.dumps(metadata))
     with pytest.raises(NotReadable, match=what):
+        read_contents(saved)
+
+
+@pytest.mark.parametrize("second", [(0, 0), (1, 0), (1, 1)])
+def test_pieces_that_overlap_are_refused(saved: Path, second: tuple[int, int]) -> None:
+    """Also where they have together as many elements as the tensor: what they leave out would be read as zeros."""
+    metadata = pickle.loads((saved / METADATA).read_bytes())
+    held = metadata.state_dict_metadata["model.emb.weight"]
+    index, info = next(item for item in metadata.storage_data.items() if item[0].fqn == "model.emb.weight")
+    sizes = {(0, 0): ((2, 3), (2, 3)), (1, 0): ((2, 3), (2, 3)), (1, 1): ((4, 2), (2, 2))}[second]
+    held.chunks = [
+        ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(size))
+        for offsets, size in zip([(0, 0), second], sizes, strict=True)
+    ]
+    for offsets in ((0, 0), second):
+        metadata.storage_data[type(index)(index.fqn, offsets)] = info
+    (saved / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(NotReadable, match=r"model\.emb\.weight is not whole: two of its pieces overlap"):
         read_contents(saved)
 
 
