@@ -11,8 +11,8 @@ breaks off goes on after the last key it gave.
 
 A read (`get`, `get_into`) is patient for `RetryPolicy.silence_s` only, and twice as long after each try that silence
 ended, up to `deadline.SILENCE_S`: a hung connection costs two seconds. The store remembers which silence was needed,
-so one that is slow as a whole is asked again once, not at every read; each read that needs no second try takes 2 % off
-what is remembered.
+or what a read that failed came to, so one that is slow as a whole is asked again once, not at every read; each read
+that needs no second try takes 2 % off what is remembered.
 """
 
 from __future__ import annotations
@@ -146,12 +146,11 @@ class RetryingStore(Store):
             except StoreUnavailable:
                 if self._clock() - begun_s >= 0.95 * silence_s:  # timers fire a moment early
                     silence_s, grown = min(2 * silence_s, SILENCE_S), True
+                    # At once, not when a try succeeds: the deadline may end this call before one does.
+                    self._patience_s = max(self._patience_s, silence_s)
                 raise
-            self._patience_s = (
-                max(self._patience_s, silence_s)
-                if grown
-                else max(self.policy.silence_s, self._patience_s * _FORGETTING)
-            )
+            if not grown:
+                self._patience_s = max(self.policy.silence_s, self._patience_s * _FORGETTING)
             return result
 
         return attempt

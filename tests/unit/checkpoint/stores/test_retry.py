@@ -121,6 +121,20 @@ def test_the_silence_that_a_store_needs_is_remembered() -> None:
     assert slow.silences[-1] == 2.0
 
 
+def test_a_read_that_failed_leaves_its_silence_to_the_next() -> None:
+    """Else one whose first byte comes later than the last try of a call listens would never be read."""
+    clock = Clock()
+    slow = Slow(clock, *[9.0] * 4)
+    store = RetryingStore(slow, policy=RetryPolicy(attempts=3), clock=clock, sleep=clock.sleep)
+    store.put("a", b"x")
+    del slow.silences[:]
+    with pytest.raises(StoreUnavailable, match="get failed 3 times"):
+        store.get("a")
+    assert slow.silences == [2.0, 4.0, 8.0]
+    assert store.get("a") == b"x"
+    assert slow.silences == [2.0, 4.0, 8.0, 16.0]
+
+
 def test_create_only_is_tried_once() -> None:
     """An ambiguous create is the caller's to resolve: a second try would find its own object."""
     faulty, clock = FaultyStore(MemoryStore()), Clock()
