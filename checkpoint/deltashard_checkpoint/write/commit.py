@@ -54,7 +54,7 @@ from deltashard_checkpoint.vocabulary import PRECISION_KEY
 from deltashard_checkpoint.write.precision import coarsest
 
 FORMAT = 1
-"""Of a report; 1 did not say whether the part holds blobs for all, which it may."""
+"""Of a report."""
 COMMIT_DEADLINE_S = 600.0
 FOLLOWERS_WAIT_S = 0.25
 """Before a pod without rank 0 looks: of pods that finish together, that of rank 0 commits."""
