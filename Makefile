@@ -46,12 +46,12 @@ servers:
 
 # A file's tests share their processes and servers, so a file stays on one worker.
 test: venv
-	@echo "make test: an hour in all on two idle cores; the first time on a machine 15 more, to build the servers"
+	@echo "make test: 35 minutes in all on two idle cores; the first time on a machine 15 more, to build the servers"
 	@echo "make test, 1 of 3: the servers that tests need (nothing to do if they are built)"
 	@$(MAKE) --no-print-directory servers
-	@echo "make test, 2 of 3: tests on this machine alone (about 40 minutes)"
+	@echo "make test, 2 of 3: tests on this machine alone (about 20 minutes)"
 	$(RUN) -m pytest tests --ignore tests/cluster --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=50 --durations-min=10
-	@echo "make test, 3 of 3: a real Kubernetes on this machine (about 20 minutes)"
+	@echo "make test, 3 of 3: a real Kubernetes on this machine (about 15 minutes)"
 	$(MAKE) test-cluster
 
 # tests/unit starts no process and serves no port (tests/unit/conftest.py sees to it); tests/integration is the same rooms
