@@ -136,6 +136,7 @@ class Sidecar:
             self._found(session, attempt)
         elif session.who.rank == 0:
             self.decider.came()
+        self.decider.attached(len(self.sessions.all()))
         self.activity.attached()
         self.log.info(
             "trainer.attached",

@@ -34,7 +34,7 @@ from deltashard.loader.registry import OnChange
 from deltashard.restore.request import Restored, RestoreRequest
 from deltashard.save.handle import SaveHandle, Stats
 from deltashard.tracking.tracking import TrackingSettings
-from deltashard.wiring import LEAVE_S, Wiring
+from deltashard.wiring import LEAVE_S, Wiring, guarded
 
 log = logging.getLogger("deltashard")
 
@@ -346,7 +346,7 @@ class Checkpointer:
                 self._loop.finish(until_s)
             self._say_if_unsaved()
         finally:
-            self._wiring.plan.leave()
+            guarded(self._wiring.plan.leave)
             self._wiring.close(until_s)
 
     def _say_if_unsaved(self) -> None:
@@ -372,7 +372,7 @@ class Checkpointer:
             # A step torn by an exception must not become the newest checkpoint: only let what is in flight end. What
             # waits for a dead rank's part will not, and what does not the sidecar ends alone.
             plan = self._wiring.plan
-            dead = (error is not None and plan.raised(error)) or plan.dead
+            dead = (error is not None and guarded(plan.raised, error)) or plan.dead
             try:
                 self._loop.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
             finally:

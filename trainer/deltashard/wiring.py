@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,7 @@ class Wiring:
         self.attempt.happen(AttachEvent.CLOSE)
         # The line of the arena is given back; without it every step has a boundary, which refuses it.
         self.clock.detach()
-        self.plan.close()
+        guarded(self.plan.close)
         self.save_loop.close()
         if self.conductor is not None:
             self.conductor.close()
@@ -261,13 +261,22 @@ def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
     return ChildLauncher(options, rank)
 
 
+def guarded(call: Callable[..., object], *arguments: object) -> object:
+    """Call what an extra brings: an error of its own is logged, and costs neither the user's error nor what follows."""
+    try:
+        return call(*arguments)
+    except Exception:
+        log.exception("the recovery plan failed")
+        return None
+
+
 _live: weakref.WeakSet[Wiring] = weakref.WeakSet()
 
 
 def _uncaught(error: BaseException) -> None:
     """An error that ends the program may be of a collective."""
     for wiring in list(_live):
-        wiring.plan.raised(error)
+        guarded(wiring.plan.raised, error)
 
 
 def _in_child() -> None:

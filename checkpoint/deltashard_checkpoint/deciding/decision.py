@@ -18,7 +18,7 @@ class Decision:
     value: str
     """What is in force."""
     would: str
-    """What the rule says; the same as `value` where the rule is in force."""
+    """What the rule says: `value`, where the rule is in force and nothing bounds it; empty while saves are measured."""
     why: str
     """A sentence."""
     bound: str = ""

@@ -70,6 +70,7 @@ class MemoryStore(Store):
         return ObjectInfo(key=key, size_bytes=len(data), modified_at_s=modified_at_s)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """One consistent view, unlike a real store's."""
         check_prefix(prefix)
         found = []
         with self._lock:

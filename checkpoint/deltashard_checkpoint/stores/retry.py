@@ -114,6 +114,7 @@ class RetryingStore(Store):
         return self._call("head", key, 0, lambda: self.inner.head(key))
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """The deadline is of each silence, not of the whole listing."""
         state = ResumedListing(lambda last: self.inner.list(prefix, start_after=last), start_after)
         while (found := self._call("list", prefix, 0, state.step)) is not None:
             yield found

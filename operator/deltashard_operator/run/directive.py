@@ -2,7 +2,7 @@
 
 It is what the CheckpointPolicy says, with the workload's annotations before it: interval and precision themselves, or
 what they are to be chosen for, and the bounds. The choosing is the sidecar's with rank 0, which measures what a save
-costs and failed. A directive is given when the policy changed under a run:
+costs. A directive is given when the policy changed under a run:
 when what is wanted differs from what the run's sidecars say is in force and from the directive they were given last. Of
 the two timers, interval and steps, 0 turns one off while training runs; both off is no directive, so that nobody
 switches saving off from afar.

@@ -44,7 +44,6 @@ HORIZON_S = 86400.0
 NO_POLICY = PolicyInForce()
 NO_WISH = Wish()
 NO_INCIDENTS = Incidents()
-NO_TALLY = Tally()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,8 @@ from deltashard_sidecar.policy import Policy
 
 MEASURING_S = 60.0
 """Interval until saves were measured, where none is said."""
+SOONEST_S = 1.0
+"""However many attempts before ended without a checkpoint."""
 Cause = Literal["measured", "cost", "failures", "durable", "policy"]
 """Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
 interval; another goal or bound."""
@@ -159,18 +161,21 @@ def _held(terms: GoalTerms, held: Held, found: Interval, evidence: str, cause: C
     )
 
 
-def first_save(choice: Choice, terms: GoalTerms) -> Choice:
-    """The choice until an attempt that follows one without a checkpoint has one: as early as where nothing is measured.
+def capped(choice: Choice, terms: GoalTerms, doublings: int) -> Choice:
+    """The choice in an attempt that follows attempts without a checkpoint: a minute at first, doubled by each commit.
 
-    What ended the attempt before may end this one as early, and the same steps would be lost again and again.
+    What ended them may end this one as early, and the same steps would be lost again and again. Each of them but the
+    last halves the minute, down to a second; `doublings` is the commits of this attempt less those. So an attempt keeps
+    about half of what it trained, however long it lives.
     """
-    every_s = max(MEASURING_S, terms.least_s)
-    if not terms.applied or every_s >= choice.every_s:
+    every_s = max(SOONEST_S, terms.least_s, MEASURING_S * 2.0 ** max(-30, min(doublings, 30)))
+    if not terms.applied or 0 < choice.every_s <= every_s:
         return choice
     decision = replace(
         choice.decision,
         value=timers(every_s, choice.every_steps),
-        bound="the attempt before ended without a checkpoint: until this one has its first",
+        would=choice.decision.would or timers(choice.every_s, choice.every_steps),
+        bound="attempts before ended without a checkpoint: twice as long with each commit",
     )
     return replace(choice, every_s=every_s, decision=decision)
 

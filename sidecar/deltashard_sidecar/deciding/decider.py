@@ -32,8 +32,8 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, first_save, terms_of
-from deltashard_sidecar.deciding.history import Past, follows_rewind, past, unproductive
+from deltashard_sidecar.deciding.choice import CAUSES, Choice, capped, choose, terms_of
+from deltashard_sidecar.deciding.history import Past, follows_rewind, past, without_checkpoint
 from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 from deltashard_sidecar.policy import Policy
@@ -132,7 +132,8 @@ class Decider:
         """When the last trainer went without a word."""
         self._committed = True
         """Whether something was committed since the last incident: a crash loop is one."""
-        self._unproductive = False
+        self._doublings: int | None = None
+        """Of the interval's cap, see `capped`; None: the attempt before had a checkpoint."""
         self._looked_at: tuple[float, int] | None = None
         """The timers that were chosen at the last look; None: none were."""
         self._partial = False
@@ -203,7 +204,9 @@ class Decider:
             self._begin, self._left_steps = None, math.inf
             self._meter = self._meter.began(None)
             self._restoring = opening.resumed
-            self._unproductive = unproductive(state, opening.attempt)
+            empty = without_checkpoint(state, before=opening.attempt)
+            commits = sum(1 for each in state.checkpoints.values() if each.attempt == opening.attempt)
+            self._doublings = commits - (empty - 1) if empty else None
             self._partial = newest is not None and LINEAGE_KEY in newest.metadata
             if came_back and self._committed and newest is not None:
                 self._committed = False
@@ -237,6 +240,14 @@ class Decider:
             self._log.info("profile.adopted", saves=record.profile.save.n, seq=newest.seq)
         else:
             self._log.info("profile.of_another_place", theirs=record.profile.key, ours=key)
+
+    def attached(self, ranks_here: int) -> None:
+        """So many ranks are attached now: how many pods the run has follows from it."""
+        with self._lock:
+            opening = self._opening
+            if opening is not None and opening.ranks_here < ranks_here <= opening.world_size:
+                self._opening = replace(opening, ranks_here=ranks_here)
+                self._decide()
 
     def came(self) -> None:
         with self._lock:
@@ -275,8 +286,8 @@ class Decider:
         """A save of rank 0 is durable. What it cost is known once the trainer has ended a step after it."""
         with self._lock:
             self._committed = True
-            if self._unproductive:
-                self._unproductive = False
+            if self._doublings is not None:
+                self._doublings += 1
                 self._decide()
             if self._begin is not None and self._begin.cut == cut:
                 self._ended_s = self._clock()
@@ -392,7 +403,7 @@ class Decider:
                 evidence=evidence,
             )
         self._held = choice.held
-        return first_save(choice, terms) if self._unproductive else choice
+        return choice if self._doublings is None else capped(choice, terms, self._doublings)
 
     def _situation(self, opening: Opening) -> Situation:
         profile, policy = self._profile, self._policy

@@ -16,7 +16,7 @@ it sees. Of a run, or a time, without one the log knows less, and this is what i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import Evidence
@@ -44,15 +44,10 @@ def follows_rewind(state: RunState, attempt: int) -> bool:
     return before is not None and state.attempts[before].world_size == 0
 
 
-def unproductive(state: RunState, attempt: int) -> bool:
-    """Whether the attempt before ended without a checkpoint and `attempt` has none yet; a rewind is no attempt."""
-    before = max((n for n, each in state.attempts.items() if n < attempt and each.world_size), default=None)
-    this = state.attempts.get(attempt)
-    return (
-        before is not None
-        and state.attempts[before].last_seq is None
-        and (this is None or this.last_seq is None)
-    )
+def without_checkpoint(state: RunState, *, before: int) -> int:
+    """Attempts in a row, up to attempt `before`, that ended without a checkpoint; a rewind is no attempt."""
+    real = sorted((n for n, each in state.attempts.items() if n < before and each.world_size), reverse=True)
+    return sum(1 for _ in takewhile(lambda n: state.attempts[n].last_seq is None, real))
 
 
 def past(state: RunState, *, open_attempt: int | None) -> Past:

@@ -245,6 +245,7 @@ class SidecarSession:
 
     @property
     def away_s(self) -> float:
+        """Since when there is no link, in seconds; 0: there is one."""
         return 0.0 if self.link is not None else time.monotonic() - self._away_since_s
 
     def post(self, event: Event) -> None:

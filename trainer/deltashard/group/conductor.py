@@ -144,6 +144,7 @@ class Conductor:
         self.held_s += time.monotonic() - began_s
 
     def cut_at(self, step: int) -> int | None:
+        """Number of the cut to take at the boundary of `step`; None: none is due."""
         return self._orders.cut_at(step)
 
     def missed(self, *, last: bool = False) -> int | None:

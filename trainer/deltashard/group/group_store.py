@@ -36,7 +36,7 @@ def _answering() -> Iterator[None]:
 
 
 class GroupStore:
-    """One thread's connection, under a prefix of keys; every call raises `GroupLost`."""
+    """One thread's connection, under a prefix of keys; every call may raise `GroupLost`."""
 
     def __init__(self, prefix: str) -> None:
         with _answering():

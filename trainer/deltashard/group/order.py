@@ -171,6 +171,7 @@ class Orders:
         self.number += 1
 
     def cut_at(self, step: int) -> int | None:
+        """Number of the cut to take at the boundary of `step`; None: none is due."""
         due = self.due
         return due[0] if due is not None and step >= due[1] else None
 

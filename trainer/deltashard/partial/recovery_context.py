@@ -13,7 +13,7 @@ from deltashard.partial.rule import RecoveryTerms
 
 
 class RecoveryContext:
-    """Of one Checkpointer; the training thread writes, the watchdog's reads."""
+    """Of one Checkpointer; the training thread writes, that of `HangWatchdog` reads."""
 
     def __init__(self, terms: RecoveryTerms | None, rank: Rank, *, run: str, home: Path | None) -> None:
         """`terms` None: recovery is full. `home`: where parts of this machine, or pod, are staged; None: nowhere."""

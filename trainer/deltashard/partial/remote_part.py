@@ -31,10 +31,10 @@ class RemoteStagedPart:
             (count,) = struct.unpack_from("<Q", data)
             lengths = struct.unpack_from(f"<{count}Q", data, 8)
         except struct.error as error:
-            raise CorruptObject(f"it says no lengths: {error}", where="a donor's parcel") from None
+            raise CorruptObject(f"it says no lengths: {error}", where="a part that a donor sent") from None
         at, view = 8 + 8 * count, memoryview(data)
         if at + sum(lengths) != len(data):
-            raise CorruptObject(f"{len(data)} bytes are not what it says", where="a donor's parcel")
+            raise CorruptObject(f"{len(data)} bytes are not what it says", where="a part that a donor sent")
         self._frames: list[memoryview] = []
         for length in lengths:
             self._frames.append(view[at : at + length])

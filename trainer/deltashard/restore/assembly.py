@@ -172,11 +172,13 @@ class Assembly:
         )
 
     def send(self, what: str, data: bytes | None) -> None:
+        """Give the others bytes of this rank's, until `begun`; None: it cannot, after all."""
         what = f"{what}/{self._turn}"
         self._meeting.send(what, data)
         self._sent.append((what, 0 if data is None else len(data)))
 
     def receive(self, what: str) -> bytes | None:
+        """What another rank sends; None: it cannot. Raises `RanksDiffer` when it answers nothing."""
         return self._meeting.receive(f"{what}/{self._turn}", RESTORE_DEADLINE_S)
 
     def begun(self) -> None:

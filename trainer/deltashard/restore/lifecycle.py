@@ -1,8 +1,8 @@
 """The life of a `restore()`, as data: OPENING -> RECEIVING -> APPLYING -> ARMING -> DONE, and what goes wrong.
 
 `TABLE` says for every state which events may happen and where they lead; any other raises `IllegalEvent`. Within
-RECEIVING and APPLYING the model is neither what it was nor what it will be: from there a restore begins again or fails,
-and training cannot begin.
+RECEIVING and APPLYING the model is neither what it was nor what it will be: from there a restore begins again or fails;
+a program that catches the error must build its model anew before it trains.
 
 - IDLE: `restore()` was not called.
 - OPENING: an attempt is asked for; the model is untouched, or what an earlier try left.

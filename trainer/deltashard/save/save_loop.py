@@ -47,7 +47,7 @@ PROBE_S = 10.0
 
 
 class SaveLoop:
-    """Cuts, from the wish to durable; on the training thread, but for `wait` and `on_sigterm`."""
+    """Cuts, from the wish to durable; on the training thread, but for `wait` and `_on_sigterm`."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -88,6 +88,7 @@ class SaveLoop:
         self._thread = threading.current_thread()
         term = TermHandler(grace_s=grace_s, notice=self._on_sigterm) if grace_s is not None else None
         self.term = term if term is not None and term.install() else None
+        """None: SIGTERM is left alone."""
 
     def gate(self, *, at_step: bool = False) -> SnapshotGate:
         """What holds now; `at_step`: within `step()`, where what was done since the last one is what this step is."""

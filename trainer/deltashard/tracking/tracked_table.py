@@ -287,6 +287,7 @@ class TrackedTable:  # noqa: PLR0904
             self._tracker.end(hashing, self._sections(), self.marks)
 
     def reseed(self, ids: Tensor | None) -> None:
+        """See `Marks.reseed`; call it when weights *and* row fields are restored."""
         self._schema = self._read_schema()
         self.marks.reseed(ids)
         self._audit.forget()

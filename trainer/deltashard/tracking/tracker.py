@@ -1,11 +1,11 @@
 """How a table learns which of its rows changed: exactly, or a superset, never less.
 
-gradients  `SparseGradientTracker`, for optimizers of the whitelist: the rows that the applied gradient lists. This
-covers functional and tied lookups, accumulation, closures and gradients that were not zeroed, for it is
-the very gradient that was applied. A dense gradient lists none: `Untracked`
-lookups    `LookupTracker`, for fused kernels, which report the rows that they update
-hashes     `HashTracker`, for everything else: one 64-bit hash of weights and state per row, kept from cut to cut.
-Exact for any optimizer; costs one read of the table per cut and 8 bytes per row
+- gradients: `SparseGradientTracker`, for optimizers of the whitelist: the rows that the applied gradient lists. This
+  covers functional and tied lookups, accumulation, closures and gradients that were not zeroed, for it is the very
+  gradient that was applied. A dense gradient lists none: `Untracked`
+- lookups: `LookupTracker`, for fused kernels, which report the rows that they update
+- hashes: `HashTracker`, for everything else: one 64-bit hash of weights and state per row, kept from cut to cut. Exact
+  for any optimizer; costs one read of the table per cut and 8 bytes per row
 """
 
 from __future__ import annotations

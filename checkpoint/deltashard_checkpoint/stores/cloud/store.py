@@ -173,6 +173,7 @@ class CloudStore(Store):
         return done
 
     def head(self, key: str) -> ObjectInfo:
+        """`modified_at_s` is in whole seconds: Last-Modified has no more."""
         try:
             return self._attempt(key, lambda: self._head(key))
         except ObjectNotFound:
@@ -269,6 +270,7 @@ class CloudStore(Store):
                 raise each
 
     def now_s(self) -> float:
+        """In whole seconds, asked without credentials."""
         endpoint = self._account.endpoint
         if not endpoint:
             self._account.client()  # says what is missing

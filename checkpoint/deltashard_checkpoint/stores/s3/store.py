@@ -247,6 +247,8 @@ class S3Store(Store):
         return done
 
     def head(self, key: str) -> ObjectInfo:
+        """`modified_at_s` is in whole seconds: Last-Modified has no more."""
+
         def attempt() -> ObjectInfo:
             try:
                 found = self._client.stat_object(self._bucket, self._name(key))

@@ -17,13 +17,13 @@ def because(error: Exception, cause: Exception) -> Exception:
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, BaseException]]:
     """What ours, and after it the hook that was there before, saw of an error."""
-    seen: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: seen.append(error))
+    seen: list[tuple[str, BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: seen.append(("before", error)))
     monkeypatch.setattr(exit_code, "_installed", False)
-    exit_code.install(seen.append)
-    exit_code.install(seen.append)
+    exit_code.install(lambda error: seen.append(("ours", error)))
+    exit_code.install(lambda error: seen.append(("second", error)))
     return seen
 
 
@@ -34,19 +34,21 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
         because(RuntimeError("the loop broke"), TakenOver("over")),
     ],
 )
-def test_a_takeover_that_nobody_caught_has_its_own_code(error: Exception, shown: list[BaseException]) -> None:
+def test_a_takeover_that_nobody_caught_has_its_own_code(
+    error: Exception, shown: list[tuple[str, BaseException]]
+) -> None:
     """After the traceback that any error gets; a framework's wrapping does not hide it."""
     with pytest.raises(SystemExit) as ended:
         sys.excepthook(type(error), error, error.__traceback__)
     assert ended.value.code == exit_code.EXIT_TAKEN_OVER == 79
-    assert shown == [error, error]
+    assert shown == [("ours", error), ("before", error)]
 
 
 @pytest.mark.parametrize("error", [FencedError("fenced"), because(ValueError("any"), KeyError("x"))])
-def test_every_other_end_stays_what_it_was(error: Exception, shown: list[BaseException]) -> None:
+def test_every_other_end_stays_what_it_was(error: Exception, shown: list[tuple[str, BaseException]]) -> None:
     """A pod that its own workload replaced is an ordinary failure, which a restart mends."""
     sys.excepthook(type(error), error, error.__traceback__)
-    assert shown == [error, error]
+    assert shown == [("ours", error), ("before", error)]
 
 
 def test_names_of_metadata_that_are_ours_are_refused() -> None:
