@@ -7,7 +7,8 @@ have read before. Blobs are the checkpoint's own and are copied.
 
 What is provided is tracked per table and column range, one byte a row. Chains whose column shards of a row changed in
 between are refused (`CompactionUnfit`): an encoded row cannot be cut along columns without encoding it anew; the next
-baseline ends such a chain anyway.
+baseline ends such a chain anyway. So are chains with tombstones, unless the target is a compaction: in no other
+baseline do tombstones count as rows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DEFAULT_DEADLINE_S = 3600.0
 
 
 class CompactionUnfit(EnvironmentFault):
-    """This chain cannot be compacted; it restores as before."""
+    """The rows of this chain cannot be moved; it restores as before."""
 
 
 @dataclass(slots=True)
@@ -142,6 +143,11 @@ def move_checkpoint(  # noqa: PLR0913
                 moved = EncodedFrame(info=frame.info, data=fetched.data, raw_bytes=len(frame.chunk))
             else:
                 moved = _survivors(frame, fetched.data, provided.claim(frame))
+                if moved is not None and frame.info.kind is FrameKind.TOMBSTONE and not target.compaction:
+                    raise CompactionUnfit(
+                        f"rows of {frame.info.table} are tombstones within the chain",
+                        remedy="the next baseline ends this chain",
+                    )
             if moved is not None:
                 writer.add(moved)
         crash_point("compact.after_packs")

@@ -117,8 +117,8 @@ def start_run(
     """Begin the run `target` with one checkpoint of the source, which holds all its rows there.
 
     `cache` holds packs on their way. May be killed at any instant and begun again.
-    Raises `TargetTaken`, `CompactionUnfit` for a chain whose column shards changed, `InvalidCheckpoint`, what `chosen`
-    raises, and store errors.
+    Raises `TargetTaken`, `CompactionUnfit` for a chain whose column shards changed or that holds tombstones,
+    `InvalidCheckpoint`, what `chosen` raises, and store errors.
     """
     validate_new_run(target.run)
     return settled(source, lambda state: _start(source, target, state, which, cache), deadline_s=deadline_s)
