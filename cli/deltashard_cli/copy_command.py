@@ -153,7 +153,13 @@ def _look(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
     if left is Remains.REMOVING:
         return "its removal was begun", None
     if left is Remains.COPYING:
-        return "a copy that was cut short", None
+        if log.listed().seqs and not ended:
+            raise RunHeld(
+                "a copy was cut short, and what is there of its log does not say whether a trainer holds the run",
+                where="rm",
+                remedy="end its trainers, if there are any, and say --ended",
+            )
+        return "a copy that was cut short", None if ended else -1
     try:
         state = log.refresh(deadline_s=POLICY.deadline_s)
     except LogGap as gap:

@@ -349,6 +349,21 @@ class RunLog:
 
     def read_slot(self, seq: int) -> Slot:
         """One entry. Bytes that do not parse are read again: only the same bad bytes twice make a slot unreadable."""
+        data, found = self._read_twice(seq)
+        if isinstance(found, Sealed):
+            return found
+        return Unreadable(
+            seq=seq,
+            error=found,
+            voidable=not isinstance(found, UnsupportedVersion),
+            hash=hashlib.sha256(data).hexdigest(),
+        )
+
+    def slot_bytes(self, seq: int) -> bytes:
+        """The bytes of one entry, read as `read_slot` reads it: what does not parse was there twice."""
+        return self._read_twice(seq)[0]
+
+    def _read_twice(self, seq: int) -> tuple[bytes, Sealed | FormatError]:
         before: bytes | None = None
         for _ in range(_READS):
             try:
@@ -356,15 +371,10 @@ class RunLog:
             except ObjectNotFound:
                 raise StoreUnavailable(f"listed log entry {seq} is not found", where=entry_key(seq)) from None
             try:
-                return parse(data, seq)
+                return data, parse(data, seq)
             except FormatError as error:
                 if data == before:
-                    return Unreadable(
-                        seq=seq,
-                        error=error,
-                        voidable=not isinstance(error, UnsupportedVersion),
-                        hash=hashlib.sha256(data).hexdigest(),
-                    )
+                    return data, error
                 before = data
         raise StoreUnavailable(f"log entry {seq} reads differently each time", where=entry_key(seq))
 

@@ -41,10 +41,10 @@ from deltashard_checkpoint.format.layout import layout_key
 from deltashard_checkpoint.format.object_key import new_token, parse_index_key, validate_new_run
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
-from deltashard_checkpoint.log.entry import AttemptOpened, Entry, Genesis, Sealed, entry_key
+from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry, Genesis, Sealed, entry_key
 from deltashard_checkpoint.log.entry_codec import document_of, seal
 from deltashard_checkpoint.log.folded_state import fold_key
-from deltashard_checkpoint.log.listing import Hint
+from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.log.manifest import Manifests, digest_of, manifest_key
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState
@@ -52,6 +52,7 @@ from deltashard_checkpoint.maintenance.row_mover import move_checkpoint
 from deltashard_checkpoint.maintenance.word import chosen
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, settled
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
+from deltashard_checkpoint.whole_run.remains import Remains
 from deltashard_checkpoint.write.part_writer import PartTarget
 
 WORKERS = 8
@@ -132,14 +133,12 @@ def _copy(
 ) -> Copied:
     if state.stopped is not None:
         raise stopped(state)
+    _check_door(target, target.hint(), state.tip)
     listed = source.listed()
     slots = [seq for seq in listed.seqs if seq <= state.tip]
 
-    def read(seq: int) -> bytes:
-        return source.store.get(source.key(entry_key(seq)))
-
     with ThreadPoolExecutor(LOG_WORKERS) as pool:
-        entries = dict(zip(slots, pool.map(read, slots), strict=True))
+        entries = dict(zip(slots, pool.map(source.slot_bytes, slots), strict=True))
     missing = _missing(target, entries)
     live = Manifests(source.store, source.run).listing(state, state.checkpoints)
     parts = [part for seq in sorted(live.checkpoints) for part in parts_of(live, seq)]
@@ -304,9 +303,16 @@ class _Put:
 def _start(source: RunLog, target: RunLog, state: RunState, which: str, cache: PackCache) -> Copied:
     seq = chosen(state, which).seq
     entry = state.checkpoints[seq]
-    token = _sha256(canonical(document_of(entry)))[:16]
-    if target.listed().seqs and (target.hint().whole or not _begun_with(target, token)):
-        raise _taken(target)
+    token = _token(entry)
+    _check_door(target, target.hint(), 2)
+    done = partial(
+        Copied, run=target.run, seq=2, source_seq=seq, step=entry.step, checkpoints=1, through=state.tip, passed_over=0
+    )  # fmt: skip
+    if there := target.listed().seqs:
+        _check_begun(target, state, seq)
+        if there == (0, 1, 2) and _writer(target, 2) == token:
+            _leave_whole(target, Hint(seq=2))
+            return done(objects=0, bytes=0, entries=0)
     state = Manifests(source.store, source.run).listing(state, closure(state, (seq,)))
     part, stats = move_checkpoint(
         source,
@@ -339,23 +345,30 @@ def _start(source: RunLog, target: RunLog, state: RunState, which: str, cache: P
     entries = _chained(target.run, (genesis, opened, first))
     missing = _missing(target, entries)
     _put_log(target, entries, missing, Hint(seq=first.seq))
-    return Copied(
-        run=target.run,
-        seq=first.seq,
-        source_seq=seq,
-        step=entry.step,
-        checkpoints=1,
-        through=state.tip,
-        objects=len(stats.packs) + 1,
-        bytes=stats.stored_bytes,
-        passed_over=0,
-        entries=len(missing),
-    )
+    return done(objects=len(stats.packs) + 1, bytes=stats.stored_bytes, entries=len(missing))
 
 
-def _begun_with(target: RunLog, token: str) -> bool:
-    slot = target.read_slot(0) if 0 in target.listed().seqs else None
-    return isinstance(slot, Sealed) and slot.entry.writer == token
+def _token(entry: Checkpoint) -> str:
+    """The writer of a run that this checkpoint begins: a copy that was cut short is known by it."""
+    return _sha256(canonical(document_of(entry)))[:16]
+
+
+def _check_begun(target: RunLog, state: RunState, seq: int) -> None:
+    """Raises `TargetTaken` unless what is there was begun with this checkpoint, and was cut short."""
+    begun = {_token(entry): each for each, entry in state.checkpoints.items()}.get(_writer(target, 0))
+    if begun is None or target.hint().whole:
+        raise _taken(target)
+    if begun != seq:
+        raise TargetTaken(
+            f"run {target.run!r} was begun there with checkpoint {begun}, and cut short",
+            where=target.store.url,
+            remedy=f"say -c seq:{begun}, it goes on; `deltashard rm --ended` removes it",
+        )
+
+
+def _writer(target: RunLog, seq: int) -> str:
+    slot = target.read_slot(seq) if seq in target.listed(seq).seqs else None
+    return slot.entry.writer if isinstance(slot, Sealed) else ""
 
 
 def _chained(run: str, entries: Sequence[Entry]) -> dict[int, bytes]:
@@ -372,18 +385,21 @@ def _chained(run: str, entries: Sequence[Entry]) -> dict[int, bytes]:
 # The log
 
 
-def _missing(target: RunLog, entries: Mapping[int, bytes]) -> list[int]:
-    """Slots that are not at the target yet. Raises `TargetTaken` when what is there is another log's."""
-    there = target.listed().seqs
+def _missing(target: RunLog, entries: Mapping[int, bytes], first: int = 0) -> list[int]:
+    """Slots, from `first` on, that are not at the target yet.
+
+    Raises `TargetTaken` when what is there is another log's.
+    """
+    there = target.listed(first).seqs
 
     def same(seq: int) -> bool:
-        return seq in entries and target.store.get(target.key(entry_key(seq))) == entries[seq]
+        return seq in entries and _is_ours(target, seq, entries)
 
     with ThreadPoolExecutor(LOG_WORKERS) as pool:
         for fits in pool.map(same, there):
             if not fits:
                 raise _taken(target)
-    return sorted(entries.keys() - frozenset(there))
+    return sorted({seq for seq in entries if seq >= first} - frozenset(there))
 
 
 def _taken(target: RunLog) -> TargetTaken:
@@ -397,16 +413,19 @@ def _taken(target: RunLog) -> TargetTaken:
 def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int], whole: Hint) -> None:
     target.probe()
     before = _hint(target)
+    _check_door(target, Hint.of(before), whole.seq)
+    if missing:  # putting data took its time: somebody may have begun a run, or gone on with it
+        missing = _missing(target, entries, missing[0])
     # IMPORTANT: HINT first. It keeps everyone away from a log that is not whole yet.
-    target.leave_hint(replace(whole, whole=False))
+    mark = replace(whole, whole=False)
+    target.leave_hint(mark)
     crash_point("cp.after_hint")
 
     def put(seq: int) -> None:
-        key = target.key(entry_key(seq))
         try:
-            target.store.put_if_absent(key, entries[seq])
+            target.store.put_if_absent(target.key(entry_key(seq)), entries[seq])
         except ObjectExists:
-            if target.store.get(key) != entries[seq]:
+            if not _is_ours(target, seq, entries):
                 raise _taken(target) from None
 
     try:
@@ -419,12 +438,37 @@ def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int
         crash_point("cp.before_last_entry")
         for seq in missing[1:][-1:]:
             put(seq)
-    except TargetTaken:
+    except BaseException as error:
         # Somebody began a run of this name, or went on with it, just now: it must not be kept shut.
-        target.store.put(target.key("log/HINT"), before)
+        if isinstance(error, TargetTaken) or not _is_ours(target, missing[0], entries, absent=True):
+            target.store.put(target.key("log/HINT"), before)
         raise
     crash_point("cp.after_last_entry")
-    target.leave_hint(whole)
+    _leave_whole(target, whole)
+
+
+def _leave_whole(target: RunLog, whole: Hint) -> None:
+    """HINT of a log that is whole now, unless another copy, which goes on further, or a trainer has left its own."""
+    if target.hint() == replace(whole, whole=False):
+        target.leave_hint(whole)
+
+
+def _is_ours(target: RunLog, seq: int, entries: Mapping[int, bytes], *, absent: bool = False) -> bool:
+    """Whether the target's slot holds these bytes; `absent`: or nothing."""
+    try:
+        return target.store.get(target.key(entry_key(seq))) == entries[seq]
+    except ObjectNotFound:
+        return absent
+
+
+def _check_door(target: RunLog, hint: Hint, seq: int) -> None:
+    """Refuse what ends at slot `seq` beside a removal, or a copy that goes further: its HINT must stand."""
+    if hint.whole or hint.seq <= seq:
+        return
+    left = Remains.REMOVING if hint == REMOVAL else Remains.COPYING
+    raise TargetTaken(
+        f"run {target.run!r} is {left} there, by somebody else", where=target.store.url, remedy=left.remedy
+    )
 
 
 def _hint(target: RunLog) -> bytes:

@@ -11,12 +11,15 @@ from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, RunLog
-from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.listing import Hint
+from deltashard_checkpoint.log.entry import Genesis, entry_key
+from deltashard_checkpoint.log.entry_codec import seal
+from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.maintenance import garbage_collection, retention, word
 from deltashard_checkpoint.maintenance.holder import holder
 from deltashard_checkpoint.maintenance.row_mover import CompactionUnfit
+from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.whole_run.remains import remains
 from deltashard_checkpoint.whole_run.run_copy import TargetTaken, copy_run, start_run
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_cli.target import Target
@@ -179,3 +182,135 @@ def test_a_hint_of_a_copy_under_way_keeps_readers_and_trainers_away(store, there
         RunLog(there, "run-4").refresh(deadline_s=0.0)
     assert copy_run(source, half).entries == tip + 1
     assert half.hint().whole
+
+
+class Meanwhile(FileStore):
+    """Does something once, just before a key that ends like this is put."""
+
+    def __init__(self, directory: Path, before: str, act: Callable[[], object]) -> None:
+        super().__init__(directory)
+        self.before, self.act, self.lock = before, act, threading.Lock()
+
+    def _meanwhile(self, key: str) -> None:
+        with self.lock:
+            if self.before and key.endswith(self.before):
+                self.before = ""
+                self.act()
+
+    def put(self, key: str, data) -> None:
+        self._meanwhile(key)
+        super().put(key, data)
+
+    def put_if_absent(self, key: str, data) -> None:
+        self._meanwhile(key)
+        super().put_if_absent(key, data)
+
+
+@pytest.mark.parametrize("before", ["00.pack", f"{entry_key(0)}"])
+@pytest.mark.parametrize("one", [False, True])
+def test_a_run_that_is_begun_there_meanwhile_is_not_shut(
+    store, there, tmp_path, cache, monkeypatch, before, one
+):
+    """While data is put, and after HINT was left: whoever read before it takes the first slot."""
+    late = RunLog(there, "run-4")
+
+    def begin() -> None:
+        open_attempt(late, owner="somebody", closing_wait_s=0.0)
+
+    def take_the_slot() -> None:
+        entry = seal(Genesis(seq=0, run="run-4", owner="somebody", previous="", writer="0" * 16, at_s=1.0))
+        there.put(f"run-4/{entry_key(0)}", entry.data)
+
+    target = RunLog(
+        Meanwhile(tmp_path / "there", before, begin if before == "00.pack" else take_the_slot), "run-4"
+    )
+    source = RunLog(store, "run-4")
+    copy = (lambda: start_run(source, target, "13", cache)) if one else (lambda: copy_run(source, target))
+    hints: list[Hint] = []
+    leave_hint = RunLog.leave_hint
+    monkeypatch.setattr(RunLog, "leave_hint", lambda log, hint: (hints.append(hint), leave_hint(log, hint)))
+    with pytest.raises(TargetTaken, match="no copy of this"):
+        copy()
+    if before == "00.pack":
+        assert all(hint.whole for hint in hints), "the run was there, and was not shut for a moment"
+    assert remains(there, "run-4/") is None
+    assert RunLog(there, "run-4").refresh(deadline_s=0.0).owner == "somebody"
+
+
+def test_a_copy_that_fails_after_somebody_took_the_first_slot_does_not_shut_it(store, there, tmp_path):
+    def fail() -> None:
+        entry = seal(Genesis(seq=0, run="run-4", owner="somebody", previous="", writer="0" * 16, at_s=1.0))
+        there.put(f"run-4/{entry_key(0)}", entry.data)
+        raise StoreUnavailable("the answer is lost")
+
+    with pytest.raises(StoreUnavailable):
+        copy_run(RunLog(store, "run-4"), RunLog(Meanwhile(tmp_path / "there", entry_key(0), fail), "run-4"))
+    assert remains(there, "run-4/") is None
+
+
+def test_an_older_copy_does_not_call_a_newer_one_whole(store, there, tmp_path):
+    source = RunLog(store, "run-4")
+    tip = source.refresh().tip
+    newer = Hint(seq=tip + 10, whole=False)
+    target = RunLog(Meanwhile(tmp_path / "there", entry_key(tip), lambda: late.leave_hint(newer)), "run-4")
+    late = RunLog(there, "run-4")
+    copy_run(source, target)
+    assert late.hint() == newer, "it is the newer copy's until that is whole"
+    with pytest.raises(TargetTaken, match="half copied"):
+        copy_run(source, RunLog(there, "run-4"))
+    assert late.hint() == newer
+
+
+def test_a_removal_under_way_is_not_copied_into(store, there, cache):
+    log = RunLog(there, "one")
+    log.leave_hint(REMOVAL)
+    RunLog(there, "run-4").leave_hint(REMOVAL)
+    for call in (
+        lambda: copy_run(RunLog(store, "run-4"), RunLog(there, "run-4")),
+        lambda: start_run(RunLog(store, "run-4"), log, "latest", cache),
+    ):
+        with pytest.raises(TargetTaken, match="being removed"):
+            call()
+    assert sorted(info.key for info in there.list("")) == ["one/log/HINT", "run-4/log/HINT"]
+
+
+class Flipping(FileStore):
+    """Gives an entry with a wrong bit once."""
+
+    armed = flipped = False
+
+    def get(self, key: str) -> bytes:
+        data = super().get(key)
+        if key.endswith(entry_key(3)) and not self.flipped and self.armed:
+            self.flipped = True
+            return data[:40] + bytes([data[40] ^ 1]) + data[41:]
+        return data
+
+
+def test_an_entry_that_reads_wrong_once_is_read_again(store, there, tmp_path):
+    flipping = Flipping(tmp_path / "store")
+    source = RunLog(flipping, "run-4")
+    source.refresh()
+    flipping.armed = True
+    copy_run(source, RunLog(there, "run-4"))
+    assert flipping.flipped
+    key = f"run-4/{entry_key(3)}"
+    assert there.get(key) == store.get(key)
+
+
+def test_a_new_run_that_was_cut_short_names_the_checkpoint_that_began_it(store, there, cache):
+    source, target = RunLog(store, "run-4"), RunLog(there, "one")
+    start_run(source, target, "seq:6", cache)
+    there.delete([f"one/{entry_key(2)}"])
+    target.leave_hint(Hint(seq=2, whole=False))
+    with pytest.raises(TargetTaken, match="checkpoint 6") as refused:
+        start_run(source, RunLog(there, "one"), "latest", cache)
+    assert "-c seq:6" in (refused.value.remedy or "")
+    assert start_run(source, RunLog(there, "one"), "seq:6", cache).entries == 1
+    # All that was missing is HINT.
+    target.leave_hint(Hint(seq=2, whole=False))
+    before = {info.key for info in there.list("one/data/")}
+    done = start_run(source, RunLog(there, "one"), "seq:6", cache)
+    assert (done.entries, done.objects, done.seq) == (0, 0, 2)
+    assert {info.key for info in there.list("one/data/")} == before
+    assert target.hint().whole
