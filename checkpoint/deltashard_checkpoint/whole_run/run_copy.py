@@ -310,7 +310,9 @@ def _start(source: RunLog, target: RunLog, state: RunState, which: str, cache: P
     )  # fmt: skip
     if there := target.listed().seqs:
         _check_begun(target, state, seq)
-        if there == (0, 1, 2) and _writer(target, 2) == token:
+        if there[-1] >= 2:  # before any row is moved
+            if there != (0, 1, 2) or _writer(target, 2) != token:
+                raise _taken(target)
             _leave_whole(target, Hint(seq=2))
             return done(objects=0, bytes=0, entries=0)
     state = Manifests(source.store, source.run).listing(state, closure(state, (seq,)))
@@ -440,7 +442,9 @@ def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int
             put(seq)
     except BaseException as error:
         # Somebody began a run of this name, or went on with it, just now: it must not be kept shut.
-        if isinstance(error, TargetTaken) or not _is_ours(target, missing[0], entries, absent=True):
+        if isinstance(error, TargetTaken) or (
+            missing and not _is_ours(target, missing[0], entries, absent=True)
+        ):
             target.store.put(target.key("log/HINT"), before)
         raise
     crash_point("cp.after_last_entry")

@@ -314,3 +314,9 @@ def test_a_new_run_that_was_cut_short_names_the_checkpoint_that_began_it(store, 
     assert (done.entries, done.objects, done.seq) == (0, 0, 2)
     assert {info.key for info in there.list("one/data/")} == before
     assert target.hint().whole
+    # A trainer went on with it, and HINT says less than the log: refused before a row is moved.
+    open_attempt(RunLog(there, "one"), owner="golden", closing_wait_s=0.0)
+    target.leave_hint(Hint(seq=2, whole=False))
+    with pytest.raises(TargetTaken, match="no copy of this"):
+        start_run(source, RunLog(there, "one"), "seq:6", cache)
+    assert {info.key for info in there.list("one/data/")} == before
