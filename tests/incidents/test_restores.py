@@ -227,6 +227,30 @@ def test_a_run_with_checkpoints_is_not_continued_from_initial_values(tmp_path: P
         forgetful.train(1)
 
 
+def test_a_model_that_a_failed_restore_wrote_into_is_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm start that fails after its rows came: a program that catches the error does not commit what is there."""
+    with Run(tmp_path / "store", "source") as source:
+        source.train(3)
+        source.save()
+
+    def lost(*_: object) -> None:
+        raise deltashard.errors.RestoreFailed("the store is gone", where="test", remedy="")
+
+    with Run(tmp_path / "store", "target", restore=False) as target:
+        with monkeypatch.context() as patched:
+            patched.setattr(target.ckpt._restorer, "_apply", lost)
+            with pytest.raises(deltashard.errors.RestoreFailed):
+                target.ckpt.restore(from_run="source")
+        with pytest.raises(deltashard.errors.NotRestored, match="no step's state"):
+            target.train(1)
+        assert newest_step(tmp_path / "store", "target") is None
+        assert target.ckpt.restore(from_run="source") is not None
+        target.train(1)
+        target.save()
+
+
 def test_restored_tensors_are_the_models_own_memory(tmp_path: Path) -> None:
     """Parameters are filled in place and never re-bound; state does not alias the arena, and keeps dtype and type."""
     with Run(tmp_path / "store") as run:

@@ -30,7 +30,10 @@ class StateError(UserError):
 
 
 class NotRestored(UserError):
-    """Training began on a run that has checkpoints, without `restore()` and without `fresh=True`."""
+    """Training began on a run that has checkpoints, without `restore()` and without `fresh=True`.
+
+    Or after a `restore()` that failed when it had begun to write into the model.
+    """
 
 
 class CheckpointMismatch(UserError):

@@ -88,6 +88,8 @@ class AttemptOpener:
         self._fresh = fresh
         self._conductor = conductor
         self._plan = plan
+        self.torn = False
+        """Whether a restore wrote into the model and did not finish; only `Restorer` sets it."""
         self._asked = pb.OpenRequest()
         """What was asked for last."""
 
@@ -219,7 +221,13 @@ class AttemptOpener:
         return None
 
     def open_unrestored(self) -> None:
-        """The first `step()` of a program that never called `restore()`."""
+        """The first `step()` of a program that did not call `restore()`, or whose call failed."""
+        if self.torn:
+            raise NotRestored(
+                "restore() failed after it had begun to write into the model, which is no step's state now",
+                where=self._attachment.run,
+                remedy="call restore() again; to train without the checkpoint build model and Checkpointer anew",
+            )
         assembly = self.assemble(which="not called")
         retry = self.retry("the first step()", DEADLINE_S, SidecarUnavailable)
         wanted = pb.OpenRequest(which="none" if self._fresh else "latest")

@@ -146,6 +146,7 @@ class Restorer:
             self._state.happen(RestoreEvent.FAIL)
             raise
         self._state.happen(RestoreEvent.ARMED)
+        self._opener.torn = False
         if restored is not None:
             self._listener.emit("restored", restored=restored)
         return restored
@@ -196,13 +197,13 @@ class Restorer:
             if assembly is not None:
                 assembly.agree("restored")
             self._state.happen(RestoreEvent.EMPTY)
-            self._opener.begin(reply, step=0, assembly=assembly)
             if call.excluded:
                 raise RestoreFailed(
                     f"checkpoints {call.excluded} are not whole and there is no older one",
                     where=self._attachment.run,
                     remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
                 )
+            self._opener.begin(reply, step=0, assembly=assembly)
             return None
         self._plan.resumed({} if request.from_run else reply.metadata)
         partial = None if assembly is None else self._plan.agree(assembly, reply, unusual=call.unusual)
@@ -267,6 +268,7 @@ class Restorer:
                         remedy=f"build the model anew and restore(which='seq:{reply.resume_seq}', strict=False)",
                     )
             call.earlier.append(targets)
+            self._opener.torn = True
             targets.place(blobs.strangers(self._tracking))
             return blobs
 
