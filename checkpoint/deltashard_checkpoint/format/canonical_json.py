@@ -7,6 +7,7 @@ Input is hostile: every refusal is a `CorruptObject`, and none costs more than t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ def canonical(document: Any) -> bytes:
         allow_nan=False,
         check_circular=False,
     ).encode("ascii")
+
+
+def content_digest(data: bytes) -> str:
+    """What names an object of the log by its content: the first 32 digits of the SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def load(data: bytes, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import re
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
-from deltashard_checkpoint.format.canonical_json import Reader, canonical
+from deltashard_checkpoint.format.canonical_json import Reader, canonical, content_digest
 from deltashard_checkpoint.format.canonical_json import load as load_json
 from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Entry, FoldName, Sealed, is_prefix
 from deltashard_checkpoint.log.entry_codec import document_of, parse
@@ -39,7 +39,7 @@ def fold_of(key: str) -> FoldName | None:
 
 def name_of(state: RunState, data: bytes) -> FoldName:
     """What the fold of `state`, with these bytes, is called."""
-    return FoldName(state.tip, hashlib.sha256(data).hexdigest()[:32])
+    return FoldName(state.tip, content_digest(data))
 
 
 def dump(state: RunState) -> bytes:
@@ -79,7 +79,7 @@ def _sealed(entry: Entry) -> dict[str, Any]:
 def load(data: bytes, run: str, name: FoldName) -> RunState:
     """The state in `data`; raises `CorruptObject`, `UnsupportedVersion` or `ForeignObject` when it is not that fold."""
     where, seq = fold_key(name), name.seq
-    if hashlib.sha256(data).hexdigest()[:32] != name.digest:
+    if content_digest(data) != name.digest:
         raise CorruptObject("fold does not match the hash in its name", where=where)
     document = load_json(data, where)
     digest = document.pop("hash", None)

@@ -5,12 +5,11 @@ A log is dense: a slot that is missing below one that is there is a gap, and nev
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.canonical_json import canonical, content_digest
 from deltashard_checkpoint.log.entry import FoldName, seq_of
 from deltashard_checkpoint.log.folded_state import fold_of
 
@@ -42,7 +41,7 @@ class Hint:
     @property
     def data(self) -> bytes:
         said = {"fold": self.fold, "seq": self.seq, "whole": self.whole}
-        digest = hashlib.sha256(canonical(said)).hexdigest()[:32]
+        digest = content_digest(canonical(said))
         return canonical({**said, "hash": digest})
 
 

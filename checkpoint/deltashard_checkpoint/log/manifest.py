@@ -10,7 +10,6 @@ them first, into `RunState.listings`.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.errors import CorruptObject, FormatError, InvalidCheckpoint, UnsupportedVersion
-from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
+from deltashard_checkpoint.format.canonical_json import Reader, canonical, content_digest, load
 from deltashard_checkpoint.format.index import ROWS_AND_BLOBS
 from deltashard_checkpoint.format.layout import Layout, layout_key
 from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, run_key
@@ -67,7 +66,7 @@ class Manifest:
         return Listed(
             layout=self.layout,
             world_size=len(self.parts),
-            manifest=digest_of(self.data),
+            manifest=content_digest(self.data),
             covers=in_order(part.covers for part in self.parts),
         )
 
@@ -75,7 +74,7 @@ class Manifest:
     def decode(cls, data: bytes, *, digest: str) -> Manifest:
         """The manifest in `data`, whose name says `digest`; raises `CorruptObject` or `UnsupportedVersion`."""
         where = f"manifest {digest}"
-        if digest_of(data) != digest:
+        if content_digest(data) != digest:
             raise CorruptObject("a manifest does not match the hash in its name", where=where)
         r = Reader(load(data, where), where)
         if r.integer("format") != FORMAT:
@@ -97,10 +96,6 @@ class Manifest:
         )
         r.end()
         return found
-
-
-def digest_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def manifest_key(attempt: int, cut: int, digest: str) -> str:

@@ -7,7 +7,7 @@
 
 A log that ends before the slot of HINT, or has a hole, has lost entries for every reader (`LogGap`). So a copy that was
 killed is never taken for a whole run, and no trainer begins one there. Called again it passes over what is there and
-whole. Genesis is created only if absent: whoever begins a run of that name first has it, and gets HINT back.
+whole. Genesis is created only if absent: a run of that name that another process begins first stays, with its HINT.
 
 A copy of a run has the source's bytes under the source's keys, so a later call brings it up to date, unless it went on
 by itself. A new run has three entries. Its rows are moved as a compaction moves them (`row_mover`), into one part
@@ -34,7 +34,7 @@ from deltashard_checkpoint.errors import (
     InvalidCheckpoint,
     UserError,
 )
-from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.canonical_json import canonical, content_digest
 from deltashard_checkpoint.format.frame import checked_frame
 from deltashard_checkpoint.format.index import Index, Place, digest_hex
 from deltashard_checkpoint.format.layout import layout_key
@@ -45,7 +45,7 @@ from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry, Ge
 from deltashard_checkpoint.log.entry_codec import document_of, seal
 from deltashard_checkpoint.log.folded_state import fold_key
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
-from deltashard_checkpoint.log.manifest import Manifests, digest_of, manifest_key
+from deltashard_checkpoint.log.manifest import Manifests, manifest_key
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.row_mover import move_checkpoint
@@ -96,9 +96,9 @@ def copy_run(
     sized: Callable[[int], Callable[[int], None]] = lambda _total: lambda _bytes: None,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Copied:
-    """Copy the run, or go on with it, or bring it up to date. May be killed at any instant and begun again.
+    """Copy the run, or continue a copy, or bring it up to date. May be killed at any instant and begun again.
 
-    `sized` is given the bytes of all packs, and gives what is told of each that is done.
+    `sized` takes the bytes of all packs and returns the function that is called with the bytes of each one done.
     Raises `TargetTaken`, `LogStopped`, `InvalidCheckpoint` for an object of the source that is not whole, and store
     errors.
     """
@@ -151,7 +151,7 @@ def _copy(
         put.small(key, digest)
     for name in listed.folds:
         with suppress(InvalidCheckpoint):  # one that is gone or rotten counts for nothing, here as there
-            put.small(fold_key(name), partial(_is_fold, name.digest))
+            put.small(fold_key(name), _fits(content_digest, name.digest))
     crash_point("cp.after_data")
     if missing or not target.hint().whole:
         _put_log(
@@ -172,16 +172,8 @@ def _copy(
     )
 
 
-def _is_fold(digest: str, data: bytes) -> bool:
-    return _sha256(data)[:32] == digest
-
-
-def _is_hashed(digest: str, data: bytes) -> bool:
-    return digest_hex(data) == digest
-
-
-def _is_manifest(digest: str, data: bytes) -> bool:
-    return digest_of(data) == digest
+def _fits(hashed: Callable[[bytes], str], digest: str) -> Callable[[bytes], bool]:
+    return lambda data: hashed(data) == digest
 
 
 def _small_objects(
@@ -189,14 +181,14 @@ def _small_objects(
 ) -> Iterator[tuple[str, Callable[[bytes], bool]]]:
     """(key, whether bytes are its) of all indexes, manifests and layouts that live checkpoints need."""
     for key in indexes:
-        yield key, partial(_is_hashed, parse_index_key(key).xxh3)
+        yield key, _fits(digest_hex, parse_index_key(key).xxh3)
     layouts = {each.layout for each in state.attempts.values() if each.layout}
     for entry in state.checkpoints.values():
         if (listed := entry.listed) is not None and entry.seq not in state.compactions:
             key = manifest_key(entry.attempt, entry.cut, listed.manifest)
-            yield key, partial(_is_manifest, listed.manifest)
+            yield key, _fits(content_digest, listed.manifest)
     for digest in sorted(layouts):
-        yield layout_key(digest), partial(_is_hashed, digest)
+        yield layout_key(digest), _fits(digest_hex, digest)
 
 
 class _Put:
@@ -364,7 +356,7 @@ def _check_begun(target: RunLog, state: RunState, seq: int) -> None:
         raise TargetTaken(
             f"run {target.run!r} was begun there with checkpoint {begun}, and cut short",
             where=target.store.url,
-            remedy=f"say -c seq:{begun}, it goes on; `deltashard rm --ended` removes it",
+            remedy=f"say -c seq:{begun} to continue; `deltashard rm --ended` removes it",
         )
 
 
@@ -452,7 +444,7 @@ def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int
 
 
 def _leave_whole(target: RunLog, whole: Hint) -> None:
-    """HINT of a log that is whole now, unless another copy, which goes on further, or a trainer has left its own."""
+    """Leave HINT of a log that is whole now, unless a longer copy or a trainer has left its own."""
     if target.hint() == replace(whole, whole=False):
         target.leave_hint(whole)
 

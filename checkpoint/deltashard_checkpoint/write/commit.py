@@ -27,7 +27,6 @@ and the next cut holds them.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import threading
@@ -39,7 +38,7 @@ from deltashard_proto.cause import Cause
 from deltashard_checkpoint.backoff import Patience
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, ForeignObject, UnsupportedVersion
-from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
+from deltashard_checkpoint.format.canonical_json import Reader, canonical, content_digest, load
 from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, index_key, parse_index_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -611,7 +610,7 @@ class _Commit:
                 "blobs": said.common_blobs,
             }
         )
-        digest = hashlib.sha256(data).hexdigest()[:32]
+        digest = content_digest(data)
         self.sayings.put(digest, said)
         numbers = (report.rows, report.raw_bytes, part.stored_bytes, round(report.stall_s * 1000))
         name = "-".join(
@@ -691,7 +690,7 @@ class _Commit:
                 data = self.log.store.get(self.log.key(report.key))
             except ObjectNotFound:
                 raise StoreUnavailable("a listed report is not found", where=report.key) from None
-            if hashlib.sha256(data).hexdigest()[:32] == report.says:
+            if content_digest(data) == report.says:
                 said = self._parse(data, report.key)
                 self.sayings.put(report.says, said)
                 return said

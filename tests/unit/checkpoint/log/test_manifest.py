@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, InternalBug, InvalidCheckpoint, UnsupportedVersion
-from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.canonical_json import canonical, content_digest
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import chain, closure, held_bytes, live_prefixes, parts_of
 from deltashard_checkpoint.log.entry import Checkpoint, prefix_of
-from deltashard_checkpoint.log.manifest import Manifest, Manifests, digest_of, manifest_key
+from deltashard_checkpoint.log.manifest import Manifest, Manifests, manifest_key
 from deltashard_checkpoint.log.part_list import ListedPart
 from deltashard_checkpoint.maintenance.garbage_collection import collect
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
@@ -81,7 +81,7 @@ def test_mutated_bytes_are_refused_by_name() -> None:
         mutated = mutated[: rnd.randrange(len(mutated))] if rnd.random() < 0.2 else mutated
         if bytes(mutated) != data:
             with pytest.raises(CorruptObject):
-                Manifest.decode(bytes(mutated), digest=digest_of(data))
+                Manifest.decode(bytes(mutated), digest=content_digest(data))
 
 
 def test_wrong_values_under_a_right_hash_are_refused_by_name() -> None:
@@ -110,11 +110,11 @@ def test_wrong_values_under_a_right_hash_are_refused_by_name() -> None:
     for change in changes:
         data = canonical({**document, **change})
         with pytest.raises((CorruptObject, UnsupportedVersion)):
-            Manifest.decode(data, digest=digest_of(data))
+            Manifest.decode(data, digest=content_digest(data))
     for key in document:
         data = canonical({name: value for name, value in document.items() if name != key})
         with pytest.raises(CorruptObject):
-            Manifest.decode(data, digest=digest_of(data))
+            Manifest.decode(data, digest=content_digest(data))
 
 
 def test_a_manifest_and_its_layout_are_read_once() -> None:
@@ -198,7 +198,7 @@ def test_a_manifest_of_something_else_is_not_believed(change: str) -> None:
         "ranks": replace(good, parts=(*good.parts, part)),
     }
     data = canonical({**json.loads(good.data), "format": 2}) if change == "newer" else bad[change].data
-    listed = replace(entry.listed, manifest=digest_of(data))
+    listed = replace(entry.listed, manifest=content_digest(data))
     changed = replace(entry, listed=listed)
     run.memory.put(key_of(changed), data)
     with pytest.raises(UnsupportedVersion if change == "newer" else InvalidCheckpoint):
