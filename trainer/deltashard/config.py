@@ -131,13 +131,12 @@ class CheckpointConfig:
     @property
     def sidecar_settings(self) -> dict[str, object]:
         """Settings of a sidecar that is started for this run, by name; None: its default."""
-        names = ("every_s", "every_steps", "goal", "encoding", "differential", "state_encoding")
-        settings: dict[str, object] = {name: getattr(self, name) for name in names}
-        if self.bits is not None:
-            settings["bits_goal"] = self.bits
-        if self.tables:
-            settings["tables"] = text_of(self.tables)
-        settings |= {name: getattr(self, name) for name in ("keep_last", "arena_bytes", "metrics_port")}
+        alike = (
+            "every_s", "every_steps", "goal", "encoding", "differential", "state_encoding", "keep_last", "arena_bytes",
+            "metrics_port",
+        )  # fmt: skip
+        settings: dict[str, object] = {name: getattr(self, name) for name in alike}
+        settings |= {"bits_goal": self.bits, "tables": text_of(self.tables) if self.tables else None}
         return settings | {"linger_s": 30.0} | dict(self.sidecar or {})
 
     def check_tables(self, known: Iterable[str]) -> None:

@@ -6,7 +6,6 @@ pieces it was saved in and encoded; pieces that no later range needs are let go.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format import element_type, frame_encoder, typed_tree
 from deltashard_checkpoint.format.object_key import new_token, validate_new_run
@@ -40,7 +38,7 @@ from deltashard_cli.dcp.reader import (
 )
 from deltashard_cli.dcp.state_dict import OptimizerDict, Sorted, sort_out
 from deltashard_cli.directory import DENSE
-from deltashard_cli.option import SPOOL_BYTES
+from deltashard_cli.option import spool_cache
 from deltashard_cli.output import Advance
 from deltashard_cli.target import POLICY, Target
 
@@ -185,8 +183,7 @@ def import_draft(
         covers=None,
     )  # fmt: skip
     with (
-        tempfile.TemporaryDirectory(prefix="deltashard-", dir=spool) as place,
-        PackCache(Path(place), budget_bytes=SPOOL_BYTES) as cache,
+        spool_cache(spool) as cache,
         PartWriter(target.store, where, cache) as writer,
     ):
         for table in made.tables:

@@ -386,8 +386,7 @@ class TrackedTable:  # noqa: PLR0904
 
     def mark_if_written(self) -> None:
         if self.watched and self._differs():
-            self._written_outside()
-            self.sign()
+            self.mark_outside()
 
     def rewritten(self) -> None:
         """We wrote its state ourselves: every row counts as changed."""
