@@ -1,6 +1,6 @@
 """The object graph of one Checkpointer, built once, from its config: which part knows which.
 
-Each part writes fields of its own only. What the parts of one process have in common travels in two records: the
+Each part writes only its own fields. What the parts of one process have in common travels in two records: the
 program in its loop (`TrainingLoop`) and this process as a member of its run (`RunMember`).
 
 A process may have several graphs, of different runs. Its hooks (an uncaught error, a fork) reach all of them here.
@@ -262,7 +262,7 @@ def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
 
 
 def guarded(call: Callable[..., object], *arguments: object) -> object:
-    """Call what an extra brings: an error of its own is logged, and costs neither the user's error nor what follows."""
+    """Call an extra; an error that it raises is logged, and neither hides the user's error nor stops what follows."""
     try:
         return call(*arguments)
     except Exception:

@@ -29,7 +29,7 @@ class Remains(StrEnum):
 
 _REMEDY = {
     Remains.REMOVING: "call `deltashard rm` again",
-    Remains.COPYING: "call `deltashard cp` again, it goes on (with -c: as seq:N, the same one); "
+    Remains.COPYING: "call `deltashard cp` again, it continues (with -c: as seq:N, the same one); "
     "`deltashard rm --ended` removes it",
     Remains.LOGLESS: "call `deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the "
     "saves that are there, `deltashard rm` removes them",

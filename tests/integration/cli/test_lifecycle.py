@@ -306,7 +306,7 @@ def test_cp_to_another_store_is_the_run_bit_for_bit(cli: Cli, url: str, other: s
         assert_same(
             read_checkpoint(copy, RUN, f"seq:{seq}"), read_checkpoint(written.store, RUN, f"seq:{seq}")
         )
-    # The source goes on, and the copy is brought up to date; then a trainer goes on with the copy.
+    # The source continues, and the copy is brought up to date; then a trainer continues with the copy.
     newest = written.save(written.train(), step=500, covers=full, directive="steps")
     again = answer(cli, "cp", at(url), other)["copied"]
     assert (again["entries"], again["seq"], again["checkpoints"]) == (1, newest, 5)

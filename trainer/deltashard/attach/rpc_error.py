@@ -52,7 +52,7 @@ def details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
 
 
 def cause_of(error: grpc.RpcError) -> str:
-    """Why the sidecar refused a call; empty: nobody answered."""
+    """Why the sidecar refused a call; empty: no answer came."""
     return from_metadata(error.trailing_metadata()) if isinstance(error, grpc.Call) else ""
 
 

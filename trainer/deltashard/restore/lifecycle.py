@@ -2,7 +2,7 @@
 
 `TABLE` says for every state which events may happen and where they lead; any other raises `IllegalEvent`. Within
 RECEIVING and APPLYING the model is neither what it was nor what it will be: from there a restore begins again or fails;
-a program that catches the error must build its model anew before it trains.
+a program that catches the error must build another model before it trains.
 
 - IDLE: `restore()` was not called.
 - OPENING: an attempt is asked for; the model is untouched, or what an earlier try left.

@@ -226,7 +226,7 @@ class AttemptOpener:
             raise NotRestored(
                 "restore() failed after it had begun to write into the model, which is no step's state now",
                 where=self._attachment.run,
-                remedy="call restore() again; to train without the checkpoint build model and Checkpointer anew",
+                remedy="call restore() again; to train without the checkpoint, build model and Checkpointer again",
             )
         assembly = self.assemble(which="not called")
         retry = self.retry("the first step()", DEADLINE_S, SidecarUnavailable)

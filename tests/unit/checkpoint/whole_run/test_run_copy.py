@@ -165,7 +165,7 @@ def test_a_copy_begins_again_when_the_source_lets_something_go(store, there, tmp
     done = copy_run(source, RunLog(there, "run-4"))
     assert (done.checkpoints, done.seq, done.through) == (1, 2, 17)
     assert_restores(tmp_path / "there", "run-4", {2: 2}, "run-4")
-    # What is gone and was not retired is damage, and it is said so.
+    # What is gone and was not retired is reported as damage.
     gone = next(info.key for info in store.list("run-3/data/") if info.key.endswith(".pack"))
     store.delete([gone])
     with pytest.raises(InvalidCheckpoint, match=r"\.pack does not exist"):
@@ -211,7 +211,7 @@ class Meanwhile(FileStore):
 def test_a_run_that_is_begun_there_meanwhile_is_not_shut(
     store, there, tmp_path, cache, monkeypatch, before, one
 ):
-    """While data is put, and after HINT was left: whoever read before it takes the first slot."""
+    """While data is put, and after HINT was left: a process that read before it takes the first slot."""
     late = RunLog(there, "run-4")
 
     def begin() -> None:
