@@ -47,9 +47,6 @@ OPTIMIZER = "optimizer"
 SHARD_BYTES = 256 << 20
 """Of weights and optimizer state that are read at once; a shard is no larger, but for a row that is."""
 
-_SPARSE = "sparse_coo"
-"""What marks the parts of a sparse tensor in the state of an optimizer."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
@@ -283,9 +280,7 @@ def _untag(tag: str, value: Any) -> object:
 def _is_plain(value: Any) -> bool:
     """Whether every process with torch reads it back: tensors, numbers, text, and lists and dicts of them."""
     if isinstance(value, Mapping):
-        return _SPARSE not in value and all(
-            isinstance(key, str | int) and _is_plain(each) for key, each in value.items()
-        )
+        return all(isinstance(key, str | int) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list | tuple):
         return all(_is_plain(each) for each in value)
     return value is None or isinstance(value, torch.Tensor | bool | int | float | str)

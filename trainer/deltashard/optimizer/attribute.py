@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deltashard.optimizer.whitelist import innermost
 from deltashard.state.rng import apply_own, capture_own, is_generator
-from deltashard.state.value import encode_value
+from deltashard.state.value import encode_value, tensors_in
 
 _log = logging.getLogger("deltashard.tracking")
 
@@ -216,27 +216,16 @@ class Attributes:
             )
 
 
-def _tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for member in value.values():
-            yield from _tensors(member, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for member in value:
-            yield from _tensors(member, depth - 1)
-
-
 def _repeats(entry: Any, target: Any) -> bool:
     """Whether an entry of a wrapper's state_dict only repeats what is saved as state of it or of what it wraps."""
     if not isinstance(entry, Mapping | list | tuple):
         return False
     saved = set()
     for owner in (target, *innermost(target)):
-        saved |= {t.data_ptr() for t in _tensors(dict(getattr(owner, "state", {})))}
+        saved |= {t.data_ptr() for t in tensors_in(dict(getattr(owner, "state", {})))}
         groups = getattr(owner, "param_groups", ())
-        saved |= {t.data_ptr() for group in groups for t in _tensors(group)}
-    held = [t for t in _tensors(entry) if t.numel()]
+        saved |= {t.data_ptr() for group in groups for t in tensors_in(group)}
+    held = [t for t in tensors_in(entry) if t.numel()]
     if held:
         return all(t.data_ptr() in saved for t in held)
     # Without a single tensor it may still be an inner optimizer's whole state_dict.

@@ -34,7 +34,6 @@ from deltashard.state.discovery import dtype_name
 
 SUM_ONLY = (torch.optim.Adagrad, RowWiseAdagrad)
 """Optimizers whose state is `sum` alone, as long as rates do not decay by themselves."""
-_SPARSE = "sparse_coo"
 _FIELD_DTYPES = {
     "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
 }  # fmt: skip
@@ -194,7 +193,7 @@ class OptimizerView:
             if entry is None:
                 continue
             fields = self.fields(param) if name in self._tables else {}
-            state[name] = {k: _pack(v) for k, v in entry.items() if str(k) not in fields}
+            state[name] = {k: v for k, v in entry.items() if str(k) not in fields}
             if fields:
                 shapes[name] = {k: tuple(t.shape[1:]) for k, (_, t) in fields.items()}
         names = {param: name for name, param in params.items()}
@@ -211,7 +210,7 @@ class OptimizerView:
             ],
             "state": state,
             "fields": shapes,
-            "extra": {k: _pack(v) for k, v in self.state.items() if isinstance(k, str | int)},
+            "extra": {k: v for k, v in self.state.items() if isinstance(k, str | int)},
             "orphans": dict(self.orphans),
             "given": self.given,
         }
@@ -264,7 +263,7 @@ class OptimizerView:
             for key in [k for k in entry if k not in saved and str(k) not in shapes]:
                 del entry[key]
             for key, value in saved.items():
-                entry[key] = self._own(_unpack(value), param, entry.get(key))
+                entry[key] = self._own(value, param, entry.get(key))
             for key, tail in shapes.items():
                 if key in entry:
                     entry[key] = entry[key].view(param.shape[0], *tail)
@@ -274,8 +273,7 @@ class OptimizerView:
             for name in tree["state"]
             if name not in params
         ]
-        for key, value in tree["extra"].items():
-            self.state[key] = _unpack(value)
+        self.state.update(tree["extra"])
         for name, value in tree["orphans"].items():
             if name in self.orphans and name not in skip:
                 with torch.no_grad():
@@ -368,29 +366,3 @@ def views_of(
             views.append(view)
             view.sharers, bare = bare, []
     return views
-
-
-def _pack(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.layout == torch.sparse_coo:
-        # As it is: coalescing would sum duplicates in another order and so change bits.
-        return {
-            _SPARSE: True,
-            "indices": value._indices(),  # noqa: SLF001 - indices() refuses uncoalesced tensors
-            "values": value._values(),  # noqa: SLF001 - as above
-            "size": tuple(value.shape),
-            "coalesced": value.is_coalesced(),
-        }
-    return value
-
-
-def _unpack(value: Any) -> Any:
-    if isinstance(value, dict) and value.get(_SPARSE):
-        return torch.sparse_coo_tensor(
-            value["indices"].clone(),
-            value["values"].clone(),
-            value["size"],
-            is_coalesced=value["coalesced"],
-            check_invariants=True,
-            device=value["values"].device,
-        )
-    return value

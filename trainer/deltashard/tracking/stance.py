@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
+from deltashard.state.forgetful_hook import ForgetfulHook
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
@@ -78,18 +79,12 @@ class Stance:
             self._handles.append(module.register_forward_pre_hook(hook))
 
 
-class _ForwardHook:
+class _ForwardHook(ForgetfulHook):
     """Before a forward; a copy or pickle of the model carries one that does nothing."""
 
     def __init__(self, stance: Stance | None = None, *, whole: bool = False) -> None:
         self._stance = stance
         self._whole = whole
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHook:
-        return _ForwardHook()
-
-    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
-        return (_ForwardHook, ())
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
         if self._stance is not None and module.training and torch.is_grad_enabled():
