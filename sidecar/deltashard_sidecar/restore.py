@@ -140,7 +140,7 @@ class Restore:
             want.seq,
             [Want(schema=_schema(schemas, fqn), boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
             blobs=want.blobs,
-            rank=want.rank if want.HasField("rank") else None,
+            rank=want.rank,
             world_size=self._who.world_size,
             strict=not want.lenient,
             mapping=dict(want.mapping),
@@ -231,7 +231,6 @@ class Restore:
         self._places = pack_blocks([request.length for request in plan.requests], self._keeper.block_bytes)
         self._alive = alive
         fetched = fetcher.fetch(plan, self._destination)
-        most = BATCH_FRAMES if self._want.batches else 1
         batch: list[pb.RestoreReply.Filled] = []
         sent = 0
         try:
@@ -252,8 +251,8 @@ class Restore:
                     )
                 )
                 # The frames of one request are there together. None is kept back: the next one may be long in coming.
-                if frame.last or len(batch) == most:
-                    yield _reply(batch)
+                if frame.last or len(batch) == BATCH_FRAMES:
+                    yield pb.RestoreReply(batch=pb.RestoreReply.Batch(frames=batch))
                     crash_point("restore.first_filled")
                     batch.clear()
                 encoding = info.encoding or ("blob" if info.kind is FrameKind.BLOB else "tombstone")
@@ -304,14 +303,8 @@ class Restore:
             self._keeper.quarantine(self._who.local_rank, Use.SERVING)
 
 
-def _reply(batch: list[pb.RestoreReply.Filled]) -> pb.RestoreReply:
-    if len(batch) == 1:
-        return pb.RestoreReply(filled=batch[0])
-    return pb.RestoreReply(batch=pb.RestoreReply.Batch(frames=batch))
-
-
 def _failed(cause: Cause, message: str) -> pb.RestoreReply:
-    return pb.RestoreReply(failed=pb.RestoreReply.Failed(cause=cause, message=message, code=cause.code))
+    return pb.RestoreReply(failed=pb.RestoreReply.Failed(cause=cause, message=message))
 
 
 def _at_once() -> Callable[[], bool]:

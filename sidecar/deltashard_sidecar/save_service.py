@@ -43,7 +43,7 @@ class SaveRefused(Exception):
 
     def __init__(self, cut: int, cause: Cause, message: str) -> None:
         super().__init__(message)
-        failed = pb.SaveReply.Failed(cut=cut, cause=cause, message=message, code=cause.code)
+        failed = pb.SaveReply.Failed(cut=cut, cause=cause, message=message)
         self.reply = pb.SaveReply(failed=failed)
 
 

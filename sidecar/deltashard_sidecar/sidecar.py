@@ -158,8 +158,6 @@ class Sidecar:
             policy=self.control.policy.message(),
             run=self.run.name,
             url=self.settings.url,
-            several_pins=True,
-            prepares=True,
             took_part=self.run.participation.newest(self.run.name),
         )
 

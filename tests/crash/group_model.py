@@ -302,9 +302,7 @@ class Link:
     """What a rank sees of its sidecar."""
 
     def __init__(self, epoch: int, tables: Any) -> None:
-        self.reply = pb.AttachReply(
-            epoch=epoch, session=f"s{epoch}", run="job", url="sim://", several_pins=True
-        )
+        self.reply = pb.AttachReply(epoch=epoch, session=f"s{epoch}", run="job", url="sim://")
         self.line = [0] * 8
         self.line[SAVE_AT_STEP] = NEVER
         self.tables = tables

@@ -326,7 +326,7 @@ class Trainer:
         layout: str = "",
         local_rank: int | None = None,
     ) -> None:
-        """`attempt`: it trains under one already, with this layout; `rebases`: it does as `Begun.rebased` says."""
+        """`attempt`: it trains under one already, with this layout; `rebases`: it states its newest commit."""
         self.rebases = rebases
         self.model = model
         self.rank = rank
@@ -424,7 +424,6 @@ class Trainer:
             reason=reason,
             urgent=urgent,
             full=full,
-            rebases=self.rebases,
         )
         if self.base_seq is not None and not full:
             begin.since_baseline_seq = self.base_seq
@@ -482,13 +481,8 @@ class Trainer:
         *,
         hold: Callable[[int], None] | None = None,
         from_run: str = "",
-        says_rank: bool = True,
-        batches: bool = False,
     ) -> pb.RestoreReply.Done:
-        """Fill the model from a checkpoint; `hold(n)` is called before the n-th frame is applied.
-
-        `says_rank` false: as a trainer does that knows nothing of ranks' own blobs; `batches` false: nor of batches.
-        """
+        """Fill the model from a checkpoint; `hold(n)` is called before the n-th frame is applied."""
         outbox: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
         want = pb.RestoreRequest.Want(
             session=self.reply.session,
@@ -496,8 +490,7 @@ class Trainer:
             blobs=True,
             from_run=from_run,
             boxes=[box_message(t.box) for t in self.model.tables],
-            rank=self.rank if says_rank else None,
-            batches=batches,
+            rank=self.rank,
         )
         self.batches_read: list[list[str]] = []
         outbox.put(pb.RestoreRequest(want=want))
@@ -508,8 +501,8 @@ class Trainer:
         try:
             for reply in self.stub.Restore(iter(outbox.get, None), timeout=DEADLINE_S):
                 kind = reply.WhichOneof("kind")
-                if kind in ("filled", "batch"):
-                    frames = [reply.filled] if kind == "filled" else list(reply.batch.frames)
+                if kind == "batch":
+                    frames = reply.batch.frames
                     self.batches_read.append([frame.frame.xxh3_128.hex() for frame in frames])
                     for filled in frames:
                         count += 1
@@ -707,7 +700,11 @@ class Cut:
 
     def seal(self, *, pin: str | None = None, full: bool = False, stall_s: float = 0.01) -> None:
         seal = pb.SaveRequest.Seal(
-            rows=self.rows, raw_bytes=self.raw_bytes, stall_s=stall_s, pin=pin, full=full
+            rows=self.rows,
+            raw_bytes=self.raw_bytes,
+            stall_s=stall_s,
+            pins=[] if pin is None else [pin],
+            full=full,
         )
         self.send(pb.SaveRequest(seal=seal))
         if self.held is not None:

@@ -24,7 +24,6 @@ from deltashard_checkpoint.deciding.decision import Decision, Subject
 from deltashard_checkpoint.deciding.precision import MAX_TABLES
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL, NO_BITS_RULE
-from deltashard_proto.cause import heard
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
@@ -421,7 +420,7 @@ def _incident(number: int, message: wire.Incident) -> Incident:
         id=number,
         kind=_kind(message.kind),
         at_s=_number(message.at_s),
-        cause=_text(heard(message), MAX_WORD),
+        cause=_text(message.cause, MAX_WORD),
         message=_text(message.message, MAX_TEXT),
         step=_count(message.step),
         lost_steps=_count(message.lost_steps),

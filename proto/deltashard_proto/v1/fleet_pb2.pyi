@@ -105,7 +105,7 @@ class StepSample(_message.Message):
     def __init__(self, at_s: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Incident(_message.Message):
-    __slots__ = ("id", "kind", "at_s", "cause", "message", "step", "lost_steps", "seconds", "code")
+    __slots__ = ("id", "kind", "at_s", "cause", "message", "step", "lost_steps", "seconds")
     ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
@@ -114,7 +114,6 @@ class Incident(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOST_STEPS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
     id: int
     kind: IncidentKind
     at_s: float
@@ -123,8 +122,7 @@ class Incident(_message.Message):
     step: int
     lost_steps: int
     seconds: float
-    code: _trainer_pb2.Cause
-    def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[IncidentKind, str]] = ..., at_s: _Optional[float] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., seconds: _Optional[float] = ..., code: _Optional[_Union[_trainer_pb2.Cause, str]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[IncidentKind, str]] = ..., at_s: _Optional[float] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("step_s", "stall_s", "slowdown_s", "cost_s", "durable_s", "restore_s", "reschedule_s", "saves", "mtbf_s", "trained_s")

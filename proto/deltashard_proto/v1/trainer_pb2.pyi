@@ -1,6 +1,5 @@
 from deltashard_proto.v1 import index_pb2 as _index_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -8,74 +7,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    CAUSE_UNSPECIFIED: _ClassVar[Cause]
-    CAUSE_ABORTED: _ClassVar[Cause]
-    CAUSE_STALL_BUDGET: _ClassVar[Cause]
-    CAUSE_BROKEN: _ClassVar[Cause]
-    CAUSE_BUSY: _ClassVar[Cause]
-    CAUSE_FENCED: _ClassVar[Cause]
-    CAUSE_TAKEN_OVER: _ClassVar[Cause]
-    CAUSE_STOPPING: _ClassVar[Cause]
-    CAUSE_SUPERSEDED: _ClassVar[Cause]
-    CAUSE_DEADLINE: _ClassVar[Cause]
-    CAUSE_INVALID: _ClassVar[Cause]
-    CAUSE_UNAVAILABLE: _ClassVar[Cause]
-    CAUSE_ABANDONED: _ClassVar[Cause]
-    CAUSE_CORRUPT: _ClassVar[Cause]
-    CAUSE_LOG_LOST: _ClassVar[Cause]
-    CAUSE_ERROR: _ClassVar[Cause]
-    CAUSE_MOVED: _ClassVar[Cause]
-    CAUSE_NOT_FOUND: _ClassVar[Cause]
-    CAUSE_MISMATCH: _ClassVar[Cause]
-    CAUSE_MISSING: _ClassVar[Cause]
-    CAUSE_DENIED: _ClassVar[Cause]
-    CAUSE_BUCKET_MISSING: _ClassVar[Cause]
-    CAUSE_FULL: _ClassVar[Cause]
-    CAUSE_CLOCK: _ClassVar[Cause]
-    CAUSE_REFUSED: _ClassVar[Cause]
-    CAUSE_LOST: _ClassVar[Cause]
-    CAUSE_AUDIT: _ClassVar[Cause]
-    CAUSE_DAMAGED_LOG: _ClassVar[Cause]
-    CAUSE_REMOVED: _ClassVar[Cause]
-CAUSE_UNSPECIFIED: Cause
-CAUSE_ABORTED: Cause
-CAUSE_STALL_BUDGET: Cause
-CAUSE_BROKEN: Cause
-CAUSE_BUSY: Cause
-CAUSE_FENCED: Cause
-CAUSE_TAKEN_OVER: Cause
-CAUSE_STOPPING: Cause
-CAUSE_SUPERSEDED: Cause
-CAUSE_DEADLINE: Cause
-CAUSE_INVALID: Cause
-CAUSE_UNAVAILABLE: Cause
-CAUSE_ABANDONED: Cause
-CAUSE_CORRUPT: Cause
-CAUSE_LOG_LOST: Cause
-CAUSE_ERROR: Cause
-CAUSE_MOVED: Cause
-CAUSE_NOT_FOUND: Cause
-CAUSE_MISMATCH: Cause
-CAUSE_MISSING: Cause
-CAUSE_DENIED: Cause
-CAUSE_BUCKET_MISSING: Cause
-CAUSE_FULL: Cause
-CAUSE_CLOCK: Cause
-CAUSE_REFUSED: Cause
-CAUSE_LOST: Cause
-CAUSE_AUDIT: Cause
-CAUSE_DAMAGED_LOG: Cause
-CAUSE_REMOVED: Cause
-
 class Refusal(_message.Message):
-    __slots__ = ("cause", "code")
+    __slots__ = ("cause",)
     CAUSE_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
     cause: str
-    code: Cause
-    def __init__(self, cause: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
+    def __init__(self, cause: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("protocol_min", "protocol_max", "rank", "local_rank", "world_size", "attempt", "tables", "boxes", "fingerprint", "pid", "blob_bytes", "layout")
@@ -113,7 +49,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins", "prepares", "took_part")
+    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "took_part")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -126,8 +62,6 @@ class AttachReply(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
-    SEVERAL_PINS_FIELD_NUMBER: _ClassVar[int]
-    PREPARES_FIELD_NUMBER: _ClassVar[int]
     TOOK_PART_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     arena_path: str
@@ -141,10 +75,8 @@ class AttachReply(_message.Message):
     policy: Policy
     run: str
     url: str
-    several_pins: bool
-    prepares: bool
     took_part: int
-    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., several_pins: _Optional[bool] = ..., prepares: _Optional[bool] = ..., took_part: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., took_part: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("seq", "attempt", "cut", "step", "baseline", "durable_s", "stored_bytes", "raw_bytes", "rows")
@@ -313,7 +245,7 @@ class BlobChunk(_message.Message):
 class SaveRequest(_message.Message):
     __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several", "prepare")
     class Begin(_message.Message):
-        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "rebases", "pls_target")
+        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "pls_target")
         SESSION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         CUT_FIELD_NUMBER: _ClassVar[int]
@@ -327,7 +259,6 @@ class SaveRequest(_message.Message):
         TOTAL_ROWS_FIELD_NUMBER: _ClassVar[int]
         TRACKING_FAULTS_FIELD_NUMBER: _ClassVar[int]
         PLANNED_STEPS_FIELD_NUMBER: _ClassVar[int]
-        REBASES_FIELD_NUMBER: _ClassVar[int]
         PLS_TARGET_FIELD_NUMBER: _ClassVar[int]
         session: str
         step: int
@@ -342,11 +273,10 @@ class SaveRequest(_message.Message):
         total_rows: int
         tracking_faults: int
         planned_steps: int
-        rebases: bool
         pls_target: float
-        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., rebases: _Optional[bool] = ..., pls_target: _Optional[float] = ...) -> None: ...
+        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., pls_target: _Optional[float] = ...) -> None: ...
     class Seal(_message.Message):
-        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
+        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
         class MetadataEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -358,7 +288,6 @@ class SaveRequest(_message.Message):
         RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
         STALL_S_FIELD_NUMBER: _ClassVar[int]
         METADATA_FIELD_NUMBER: _ClassVar[int]
-        PIN_FIELD_NUMBER: _ClassVar[int]
         FULL_FIELD_NUMBER: _ClassVar[int]
         PINS_FIELD_NUMBER: _ClassVar[int]
         PRECOPIED_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -368,13 +297,12 @@ class SaveRequest(_message.Message):
         raw_bytes: int
         stall_s: float
         metadata: _containers.ScalarMap[str, str]
-        pin: str
         full: bool
         pins: _containers.RepeatedScalarFieldContainer[str]
         precopied_rows: int
         recopied_rows: int
         slowdown_s: float
-        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., pin: _Optional[str] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ..., precopied_rows: _Optional[int] = ..., recopied_rows: _Optional[int] = ..., slowdown_s: _Optional[float] = ...) -> None: ...
+        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ..., precopied_rows: _Optional[int] = ..., recopied_rows: _Optional[int] = ..., slowdown_s: _Optional[float] = ...) -> None: ...
     class Abort(_message.Message):
         __slots__ = ("cause",)
         CAUSE_FIELD_NUMBER: _ClassVar[int]
@@ -455,16 +383,14 @@ class SaveReply(_message.Message):
         cut: int
         def __init__(self, cut: _Optional[int] = ...) -> None: ...
     class Failed(_message.Message):
-        __slots__ = ("cut", "cause", "message", "code")
+        __slots__ = ("cut", "cause", "message")
         CUT_FIELD_NUMBER: _ClassVar[int]
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
-        CODE_FIELD_NUMBER: _ClassVar[int]
         cut: int
         cause: str
         message: str
-        code: Cause
-        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
+        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
@@ -480,7 +406,7 @@ class SaveReply(_message.Message):
 class RestoreRequest(_message.Message):
     __slots__ = ("want", "freed")
     class Want(_message.Message):
-        __slots__ = ("session", "seq", "boxes", "blobs", "from_run", "lenient", "mapping", "weights_only", "rank", "batches")
+        __slots__ = ("session", "seq", "boxes", "blobs", "from_run", "lenient", "mapping", "weights_only", "rank")
         class MappingEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -497,7 +423,6 @@ class RestoreRequest(_message.Message):
         MAPPING_FIELD_NUMBER: _ClassVar[int]
         WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
         RANK_FIELD_NUMBER: _ClassVar[int]
-        BATCHES_FIELD_NUMBER: _ClassVar[int]
         session: str
         seq: int
         boxes: _containers.RepeatedCompositeFieldContainer[_index_pb2.Box]
@@ -507,8 +432,7 @@ class RestoreRequest(_message.Message):
         mapping: _containers.ScalarMap[str, str]
         weights_only: bool
         rank: int
-        batches: bool
-        def __init__(self, session: _Optional[str] = ..., seq: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., blobs: _Optional[bool] = ..., from_run: _Optional[str] = ..., lenient: _Optional[bool] = ..., mapping: _Optional[_Mapping[str, str]] = ..., weights_only: _Optional[bool] = ..., rank: _Optional[int] = ..., batches: _Optional[bool] = ...) -> None: ...
+        def __init__(self, session: _Optional[str] = ..., seq: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., blobs: _Optional[bool] = ..., from_run: _Optional[str] = ..., lenient: _Optional[bool] = ..., mapping: _Optional[_Mapping[str, str]] = ..., weights_only: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
     class Freed(_message.Message):
         __slots__ = ("blocks",)
         BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -521,7 +445,7 @@ class RestoreRequest(_message.Message):
     def __init__(self, want: _Optional[_Union[RestoreRequest.Want, _Mapping]] = ..., freed: _Optional[_Union[RestoreRequest.Freed, _Mapping]] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
-    __slots__ = ("plan", "filled", "done", "failed", "batch")
+    __slots__ = ("plan", "batch", "done", "failed")
     class Plan(_message.Message):
         __slots__ = ("step", "stored_bytes", "frames", "chain", "initial", "notes")
         STEP_FIELD_NUMBER: _ClassVar[int]
@@ -573,25 +497,21 @@ class RestoreReply(_message.Message):
         baseline_seq: int
         def __init__(self, cache_bytes: _Optional[int] = ..., store_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., baseline_seq: _Optional[int] = ...) -> None: ...
     class Failed(_message.Message):
-        __slots__ = ("cause", "message", "code")
+        __slots__ = ("cause", "message")
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
-        CODE_FIELD_NUMBER: _ClassVar[int]
         cause: str
         message: str
-        code: Cause
-        def __init__(self, cause: _Optional[str] = ..., message: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
+        def __init__(self, cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    FILLED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
-    BATCH_FIELD_NUMBER: _ClassVar[int]
     plan: RestoreReply.Plan
-    filled: RestoreReply.Filled
+    batch: RestoreReply.Batch
     done: RestoreReply.Done
     failed: RestoreReply.Failed
-    batch: RestoreReply.Batch
-    def __init__(self, plan: _Optional[_Union[RestoreReply.Plan, _Mapping]] = ..., filled: _Optional[_Union[RestoreReply.Filled, _Mapping]] = ..., done: _Optional[_Union[RestoreReply.Done, _Mapping]] = ..., failed: _Optional[_Union[RestoreReply.Failed, _Mapping]] = ..., batch: _Optional[_Union[RestoreReply.Batch, _Mapping]] = ...) -> None: ...
+    def __init__(self, plan: _Optional[_Union[RestoreReply.Plan, _Mapping]] = ..., batch: _Optional[_Union[RestoreReply.Batch, _Mapping]] = ..., done: _Optional[_Union[RestoreReply.Done, _Mapping]] = ..., failed: _Optional[_Union[RestoreReply.Failed, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("session",)
@@ -602,16 +522,14 @@ class WatchRequest(_message.Message):
 class Notice(_message.Message):
     __slots__ = ("committed", "save_failed", "save_now", "policy", "fenced")
     class SaveFailed(_message.Message):
-        __slots__ = ("cut", "cause", "message", "code")
+        __slots__ = ("cut", "cause", "message")
         CUT_FIELD_NUMBER: _ClassVar[int]
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
-        CODE_FIELD_NUMBER: _ClassVar[int]
         cut: int
         cause: str
         message: str
-        code: Cause
-        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
+        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
     class SaveNow(_message.Message):
         __slots__ = ("reason", "deadline_s", "urgent")
         REASON_FIELD_NUMBER: _ClassVar[int]

@@ -548,14 +548,7 @@ class Run:
         if decision == "since_commit" and commit is not None and leans(commit):
             covers = commit
         turn: Turn | None = None
-        if (
-            who.world_size == 1
-            and begin.rebases
-            and not begin.full
-            and commit is not None
-            and commit != base
-            and leans(commit)
-        ):
+        if who.world_size == 1 and not begin.full and commit is not None and commit != base and leans(commit):
             turn = self._rebases(state, commit, history, policy, decision)
             covers = covers if turn is None else commit
         stored = None if covers is None else precision.held(state, covers)

@@ -319,7 +319,7 @@ class Save:
             raw_bytes=seal.raw_bytes,
             stall_s=seal.stall_s,
             metadata=dict(seal.metadata),
-            pins=tuple(sorted({*seal.pins, *([seal.pin] if seal.HasField("pin") else [])})),
+            pins=tuple(sorted(set(seal.pins))),
             full=seal.full,
             slower_s=seal.slowdown_s,
         )
@@ -422,7 +422,7 @@ class Save:
         self._log.warning("save.failed", cause=cause, message=message, state=was.value)
         self._metrics.failed(cause)
         if was is SaveState.STAGING:
-            failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message, code=cause.code)
+            failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
         else:

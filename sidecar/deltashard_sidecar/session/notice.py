@@ -60,7 +60,7 @@ def committed(commit: pb.Commit) -> pb.Notice:
 
 def save_failed(cut: int, cause: Cause, message: str) -> pb.Notice:
     """A staged save will never commit."""
-    return pb.Notice(save_failed=pb.Notice.SaveFailed(cut=cut, cause=cause, message=message, code=cause.code))
+    return pb.Notice(save_failed=pb.Notice.SaveFailed(cut=cut, cause=cause, message=message))
 
 
 def save_now(reason: str, *, deadline_s: float, urgent: bool) -> pb.Notice:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 
-from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -50,7 +49,6 @@ class Incidents:
                     kind=kind,
                     at_s=time.time(),
                     cause=cause,
-                    code=cause.code if isinstance(cause, Cause) else None,
                     message=message[:MAX_TEXT],
                     step=step,
                     lost_steps=lost_steps,

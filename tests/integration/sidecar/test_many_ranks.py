@@ -215,12 +215,11 @@ def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_comm
     with sidecar(tmp_path / "alone", url, encoding="fp32", arena_bytes="256MiB") as process:
         alone = Trainer(process.socket, Model(of_rank=0, rows=120))
         assert alone.open().resume_seq == seq
-        for says_rank in (True, False):
-            alone.model.wipe()
-            alone.restore(seq, says_rank=says_rank)
-            assert alone.blobs_read == common
-            for found, held in zip(alone.model.state(), group.models[0].state(), strict=True):
-                np.testing.assert_array_equal(found, held)
+        alone.model.wipe()
+        alone.restore(seq)
+        assert alone.blobs_read == common
+        for found, held in zip(alone.model.state(), group.models[0].state(), strict=True):
+            np.testing.assert_array_equal(found, held)
         alone.close()
 
 

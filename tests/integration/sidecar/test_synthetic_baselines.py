@@ -41,10 +41,10 @@ def server() -> Iterator[FleetServer]:
 class Life:
     """A trainer that saves through a sidecar, and remembers what every checkpoint must restore to."""
 
-    def __init__(self, process: SidecarProcess, url: str, *, rebases: bool = True, run: str = "run") -> None:
+    def __init__(self, process: SidecarProcess, url: str, *, run: str = "run") -> None:
         self.process = process
         self.url, self.run = url, run
-        self.trainer = Trainer(process.socket, Model(), rebases=rebases)
+        self.trainer = Trainer(process.socket, Model(), rebases=True)
         self.trainer.open()
         self.states: dict[int, list[np.ndarray]] = {}
 
@@ -124,14 +124,10 @@ def test_the_same_on_minio(tmp_path: Path, own_minio: MinioServer) -> None:
         life.trainer.close()
 
 
-@pytest.mark.parametrize(
-    ("more", "rebases"), [({}, False), ({"synthetic-baselines": "no"}, True), ({"housekeeping-s": -1}, True)]
-)
-def test_an_older_trainer_and_who_will_have_none_take_baselines_as_before(
-    tmp_path: Path, url: str, more: dict[str, Any], rebases: bool
-) -> None:
+@pytest.mark.parametrize("more", [{"synthetic-baselines": "no"}, {"housekeeping-s": -1}])
+def test_without_synthetic_baselines_cuts_are_full(tmp_path: Path, url: str, more: dict[str, Any]) -> None:
     with sidecar(tmp_path, url, **{**FLAGS, **more}) as process:
-        life = Life(process, url, rebases=rebases)
+        life = Life(process, url)
         assert sum(life.save().baseline for _ in range(7)) == 2
         assert not life.state().compactions
         assert not life.decided()

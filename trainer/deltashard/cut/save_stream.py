@@ -212,7 +212,10 @@ class SaveStream:
                 if kind == "staged":
                     end, settled = None, True
                 elif kind == "failed":
-                    end, settled = CutFailed(heard(reply.failed) or Cause.ERROR, reply.failed.message), True
+                    end, settled = (
+                        CutFailed(heard(reply.failed.cause) or Cause.ERROR, reply.failed.message),
+                        True,
+                    )
                     self._in.put(end)
                 elif not self._sealed:
                     self._in.put(reply)

@@ -69,8 +69,8 @@ def read_frames(
             kind = reply.WhichOneof("kind")
             if kind == "plan":
                 plan = reply.plan
-            elif kind in ("filled", "batch"):
-                for filled in (reply.filled,) if kind == "filled" else reply.batch.frames:
+            elif kind == "batch":
+                for filled in reply.batch.frames:
                     block = link.arena.block(filled.block)
                     take(block[filled.offset : filled.offset + filled.frame.length], filled)
                     if filled.last:
@@ -78,7 +78,7 @@ def read_frames(
             elif kind == "done":
                 return plan, reply.done
             elif kind == "failed":
-                cause = heard(reply.failed)
+                cause = heard(reply.failed.cause)
                 if cause == Cause.INVALID:
                     raise InvalidCheckpoint(reply.failed.message, where=f"checkpoint {want.seq}")
                 if cause == Cause.MISMATCH:
@@ -138,7 +138,6 @@ def read_checkpoint(
         lenient=True,
         weights_only=targets.weights_only,
         rank=rank,
-        batches=True,
     )
     arrivals = Arrivals(targets, judge, newer)
     plan, done = read_frames(link, want, arrivals.take)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -39,17 +39,7 @@ class Commit:
 
     @classmethod
     def of(cls, message: pb.Commit) -> Commit:
-        return cls(
-            seq=message.seq,
-            attempt=message.attempt,
-            cut=message.cut,
-            step=message.step,
-            baseline=message.baseline,
-            durable_s=message.durable_s,
-            stored_bytes=message.stored_bytes,
-            raw_bytes=message.raw_bytes,
-            rows=message.rows,
-        )
+        return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
 
 
 class SaveHandle:
@@ -164,18 +154,14 @@ class Flight:
             handle.settle(error=self.error)
 
 
-def together(handles: list[SaveHandle], *, several_pins: bool) -> tuple[list[SaveHandle], list[SaveHandle]]:
-    """Those that one cut can satisfy, oldest first, and the rest: other values under the same names, pins too many."""
+def together(handles: list[SaveHandle]) -> tuple[list[SaveHandle], list[SaveHandle]]:
+    """Those that one cut can satisfy, oldest first, and the rest: other values under the same names."""
     taken: list[SaveHandle] = []
     rest: list[SaveHandle] = []
     metadata: dict[str, str] = {}
-    pins: set[str] = set()
     for handle in handles:
-        agrees = all(metadata.get(key, value) == value for key, value in handle.metadata.items())
-        mine = pins if handle.pin is None else pins | {handle.pin}
-        if agrees and (several_pins or len(mine) <= 1):
+        if all(metadata.get(key, value) == value for key, value in handle.metadata.items()):
             taken.append(handle)
-            pins = mine
             metadata |= handle.metadata
         else:
             rest.append(handle)

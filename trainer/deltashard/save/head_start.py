@@ -118,7 +118,7 @@ class HeadStart:
         return now is not None and not now.done and time.monotonic() - now.began_s < LONGEST_S
 
     def _begin(self, link: Link) -> None:
-        if self._now is not None or not self.enabled or not link.reply.prepares:
+        if self._now is not None or not self.enabled:
             return
         began_s = time.perf_counter()
         tables = [(table, cut) for table, cut in self._tables() if may_be_copied_ahead(table, cut)]

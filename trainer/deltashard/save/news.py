@@ -82,7 +82,7 @@ class News:
             self._saver.committed(Commit.of(notice.committed))
         elif kind == "save_failed":
             failed = notice.save_failed
-            self._saver.failed(failed.cut, CutFailed(heard(failed), failed.message))
+            self._saver.failed(failed.cut, CutFailed(heard(failed.cause), failed.message))
         elif kind == "save_now":
             if notice.save_now.urgent:
                 self._requests.hurry(notice.save_now.reason or "urgent")

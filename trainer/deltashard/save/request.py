@@ -43,9 +43,9 @@ class Requests:
         if fresh:
             self._setbacks.hurry()
 
-    def take(self, *, several_pins: bool) -> list[SaveHandle]:
+    def take(self) -> list[SaveHandle]:
         """Those that one cut can satisfy, which are not asked for any more."""
-        taken, self._handles = together(self._handles, several_pins=several_pins)
+        taken, self._handles = together(self._handles)
         return taken
 
     def put_back(self, handles: list[SaveHandle]) -> None:

@@ -293,7 +293,7 @@ class Saver:
 
     def _cut_now(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
         began_s = time.perf_counter() - self.head_start.began_s
-        handles = self._requests.take(several_pins=link.reply.several_pins)
+        handles = self._requests.take()
         number = cut or self._attempt.next_cut
         flight = self._taken(Flight(cut=number, step=self._clock.step, reason=reason, handles=handles))
         try:
@@ -637,14 +637,12 @@ class Saver:
             raw_bytes=writer.copied.raw_bytes,
             stall_s=stall_s,
             metadata=metadata,
+            pins=flight.pins,
             full=copied.full,
             precopied_rows=copied.ahead,
             recopied_rows=copied.again,
             slowdown_s=self.head_start.slower_s if copied.ahead else 0.0,
         )
-        if pins := flight.pins:
-            seal.pin = pins[-1]  # a sidecar that knows of one only
-            seal.pins.extend(pins)
         stream.seal(seal)
 
     def _content(self, contents: Contents, writer: BlockWriter) -> dict[str, str]:

@@ -58,7 +58,6 @@ class CutBase:
     def declare(self, begin: pb.SaveRequest.Begin) -> None:
         """Say in a Begin what the cut could be a delta over, or that it is full."""
         begin.full = self.full
-        begin.rebases = True
         begin.planned_steps = self._planned_steps
         begin.pls_target = self._pls_target
         begin.tracking_faults = self._faults

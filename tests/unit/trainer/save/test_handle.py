@@ -12,17 +12,15 @@ def handle(pin: str | None = None, **metadata: str) -> SaveHandle:
 def test_a_cut_takes_all_whose_metadata_agrees() -> None:
     """Oldest first; who says something else under a name that is taken waits for a cut of its own."""
     first, plain, same, other = handle(loss="1"), handle(), handle(loss="1", epoch="2"), handle(loss="3")
-    taken, rest = together([first, plain, other, same], several_pins=True)
+    taken, rest = together([first, plain, other, same])
     assert (taken, rest) == ([first, plain, same], [other])
     flight = Flight(cut=1, step=1, reason="test", handles=taken)
     assert flight.metadata == {"loss": "1", "epoch": "2"}
 
 
-def test_pins_that_an_older_sidecar_cannot_take_wait() -> None:
-    """It keeps one name a cut: the others must not vanish."""
+def test_a_cut_takes_several_pins() -> None:
     handles = [handle("best"), handle("best"), handle("epoch"), handle()]
-    assert together(handles, several_pins=True) == (handles, [])
-    assert together(handles, several_pins=False) == ([handles[0], handles[1], handles[3]], [handles[2]])
+    assert together(handles) == (handles, [])
 
 
 def test_what_makes_a_save_exact() -> None:
