@@ -19,7 +19,6 @@ from deltashard_checkpoint.codecs.encoding import section_bytes
 from deltashard_checkpoint.codecs.quantizer import DEFAULT_SEARCH, PLAIN, Search, encode_rows
 from deltashard_checkpoint.codecs.row_id import decode_ids, encode_ids
 from deltashard_checkpoint.codecs.row_kernel import row_hashes
-from deltashard_checkpoint.codecs.tuning import mean_error
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
 TORCH = {"q8": "byte", "q4": "4bit", "q2": "2bit"}
@@ -149,7 +148,9 @@ def adaptive(quick: bool) -> list[dict]:
     for encoding in ("q4", "q3", "q2"):
         default = DEFAULT_SEARCH[encoding]
         searches = {"plain": PLAIN, "greedy25": GREEDY_25, "greedy200": GREEDY_200, "default": default}
-        errors = {name: mean_error(ENCODINGS[encoding], x, search) for name, search in searches.items()}
+        errors = {
+            name: reference.mean_error(x, int(encoding[1:]), search) for name, search in searches.items()
+        }
         work = {name: (x.nbytes, encoder(encoding, x, search)) for name, search in searches.items()}
         if encoding in TORCH:
             pack = getattr(torch.ops.quantized, f"embedding_bag_{TORCH[encoding]}_prepack")
@@ -161,7 +162,7 @@ def adaptive(quick: bool) -> list[dict]:
             out += [
                 row(f"{encoding} adaptive quantize", speed["default"], "GB/s",
                     peer="torch optimized_qparams(200, .16)", theirs=speed["torch"], bar=60),
-                row(f"{encoding} error of that", mean_error(ENCODINGS[encoding], few.numpy(), default), "L2",
+                row(f"{encoding} error of that", reference.mean_error(few.numpy(), int(encoding[1:])), "L2",
                     peer="torch optimized_qparams(200, .16)", theirs=theirs, bar=1.0),
                 row(f"{encoding} greedy(200, .16), same search", speed["greedy200"], "GB/s",
                     peer="torch optimized_qparams(200, .16)", theirs=speed["torch"], bar=15),
@@ -184,7 +185,7 @@ def comparison(quick: bool) -> list[dict]:
     for kind in ("gaussian", "student"):
         x = reference.rows_like(kind, 500 if quick else 2000, COLUMNS)
         for bits in (2, 3, 4):
-            ours = mean_error(ENCODINGS[f"q{bits}"], x, DEFAULT_SEARCH[f"q{bits}"])
+            ours = reference.mean_error(x, bits)
             peers = {
                 "symmetric": reference.symmetric(x, bits),
                 "asymmetric": reference.asymmetric(x, bits),

@@ -1,14 +1,19 @@
 """The two quantizers of Check-N-Run's comparison that are not worth building: symmetric, and k-means per row.
 
 Plain numpy, float64, slow; the yardsticks of tests/unit/codecs and of bench/codec_speeds.py. They return the
-dequantized rows, so that errors compare.
+dequantized rows, so that errors compare, as `through_codec` does of the product's.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from deltashard_checkpoint.codecs.decoder import decode_rows
+from deltashard_checkpoint.codecs.encoding import section_bytes
+from deltashard_checkpoint.codecs.quantizer import Search, encode_rows
+from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS
 
+F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
@@ -79,3 +84,34 @@ def rows_like(kind: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[
 
 def mean_l2(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
     return float(np.sqrt(((x.astype(np.float64) - y) ** 2).sum(axis=1)).mean())
+
+
+def through_codec(weights: F32, bits: int, search: Search | None = None) -> F32:
+    """What a checkpoint of `bits` gives back of rows [n, D], by the product's codec; None: its usual range search."""
+    encoding = ENCODINGS[BITS_CHOICES[bits]]
+    rows, columns = weights.shape
+    scales, biases, codes = (np.empty(size, np.uint8) for size in section_bytes(encoding, rows, columns))
+    encoded = encode_rows(encoding, weights, scales, biases, codes, search=search)
+    if not encoded.fits:  # such a block is stored raw
+        return weights.copy()
+    return decode_rows(
+        encoding,
+        scales,
+        biases,
+        codes,
+        encoded.exponent,
+        rows=rows,
+        columns=columns,
+        exceptions=encoded.exceptions,
+    )
+
+
+def mean_error(x: F32, bits: int, search: Search | None = None) -> float:
+    """Mean L2 distance of a row and what the product's codec gives back of it."""
+    return mean_l2(x, through_codec(x, bits, search))
+
+
+def sample_of(rows: F32) -> F32:
+    """A uniform sample of at most 4,096 rows, in their order."""
+    places = np.random.default_rng(0).choice(len(rows), min(len(rows), 4096), replace=False, shuffle=False)
+    return np.ascontiguousarray(rows[np.sort(places)])

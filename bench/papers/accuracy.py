@@ -33,10 +33,8 @@ from basket_training import (
     paragraph,
     task,
 )
-from deltashard_checkpoint.codecs.decoder import decode_rows
+from codecs_reference import sample_of, through_codec
 from deltashard_checkpoint.codecs.encoding import section_bytes
-from deltashard_checkpoint.codecs.quantizer import encode_rows
-from deltashard_checkpoint.codecs.tuning import sample_positions
 from deltashard_checkpoint.deciding.precision import (
     BITS,
     BUDGET,
@@ -84,28 +82,8 @@ Rule = Callable[[Past], Sequence[int]]
 """The bits of each table at the next restore."""
 
 
-def through_codec(weights: F32, bits: int) -> F32:
-    """What a checkpoint of `bits` gives back of rows [n, D], by the product's codec and its usual range search."""
-    encoding = ENCODINGS[BITS_CHOICES[bits]]
-    rows, columns = weights.shape
-    scales, biases, codes = (np.empty(size, np.uint8) for size in section_bytes(encoding, rows, columns))
-    encoded = encode_rows(encoding, weights, scales, biases, codes)
-    if not encoded.fits:  # such a block is stored raw
-        return weights.copy()
-    return decode_rows(
-        encoding,
-        scales,
-        biases,
-        codes,
-        encoded.exponent,
-        rows=rows,
-        columns=columns,
-        exceptions=encoded.exceptions,
-    )
-
-
 def sampled_errors(rows: F32) -> dict[int, float]:
-    sample = rows[sample_positions(len(rows), seed=0)]
+    sample = sample_of(rows)
     return {bits: (_square(through_codec(sample, bits) - sample) / _square(sample)) ** 0.5 for bits in BITS}
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import reuse
 from deltashard_checkpoint.codecs.kernel_choice import active
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
-from quantizers import ITERATIONS, LOW_BITS, errors, hours, latencies, tunings
+from quantizers import ITERATIONS, LOW_BITS, errors, hours, latencies, tuned
 from report import table
 from store_run import BITS, POLICIES, LiveTable, Saved, StoreRun, cost
 
@@ -329,25 +329,16 @@ def _quantizers(trained: np.ndarray, *, quick: bool) -> Found:
     for kind, x in data.items():
         out[kind] = {}
         for bits in LOW_BITS:
-            tuned = tunings(x, bits)
-            chosen = tuned["adaptive"].search
+            chosen = tuned(x, bits)
             out[kind][str(bits)] = {
                 "errors": errors(x, bits, chosen),
-                "chosen": _named(chosen),
-                "chosen_of_grid": _named(tuned["greedy"].search),
+                "chosen": f"refit of {chosen.starts} starts, {chosen.passes} passes",
             }
     x = reference.rows_like("gaussian", 2_000 if quick else 28_000, 64)
     out["latency_ns"] = {
-        str(bits): latencies(x, bits, tunings(x, bits)["adaptive"].search, seconds=0.1 if quick else 2.0)
-        for bits in LOW_BITS
+        str(bits): latencies(x, bits, tuned(x, bits), seconds=0.1 if quick else 2.0) for bits in LOW_BITS
     }
     return out
-
-
-def _named(search: Any) -> str:
-    if search.kind == "refit":
-        return f"refit of {search.starts} starts, {search.passes} passes"
-    return f"greedy, {search.bins} bins, ratio {search.ratio:g}" if search.kind == "greedy" else search.kind
 
 
 # What is claimed
@@ -661,18 +652,14 @@ def _listed_rows(rows: Sequence[int]) -> str:
 
 def _of_quantizers(found: Found) -> str:
     quantizers = found["quantizers"]
-    chosen = "; ".join(
-        f"{bits} bit: {quantizers['gaussian'][bits]['chosen']} (of the paper's grid of bins and ratios: "
-        f"{quantizers['gaussian'][bits]['chosen_of_grid']})"
-        for bits in map(str, LOW_BITS)
-    )
+    chosen = "; ".join(f"{bits} bit: {quantizers['gaussian'][bits]['chosen']}" for bits in map(str, LOW_BITS))
     return (
         "Mean L2 distance of a row and what is decoded of it: 4,000 rows of 64 columns of two "
         "distributions (CI compares with their known errors), and "
         "trained rows of the baskets (32 columns). *k-means* is Lloyd's algorithm within a row "
         f"({ITERATIONS} iterations, centroids at first "
         "uniform, compiled by numba); *greedy* the paper's range search with 25 bins and ratio 0.6; "
-        "*adaptive* what the product's auto-tune chooses on its sample "
+        "*adaptive* the product's refits, as an auto-tune chooses on a sample "
         f"(Gaussian rows, {chosen}). Kernels: {found['kernels']}."
     )
 

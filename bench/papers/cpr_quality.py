@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from accuracy import through_codec
 from basket_training import (
     COLUMNS,
     F32,
@@ -35,6 +34,7 @@ from basket_training import (
     paragraph,
     task,
 )
+from codecs_reference import through_codec
 from priority import AccessCounts, SampledReads, scar, top
 
 PAIR_ROWS = 1 << 18

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from deltashard_checkpoint.codecs.encoding import section_bytes
 from deltashard_checkpoint.codecs.quantizer import PLAIN, Search, encode_rows
-from deltashard_checkpoint.codecs.tuning import GREEDIES, Tuning, mean_error, sample_positions, tune
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
 F32 = npt.NDArray[np.float32]
@@ -24,6 +23,11 @@ LOW_BITS = (2, 3, 4)
 ITERATIONS = 15
 """Of k-means."""
 PAPER_SEARCH = Search(kind="greedy", bins=25, ratio=0.6)
+REFITS = [
+    Search(kind="refit", starts=starts, passes=passes)
+    for starts in (1, 2, 3, 4, 6, 8, 12)
+    for passes in (1, 2, 3, 4)
+]
 TABLE_BYTES = 1e12
 """Of fp32 weights: the table that hours are extrapolated to."""
 
@@ -68,24 +72,22 @@ def symmetric_rows(x, top, codes, scales):
             codes[r, j] = np.uint8((x[r, j] + most) * inverse + np.float32(0.5))
 
 
-def tunings(x: F32, bits: int) -> dict[str, Tuning]:
-    """What the product's auto-tune chooses on its sample of the table `x`, and what from the paper's grid."""
-    sample = np.ascontiguousarray(x[sample_positions(len(x), seed=0)])
-    encoding = ENCODINGS[f"q{bits}"]
-    return {
-        "adaptive": tune(encoding, sample),
-        "greedy": tune(encoding, sample, candidates=(PLAIN, *GREEDIES)),
-    }
+def tuned(x: F32, bits: int) -> Search:
+    """Auto-tune: the refit with the fewest passes whose error on a sample is within 1 % of the least one."""
+    sample = reference.sample_of(x)
+    trials = {search: reference.mean_error(sample, bits, search) for search in REFITS}
+    enough = min(trials.values()) * 1.01
+    found = [search for search in trials if trials[search] <= enough]
+    return min(found, key=lambda search: (search.starts + search.passes, trials[search]))
 
 
-def errors(x: F32, bits: int, tuned: Search) -> dict[str, float]:
+def errors(x: F32, bits: int, chosen: Search) -> dict[str, float]:
     """Mean L2 distance of a row of `x` (float32 [n, D]) and what is decoded of it."""
-    encoding = ENCODINGS[f"q{bits}"]
     found = {
         "symmetric": reference.mean_l2(x, reference.symmetric(x, bits)),
-        "asymmetric": mean_error(encoding, x, PLAIN),
-        "greedy": mean_error(encoding, x, PAPER_SEARCH),
-        "adaptive": mean_error(encoding, x, tuned),
+        "asymmetric": reference.mean_error(x, bits, PLAIN),
+        "greedy": reference.mean_error(x, bits, PAPER_SEARCH),
+        "adaptive": reference.mean_error(x, bits, chosen),
     }
     if bits in LOW_BITS:
         found["k-means"] = reference.mean_l2(x, k_means(x, bits))
@@ -99,7 +101,7 @@ def k_means(x: F32, bits: int) -> npt.NDArray[np.float64]:
     return np.take_along_axis(books, codes.astype(np.int64), axis=1)
 
 
-def latencies(x: F32, bits: int, tuned: Search, *, seconds: float) -> dict[str, float]:
+def latencies(x: F32, bits: int, chosen: Search, *, seconds: float) -> dict[str, float]:
     """Processor time of a row in ns, best of as many turns as fit into `seconds`, at least three; they take turns."""
     n = len(x)
     few = np.ascontiguousarray(x[: max(64, n // 64)])  # k-means is slow; each row costs the same
@@ -110,7 +112,7 @@ def latencies(x: F32, bits: int, tuned: Search, *, seconds: float) -> dict[str, 
         "symmetric": (n, lambda: symmetric_rows(x, 2**bits - 1, codes, scales)),
         "asymmetric": (n, _encoder(x, bits, PLAIN)),
         "greedy": (n, _encoder(x, bits, PAPER_SEARCH)),
-        "adaptive": (n, _encoder(x, bits, tuned)),
+        "adaptive": (n, _encoder(x, bits, chosen)),
         "k-means": (len(few), lambda: k_means_rows(wide, 2**bits, ITERATIONS, few_codes, books)),
     }
     best = dict.fromkeys(work, float("inf"))

@@ -1,4 +1,4 @@
-"""The words that all parts share: encodings, differentials, searches, versions of the protocols, and their parsing.
+"""The words that all parts share: encodings, differentials, versions of the protocols, and their parsing.
 
 Policies, annotations, settings, arguments, frames and the pages made from them take their names from here, and this
 module imports nothing but the errors, so whoever needs a name does not load the codecs. What cannot import Python (the
@@ -109,13 +109,6 @@ def stored_state_dtype(state_encoding: str, *, pointwise: bool, dtype: str) -> s
     return "bfloat16" if state_encoding == "bf16" and pointwise and dtype == "float32" else dtype
 
 
-# Range searches of quantized rows
-
-SearchMode = Literal["default", "plain", "tuned"]
-SEARCH_MODES: tuple[SearchMode, ...] = get_args(SearchMode)
-"""What the codecs measured best, torch's own range, or one tuned on a sample of each table."""
-DEFAULT_SEARCH_MODE: SearchMode = "default"
-
 # Differentials: which rows a save holds (`write.differential` is what they mean)
 
 Differential = Literal["full", "one-shot", "consecutive", "intermittent"]
@@ -145,7 +138,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "bits_goal": BITS_GOALS,
     "encoding": ENCODING_CHOICES,
     "state_encoding": STATE_ENCODINGS,
-    "search": SEARCH_MODES,
     "differential": DIFFERENTIALS,
 }
 """Setting -> the words it takes."""

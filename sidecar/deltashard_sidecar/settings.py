@@ -28,7 +28,6 @@ from deltashard_checkpoint.vocabulary import (
     CHOICES,
     DEFAULT_DIFFERENTIAL,
     DEFAULT_ENCODING,
-    DEFAULT_SEARCH_MODE,
     DEFAULT_STATE_ENCODING,
     ONE_RUN,
     RUN_PER_POD,
@@ -125,8 +124,6 @@ class Settings:
     """Encoding of embedding weights: {choices}."""
     state_encoding: str = DEFAULT_STATE_ENCODING
     """Encoding of point-wise optimizer state: {choices}. Row-wise state is always exact."""
-    search: str = DEFAULT_SEARCH_MODE
-    """Range search of quantized rows: default (what the codecs measured best), plain, or tuned on each table."""
     differential: str = DEFAULT_DIFFERENTIAL
     """Which rows a save holds: {choices}."""
     encode_threads: int = 0

@@ -100,11 +100,11 @@ DEFAULT_SEARCH: dict[str, Search] = {
     "q3": Search(kind="refit", starts=4, passes=2),
     "q2": Search(kind="refit", starts=3, passes=2),
 }
-"""Used unless told otherwise or tuned: at 2 to 4 bits the error of the best greedy search, at five times its speed."""
+"""Used unless another is asked for: at 2 to 4 bits the error of the best greedy search, at five times its speed."""
 
 
 def default_search(encoding: Encoding) -> Search:
-    """What is used for `encoding` when nothing was tuned; raw encodings ignore it."""
+    """What is used for `encoding` unless another search is asked for; raw encodings ignore it."""
     return DEFAULT_SEARCH.get(encoding.name, PLAIN)
 
 

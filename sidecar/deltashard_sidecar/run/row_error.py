@@ -6,15 +6,18 @@ a save and a restore would. One number a table and width: the relative L2 error,
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 
 import numpy as np
-from deltashard_checkpoint.codecs.encoding import effective_encoding
-from deltashard_checkpoint.codecs.tuning import relative_error, sample_positions
+import numpy.typing as npt
+from deltashard_checkpoint.codecs.decoder import decode_rows
+from deltashard_checkpoint.codecs.encoding import dtype_name, effective_encoding, section_bytes
+from deltashard_checkpoint.codecs.quantizer import encode_rows, widened
 from deltashard_checkpoint.deciding.precision import BITS
 from deltashard_checkpoint.format.row_block import RowBlock
-from deltashard_checkpoint.vocabulary import BITS_CHOICES, encoding_named
+from deltashard_checkpoint.vocabulary import BITS_CHOICES, Encoding, encoding_named
 
 SAMPLE_ROWS = 1024
 SEED = 11
@@ -51,7 +54,10 @@ class RowErrors:
 
 
 def _errors(block: RowBlock) -> dict[int, float]:
-    sample = np.ascontiguousarray(block.weights[sample_positions(len(block), SEED, SAMPLE_ROWS)])
+    places = np.random.default_rng(SEED).choice(
+        len(block), min(len(block), SAMPLE_ROWS), replace=False, shuffle=False
+    )
+    sample = np.ascontiguousarray(block.weights[np.sort(places)])
     found = {}
     for bits in BITS:
         encoding = effective_encoding(
@@ -61,3 +67,31 @@ def _errors(block: RowBlock) -> dict[int, float]:
         if error is not None:
             found[bits] = error
     return found
+
+
+def relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dtype: str) -> float | None:
+    """sqrt(sum |x - x'|^2 / sum |x|^2) over finite rows x and what a save and a restore make of them, x'.
+
+    None where there is nothing to compare: no row but zeros, or a block that the encoding does not fit.
+    """
+    n, d = weights.shape
+    scales, biases, codes = (np.empty(size, np.uint8) for size in section_bytes(encoding, n, d))
+    encoded = encode_rows(encoding, weights, scales, biases, codes, dtype=dtype)
+    if not encoded.fits:
+        return None
+    exact = widened(weights, dtype_name(weights, dtype)).astype(np.float64)
+    restored = decode_rows(
+        encoding,
+        scales,
+        biases,
+        codes,
+        encoded.exponent,
+        rows=n,
+        columns=d,
+        exceptions=encoded.exceptions,
+        dtype="float64",
+    )
+    finite = np.isfinite(exact).all(axis=1)
+    norm = float((exact[finite] ** 2).sum())
+    lost = float(((restored[finite].astype(np.float64) - exact[finite]) ** 2).sum())
+    return math.sqrt(lost / norm) if norm else None

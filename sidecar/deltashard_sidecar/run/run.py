@@ -56,7 +56,6 @@ from deltashard_sidecar.run.chain_watch import ChainWatch
 from deltashard_sidecar.run.identity import identity, numbered
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.participation import Participation
-from deltashard_sidecar.run.range_search import Searches
 from deltashard_sidecar.run.removed_run import RemovedRun
 from deltashard_sidecar.run.store_health import StoreHealth
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
@@ -191,7 +190,6 @@ class Run:
         self.pace = CommitPace()
         self.metrics = metrics
         self._shared = SharedReads()
-        self.searches = Searches(settings.search)
         self.chains = ChainWatch(self.store, metrics=metrics, log=log)
         self.bits = BitChoice(metrics=metrics, log=log)
         self._logger = log

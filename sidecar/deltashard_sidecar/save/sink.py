@@ -73,7 +73,6 @@ class PartSink:
         self._begun_s = time.monotonic()
         self._log = run.log_of(who)
         if cut.covers is None:
-            run.searches.begin_baseline()
             run.bits.errors.begin_baseline()
         self._writer = PartWriter(
             run.store,
@@ -102,11 +101,7 @@ class PartSink:
         started_s = time.thread_time()
         frame = encode_rows(
             block,
-            EncodeOptions(
-                encoding=encoding,
-                state_encoding=self._cut.precision.state,
-                search=self._run.searches.of(block, encoding),
-            ),
+            EncodeOptions(encoding=encoding, state_encoding=self._cut.precision.state),
             step=self._cut.step,
             out=_buffer(frame_bound(block.schema, len(block.columns), len(block))),
         )

@@ -52,7 +52,6 @@ def test_defaults_are_choices() -> None:
     """Every default may also be said."""
     assert vocabulary.DEFAULT_ENCODING in CHOICES["encoding"]
     assert vocabulary.DEFAULT_STATE_ENCODING in CHOICES["state_encoding"]
-    assert vocabulary.DEFAULT_SEARCH_MODE in CHOICES["search"]
     assert vocabulary.DEFAULT_DIFFERENTIAL in CHOICES["differential"]
 
 

@@ -20,7 +20,7 @@ def _python(code: str, **environment: str) -> str:
 
 USE = """
 import numpy as np
-from deltashard_checkpoint.codecs import decoder, kernel_choice, quantizer, row_id, row_kernel, tuning
+from deltashard_checkpoint.codecs import decoder, kernel_choice, quantizer, row_id, row_kernel
 from deltashard_checkpoint.vocabulary import ENCODINGS
 b = [np.empty(64, np.uint8) for _ in range(3)]
 quantizer.encode_rows(ENCODINGS["q4"], np.ones((2, 8), np.float32), *b)

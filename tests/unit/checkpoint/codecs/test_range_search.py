@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.codecs.encoding import EncodingError
 from deltashard_checkpoint.codecs.quantizer import DEFAULT_SEARCH, PLAIN, Search
-from deltashard_checkpoint.codecs.tuning import (
-    GREEDIES,
-    REFITS,
-    mean_error,
-    sample_positions,
-    search_passes,
-    tune,
-)
-from deltashard_checkpoint.vocabulary import ENCODINGS
 
 GREEDY_25 = Search(kind="greedy", bins=25, ratio=0.6)
 GREEDY_45 = Search(kind="greedy", bins=45, ratio=0.2)
@@ -35,10 +25,10 @@ def test_errors_meet_the_oracles(kernel_set, reference, kind, bits):
     """4000 rows of 64; float16 scales cost within a hundredth. Student rows have no fourth moment: ratios only."""
     x = reference.rows_like(kind, 4000, 64, seed=11)
     _, asymmetric, _, *ratios = ORACLES[kind, bits]
-    plain = mean_error(ENCODINGS[f"q{bits}"], x, PLAIN)
+    plain = reference.mean_error(x, bits, PLAIN)
     assert plain == pytest.approx(asymmetric, rel=0.02 if kind == "gaussian" else 0.08)
     for search, ratio in zip((GREEDY_25, GREEDY_45, GREEDY_200), ratios, strict=True):
-        assert mean_error(ENCODINGS[f"q{bits}"], x, search) / plain == pytest.approx(ratio, rel=0.02)
+        assert reference.mean_error(x, bits, search) / plain == pytest.approx(ratio, rel=0.02)
 
 
 @pytest.mark.parametrize(("kind", "bits"), ORACLES)
@@ -49,7 +39,7 @@ def test_k_means_beats_adaptive_beats_asymmetric_beats_symmetric(reference, kind
         reference.mean_l2(x, f(x, bits))
         for f in (reference.symmetric, reference.asymmetric, reference.k_means)
     ]
-    adaptive = mean_error(ENCODINGS[f"q{bits}"], x, DEFAULT_SEARCH[f"q{bits}"])
+    adaptive = reference.mean_error(x, bits, DEFAULT_SEARCH[f"q{bits}"])
     assert found[2] < adaptive < found[1] < found[0]
     assert found == pytest.approx([symmetric, asymmetric, k_means], rel=0.04 if kind == "gaussian" else 0.15)
 
@@ -61,17 +51,15 @@ def test_the_default_search_is_as_good_as_the_best_greedy(reference, bits, kind)
     x = reference.rows_like(kind, 4000, 64, seed=2)
     default = DEFAULT_SEARCH[f"q{bits}"]
     greedy = GREEDY_25 if bits < 4 else GREEDY_200
-    assert (
-        mean_error(ENCODINGS[f"q{bits}"], x, default) <= mean_error(ENCODINGS[f"q{bits}"], x, greedy) * 1.002
-    )
-    assert search_passes(default) * 4 <= search_passes(greedy)
+    assert reference.mean_error(x, bits, default) <= reference.mean_error(x, bits, greedy) * 1.002
+    passes_of_greedy = 2 * int(greedy.bins * greedy.ratio + 1e-6) + 1
+    assert (default.starts + default.passes - 1) * 4 <= passes_of_greedy
 
 
 def test_a_refit_helps_bytes_too(reference):
     x = reference.rows_like("gaussian", 2000, 64)
-    assert mean_error(ENCODINGS["q8"], x, Search(kind="refit", starts=1, passes=4)) < 0.965 * mean_error(
-        ENCODINGS["q8"], x, PLAIN
-    )
+    refit = reference.mean_error(x, 8, Search(kind="refit", starts=1, passes=4))
+    assert refit < 0.965 * reference.mean_error(x, 8, PLAIN)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 16, 65, 8192])
@@ -79,9 +67,9 @@ def test_a_refit_helps_bytes_too(reference):
 def test_searches_never_lose_to_plain(reference, encoding, columns):
     """In the error of a row as a whole; one value that a search leaves outside the range may be off by more than a step."""
     x = reference.rows_like("student", 500 if columns < 100 else 20, columns, seed=columns)
-    plain = mean_error(ENCODINGS[encoding], x, PLAIN)
+    plain = reference.mean_error(x, int(encoding[1:]), PLAIN)
     for search in (GREEDY_25, DEFAULT_SEARCH[encoding], Search(kind="refit", starts=12, passes=4)):
-        assert mean_error(ENCODINGS[encoding], x, search) <= plain * 1.01 + 1e-9
+        assert reference.mean_error(x, int(encoding[1:]), search) <= plain * 1.01 + 1e-9
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -98,50 +86,3 @@ def test_greedy_is_the_published_one(kernel_set, reference, bits):
     same = np.abs(((ours - x) ** 2).sum(axis=1) / ((theirs - x) ** 2).sum(axis=1) - 1) < 1e-3
     assert same.mean() > 0.95
     assert reference.mean_l2(x, ours) == pytest.approx(reference.mean_l2(x, theirs), rel=2e-3)
-
-
-def test_tuning_takes_the_cheapest_on_the_plateau(reference):
-    x = reference.rows_like("gaussian", 4096, 64)
-    for candidates in ((PLAIN, *REFITS), (PLAIN, *GREEDIES)):
-        tuned = tune(ENCODINGS["q2"], x, candidates=candidates)
-        errors = {t.search: t.error for t in tuned.trials}
-        best = min(errors.values())
-        assert errors[tuned.search] <= best * 1.01
-        cheaper = [t for t in tuned.trials if t.passes < search_passes(tuned.search)]
-        assert cheaper
-        assert all(t.error > best * 1.01 for t in cheaper)
-        assert tune(ENCODINGS["q2"], x.copy(), candidates=candidates) == tuned
-
-
-def test_tuning_bytes_by_the_paper_grid_stays_plain(reference):
-    """Trimming gains nothing at 8 bits, so nothing is paid for it."""
-    assert (
-        tune(ENCODINGS["q8"], reference.rows_like("gaussian", 2000, 64), candidates=(PLAIN, *GREEDIES)).search
-        == PLAIN
-    )
-
-
-def test_tuning_ignores_rows_that_are_not_numbers(reference):
-    x = reference.rows_like("gaussian", 1000, 32)
-    clean = tune(ENCODINGS["q3"], x[4:]).search
-    x[:2] = np.nan
-    x[2, 0] = np.inf
-    assert tune(ENCODINGS["q3"], x).search == clean
-
-
-def test_samples_are_uniform_reproducible_and_bounded():
-    assert sample_positions(1000, 0).tolist() == list(range(1000))
-    big = sample_positions(10**9, 7)
-    assert len(big) == 10_000
-    assert (np.diff(big) > 0).all()
-    assert big.dtype == np.int64
-    assert abs(big.mean() / 5e8 - 1) < 0.05
-    assert (sample_positions(10**9, 7) == big).all()
-    assert len(sample_positions(10**7, 1)) == 4096
-
-
-def test_nothing_to_tune_is_said():
-    x = np.ones((3, 4), np.float32)
-    for encoding, sample, candidates in (("fp32", x, (PLAIN,)), ("q2", x[:0], (PLAIN,)), ("q2", x, ())):
-        with pytest.raises(EncodingError, match="nothing to tune"):
-            tune(ENCODINGS[encoding], sample, candidates=candidates)
