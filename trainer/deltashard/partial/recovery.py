@@ -35,7 +35,6 @@ from deltashard.partial.hang_watchdog import HangWatchdog
 from deltashard.partial.peer import Peers
 from deltashard.partial.position import moved_on
 from deltashard.partial.recovery_context import RecoveryContext
-from deltashard.partial.remote_part import Donor, RemoteStagedPart, packed
 from deltashard.partial.rule import (
     RecoverySituation,
     RecoveryTerms,
@@ -44,7 +43,7 @@ from deltashard.partial.rule import (
     Staged,
     judge,
 )
-from deltashard.partial.staged_part import StagedPart
+from deltashard.partial.staged_part import PartFrames, StagedPart
 from deltashard.partial.stager import Stager
 from deltashard.program import Program
 from deltashard.restore.assembly import Assembly
@@ -122,14 +121,14 @@ class PartialRecovery(RecoveryPlan):
         if context.terms is None:
             return None
         mine, why = (None, "") if context.off else staged_part.look(context.home, context.rank)
-        if mine is not None and mine.index.boxes != tuple(t.box for t in self._program.tracking.tables):
+        if mine is not None and mine.boxes != tuple(t.box for t in self._program.tracking.tables):
             why = "its boxes are not those of this rank"
         word = RecoveryWord(
             staged=None if mine is None else mine.staged,
             unusable=why,
             off=context.off,
             place=context.place,
-            carried_bytes=0 if mine is None else mine.carried_bytes(self._replicated),
+            carried_bytes=0 if mine is None else sum(map(len, mine.carried(self._replicated))),
             strays=() if context.off or mine is not None else staged_part.others(context.home, context.rank),
             rows=self._rows(),
         )
@@ -170,23 +169,23 @@ class PartialRecovery(RecoveryPlan):
                 verdict.added,
                 verdict.pls,
             )
-        donor: Donor | None = None
+        donor: PartFrames | None = None
         try:
             donor = self._donor(verdict, mine, ranks)
         except (DeltashardError, OSError, ValueError) as error:
             log.warning("rank %d's staged part cannot be read any more: %s", verdict.donor, error)
         return PartialRestorePlan(verdict, self._program, context, mine=mine, donor=donor)
 
-    def _donor(self, verdict: RecoveryVerdict, mine: StagedPart | None, ranks: Assembly) -> Donor | None:
+    def _donor(self, verdict: RecoveryVerdict, mine: StagedPart | None, ranks: Assembly) -> PartFrames | None:
         """The donor's part, or what this rank is sent of it; None: the donor cannot send it."""
         rank = self._context.rank
         if verdict.donor == rank:
             if verdict.elsewhere(rank):
-                ranks.send(_DONOR, None if mine is None else packed(mine, self._replicated))
+                ranks.send(_DONOR, None if mine is None else b"".join(mine.carried(self._replicated)))
             return mine
         if rank in verdict.elsewhere(verdict.donor):
             data = ranks.receive(_DONOR)
-            return None if data is None else RemoteStagedPart(data)
+            return None if data is None else PartFrames(memoryview(data))
         return StagedPart(staged_part.path_of(self._context.home, verdict.donor))
 
     def _rows(self) -> float:
@@ -256,7 +255,7 @@ class PartialRestorePlan:
         context: RecoveryContext,
         *,
         mine: StagedPart | None,
-        donor: Donor | None,
+        donor: PartFrames | None,
     ) -> None:
         """`donor` None: it cannot be read after all, which `overlay` says to all."""
         self._verdict = verdict

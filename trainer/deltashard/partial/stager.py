@@ -136,8 +136,7 @@ class Stager:
             context.home,
             staged,
             self._frames(staged.step),
-            tables=self._program.schemas,
-            boxes=tuple(table.box for table in tracking.tables),
+            boxes=(table.box for table in tracking.tables),
         )
         if not still() or self._where() != where:
             path.unlink()  # the training thread went on meanwhile: this is of no one instant

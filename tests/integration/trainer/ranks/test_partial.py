@@ -183,7 +183,7 @@ def _torn(home: Path) -> None:
 def _corrupt(home: Path) -> None:
     path = home / "rank-1.part"
     data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 1
+    data[64] ^= 1  # right behind the header of its first frame
     path.write_bytes(data)
 
 
@@ -195,7 +195,7 @@ def _foreign(home: Path) -> None:
     ("tamper", "options", "why"),
     [
         (_torn, {}, "rank 1's staged part: it does not end as a staged part does"),
-        (_corrupt, {}, "rank 1's staged part: its bytes do not have its hash"),
+        (_corrupt, {}, "rank 1's staged part: a frame's bytes do not match its hash"),
         (_foreign, {}, "rank 2's staged part: it is rank 0's"),
         (None, {"pls_target": 1e-4}, "beyond its target of 0.0001"),
         (None, {"planned_steps": 1}, "beyond its target"),
