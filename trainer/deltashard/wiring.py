@@ -130,7 +130,7 @@ class Wiring:
 
     def _assemble(self, config: CheckpointConfig) -> None:
         clock, attachment, attempt, listener = self.clock, self.attachment, self.attempt, self.listener
-        loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock, stance=self.stance)
+        loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock)
         member = RunMember(rank=self.rank, attempt=attempt, attachment=attachment, listener=listener)
         context = PlanContext(config=config, loop=loop, member=member, launcher=self.launcher)
         self.plan = plan = plan_of(context)

@@ -165,7 +165,7 @@ class Script:
         targets.finish()
         notes += blobs.apply_dense(self.program, strict=True, weights_only=False, script=script)
         for table in self.tracking.tables:
-            self.tracking.reseed(table, None)
+            table.reseed(None)
         return notes + blobs.apply_state(self.program, strict=True, script=script)
 
     def values(self) -> dict[str, Any]:

@@ -176,10 +176,10 @@ class ModelTargets:
                 for staging, live in placed.copies:
                     live.copy_(staging.view(live.shape))
 
-    def mark(self, tracking: Tracking) -> None:
+    def mark(self) -> None:
         """Mark rows that came from deltas, for the next cut's baseline, and newer ones, which no commit holds."""
         for placed in self.placed:
-            tracking.reseed(placed.table, torch.from_numpy(np.flatnonzero(placed.from_deltas)))
+            placed.table.reseed(torch.from_numpy(np.flatnonzero(placed.from_deltas)))
         for placed in self.placed:
             if len(ids := np.flatnonzero(placed.newer)):
                 marks = placed.table.marks

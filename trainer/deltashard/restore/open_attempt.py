@@ -79,7 +79,6 @@ class AttemptOpener:
         """
         self._program = loop.program
         self._clock = loop.clock
-        self._stance = loop.stance
         self._rank = member.rank
         self._attempt = member.attempt
         self._attachment = member.attachment
@@ -262,7 +261,6 @@ class AttemptOpener:
             late=self._late_request(reply) if reply.HasField("basis") else None,
         )
         self._clock.set(step)
-        self._stance.settle()
         if assembly is not None:
             assembly.begun()
         self._plan.begun(reply, "" if assembly is None else assembly.name)

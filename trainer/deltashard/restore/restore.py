@@ -322,7 +322,7 @@ class Restorer:
             notes += blobs.apply_dense(
                 self._program, strict=request.strict, weights_only=request.weights_only, script=script
             )
-            targets.mark(self._tracking)
+            targets.mark()
             if not request.weights_only:
                 notes += blobs.apply_state(self._program, strict=request.strict, script=script)
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())

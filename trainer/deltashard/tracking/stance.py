@@ -53,10 +53,6 @@ class Stance:
             for part in _parts(self._model):
                 self._watch(part)
 
-    def settle(self) -> None:
-        """An attempt begins here: what ran before moved nothing that counts."""
-        self._clock.settle()
-
     def forward(self, *, whole: bool) -> None:
         """A training forward begins, of the model itself (`whole`) or of a part.
 

@@ -106,10 +106,6 @@ class StepClock:  # noqa: PLR0904
         """A training forward begins. Runs inside of compiled models, so it reads nothing that changes."""
         self.moved = True
 
-    def settle(self) -> None:
-        """An attempt begins here: what ran before moved nothing that counts."""
-        self.moved = False
-
     def notice(self) -> None:
         """Have the next `tick` find work; from a signal handler, too, so that it takes no lock."""
         self._attention = True
@@ -131,8 +127,8 @@ class StepClock:  # noqa: PLR0904
         self._wake.wait(seconds)
 
     def set(self, step: int) -> None:
-        """Go on after `step`: an attempt begins."""
-        self.step = step
+        """Continue after `step`: an attempt begins, and what ran before moved nothing that counts."""
+        self.step, self.moved = step, False
         self.show()
 
     def stalled(self, seconds: float) -> None:

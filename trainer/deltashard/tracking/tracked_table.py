@@ -20,7 +20,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from deltashard_checkpoint.errors import UserError
@@ -53,37 +53,17 @@ class TrackingSettings:
     hash_below_bytes: int = 256 << 10
     """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
     audit_rows: int = 2048
-    """Rows sampled per table and cut; 0 switches the audit off (see `audit`)."""
+    """Rows sampled per table and cut (see `audit`); 0 switches the audit off, as many as there are compare all."""
     audit_rows_in_all: int = 8192
     """Of all tables together: of more than four each gets its share of them, for each row costs a look at memory."""
-    verify: Literal["sample", "full"] = "sample"
-    """"full": at the first `verify_cuts` cuts every row of tables tracked by gradients is compared, not a sample; rows
-    that changed without a mark are named in the log. It reads the tables twice more for each of those cuts."""
-    verify_cuts: int = 8
     outside_writes: int = 2
     """After so many writes from outside a table is tracked by hashes."""
     seed: int = 0x5EED
     """Of the hashes and of the audit's samples."""
 
-    def __post_init__(self) -> None:
-        """Raise `UserError` for a word that means nothing."""
-        if self.verify not in ("sample", "full"):
-            raise UserError(
-                f"verify={self.verify!r} means nothing",
-                where="TrackingSettings",
-                remedy='say "full", or leave it out ("sample")',
-            )
-
-    def whole_audit(self, nth: int) -> bool:
-        """Whether the sample after a table's `nth` cut (from 0) takes every row."""
-        return self.verify == "full" and nth < self.verify_cuts
-
-    def audited_rows(self, nth: int, rows: int, tables: int = 1) -> int:
-        """How many of the rows of one of `tables` tables the sample after its `nth` cut (from 0) takes."""
-        if self.whole_audit(nth):
-            return rows
-        share = max(1, self.audit_rows_in_all // max(1, tables))
-        return min(self.audit_rows, share, rows)
+    def audited_rows(self, rows: int, tables: int) -> int:
+        """How many of the rows of one of `tables` tables a sample takes."""
+        return min(self.audit_rows, max(1, self.audit_rows_in_all // tables), rows)
 
 
 class TrackedTable:  # noqa: PLR0904
@@ -287,7 +267,7 @@ class TrackedTable:  # noqa: PLR0904
             self._tracker.end(hashing, self._sections(), self.marks)
 
     def reseed(self, ids: Tensor | None) -> None:
-        """See `Marks.reseed`; call it when weights *and* row fields are restored."""
+        """Weights and row fields were restored; `ids` (int64 [n]) came from delta frames, None: every row did."""
         self._schema = self._read_schema()
         self.marks.reseed(ids)
         self._audit.forget()
@@ -297,7 +277,7 @@ class TrackedTable:  # noqa: PLR0904
 
     def audit_draw(self, tables: int) -> Callable[[], None] | None:
         """Draw the audit's next sample, as one of so many tables; what it returns looks at the rows."""
-        count = self._settings.audited_rows(self.samples, self.marks.rows, tables)
+        count = self._settings.audited_rows(self.marks.rows, tables)
         self.samples += 1
         if self.watched and count:
             return self._audit.draw(self._sections(), count)

@@ -102,7 +102,6 @@ class Tracking:  # noqa: PLR0904
             view.watch_attributes()
         self.faults = 0
         """Audit faults since the start."""
-        self._audits = 0
         self._sampling: Future[None] | None = None
         self._grouped: list[list[Tensor]] | None = None
         """Parameters by optimizer, as of the last `_attach`."""
@@ -264,16 +263,11 @@ class Tracking:  # noqa: PLR0904
         for table in self.tables:
             table.marks.failed(cut)
 
-    def reseed(self, table: TrackedTable, ids: Tensor | None) -> None:
-        """`table` was restored; `ids` (int64 [n]) came from delta frames, None: treat every row so."""
-        table.reseed(ids)
-
     def audit_sample(self, later: Callable[[Callable[[], None]], Future[None]] | None = None) -> None:
         """Draw fresh samples of rows, at the boundary of a cut and after the check of the last ones.
 
-        `later` has them looked at on another thread; not where every row is, which is to miss no write at all.
+        `later` has them looked at on another thread.
         """
-        whole = any(self.settings.whole_audit(table.samples) for table in self.tables)
         drawn = [table.audit_draw(len(self.tables)) for table in self.tables]
         looks = [look for look in drawn if look is not None]
 
@@ -281,15 +275,13 @@ class Tracking:  # noqa: PLR0904
             for look in looks:
                 look()
 
-        if later is None or whole or any(table.param.device.type != "cpu" for table in self.tables):
+        if later is None or any(table.param.device.type != "cpu" for table in self.tables):
             look_all()
         elif looks:
             self._sampling = later(look_all)
 
     def audit_ahead(self) -> list[Callable[[], None]]:
         """What compares the samples shortly before a cut, while training goes on; on the thread that drew them."""
-        if self.settings.verify == "full":
-            return []
         return [look for table in self.tables if (look := table.audit_ahead()) is not None]
 
     def audit_before_commit(self, *, ahead: bool = False) -> list[AuditFault]:
@@ -308,12 +300,6 @@ class Tracking:  # noqa: PLR0904
                 _log.error("%s", fault)
                 faults.append(fault)
         self.faults += len(faults)
-        if self.settings.verify == "full" and self._audits <= self.settings.verify_cuts:
-            if self._audits == self.settings.verify_cuts:
-                _log.info(
-                    'verify="full": %d cuts were compared row by row, %d faults', self._audits, self.faults
-                )
-            self._audits += 1
         return faults
 
     def watch_first_step(self) -> None:

@@ -37,7 +37,7 @@ def transfer(source: Tracking, target: Tracking) -> list[str]:
     for old, new in zip(source.optimizers, target.optimizers, strict=True):
         notes += new.restore(detached(old.capture()))
     for table in target.tables:
-        target.reseed(table, torch.tensor([], dtype=torch.int64))
+        table.reseed(torch.tensor([], dtype=torch.int64))
     return notes
 
 
