@@ -124,6 +124,28 @@ class LoaderPass:
     held: list[Any] = field(default_factory=list)
     """A batch that was fetched already, to be delivered next."""
 
+    @classmethod
+    def at(cls, position: Position, *, begun_at: int, order: Mapping[str, Any] | None) -> LoaderPass:
+        """One that begins at a restored position."""
+        mark = Mark(
+            position.delivered,
+            position.samples,
+            position.last_samples,
+            position.fingerprint,
+            before=position.before,
+        )
+        return cls(
+            epoch=position.epoch,
+            begun_at=begun_at,
+            start=position.start,
+            workers_lived=position.workers_lived,
+            resumed=True,
+            mark=mark,
+            first=position.first,
+            order=order,
+            base=position.base,
+        )
+
 
 class SkippingSampler:
     """An index sampler without its first `skip` entries, which are drawn and dropped, so that its randomness agrees.

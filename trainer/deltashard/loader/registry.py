@@ -16,7 +16,7 @@ from deltashard_checkpoint.format.typed_tree import UnsupportedValue
 from deltashard.errors import CheckpointMismatch, StateError, UserError
 from deltashard.loader.generator import same
 from deltashard.loader.loader_access import Skip
-from deltashard.loader.message import LASTING, MESSAGES, STRICT
+from deltashard.loader.message import LASTING, MESSAGES
 from deltashard.loader.position import LoaderPass
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.state.rng import capture_globals
@@ -243,12 +243,7 @@ class LoaderRegistry:
         """`entry`: global generators when the first batch after the restore was asked for."""
         first = self.cut is not None and self.clock() == self.cut_at and self.cut_applied_by is None
         if first and not same(entry, self.cut):
-            log.info(
-                "loader %r: random numbers were drawn between restore() and the first batch. What they decide in this "
-                "epoch (its order, if it begins now; negative samples) is that of the lost process only if that drew "
-                "them there, too: seed by epoch what is drawn at the head of one",
-                name,
-            )
+            self.report(name, "drawn")
 
     def holds(self, loader: Any) -> bool:
         """Whether the loader's data, or the loader itself, is an entry of `state=`, which says where it stands."""
@@ -259,19 +254,19 @@ class LoaderRegistry:
     # Reports
 
     def report(self, name: str, kind: str, /, *, strict: bool = False, **facts: object) -> None:
-        """A warning, see `message`: once in a process, of a kind that lasts once in a run. With `strict` an error."""
-        what, remedy = MESSAGES[kind]
-        what = what.format(**facts)
-        if strict and kind in STRICT:
-            raise CheckpointMismatch(what, where=f"loader {name!r}", remedy=remedy)
-        if (name, kind) not in self._reported:
-            text = self._reported[name, kind] = f"loader {name!r}: {what}. {remedy}"
+        """See `message`; raises `CheckpointMismatch` for what is an error with `strict`."""
+        message = MESSAGES[kind]
+        what = message.what.format(**facts)
+        if strict and message.strict:
+            raise CheckpointMismatch(what, where=f"loader {name!r}", remedy=message.remedy)
+        text = f"loader {name!r}: {what}" + (f". {message.remedy}" if message.remedy else "")
+        if message.level != "warning":
+            log.info("%s", text)
+            if message.level == "note":
+                self._notes.append(text)
+        elif (name, kind) not in self._reported:
+            self._reported[name, kind] = text
             log.warning("%s", text)
-
-    def note(self, text: str) -> None:
-        """A line of `Restored.notes`, or of the log where the restore is over."""
-        self._notes.append(text)
-        log.info("%s", text)
 
     def reported_of(self, name: str) -> dict[str, str]:
         """What was reported of one loader and holds for the whole run."""

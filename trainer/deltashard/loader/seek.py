@@ -14,8 +14,7 @@ nothing), all n batches are read again at once, so that each worker's generators
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,6 @@ from deltashard.loader.loader_access import LoaderAccess, indices_print
 from deltashard.loader.message import in_words
 from deltashard.loader.position import LoaderPass, Position
 from deltashard.state.value import decode_value
-
-log = logging.getLogger("deltashard")
 
 END = object()
 """Instead of a batch: there is no further one."""
@@ -49,10 +46,17 @@ class Seek:
     """One seek of one loader."""
 
     def __init__(
-        self, name: str, access: LoaderAccess, made: LoaderPass, position: Position, own: Mapping[str, Any]
+        self,
+        name: str,
+        access: LoaderAccess,
+        made: LoaderPass,
+        position: Position,
+        own: Mapping[str, Any],
+        report: Callable[..., None],
     ) -> None:
-        """`made` begins at `position`; `own`: generators by where they were found."""
+        """`made` begins at `position`; `own`: generators by where they were found; `report`: see `message`."""
         self._name = name
+        self._report = report
         self._access = access
         self._made = made
         self._position = position
@@ -102,13 +106,7 @@ class Seek:
         """All n batches from the beginning; the last one, or None where the first or the last one differs."""
         position = self._position
         assert position.start is not None
-        log.info(
-            "loader %r: the first %d batches of epoch %d are read again, so that what is drawn while samples are "
-            'read is as it was; wrap(skip="sampler") leaves that out (for datasets that draw by the sample)',
-            self._name,
-            position.delivered,
-            position.epoch,
-        )
+        self._report("read again", batch=position.delivered, epoch=position.epoch)
         generator.apply(position.start, self._own)
         self._access.open(self._made, kind="replayed")
         batch = self._draw(position.delivered, first=position.first)

@@ -8,7 +8,6 @@ resumed pass seeks that mark (`seek`).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,8 +27,6 @@ from deltashard.loader.seek import END, Seek
 
 if TYPE_CHECKING:
     from deltashard.loader.registry import LoaderRegistry, OnChange
-
-log = logging.getLogger("deltashard")
 
 _TRIED_BATCHES = 8
 """So many first batches show whether fetching draws random numbers in this process."""
@@ -67,7 +64,6 @@ class WrappedLoader:
         self._state = PassState.NONE
         self._epoch = 0
         self.newest: LoaderPass | None = None
-        """The newest pass."""
         self._first_turn: int | None = None
         """When it was iterated first since the restore."""
         self._pending: Position | None = None
@@ -181,9 +177,7 @@ class WrappedLoader:
             generator.apply_each(saved.own, own)
             between = saved.identity and (saved.over or not saved.delivered)
             if between and (changes := access.changes(saved, but=("shares",))):
-                self._registry.note(
-                    f"loader {self.name!r} is another one for the epochs that follow: {', '.join(changes)}"
-                )
+                self._report("next epochs", changes=", ".join(changes))
             if saved.over and access.mismatch(replace(saved, over=False)):
                 self._epoch += 1
             elif saved.delivered:
@@ -195,10 +189,7 @@ class WrappedLoader:
             else:
                 self._own_state.load(own, epoch=self._epoch)
             if other := [name for name, seed in self._seeds.items() if saved.seeds.get(name, seed) != seed]:
-                self._registry.note(
-                    f"loader {self.name!r}: {', '.join(other)} was seeded with another number than before the restart; "
-                    "the order of the checkpoint continues"
-                )
+                self._report("seed", names=", ".join(other))
         self._queue = DeliveryQueue(self._epoch, step=self._registry.cut_at)
         self._first_turn = None
         self._count_read = False
@@ -424,39 +415,13 @@ class WrappedLoader:
         """A pass that begins at a restored position; what drawing its last batch again moves is put back."""
         registry, access, old = self._registry, self._access, self.newest
         if old is not None and old.resumed and old.handed:
-            log.info(
-                "loader %r: a pass after restore() took no step: it began where training continues, not at the "
-                "beginning of the epoch. Make it before restore(), or over the loader that is not wrapped",
-                self.name,
-            )
+            self._report("no step")
         if not self._count_read:
-            log.info(
-                "loader %r continues after batch %d of epoch %d. A counter of the loop itself (enumerate, range) "
-                "begins at 0 again: begin it at loader.delivered, and that of the epochs at loader.epoch",
-                self.name,
-                position.delivered,
-                position.epoch,
-            )
+            self._report("continues", batch=position.delivered, epoch=position.epoch)
         entry, held = generator.capture(own), registry.hold_state()
-        made = LoaderPass(
-            epoch=position.epoch,
-            begun_at=registry.clock(),
-            start=position.start,
-            workers_lived=position.workers_lived,
-            resumed=True,
-            mark=Mark(
-                position.delivered,
-                position.samples,
-                position.last_samples,
-                position.fingerprint,
-                None,
-                position.before,
-            ),
-            first=position.first,
-            order=position.order or access.order(position.epoch),
-            base=position.base,
-        )
-        found = Seek(self.name, access, made, position, own).run()
+        order = position.order or access.order(position.epoch)
+        made = LoaderPass.at(position, begun_at=registry.clock(), order=order)
+        found = Seek(self.name, access, made, position, own, self._report).run()
         registry.note_draws(self.name, entry["globals"])
         if found.key and not (found.key == "stream" and registry.holds(self.loader)):
             self._report(found.key, epoch=position.epoch, batch=position.delivered, error=found.error)

@@ -170,4 +170,4 @@ def test_a_loader_that_changed_between_epochs_is_a_note() -> None:
     later, _ = registry_at(registry.clock())
     later.wrap(DataLoader(list(range(8)), 2))
     notes = later.resume(positions, rng, step=registry.clock())
-    assert notes == ["loader 'loader' is another one for the epochs that follow: samples was 6 and is 8"]
+    assert notes == ["loader 'loader': it is another one for the epochs that follow: samples was 6 and is 8"]
