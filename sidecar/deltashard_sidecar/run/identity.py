@@ -36,15 +36,10 @@ class AloneAmongPods(UserError):
 
 
 def identity(settings: Settings) -> Identity:
-    suffix = numbered(settings) if settings.runs == RUN_PER_POD else ""
+    suffix = f"-{number(settings)}" if settings.index and settings.runs == RUN_PER_POD else ""
     return Identity(
         run=settings.run + suffix, owner=settings.owner + suffix if settings.owner else settings.owner
     )
-
-
-def numbered(settings: Settings) -> str:
-    """What a pod's number adds to the name of its workload's run; empty: it has no number."""
-    return f"-{number(settings)}" if settings.index else ""
 
 
 def number(settings: Settings) -> str:

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.deciding.evidence import Expected
-from deltashard_checkpoint.errors import DeltashardError, UserError
+from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.blob_name import read_by
 from deltashard_checkpoint.format.index import Index, table_message
 from deltashard_checkpoint.format.object_key import new_token, run_key
 from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
 from deltashard_checkpoint.log.commit_log import LogRemoved, RunLog, stopped
-from deltashard_checkpoint.log.entry import Checkpoint, Part
+from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
@@ -53,7 +54,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
 from deltashard_sidecar.run.chain_watch import ChainWatch
-from deltashard_sidecar.run.identity import identity, numbered
+from deltashard_sidecar.run.identity import identity
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.participation import Participation
 from deltashard_sidecar.run.removed_run import RemovedRun
@@ -124,43 +125,6 @@ class Holding:
         return self.turn is not None and self.covers is not None
 
 
-class OlderName(UserError):
-    """A run is about to begin, and there is one of the name that an earlier version would have given it."""
-
-
-class IndexesAhead:
-    """Indexes of some parts, on their way since this was made: what a restore will ask for first.
-
-    They are read while the entry of the attempt is being put. Only ever a gain of time: an index is found by its key,
-    which carries the hash of its bytes, and what could not be read ahead is asked for again by the restore, which says
-    what is wrong.
-    """
-
-    def __init__(self, store: Store, run: str, parts: Iterable[Part], shared: SharedReads | None) -> None:
-        self._store = store
-        self._run = run
-        self._parts = tuple(parts)
-        self._shared = shared
-        self._found: Mapping[str, Index] = {}
-        self._done = threading.Event()
-        threading.Thread(target=self._load, name="ahead", daemon=True).start()
-
-    def take(self) -> Mapping[str, Index]:
-        """By index key; empty when they could not be read. Waits for them."""
-        self._done.wait(2 * AHEAD_DEADLINE_S)
-        return self._found
-
-    def _load(self) -> None:
-        try:
-            self._found = load_indexes(
-                self._store, self._run, self._parts, deadline_s=AHEAD_DEADLINE_S, shared=self._shared
-            )
-        except DeltashardError:
-            pass
-        finally:
-            self._done.set()
-
-
 class Run:
     """The run of this sidecar. Thread-safe."""
 
@@ -195,7 +159,9 @@ class Run:
         self._logger = log
         self._lock = threading.Lock()
         self._logs: dict[str, RunLog] = {}
-        self._ahead: dict[str, IndexesAhead] = {}
+        self._reading = ThreadPoolExecutor(thread_name_prefix="ahead")
+        self._ahead: dict[str, Future[dict[str, Index]]] = {}
+        """By session: indexes that its restore will ask for first, read while the entry of its attempt is put."""
         self._manifests: dict[str, Manifests] = {}
         self._seen: RunState | None = None
 
@@ -204,6 +170,7 @@ class Run:
         return self.identity.run
 
     def close(self) -> None:
+        self._reading.shutdown(wait=False, cancel_futures=True)
         self.cache.close()
         self.store.close()
 
@@ -371,7 +338,6 @@ class Run:
         read, source, which = self._source(request, deadline_s)
         damage = "" if read is None else read.damage() or ""
         lost = damage != "" and (request.which or "latest") == "latest"
-        self._refuse_older_name(log, deadline_s)
         basis: ResumeBasis | None = None
         if request.HasField("basis"):
             said = request.basis
@@ -451,24 +417,6 @@ class Run:
             "to another name), of a removal (`deltashard rm` first), or saves whose log is lost (`deltashard scan`)"
         )
 
-    def _refuse_older_name(self, log: RunLog, deadline_s: float) -> None:
-        """Raise `OlderName` for a new run of a numbered pod where an earlier version began one with its number.
-
-        Versions before `deltashard.io/runs` gave each numbered pod whose trainer was alone a run of its own.
-        """
-        suffix = numbered(self.settings)
-        if not suffix or self.settings.runs or log.refresh(deadline_s=deadline_s).tip >= 0:
-            return
-        older = self.settings.run + suffix
-        if RunLog(self.store, older).refresh(deadline_s=deadline_s).tip >= 0:
-            raise OlderName(
-                f"there is no run {self.name!r}, and there is {older!r}: an earlier version named the runs of numbered "
-                "pods so",
-                where=self.settings.url,
-                remedy="annotate the workload `deltashard.io/runs: per-pod` to go on with it, or `deltashard.io/runs: "
-                "one` to begin a new run",
-            )
-
     def manifests_of(self, run: str) -> Manifests:
         """Reads the manifests of a run, ours or one that is read from."""
         with self._lock:
@@ -488,7 +436,14 @@ class Run:
             )
         except DeltashardError:
             return  # the restore will say what is wrong
-        ahead = IndexesAhead(self.store, state.run, parts, self.shared(who))
+        ahead = self._reading.submit(
+            load_indexes,
+            self.store,
+            state.run,
+            parts,
+            deadline_s=AHEAD_DEADLINE_S,
+            shared=self.shared(who),
+        )
         with self._lock:
             self._ahead[who.id] = ahead
 
@@ -497,10 +452,16 @@ class Run:
         return self._shared if who.world_size > 1 else None
 
     def read_ahead(self, who: Attachment) -> Mapping[str, Index] | None:
-        """Indexes by key that were read ahead for the trainer's restore, once; waits for them. None: none were."""
+        """Indexes by key that were read ahead for the trainer's restore, once; waits for them. None: none were.
+
+        Only ever a gain of time: the restore asks again for what could not be read, and says what is wrong.
+        """
         with self._lock:
             ahead = self._ahead.pop(who.id, None)
-        return None if ahead is None else ahead.take()
+        try:
+            return None if ahead is None else ahead.result(2 * AHEAD_DEADLINE_S)
+        except (DeltashardError, TimeoutError):
+            return None
 
     def closing(self, attempt: int, *, begun: bool) -> None:
         """Best effort: tell openers elsewhere that a save of this attempt still uploads, or that it ended."""

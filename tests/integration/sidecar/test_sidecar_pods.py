@@ -127,28 +127,6 @@ def test_a_changed_world_size_renames_no_run(tmp_path: Path, url: str) -> None:
     assert state_of(url).newest() is not None
 
 
-def test_a_run_that_an_earlier_version_named_after_the_pod_is_not_begun_anew(
-    tmp_path: Path, url: str
-) -> None:
-    """Numbered pods that trained alone had their number in the run's name: said, before training begins from nothing."""
-    with sidecar(place(tmp_path, "old"), url, **pod(index="0", runs="per-pod")) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        trainer.model.step = 5
-        trainer.save_and_commit()
-        trainer.close()
-    with sidecar(place(tmp_path, "new"), url, **pod(index="0")) as process:
-        trainer = Trainer(process.socket, Model())
-        with pytest.raises(grpc.RpcError, match="OlderName: .*there is 'ns/job-0'.*runs: per-pod"):
-            trainer.open()
-        trainer.close()
-    assert state_of(url).tip < 0
-    with sidecar(place(tmp_path, "anew"), url, **pod(index="0", runs="one")) as process:
-        trainer = Trainer(process.socket, Model())
-        assert not trainer.open().HasField("resume_seq")
-        trainer.close()
-
-
 # Owners.
 
 
