@@ -81,7 +81,9 @@ class TrainerControl:
             if late:
                 session.attempt.handed_over()
             sessions = self._pace()
-            session.timer.opened(now_s=time.monotonic(), step=reply.step, phase=self._decider.phase())
+            session.schedule = session.schedule.opened(
+                now_s=time.monotonic(), step=reply.step, phase=self._decider.phase()
+            )
         self._tell(sessions)
 
     # What the controller says.
@@ -110,7 +112,7 @@ class TrainerControl:
         """Set every session's timer to the policy; the lock is held."""
         policy, sessions = self.policy, self._sessions.all()
         for session in sessions:
-            session.timer.paced(every_s=policy.every_s, every_steps=policy.every_steps)
+            session.schedule = session.schedule.paced(every_s=policy.every_s, every_steps=policy.every_steps)
         return sessions
 
     def _tell(self, sessions: list[Session], *, anew: bool = False) -> None:
@@ -119,7 +121,7 @@ class TrainerControl:
         if self._told == told and not anew:
             return
         for session in sessions:
-            session.notices.post(notices.policy(self._told.message()))
+            session.notices.post(pb.Notice(policy=self._told.message()))
             self.direct(session)
 
     def adopt(self) -> None:
@@ -152,19 +154,19 @@ class TrainerControl:
         """A save of the session begins: its interval starts anew, unless another attempt was opened since."""
         with self._lock:
             if session.attempt.number == attempt:
-                session.timer.began(now_s=time.monotonic(), step=step)
+                session.schedule = session.schedule.began(now_s=time.monotonic(), step=step)
 
     def hurried(self, session: Session) -> None:
         """The save that was wanted at once is in flight."""
         with self._lock:
-            session.timer.hurried()
+            session.urgent = ""
 
     def ended(self, save: Save) -> None:
         """A save committed or failed: its trainer is told, and its timer goes on."""
         attempt, rank = save.cut.attempt, save.who.local_rank
         cause, message = save.failure
         if save.commit is not None:
-            notice = notices.committed(save.commit)
+            notice = pb.Notice(committed=save.commit)
         else:
             notice = notices.save_failed(save.cut.cut, cause, message)
         with self._lock:
@@ -172,7 +174,7 @@ class TrainerControl:
             self._outcomes[rank] = attempt, notice
             if session is None or session.attempt.number != attempt:
                 return
-            session.timer.ended()
+            session.schedule = session.schedule.ended()
         if save.commit is not None:
             session.attempt.committed(attempt, save.commit)
         elif cause in FENCED:
@@ -186,7 +188,7 @@ class TrainerControl:
 
     def awaits_urgent(self, attempt: int) -> bool:
         """Whether a trainer of this attempt was told to save at once and has not begun."""
-        return any(s.timer.urgent and s.attempt.number == attempt for s in self._sessions.all())
+        return any(s.urgent and s.attempt.number == attempt for s in self._sessions.all())
 
     # Notices and the control line.
 
@@ -209,7 +211,7 @@ class TrainerControl:
             attempt = session.attempt.number
             if attempt is not None and self._may_save(session):
                 with self._lock:
-                    session.timer.hurry(reason)
+                    session.urgent = reason
                 self._closings.begin((attempt,))
                 session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=True))
                 self.direct(session)
@@ -230,12 +232,11 @@ class TrainerControl:
             if session.closed:
                 return
             step = self._keeper.step_of(rank)
-            at, skipped = session.timer.advance(now_s=time.monotonic(), step=step)
-            self._metrics.skipped.inc(skipped)
+            before = session.schedule.skipped
+            session.schedule, at = session.schedule.advance(now_s=time.monotonic(), step=step)
+            self._metrics.skipped.inc(session.schedule.skipped - before)
             running = self._flights.of_rank(rank)
-            urgent = bool(session.timer.urgent) and (
-                running is None or running.over.is_set() or running.staging
-            )
+            urgent = bool(session.urgent) and (running is None or running.over.is_set() or running.staging)
             # Ranks cut together: only rank 0 hears the timer, the others hear rank 0.
             due = at if session.who.rank == 0 else NEVER
             self._keeper.direct(rank, save_at_step=step if urgent else due, urgent=urgent)

@@ -54,10 +54,6 @@ class Notices:
             yield notice
 
 
-def committed(commit: pb.Commit) -> pb.Notice:
-    return pb.Notice(committed=commit)
-
-
 def save_failed(cut: int, cause: Cause, message: str) -> pb.Notice:
     """A staged save will never commit."""
     return pb.Notice(save_failed=pb.Notice.SaveFailed(cut=cut, cause=cause, message=message))
@@ -70,7 +66,3 @@ def save_now(reason: str, *, deadline_s: float, urgent: bool) -> pb.Notice:
 def fenced(attempt: int, by: int, message: str, *, taken_over: bool = False) -> pb.Notice:
     """A newer attempt of the run is open (`taken_over`: another workload's): this trainer can never commit again."""
     return pb.Notice(fenced=pb.Notice.Fenced(attempt=attempt, by=by, message=message, taken_over=taken_over))
-
-
-def policy(value: pb.Policy) -> pb.Notice:
-    return pb.Notice(policy=value)

@@ -35,9 +35,6 @@ class Schedule:
         anchor_s = now_s + phase * self.every_s
         return replace(self, anchor_s=anchor_s, anchor_step=step, running=True, busy=False)
 
-    def closed(self) -> Schedule:
-        return replace(self, running=False, busy=False)
-
     def began(self, *, now_s: float, step: int) -> Schedule:
         """A save (of whatever reason) began: the interval starts anew."""
         return replace(self, anchor_s=now_s, anchor_step=step, busy=True)
@@ -71,38 +68,3 @@ class Schedule:
         if self.every_s > 0 and now_s - self.anchor_s >= self.every_s:
             at = min(at, step)
         return after, at
-
-
-class Timer:
-    """Schedule of one trainer, and what it shall save at once. Not thread-safe: `TrainerControl` holds its lock."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.urgent = ""
-        """Why a save is wanted now; empty: none is."""
-
-    def paced(self, *, every_s: float, every_steps: int) -> None:
-        self.schedule = self.schedule.paced(every_s=every_s, every_steps=every_steps)
-
-    def opened(self, *, now_s: float, step: int, phase: float = 0.0) -> None:
-        """A trainer opened its attempt at `step`; see `Schedule.opened`."""
-        self.schedule = self.schedule.opened(now_s=now_s, step=step, phase=phase)
-
-    def hurry(self, reason: str) -> None:
-        self.urgent = reason
-
-    def hurried(self) -> None:
-        """The save that was wanted at once has begun."""
-        self.urgent = ""
-
-    def began(self, *, now_s: float, step: int) -> None:
-        self.schedule = self.schedule.began(now_s=now_s, step=step)
-
-    def ended(self) -> None:
-        self.schedule = self.schedule.ended()
-
-    def advance(self, *, now_s: float, step: int) -> tuple[int, int]:
-        """(SAVE_AT_STEP, saves skipped since the last call) at this instant, with the trainer at `step`."""
-        before = self.schedule.skipped
-        self.schedule, at = self.schedule.advance(now_s=now_s, step=step)
-        return at, self.schedule.skipped - before

@@ -3,8 +3,8 @@
 A session outlives its streams, not its process: the writer lock on the control line and the Watch stream tell whether
 the process lives. When both are gone the session is dropped by `reap`, and whatever it had staged goes on alone.
 
-Its parts, each written by one class: `who` (frozen), `presence`, `attempt`, `stalls` (their own methods), `timer`
-(`TrainerControl`), `fence` and the state in `lifecycle` (`Session`).
+Its parts, each written by one class: `who` (frozen), `presence`, `attempt`, `stalls` (their own methods), `schedule`
+and `urgent` (`TrainerControl`, under its lock), `fence` and the state in `lifecycle` (`Session`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.attempt import Fence, SessionAttempt
 from deltashard_sidecar.session.lifecycle import SessionEvent, SessionLifecycle, SessionState
 from deltashard_sidecar.session.notice import Notices
-from deltashard_sidecar.session.schedule import Schedule, Timer
+from deltashard_sidecar.session.schedule import Schedule
 
 GRACE_S = 20.0
 """A trainer has so long after Attach to take its writer lock or to watch before it counts as dead."""
@@ -108,7 +108,7 @@ class Stalls:
 
 
 class Session:
-    """One attached trainer process. Thread-safe, `timer` excepted."""
+    """One attached trainer process. Thread-safe, `schedule` and `urgent` excepted."""
 
     def __init__(self, who: Attachment, schedule: Schedule, *, attempt: int | None) -> None:
         self.who = who
@@ -116,7 +116,9 @@ class Session:
         self.presence = Presence()
         self.attempt = SessionAttempt(attempt, who.layout)
         self.stalls = Stalls()
-        self.timer = Timer(schedule)
+        self.schedule = schedule
+        self.urgent = ""
+        """Why a save is wanted now; empty: none is."""
         self.fence: Fence | None = None
         """Why its attempt can never commit again; None while it can."""
         self._lock = threading.Lock()

@@ -73,7 +73,7 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
     session = sidecar.sessions.get(sidecar.attach(attachment()).session)
     threads[0].join(60.0)
     assert not threads[0].is_alive()
-    assert session.timer.schedule.every_s == 7.0
+    assert session.schedule.every_s == 7.0
     sidecar.detach(pb.DetachRequest(session=session.id))
 
 
@@ -155,9 +155,9 @@ def test_a_save_is_counted_as_begun_before_anybody_can_end_it(
     save = sidecar.begin(pb.SaveRequest.Begin(session=session.id, cut=1, step=1))
     assert found == [None]
     assert sidecar.flights.of_rank(0) is save
-    assert session.timer.schedule.busy
+    assert session.schedule.busy
     save.cancel(Cause.STOPPING, "it is over")
-    assert not session.timer.schedule.busy
+    assert not session.schedule.busy
 
 
 def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:
@@ -256,5 +256,5 @@ def test_an_attempt_that_is_opened_while_an_urgent_save_waits_is_the_saves(
     assert save.cut.attempt == session.attempt.number == 2
     save.cancel(Cause.DEADLINE, "the test is over")
     assert save.over.wait(60.0)
-    assert not session.timer.schedule.busy
+    assert not session.schedule.busy
     sidecar.detach(pb.DetachRequest(session=session.id))
