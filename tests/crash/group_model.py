@@ -1,9 +1,9 @@
 """A group of ranks in one thread: whatever their order threads, training threads and the store do, one step or none.
 
-The code under test is the real one, from `save()` and `step()` down: save loop, saver, requests, order book, conductor and
-meeting. What they hold on to is a stand-in: time passes when all wait; a thread is a greenlet, which stops at each look at
-what another thread writes and at each call of the group's store; a seeded scheduler says who goes on. The sidecars are
-one object that hears of parts and tells, late, of commits. So a schedule is one number, and repeats exactly.
+The code under test is the real one, from `save()` and `step()` down: save loop, taker, outcomes, requests, order book,
+conductor and meeting. What they hold on to is a stand-in: time passes when all wait; a thread is a greenlet, which stops
+at each look at what another thread writes and at each call of the group's store; a seeded scheduler says who continues.
+The sidecars are one object that hears of parts and tells, late, of commits. So a schedule is one number, and repeats exactly.
 
 A schedule is a few lives of a group over one store, whose keys stay. All ranks run one program: steps with a collective
 each, saves that all ask for, saves of one rank, pins, waits; sidecars want saves now and then, are away, or fail one;
@@ -29,7 +29,7 @@ from typing import Any
 from unittest import mock
 
 import greenlet
-from deltashard.attach.attachment import SidecarAttachment
+from deltashard.attach.attachment import RunMember, SidecarAttachment
 from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
@@ -42,16 +42,17 @@ from deltashard.group.conductor import HOLD_S, Conductor
 from deltashard.group.meeting import Meeting
 from deltashard.group.order import Orders, RoundVerdict
 from deltashard.loader.registry import LoaderRegistry
-from deltashard.program import Program
-from deltashard.save import order_book, save_loop, saver, setback
-from deltashard.save.capture import Capture
+from deltashard.program import Program, TrainingLoop
+from deltashard.save import order_book, save_loop, setback, taker
 from deltashard.save.handle import SaveHandle, Stats
-from deltashard.save.news import News
+from deltashard.save.head_start import HeadStart
 from deltashard.save.order_book import EXACT_S, OrderBook
+from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.records import SaveRecords
 from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
-from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
+from deltashard.save.taker import CopiedRows, SnapshotTaker
 from deltashard.save.wait import MESSAGE
 from deltashard.save.watchdog import Watchdog
 from deltashard.tracking import step_clock
@@ -333,15 +334,15 @@ class Session:
         yield
 
 
-class Parts(Saver):
-    """The real saver, but for the bytes: a cut's part goes to the world."""
+class Parts(SnapshotTaker):
+    """The real one, but for the bytes: a cut's part goes to the world."""
 
     member: Member
 
-    def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> Any:
+    def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> CopiedRows:
         self.member.part(flight.cut, flight.step)
         flight.left()
-        return "all", True
+        return CopiedRows(mode="all")
 
 
 @dataclass
@@ -424,7 +425,7 @@ class World:
 
         tokens = (f"{n:016x}" for n in itertools.count(1))
         with contextlib.ExitStack() as stack:
-            for module in (conductors, meetings, order_book, save_loop, saver, setback):
+            for module in (conductors, meetings, order_book, save_loop, setback, taker):
                 stack.enter_context(mock.patch.object(module, "time", sim.time))
             for module in (conductors, meetings, save_loop):
                 stack.enter_context(mock.patch.object(module, "threading", sim.threading))
@@ -631,29 +632,31 @@ class Member:
         self.session: Any = Session(self.link)
         self.session.post = self.post
         attachment = SidecarAttachment(self.session, self.link, self.clock)  # type: ignore[arg-type]
-        attempt = TrainingAttempt()
-        attempt.happen(AttachEvent.ATTACH)
-        self.attempt, self.stats = attempt, Stats()
+        self.attempt = TrainingAttempt()
+        self.attempt.happen(AttachEvent.ATTACH)
         listener = Listener(None, lambda: 0)
-        self.setbacks = Setbacks(self.clock, self.stats, listener)
-        requests = Requests(self.setbacks)
-        watchdog = Watchdog(self.clock, listener, timer=lambda: (0.0, 0), now_s=lambda: 0.0)
+        self.setbacks = Setbacks(self.clock, stats := Stats(), listener)
+        records = SaveRecords(
+            requests=Requests(self.setbacks), setbacks=self.setbacks, stats=stats,
+            watchdog=Watchdog(self.clock, listener, timer=lambda: (0.0, 0), now_s=lambda: 0.0),
+        )  # fmt: skip
         shelf = LoaderRegistry(lambda: self.clock.step)
-        self.saver = Parts(
-            Capture(program, shelf, rank=Rank(number=rank, local=rank, world_size=RANKS)),
-            clock=self.clock, attachment=attachment, attempt=attempt, base=CutBase(), requests=requests,
-            setbacks=self.setbacks, stats=self.stats, listener=listener, watchdog=watchdog, contents=None,
-            validate=self._validate,
+        loop = TrainingLoop(
+            program=program, loaders=shelf, clock=self.clock, stance=Stance(tracking, self.clock)
+        )
+        member = RunMember(
+            rank=Rank(number=rank, local=rank, world_size=RANKS), attempt=self.attempt,
+            attachment=attachment, listener=listener,
         )  # fmt: skip
-        self.saver.member = self
-        self.saver._ahead = self  # type: ignore[assignment]  # `open`, `take`
-        news = News(
-            attachment, attempt, clock=self.clock, saver=self.saver, requests=requests, stats=self.stats, listener=listener
-        )  # fmt: skip
-        self.attachment = attachment
+        base = CutBase()
+        precopy = HeadStart(loop, member, records, base=base, enabled=True)
+        precopy.streams = self  # type: ignore[assignment]  # `open`, `take`
+        self.outcomes = SnapshotOutcomes(loop, member, records, base=base, precopy=precopy)
+        parts = Parts(loop, member, records, self.outcomes, base=base, contents=None, validate=self._validate)
+        parts.member = self
 
         def why_not(urgent: bool) -> str:
-            if self.saver.in_flight:
+            if self.outcomes.in_flight:
                 return MESSAGE[BlockReason.FLIGHT]
             if attachment.link is None:
                 return MESSAGE[BlockReason.AWAY]
@@ -664,16 +667,12 @@ class Member:
         )
         with mock.patch.object(sim, "running", None):
             self.conductor = conductor_type(rank, RANKS, clock=self.clock, why_not=why_not)
-        book = OrderBook(
-            self.conductor, program, clock=self.clock, requests=requests, setbacks=self.setbacks, listener=listener
-        )  # fmt: skip
+        book = OrderBook(self.conductor, loop, member, records)
         self.loop_of = lambda: SaveLoop(
-            program, shelf, clock=self.clock, stance=Stance(tracking, self.clock), attachment=attachment,
-            attempt=attempt, opener=SimpleNamespace(), news=news, saver=self.saver, requests=requests,
-            setbacks=self.setbacks, watchdog=watchdog, grace_s=None, orders=book,
+            loop, member, records, self.outcomes, parts, opener=SimpleNamespace(), grace_s=None, orders=book
         )  # fmt: skip
 
-    # For the saver: what the sidecar is to it.
+    # For the taker: what the sidecar is to it.
 
     def open(self) -> None:
         """See `StreamAhead`."""
@@ -749,7 +748,7 @@ class Member:
                 self.loop.ask(SaveHandle(reason="own", pin=None, metadata={}, waiter=self.loop.wait))
         self.stands = "close"
         self.loop.finish(self.sim.now_s + 100.0)
-        if self.saver.committed_step != STEPS:
+        if self.outcomes.committed_step != STEPS:
             raise Violation(f"rank {self.rank} closed, and step {STEPS} is not committed")
         self.loop.close()
         self.conductor.close()

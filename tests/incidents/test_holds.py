@@ -15,7 +15,7 @@ import pytest
 import torch
 from deltashard.cut import save_stream
 from deltashard.errors import FencedError, SaveFailed
-from deltashard.save import save_loop, saver
+from deltashard.save import save_loop, taker
 from torch import nn
 
 from tests.incidents.toys import Run, newest_step
@@ -123,7 +123,7 @@ def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
     ckpt.restore()
     optimizer.step()
     ckpt.step()
-    crash_point = saver.crash_point
+    crash_point = taker.crash_point
 
     def stop(name: str) -> None:
         if name == "cut.begun":
@@ -131,7 +131,7 @@ def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
             monkeypatch.setattr(save_stream, "HOLD_S", 0.2)
         crash_point(name)
 
-    monkeypatch.setattr(saver, "crash_point", stop)
+    monkeypatch.setattr(taker, "crash_point", stop)
     try:
         handle = ckpt.save()
         with pytest.raises(SaveFailed, match="does not answer any more"):
@@ -229,7 +229,7 @@ def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
     """And fails by name; what is asked for meanwhile is not tried at every step."""
     with Run(tmp_path / "store") as run:
         run.train(1)
-        run.ckpt._saver._setbacks._failures = 10  # the next pause is the longest: a minute
+        run.ckpt._wiring.records.setbacks._failures = 10  # the next pause is the longest: a minute
         tries = 0
 
         def broken() -> Any:

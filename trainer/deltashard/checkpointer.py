@@ -139,7 +139,7 @@ class Checkpointer:
         self._program, self._loaders, self._clock = wiring.program, wiring.loaders, wiring.clock
         self._attempt, self._listener, self._launcher = wiring.attempt, wiring.listener, wiring.launcher
         self._session, self._attachment = wiring.session, wiring.attachment
-        self._saver, self._loop, self._watchdog = wiring.saver, wiring.save_loop, wiring.watchdog
+        self._outcomes, self._loop = wiring.outcomes, wiring.save_loop
         self._restorer = wiring.restorer
         self.url = self._attachment.url
         """Where the run is stored (without credentials)."""
@@ -318,7 +318,7 @@ class Checkpointer:
             return self._restorer.restore(request)
         finally:
             if self._attempt.opened:
-                self._saver.ready()
+                self._outcomes.opened()
 
     def doctor(self) -> Diagnosis:
         """How each table is tracked and why, what is in the checkpoint, what is not and what that means: print it.
@@ -326,7 +326,10 @@ class Checkpointer:
         And how often the sidecar saves, as it last said, and why a save that is due did not happen yet.
         """
         return diagnose(
-            self._program, self._loaders.loaders, self._attachment.policy, blocked=self._watchdog.blocked
+            self._program,
+            self._loaders.loaders,
+            self._attachment.policy,
+            blocked=self._wiring.records.watchdog.blocked,
         )
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:

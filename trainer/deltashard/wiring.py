@@ -40,14 +40,15 @@ from deltashard.restore.content_hash import Contents
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
 from deltashard.restore.recovery_plan import PlanContext, plan_of
 from deltashard.restore.restore import Restorer
-from deltashard.save.capture import Capture
 from deltashard.save.handle import Stats
-from deltashard.save.news import News
+from deltashard.save.head_start import HeadStart
 from deltashard.save.order_book import OrderBook
+from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.records import SaveRecords
 from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
-from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
+from deltashard.save.taker import SnapshotTaker
 from deltashard.save.wait import MESSAGE
 from deltashard.save.watchdog import Watchdog
 from deltashard.tracking.cut_base import CutBase
@@ -98,7 +99,7 @@ class Wiring:
         _live.add(self)
 
     def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
-        self._news.tracked(name, facts)
+        self.outcomes.tracked(name, facts)
 
     def _connect(self) -> tuple[SidecarSession, Link]:
         """Attach; whatever goes wrong, nothing of ours is left in the program."""
@@ -129,53 +130,46 @@ class Wiring:
                 )
 
     def _assemble(self, config: CheckpointConfig) -> None:
-        clock, attachment, attempt, listener = self.clock, self.attachment, self.attempt, self.listener
-        loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock)
-        member = RunMember(rank=self.rank, attempt=attempt, attachment=attachment, listener=listener)
+        clock, attachment, listener = self.clock, self.attachment, self.listener
+        loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock, stance=self.stance)
+        member = RunMember(rank=self.rank, attempt=self.attempt, attachment=attachment, listener=listener)
         context = PlanContext(config=config, loop=loop, member=member, launcher=self.launcher)
         self.plan = plan = plan_of(context)
         contents = Contents() if config.records_content else None
         base = CutBase(config.planned_steps or 0, plan.pls_target)
-        self._setbacks = setbacks = Setbacks(clock, self.stats, listener)
-        self.watchdog = Watchdog(
-            clock, listener, timer=lambda: (attachment.policy.every_s, attachment.policy.every_steps)
-        )
-        requests = Requests(setbacks)
-        capture = Capture(self.program, self.loaders, rank=self.rank)
-        self.saver = Saver(
-            capture,
-            clock=clock,
-            attachment=attachment,
-            attempt=attempt,
-            base=base,
-            requests=requests,
+        setbacks = Setbacks(clock, self.stats, listener)
+        self.records = records = SaveRecords(
+            requests=Requests(setbacks),
             setbacks=setbacks,
             stats=self.stats,
-            listener=listener,
-            watchdog=self.watchdog,
+            watchdog=Watchdog(
+                clock, listener, timer=lambda: (attachment.policy.every_s, attachment.policy.every_steps)
+            ),
+        )
+        precopy = HeadStart(
+            loop, member, records, base=base, enabled=config.copies_ahead and contents is None
+        )
+        self.outcomes = SnapshotOutcomes(loop, member, records, base=base, precopy=precopy)
+        self.taker = SnapshotTaker(
+            loop,
+            member,
+            records,
+            self.outcomes,
+            base=base,
             contents=contents,
             validate=config.validate,
-            precopy=config.copies_ahead,
-            said=lambda: plan.metadata,
+            metadata=lambda: plan.metadata,
         )
-        self._news = News(
-            attachment,
-            attempt,
-            clock=clock,
-            saver=self.saver,
-            requests=requests,
-            stats=self.stats,
-            listener=listener,
-        )
-        self.conductor = (
-            None
-            if self.rank.alone
-            else Conductor(self.rank.number, self.rank.world_size, clock=clock, why_not=self._why_no_cut)
-        )
+        self.conductor = orders = None
+        if not self.rank.alone:
+            self.conductor = Conductor(
+                self.rank.number, self.rank.world_size, clock=clock, why_not=self._why_no_cut
+            )
+            orders = OrderBook(self.conductor, loop, member, records)
         opener = AttemptOpener(
             loop,
             member,
-            hear=self._news.apply,
+            hear=self.outcomes.apply,
             fresh=config.fresh,
             conductor=self.conductor,
             plan=plan,
@@ -189,41 +183,28 @@ class Wiring:
             plan=plan,
         )
         self.save_loop = SaveLoop(
-            self.program,
-            self.loaders,
-            clock=clock,
-            stance=self.stance,
-            attachment=attachment,
-            attempt=attempt,
+            loop,
+            member,
+            records,
+            self.outcomes,
+            self.taker,
             opener=opener,
-            news=self._news,
-            saver=self.saver,
-            requests=requests,
-            setbacks=setbacks,
-            watchdog=self.watchdog,
             grace_s=config.grace_s,
-            orders=None
-            if self.conductor is None
-            else OrderBook(
-                self.conductor,
-                self.program,
-                clock=clock,
-                requests=requests,
-                setbacks=setbacks,
-                listener=listener,
-            ),
+            orders=orders,
         )
-        plan.watch(base, lambda step: capture.blobs(step, None, all_here=True), self.save_loop.term)
+        plan.watch(
+            base, lambda step: self.taker.capture.blobs(step, None, all_here=True), self.save_loop.term
+        )
 
     def _why_no_cut(self, urgent: bool) -> str:
         """For the other ranks, and asked on another thread: why this one cannot cut now."""
         if self.conductor is not None and self.conductor.sums:
             return "what every rank holds whole is not the same on all"
-        if self.saver.in_flight:
+        if self.outcomes.in_flight:
             return MESSAGE[BlockReason.FLIGHT]
         if self.attachment.link is None:
             return MESSAGE[BlockReason.AWAY]
-        return MESSAGE[BlockReason.BACK_OFF] if self._setbacks.backing_off and not urgent else ""
+        return MESSAGE[BlockReason.BACK_OFF] if self.records.setbacks.backing_off and not urgent else ""
 
     def close(self, until_s: float) -> None:
         """Release everything, whatever is in flight, by `until_s` (monotonic)."""
@@ -234,8 +215,9 @@ class Wiring:
         self.save_loop.close()
         if self.conductor is not None:
             self.conductor.close()
+        self.taker.close()
         try:
-            self.saver.close(until_s=min(until_s, time.monotonic() + LEAVE_S / 2))
+            self.outcomes.close(until_s=min(until_s, time.monotonic() + LEAVE_S / 2))
         finally:
             self.session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
             self.launcher.close()

@@ -251,7 +251,7 @@ def test_a_sidecar_that_starts_while_the_store_is_away_writes_nothing_that_is_no
         training.drop()
         training = Training(**options)
         training.until(lambda: any(each.evidence.restores for each in records().values()), "a past")
-        training.until(lambda: not training.ckpt._saver.in_flight, "no save in flight")
+        training.until(lambda: not training.ckpt._outcomes.in_flight, "no save in flight")
         pid, link = training.ckpt.sidecar_pid, link_of(training)
         assert pid is not None
         proxy.upstream_port = free_port()

@@ -204,13 +204,13 @@ def test_sigterm_saves_this_step_also_when_an_older_save_is_in_the_way(
     """The sidecar refuses a second save while one uploads: within the grace the step is cut right after it."""
     committed: list[int | None] = []
     loop = Loop(adagrad, seed=0)
-    previous = signal.signal(signal.SIGTERM, lambda *_: committed.append(ckpt._saver.committed_step))
+    previous = signal.signal(signal.SIGTERM, lambda *_: committed.append(ckpt._outcomes.committed_step))
     try:
         ckpt = make(loop, grace_s=120.0)
         ckpt.restore()
         loop.train(ckpt, 2)
         older = ckpt.save("older")
-        send = ckpt._saver._send
+        send = ckpt._wiring.taker._send
         refused: list[int] = []
 
         def busy_once(*args: Any, **options: Any) -> Any:
@@ -219,7 +219,7 @@ def test_sigterm_saves_this_step_also_when_an_older_save_is_in_the_way(
                 raise CutFailed("busy", "cut 1 is uploading")
             return send(*args, **options)
 
-        monkeypatch.setattr(ckpt._saver, "_send", busy_once)
+        monkeypatch.setattr(ckpt._wiring.taker, "_send", busy_once)
         signal.raise_signal(signal.SIGTERM)
         loop.train(ckpt, 1)
         assert older.done

@@ -26,8 +26,8 @@ class Watched(Run):
     def __init__(self, folder: Path, **options: object) -> None:
         self.ahead_s = 0.0
         super().__init__(folder / "store", metrics_port=0, content_hash=False, grace_s=None, **options)
-        real = self.ckpt._watchdog._now_s
-        self.ckpt._watchdog._now_s = lambda: real() + self.ahead_s
+        real = self.ckpt._wiring.records.watchdog._now_s
+        self.ckpt._wiring.records.watchdog._now_s = lambda: real() + self.ahead_s
 
     def later(self, seconds: float) -> None:
         """So much time has passed, in which nothing was saved; the next step looks."""
@@ -62,7 +62,9 @@ def test_an_optimizer_that_was_replaced_is_told_within_a_minute(
         given = run.tables, run.dense
         run.tables = torch.optim.SGD([run.model.items.weight], lr=0.1)
         run.dense = torch.optim.SGD(run.model.head.parameters(), lr=0.1)
-        eventually(lambda: run.train() or run.ckpt._watchdog.blocked, what="a save that is due")
+        eventually(
+            lambda: run.train() or run.ckpt._wiring.records.watchdog.blocked, what="a save that is due"
+        )
         assert not run.kinds("save_blocked")
         said = str(run.ckpt.doctor())
         assert "no step of an optimizer that the Checkpointer was given" in said
@@ -78,7 +80,7 @@ def test_an_optimizer_that_was_replaced_is_told_within_a_minute(
         run.later(10)
         assert len(run.kinds("save_blocked")) == 2
         run.tables, run.dense = given
-        eventually(lambda: run.train() or run.ckpt._watchdog.blocked is None, what="a save")
+        eventually(lambda: run.train() or run.ckpt._wiring.records.watchdog.blocked is None, what="a save")
         assert run.blocked_s() == 0
 
 

@@ -83,7 +83,7 @@ class Program:
 
     @property
     def copying(self) -> precopy.Precopy | None:
-        return self.ckpt._saver.head_start._now
+        return self.ckpt._outcomes.precopy._now
 
     def begin_copy(self) -> None:
         """Train until a copy ahead has just begun. Hold `memory.reading`: then nothing is copied yet."""
@@ -97,7 +97,7 @@ class Program:
     def settle(self) -> None:
         """No save in flight, and nothing that the copying thread has still to look at."""
         self.ckpt._loop.drain(float("inf"))
-        for job in (self.ckpt._saver._comparison.job, self.ckpt._program.tracking._sampling):
+        for job in (self.ckpt._outcomes.comparison.job, self.ckpt._program.tracking._sampling):
             if job is not None:
                 job.exception(60)
 
@@ -308,7 +308,7 @@ def test_the_last_cut_has_such_rows_and_no_other_follows(
     cuts = program.ckpt.stats.cuts
     if how == "raised":
         # Who leaves waits some seconds for the comparison, and no longer.
-        eventually(program.ckpt._saver._comparison.job.done, what="the comparison")
+        eventually(program.ckpt._outcomes.comparison.job.done, what="the comparison")
         program.ckpt.__exit__(ValueError, ValueError(), None)
     else:
         vetoes.append(True)
@@ -335,9 +335,9 @@ def test_a_comparison_that_fails(
     assert [facts["mode"] for name, facts in program.told if name == "cut"][-1] == "all"
     program.settle()
     assert "could not be compared with the live rows (MemoryError: none left)" in caplog.text
-    program.train_until(lambda: program.ckpt._saver._comparison.job is not None, "one more")
+    program.train_until(lambda: program.ckpt._outcomes.comparison.job is not None, "one more")
     faults, cuts = program.ckpt.stats.audit_faults, program.ckpt.stats.cuts
-    program.train_until(lambda: not program.ckpt._saver.in_flight, "its commit")
+    program.train_until(lambda: not program.ckpt._outcomes.in_flight, "its commit")
     program.ckpt.close()
     assert program.ckpt.stats.audit_faults > faults
     assert program.ckpt.stats.cuts > cuts

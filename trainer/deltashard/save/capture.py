@@ -36,14 +36,9 @@ class Capture:
     def __init__(self, program: Program, loaders: LoaderRegistry, *, rank: Rank) -> None:
         """`loaders` has the wrapped ones; entries of `state=` that are wrapped are left to them."""
         self._rank = rank
-        self.program = program
+        self._program = program
         self._loaders = loaders
         self._looked_for_forgotten = False
-
-    @property
-    def pass_ended(self) -> bool:
-        """Whether a loader's pass was found at its end since the last `step()`."""
-        return self._loaders.pass_ended
 
     def blobs(
         self, step: int, content: Mapping[str, str] | None, *, all_here: bool = False
@@ -53,7 +48,7 @@ class Capture:
         `content` has content hashes by table, if they are recorded. `all_here`: all that this rank has, whoever would
         save it, under plain names. Raises `StateError` or `SaveFailed` for an entry of `state=`.
         """
-        program = self.program
+        program = self._program
         dense = program.tracking.dense(look=False)
         self._say_forgotten()
         meta = program.meta(dense, step=step, content=content, world_size=self._rank.world_size)
@@ -83,7 +78,7 @@ class Capture:
         if self._looked_for_forgotten:
             return
         self._looked_for_forgotten = True
-        if (owner := self.program.forgotten_scheduler()) is not None:
+        if (owner := self._program.forgotten_scheduler()) is not None:
             log.warning(
                 "a learning-rate scheduler was built for %s and is not in state=: after a restore it begins anew. "
                 'Give state={"scheduler": scheduler}; ckpt.doctor() says what else is not saved',

@@ -115,6 +115,7 @@ class Flight:
     cut: int
     step: int
     reason: str
+    urgent: bool = False
     handles: list[SaveHandle] = field(default_factory=list)
     begun: pb.SaveReply.Begun | None = None
     """What the sidecar answered to it: how its tables are stored."""
@@ -189,19 +190,6 @@ class HeadStarts:
     ended: Counter[str] = field(default_factory=Counter)
     """Copies that were not whole, or not used, by cause: "stopped" (a cut came before their end), "arena full", ..."""
 
-    def used(self, *, ahead: int, again: int, held: int, slower_s: float, why: str) -> None:
-        """A cut was handed over for which a copy ahead had begun; `why` that was not whole."""
-        self.cuts += bool(ahead)
-        self.ahead_rows += ahead
-        self.again_rows += again
-        self.held_rows += held
-        self.slower_s += slower_s
-        if why:
-            self.ended[why] += 1
-
-    def dropped(self, why: str) -> None:
-        self.ended[why] += 1
-
 
 @dataclass(slots=True, kw_only=True)
 class Stats:
@@ -223,27 +211,6 @@ class Stats:
     """How long each of the last 1,000 cuts held the training thread."""
     head_starts: HeadStarts = field(default_factory=HeadStarts)
     last_commit: Commit | None = None
-
-    def count_cut(self, stall_s: float) -> None:
-        """A cut's bytes were handed over, which held training so long."""
-        self.cuts += 1
-        self.stalls_s.append(stall_s)
-
-    def count_commit(self, commit: Commit) -> None:
-        self.commits += 1
-        self.last_commit = commit
-
-    def count_skip(self, cause: str) -> None:
-        self.skipped[str(cause)] += 1  # plain text, not a member of an enum: people print this
-
-    def count_failure(self, cause: str) -> None:
-        self.failures[cause] += 1
-
-    def count_faults(self, faults: int) -> None:
-        self.audit_faults += faults
-
-    def count_thrown_away(self) -> None:
-        self.state_thrown_away += 1
 
     def count_event_error(self) -> int:
         """`on_event=` raised; returns how often it has."""

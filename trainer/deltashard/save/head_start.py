@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.attachment import SidecarAttachment
+from deltashard.attach.attachment import RunMember
+from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link
 from deltashard.cut import memory
 from deltashard.cut.block_writer import TableCut
 from deltashard.cut.precopy import SMALLEST_BYTES, Precopy, copying_thread, may_be_copied_ahead
 from deltashard.cut.save_stream import StreamAhead
-from deltashard.save.handle import HeadStarts
+from deltashard.program import Program, TrainingLoop
+from deltashard.save.lifecycle import SnapshotEvent, SnapshotPhase
+from deltashard.save.records import SaveRecords
 from deltashard.tracking.cut_base import CutBase
-from deltashard.tracking.step_clock import StepClock
+from deltashard.tracking.marks import RowSelection
 from deltashard.tracking.tracking import TrackedTable
 
 LONGEST_S = 10.0
@@ -39,8 +42,7 @@ BYTES_PER_S = 1e9
 """What is assumed before anything was measured."""
 MARGIN, MOST_MARGIN = 1.5, 12.0
 """So many times as long as it should take is a copy given; twice as long as before, each time that it came too late."""
-
-Tables = Callable[[], Sequence[tuple[TrackedTable, TableCut]]]
+_NOT_CHOSEN = RowSelection(all=False, ids=None)
 
 
 class HeadStart:
@@ -48,42 +50,44 @@ class HeadStart:
 
     def __init__(
         self,
+        loop: TrainingLoop,
+        member: RunMember,
+        records: SaveRecords,
         *,
-        tables: Tables,
-        clock: StepClock,
-        attachment: SidecarAttachment,
         base: CutBase,
-        streams: StreamAhead,
-        counts: HeadStarts,
-        looks: Callable[[], Sequence[Callable[[], None]]],
         enabled: bool,
     ) -> None:
-        """`tables` gives what a cut would take rows of, each with where its rows lie; `looks`: see `Precopy`."""
+        """`enabled`: rows may be read while training continues."""
         self.enabled = enabled
-        """Whether rows may be read while training goes on."""
-        self._tables, self._looks = tables, looks
-        self._clock = clock
-        self._attachment = attachment
+        self._program = loop.program
+        self._clock = loop.clock
+        self._session = member.attachment.session
         self._base = base
-        self._streams = streams
-        self._counts = counts
+        self._counts = records.stats.head_starts
+        self._state = records.state
+        self.streams = StreamAhead(lambda: self._session.link)
         self._pool: ThreadPoolExecutor | None = None
         self._now: Precopy | None = None
         self._announced: int | None = None
-        """The step of the cut that was said to come; it keeps its step."""
-        self._last_cut = clock.step, time.monotonic()
+        """The step of the cut that was announced; it keeps its step."""
+        self._last_cut = self._clock.step, time.monotonic()
         self._began_at, self._steps_before, self._began_s = 0, 0.0, 0.0
         self._bytes_per_s, self._margin = BYTES_PER_S, MARGIN
         self.lead_s = 0.0
         """How long before a cut its copy had better begin."""
         self.slower_s = 0.0
         """By so much the steps during the copy that was used last took longer, in all, than those before."""
-        clock.look_ahead(FIRST_STEPS if enabled else 0)
+        self._clock.look_ahead(FIRST_STEPS if enabled else 0)
+
+    def prepare(self, link: Link | None) -> None:
+        """Have the call of the next cut open, and its arena pinned, before it is due."""
+        self.streams.open()
+        if link is not None and self._program.tracking.on_cuda:
+            pin(link.arena)
 
     def later(self, job: Callable[[], None]) -> Future[None]:
         """Have the copying thread do this, before what it copies next."""
-        if self._pool is None:
-            self._pool = copying_thread()
+        self._pool = self._pool or copying_thread()
         return self._pool.submit(job)
 
     def look_later(self, look: Callable[[], None]) -> Future[None]:
@@ -121,29 +125,29 @@ class HeadStart:
         if self._now is not None or not self.enabled:
             return
         began_s = time.perf_counter()
-        tables = [(table, cut) for table, cut in self._tables() if may_be_copied_ahead(table, cut)]
+        tables = [(table, cut) for table, cut in table_cuts(self._program) if may_be_copied_ahead(table, cut)]
         every = self._base.full or self._base.commit is None
         least = sum(
             table.marks.count("all" if every else "since_commit") * cut.row_bytes for table, cut in tables
         )
         if not tables or least < SMALLEST_BYTES:
             return
-        if self._pool is None:
-            self._pool = copying_thread()
+        pool = self._pool = self._pool or copying_thread()
         begin = pb.SaveRequest.Begin(session=link.session, step=self._clock.step, reason="ahead")
         self._base.declare(begin)
         self._steps_before = self._pace()
         self._began_at = self._clock.step
         self._now = Precopy(
-            self._streams.take(link),
+            self.streams.take(link),
             link,
-            session=self._attachment.session,
+            session=self._session,
             tables=tables,
             begin=begin,
             mode=self._base.mode,
-            pool=self._pool,
-            looks=self._looks(),
+            pool=pool,
+            looks=self._program.tracking.audit_ahead(),
         )
+        self._state.happen(SnapshotEvent.AHEAD)
         self._began_s = time.perf_counter() - began_s
 
     def _pace(self) -> float:
@@ -177,10 +181,12 @@ class HeadStart:
         now, self._now = self._now, None
         if now is None:
             return
+        if self._state.now is SnapshotPhase.PRECOPY:
+            self._state.happen(SnapshotEvent.DROP)
         now.stop()
         now.stream.leave(why)
-        self._streams.open()
-        self._counts.dropped(why)
+        self.streams.open()
+        self._counts.ended[why] += 1
 
     def cut_taken(self, used: Precopy | None, *, ahead: int, again: int, rows: int, raw_bytes: int) -> None:
         """A cut of `rows` was handed over: `ahead` of them copied ahead, of which `again` once more."""
@@ -191,9 +197,14 @@ class HeadStart:
             step_s = self._steps_before or step_s
             took_s = used.until_s - used.began_s
             self.slower_s = max(0.0, took_s - steps * step_s) if steps and step_s else 0.0
-            self._counts.used(
-                ahead=ahead, again=again, held=rows - ahead, slower_s=self.slower_s, why=used.why_not
-            )
+            counts = self._counts
+            counts.cuts += bool(ahead)
+            counts.ahead_rows += ahead
+            counts.again_rows += again
+            counts.held_rows += rows - ahead
+            counts.slower_s += self.slower_s
+            if used.why_not:
+                counts.ended[used.why_not] += 1
             if used.bytes:
                 self._bytes_per_s = used.bytes / max(used.copied_s, 1e-6)
             late = used.why_not == "stopped"
@@ -208,3 +219,23 @@ class HeadStart:
         self.drop("closed")
         if self._pool is not None:
             self._pool.shutdown(wait=False)
+
+
+def table_cuts(program: Program) -> list[tuple[TrackedTable, TableCut]]:
+    """Where the rows of every table lie; which of them a cut takes is found out later."""
+    positions = {schema.fqn: position for position, schema in enumerate(program.schemas)}
+    return [
+        (
+            table,
+            TableCut(
+                position=positions[table.fqn],
+                fqn=table.fqn,
+                key=table.key,
+                box=table.box,
+                weights=table.param,
+                fields=tuple(table.state_tensors().values()),
+                selection=_NOT_CHOSEN,
+            ),
+        )
+        for table in program.tracking.saved
+    ]

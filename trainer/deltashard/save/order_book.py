@@ -13,16 +13,14 @@ import logging
 import time
 from collections.abc import Callable
 
-from deltashard.attach.listener import Listener
+from deltashard.attach.attachment import RunMember
 from deltashard.errors import RanksDiffer
 from deltashard.group.conductor import ANSWER_S, Conductor
 from deltashard.group.order import Proposal
-from deltashard.program import Program
+from deltashard.program import TrainingLoop
 from deltashard.restore.assembly import refuse_differing
-from deltashard.save.request import Requests
-from deltashard.save.setback import Setbacks
+from deltashard.save.records import SaveRecords
 from deltashard.state.replica import sums
-from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
@@ -36,19 +34,16 @@ class OrderBook:
     def __init__(
         self,
         conductor: Conductor,
-        program: Program,
-        *,
-        clock: StepClock,
-        requests: Requests,
-        setbacks: Setbacks,
-        listener: Listener,
+        loop: TrainingLoop,
+        member: RunMember,
+        records: SaveRecords,
     ) -> None:
         self.conductor = conductor
-        self._program = program
-        self._clock = clock
-        self._requests = requests
-        self._setbacks = setbacks
-        self._listener = listener
+        self._program = loop.program
+        self._clock = loop.clock
+        self._requests = records.requests
+        self._setbacks = records.setbacks
+        self._listener = member.listener
         self._off = 0
         self._said = False
 

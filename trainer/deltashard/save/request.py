@@ -22,9 +22,6 @@ class Requests:
     def __bool__(self) -> bool:
         return bool(self._handles)
 
-    def __contains__(self, handle: SaveHandle) -> bool:
-        return handle in self._handles
-
     @property
     def reason(self) -> str:
         return self.urgent or (self._handles[0].reason if self._handles else "timer")

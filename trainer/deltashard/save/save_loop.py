@@ -14,25 +14,20 @@ import time
 
 from deltashard_proto.block_reason import BlockReason
 
-from deltashard.attach.attachment import SidecarAttachment
-from deltashard.attach.lifecycle import TrainingAttempt
+from deltashard.attach.attachment import RunMember
 from deltashard.attach.session import Link
 from deltashard.attach.term_signal import TermHandler
 from deltashard.cut import save_stream
 from deltashard.errors import DeltashardError, FencedError, SaveFailed, UserError, WaitError
-from deltashard.loader.registry import LoaderRegistry
-from deltashard.program import Program
+from deltashard.program import TrainingLoop
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.save.handle import SaveHandle
-from deltashard.save.news import News
 from deltashard.save.order_book import OrderBook
-from deltashard.save.request import Requests
-from deltashard.save.saver import Saver
-from deltashard.save.setback import Setbacks
+from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.records import SaveRecords
+from deltashard.save.taker import SnapshotTaker
 from deltashard.save.wait import MESSAGE, Asker, SnapshotGate
-from deltashard.save.watchdog import BlockedBy, Watchdog
-from deltashard.tracking.stance import Stance
-from deltashard.tracking.step_clock import StepClock
+from deltashard.save.watchdog import BlockedBy
 
 log = logging.getLogger("deltashard")
 
@@ -49,21 +44,15 @@ PROBE_S = 10.0
 class SaveLoop:
     """Cuts, from the wish to durable; on the training thread, but for `wait` and `_on_sigterm`."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
-        program: Program,
-        loaders: LoaderRegistry,
+        loop: TrainingLoop,
+        member: RunMember,
+        records: SaveRecords,
+        outcomes: SnapshotOutcomes,
+        taker: SnapshotTaker,
         *,
-        clock: StepClock,
-        stance: Stance,
-        attachment: SidecarAttachment,
-        attempt: TrainingAttempt,
         opener: AttemptOpener,
-        news: News,
-        saver: Saver,
-        requests: Requests,
-        setbacks: Setbacks,
-        watchdog: Watchdog,
         grace_s: float | None,
         orders: OrderBook | None,
     ) -> None:
@@ -71,19 +60,20 @@ class SaveLoop:
 
         `orders`: when there are several ranks, which cut together; None: this process is alone.
         """
-        self._tracking = program.tracking
-        self._loaders = loaders
-        self._clock = clock
-        self._stance = stance
-        self._attachment = attachment
-        self._session = attachment.session
-        self._attempt = attempt
+        self._tracking = loop.program.tracking
+        self._loaders = loop.loaders
+        self._clock = loop.clock
+        self._stance = loop.stance
+        self._attachment = member.attachment
+        self._session = member.attachment.session
+        self._attempt = member.attempt
         self._opener = opener
-        self._news = news
-        self._saver = saver
-        self._requests = requests
-        self._setbacks = setbacks
-        self._watchdog = watchdog
+        self._outcomes = outcomes
+        self._taker = taker
+        self._precopy = outcomes.precopy
+        self._requests = records.requests
+        self._setbacks = records.setbacks
+        self._watchdog = records.watchdog
         self._orders = orders
         self._thread = threading.current_thread()
         term = TermHandler(grace_s=grace_s, notice=self._on_sigterm) if grace_s is not None else None
@@ -97,7 +87,7 @@ class SaveLoop:
             stepped=not at_step and self._clock.stepped and bool(self._tracking.optimizers),
             accumulating=not self._clock.whole,
             moved=self._stance.moved or self._loaders.moved,
-            in_flight=self._saver.in_flight,
+            in_flight=self._outcomes.in_flight,
             # A link whose news is not applied yet does not count: nothing is known of the save before.
             away=self._attachment.link is None,
             unopened=self._attempt.late is not None,
@@ -111,8 +101,8 @@ class SaveLoop:
         if here and handle.exact:
             handle.asked_step = self._clock.step
         if here and self._orders is not None and not handle.exact:
-            self._news.apply()
-            if self._saver.join(handle):
+            self._outcomes.apply()
+            if self._outcomes.join(handle):
                 return
         self._requests.add(handle)
         self._clock.notice()
@@ -124,10 +114,10 @@ class SaveLoop:
         self._attempt.refuse_closed("step()")
         self._thread = threading.current_thread()
         self._clock.attend()
-        self._news.apply()
+        self._outcomes.apply()
         if not self._attempt.opened:
             self._opener.open_unrestored()
-            self._saver.ready()
+            self._outcomes.opened()
         elif self._attempt.late is not None:
             self._open_late(patient=asker is None)
         if at_step:
@@ -168,7 +158,7 @@ class SaveLoop:
             error = self._opener.open_late(link)
         except FencedError as fenced:
             self._session.fence(fenced)
-            self._news.apply()  # tells who waits, and raises
+            self._outcomes.apply()  # tells who waits, and raises
             raise
         if error is None:
             self._setbacks.hurry()
@@ -196,14 +186,14 @@ class SaveLoop:
         if link is None:
             self._put_off(BlockReason.AWAY)
             return
-        if asker is Asker.TIMER and self._saver.head_start.put_off(link, self._clock.wanted_at):
+        if asker is Asker.TIMER and self._precopy.put_off(link, self._clock.wanted_at):
             self._clock.notice()
             return
-        if (veto := self._saver.veto()) is not None:
+        if (veto := self._taker.veto()) is not None:
             self._requests.fail(veto)
             return
         latest_s = self.term.until_s if asker is Asker.TERM and self.term is not None else None
-        self._cut(
+        self._taker.take(
             link, self._requests.reason, urgent=urgent, latest_s=math.inf if latest_s is None else latest_s
         )
 
@@ -211,17 +201,7 @@ class SaveLoop:
         """A cut is near, at the end of `step`: what can be copied before need not be copied then."""
         link = self._attachment.link
         if link is not None and self.gate(at_step=at_step).why(Asker.TIMER) is None:
-            self._saver.head_start.near(link, step)
-
-    def _cut(
-        self, link: Link, reason: str, *, latest_s: float, urgent: bool = False, cut: int | None = None
-    ) -> None:
-        try:
-            self._saver.take(link, reason, urgent=urgent, latest_s=latest_s, cut=cut)
-        except FencedError:
-            if self._session.fenced is not None:
-                self._news.apply()  # tells who waits, and raises
-            raise
+            self._precopy.near(link, step)
 
     def _block(self, *, at_step: bool) -> BlockedBy:
         """Why a save that is due was not taken at this boundary."""
@@ -253,7 +233,7 @@ class SaveLoop:
         if self._take_ordered(orders, at_step=at_step):
             return
         step = self._clock.step
-        orders.conductor.lead(self._saver.head_start.lead_s)
+        orders.conductor.lead(self._precopy.lead_s)
         if (coming := orders.conductor.coming) is not None and coming > step:
             self._begin_ahead(coming, at_step=at_step)
         if self._requests.exact_at(step) and self.gate(at_step=at_step).why(Asker.REQUEST) is None:
@@ -278,8 +258,8 @@ class SaveLoop:
         link = self._attachment.link
         if wait is not None or link is None:
             wait = wait or BlockReason.AWAY
-            self._saver.owe(cut)
-            self._saver.pay()
+            self._outcomes.decline_later(cut)
+            self._outcomes.send_decline()
             self._put_off(wait)
             self._requests.fail(
                 SaveFailed(
@@ -289,9 +269,9 @@ class SaveLoop:
                 )
             )
             return False
-        if (veto := self._saver.veto()) is not None:
-            self._saver.owe(cut)
-            self._saver.pay()
+        if (veto := self._taker.veto()) is not None:
+            self._outcomes.decline_later(cut)
+            self._outcomes.send_decline()
             if close:
                 raise veto
             self._requests.fail(veto)
@@ -299,30 +279,30 @@ class SaveLoop:
         latest_s = math.inf if self.term is None or self.term.until_s is None else self.term.until_s
         # A rank that still ends its last step when others close cuts by a reason of its own.
         reason = "close" if close and self._requests.urgent is None else self._requests.reason
-        self._cut(link, reason, urgent=self._requests.urgent is not None, latest_s=latest_s, cut=cut)
-        if not self._saver.in_flight:
-            self._saver.owe(cut)
-            self._saver.pay()
+        self._taker.take(link, reason, urgent=self._requests.urgent is not None, latest_s=latest_s, cut=cut)
+        if not self._outcomes.in_flight:
+            self._outcomes.decline_later(cut)
+            self._outcomes.send_decline()
         orders.sampled(cut)
         return True
 
     def _pay_missed(self, orders: OrderBook, *, last: bool = False) -> None:
         """Say which cut this rank has no part in; `last`: it ends no step any more."""
         if (missed := orders.conductor.missed(last=last)) is not None:
-            self._saver.owe(missed)
-        self._saver.pay()
+            self._outcomes.decline_later(missed)
+        self._outcomes.send_decline()
 
     def _finish_term_together(self, term: TermHandler) -> None:
         """SIGTERM came: the group was asked for a cut. Until it is due, train on; then make it durable and leave."""
-        if self._saver.in_flight or self._saver.committed_step == self._clock.step:
+        if self._outcomes.in_flight or self._outcomes.committed_step == self._clock.step:
             self.drain(time.monotonic() + term.left_s)
         over = (
             term.left_s <= 0
             or self._session.link is None
             or bool(self._orders and self._orders.conductor.down)
         )
-        if self._saver.committed_step == self._clock.step or over:
-            self._saver.check_snapshot(time.monotonic() + term.left_s)
+        if self._outcomes.committed_step == self._clock.step or over:
+            self._outcomes.check_snapshot(time.monotonic() + term.left_s)
             term.chain()
         else:
             self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
@@ -362,7 +342,7 @@ class SaveLoop:
         apart_s = time.monotonic() + APART_S
         while True:
             self._clock.expect()
-            self._news.apply()
+            self._outcomes.apply()
             if handle.done:
                 return
             if handle.cut is None:
@@ -438,11 +418,11 @@ class SaveLoop:
 
     def drain(self, until_s: float) -> bool:
         """Let the save in flight end; False when it has not by `until_s`."""
-        while self._saver.in_flight:
+        while self._outcomes.in_flight:
             self._clock.expect()
-            self._news.apply()
+            self._outcomes.apply()
             left_s = until_s - time.monotonic()
-            if not self._saver.in_flight:
+            if not self._outcomes.in_flight:
                 break
             if left_s <= 0:
                 return False
@@ -454,10 +434,10 @@ class SaveLoop:
     def finish(self, until_s: float) -> None:
         """Make the last step boundary durable, or raise."""
         self.drain(until_s)
-        self._news.apply()
+        self._outcomes.apply()
         self._requests.refuse_unbound(self._clock.step)
         self._setbacks.closing()
-        self._saver.check_snapshot(until_s)
+        self._outcomes.check_snapshot(until_s)
         with self._staying():
             if self._orders is not None:
                 self._pay_missed(self._orders, last=True)
@@ -465,7 +445,7 @@ class SaveLoop:
                 self._finish_here(until_s)
             except SaveFailed as error:
                 step = self._clock.step
-                if self._saver.committed_step != step or self._requests.exact_at(step):
+                if self._outcomes.committed_step != step or self._requests.exact_at(step):
                     raise
                 self._requests.fail(error)
                 log.warning("step %d is durable, but the further save of it did not happen: %s", step, error)
@@ -484,7 +464,7 @@ class SaveLoop:
                 )
             if time.monotonic() >= until_s:
                 raise self._not_durable(last)
-            if tried and self._orders is None and self._saver.committed_step == self._clock.step:
+            if tried and self._orders is None and self._outcomes.committed_step == self._clock.step:
                 raise SaveFailed(f"it failed: {last or self._setbacks.last}", where="close()")
             link = self._attachment.link
             if self._setbacks.removed is not None and (tried or link is None):
@@ -502,12 +482,12 @@ class SaveLoop:
                 last = self._last_cut(link, until_s) or last
                 if self._setbacks.last is not before and isinstance(self._setbacks.last, UserError):
                     raise self._not_durable(last)  # trying again does not help
-            if not self._saver.in_flight:
+            if not self._outcomes.in_flight:
                 self._clock.expect()
                 self._clock.pause(min(0.2, max(0.0, until_s - time.monotonic())))
             elif not self.drain(until_s):
                 last = SaveFailed("the save is still uploading", where="close()")
-            self._news.apply()
+            self._outcomes.apply()
 
     @property
     def _resting(self) -> bool:
@@ -565,24 +545,24 @@ class SaveLoop:
                 return None
             self._orders.wish(reason="close", urgent=True)
             return SaveFailed(self._orders.why_off, where="close()") if self._orders.why_off else None
-        if (veto := self._saver.veto()) is not None:
+        if (veto := self._taker.veto()) is not None:
             raise veto
         handle = SaveHandle(reason="close", pin=None, metadata={}, waiter=self.wait)
         self._requests.add(handle)
-        for each in [] if (coarse := self._saver.coarse) is None else coarse.handles:
+        for each in [] if (coarse := self._outcomes.coarse) is None else coarse.handles:
             # Pins and metadata mean the checkpoint with 8 bits from now on.
             self._requests.add(SaveHandle(reason="close", pin=each.pin, metadata=each.metadata))
-        self._cut(link, "close", latest_s=until_s)
+        self._taker.take(link, "close", latest_s=until_s)
         return handle.error
 
     def _needs_cut(self) -> bool:
         step = self._clock.step
         if self._requests.open:
             return step > 0
-        if step not in {self._saver.committed_step, self._attempt.resumed_step}:
+        if step not in {self._outcomes.committed_step, self._attempt.resumed_step}:
             return step > 0
         # What a run leaves behind has 8 bits; several ranks do not agree on whether it has.
-        return self._orders is None and self._saver.coarse is not None
+        return self._orders is None and self._outcomes.coarse is not None
 
     def _on_sigterm(self) -> None:
         self._requests.hurry("sigterm")
@@ -595,14 +575,14 @@ class SaveLoop:
         def unfinished() -> bool:
             return self.gate(at_step=at_step).not_at_boundary is not None
 
-        unsaved = not self._saver.in_flight and self._saver.committed_step != step
+        unsaved = not self._outcomes.in_flight and self._outcomes.committed_step != step
         if unsaved and term.left_s > 0 and self._session.link is not None and unfinished():
             return  # in the middle of gradient accumulation, say: the next step() comes here again
         for _ in range(TERM_TRIES):
             # An older save may be uploading, or the sidecar busy with its end: then there is room a moment later.
             self.drain(time.monotonic() + term.left_s)
-            durable = self._saver.committed_step == step
-            if durable and not self._saver.check_snapshot(time.monotonic() + term.left_s):
+            durable = self._outcomes.committed_step == step
+            if durable and not self._outcomes.check_snapshot(time.monotonic() + term.left_s):
                 break
             if term.left_s <= 0 or self._session.link is None:
                 break

@@ -52,7 +52,7 @@ class Setbacks:
     def failed(self, cause: str, error: BaseException) -> None:
         """Count it, say it once per cause until a save succeeds, and do not try again at every step."""
         self.last = error
-        self._stats.count_failure(cause)
+        self._stats.failures[cause] += 1
         if cause != "busy":
             self._failures += 1
             self._not_before_s = time.monotonic() + self._backoff.delay_s(self._failures)
@@ -73,7 +73,7 @@ class Setbacks:
         self.skipped(BlockReason.VETOED)
 
     def skipped(self, cause: str) -> None:
-        self._stats.count_skip(cause)
+        self._stats.skipped[str(cause)] += 1  # plain text, not a member of an enum: people print this
         self._listener.emit("skipped", cause=cause, step=self._clock.step)
 
     def committed(self) -> None:

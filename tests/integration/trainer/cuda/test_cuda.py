@@ -108,12 +108,12 @@ class Program:
 
     @property
     def copying(self) -> precopy.Precopy | None:
-        return self.ckpt._saver.head_start._now
+        return self.ckpt._outcomes.precopy._now
 
     def settle(self) -> None:
         """No save in flight, and nothing that the copying thread has still to look at."""
         self.ckpt._loop.drain(float("inf"))
-        job = self.ckpt._saver._comparison.job
+        job = self.ckpt._outcomes.comparison.job
         if job is not None:
             job.exception(60)
 

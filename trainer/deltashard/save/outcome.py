@@ -1,0 +1,330 @@
+"""What becomes of snapshots: the session's one queue of events, applied to marks, handles, counts and the state.
+
+    attached    the link is adopted; a save in flight fails if the sidecar was restarted since
+    committed   its marks drop, its handles are settled, the next one is based on it; repeated or late: harmless
+    failed      its marks merge back, its handles fail, tries back off
+    save now    it is asked for, as by `save()`
+
+Events are applied on the training thread, at a boundary or while it waits, so that marks, handles and counters need no
+locks. Once the attempt is fenced, applying events raises, every time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deltashard_checkpoint.deciding.precision import SAFE, by_table, encodings_of
+from deltashard_checkpoint.vocabulary import BITS_RULES, bits_of
+from deltashard_proto.cause import heard
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.attachment import RunMember
+from deltashard.attach.interruption import leaves
+from deltashard.attach.lifecycle import AttachEvent, AttachState
+from deltashard.attach.session import Attached, FencedOff, Link, Lost
+from deltashard.cut.precopy import TableAhead
+from deltashard.cut.save_stream import CutFailed
+from deltashard.errors import SaveFailed
+from deltashard.program import TrainingLoop
+from deltashard.save.comparison import Comparison
+from deltashard.save.handle import Commit, Flight, SaveHandle
+from deltashard.save.head_start import HeadStart
+from deltashard.save.lifecycle import SnapshotEvent, SnapshotPhase
+from deltashard.save.records import SaveRecords
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.marks import Mode
+from deltashard.tracking.tracking import TrackedTable
+
+log = logging.getLogger("deltashard")
+
+
+class SnapshotOutcomes:
+    """Of one Checkpointer; on the training thread only."""
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        member: RunMember,
+        records: SaveRecords,
+        *,
+        base: CutBase,
+        precopy: HeadStart,
+    ) -> None:
+        self.precopy = precopy
+        self._clock = loop.clock
+        self._program = loop.program
+        self._tracking = loop.program.tracking
+        self._attachment = member.attachment
+        self._session = member.attachment.session
+        self._attempt = member.attempt
+        self._listener = member.listener
+        self._requests = records.requests
+        self._setbacks = records.setbacks
+        self._stats = records.stats
+        self._watchdog = records.watchdog
+        self._state = records.state
+        self._base = base
+        self.comparison = Comparison(precopy.later, found=lambda: self._session.post(self._note_snapshot))
+        self._last: Flight | None = None
+        """The newest snapshot, whose life the state is about."""
+        self._inconsistent: list[Flight] = []
+        """Snapshots that were found inconsistent, until a later commit names them."""
+        self._here: list[Flight] = []
+        """Snapshots of the step that was taken last, whatever became of them; newest last."""
+        self._asked = 0, 0
+        """(step, how often `save()` was called there)."""
+        self.committed_step: int | None = None
+        """Step of the newest commit of this attempt; None before the first."""
+        self._declined: int | None = None
+        """The cut that the sidecar is to hear that this rank has no part in."""
+        self._lost: int | None = None
+        """The cut that went with its sidecar, which cannot have told the other ranks; None: there is none."""
+
+    @property
+    def in_flight(self) -> bool:
+        return self._state.now is SnapshotPhase.STAGED
+
+    @property
+    def _flight(self) -> Flight | None:
+        """The snapshot that is in flight."""
+        return self._last if self.in_flight else None
+
+    # The queue.
+
+    def apply(self) -> None:
+        """Apply what the session thread heard since the last time; raises `FencedError`."""
+        while (event := self._session.next_event()) is not None:
+            if isinstance(event, Attached):
+                after = self._attempt.happen(AttachEvent.ATTACH)
+                # A cut may have described its tables again since: that link has replaced this one, and is adopted.
+                if after is not AttachState.CLOSED and event.link is self._session.link:
+                    self.adopt(event.link)
+                self._listener.emit("attached", session=event.link.session)
+            elif isinstance(event, Lost):
+                self._attempt.happen(AttachEvent.LOSE)
+                self._listener.emit("sidecar_lost", why=event.why)
+            elif isinstance(event, FencedOff):
+                self._attempt.happen(AttachEvent.FENCE)
+            elif isinstance(event, pb.Notice):
+                self._apply_notice(event)
+            else:
+                event()
+        if self._session.fenced is not None:
+            self._clock.notice()  # every later step() raises as well
+            self._requests.fail(self._session.fenced)
+            self.give_up(self._session.fenced)
+            raise self._session.fenced
+
+    def _apply_notice(self, notice: pb.Notice) -> None:
+        kind = notice.WhichOneof("kind")
+        if kind == "committed":
+            self._committed(Commit.of(notice.committed))
+        elif kind == "save_failed":
+            failed = notice.save_failed
+            self.failed(failed.cut, CutFailed(heard(failed.cause), failed.message))
+        elif kind == "save_now":
+            if notice.save_now.urgent:
+                self._requests.hurry(notice.save_now.reason or "urgent")
+            else:
+                self._requests.add(SaveHandle(reason=notice.save_now.reason, pin=None, metadata={}))
+        elif kind == "policy":
+            self._attachment.instruct(notice.policy)
+
+    def tracked(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Tracking found something within an optimizer's step: reported at the next boundary."""
+        if name == "state_thrown_away":
+            self._stats.state_thrown_away += 1
+        self._session.post(lambda: self._listener.emit(name, **facts))
+
+    def opened(self) -> None:
+        """An attempt is open."""
+        self._watchdog.begin(restored=self._attempt.resumed_step is not None)
+        self.precopy.prepare(self._attachment.link)
+
+    def adopt(self, link: Link) -> None:
+        """A new attachment, and what it knows of the save in flight."""
+        self.precopy.drop("sidecar away")
+        restarted = self._attachment.adopt(link)
+        self.precopy.prepare(link)
+        if link.reply.HasField("last_commit"):
+            self._committed(Commit.of(link.reply.last_commit))
+        if restarted and (flight := self._flight) is not None:
+            self.failed(flight.cut, CutFailed("gone", "the sidecar was restarted during the save"))
+        lost, self._lost = self._lost, None
+        if restarted and lost is not None and lost != link.reply.last_commit.cut:
+            self.decline_later(lost)
+
+    # A snapshot's life.
+
+    def begin(self, flight: Flight) -> None:
+        """Rows are copied from here on."""
+        self._enter(flight)
+        self._last = flight
+        self._state.happen(SnapshotEvent.TAKE)
+
+    def staged(
+        self, flight: Flight, mode: Mode, *, full: bool, tables: Sequence[tuple[TrackedTable, TableAhead]]
+    ) -> None:
+        """Rows of `mode` are handed over, `full`: all rows; those of `tables` were copied ahead."""
+        self._state.happen(SnapshotEvent.SEAL)
+        self._requests.urgent = None
+        self._watchdog.taken()
+        self._tracking.cut_taken(flight.cut, mode, full=full)
+        if self.precopy.enabled:
+            self._tracking.audit_sample(self.precopy.look_later)
+            self.comparison.begin(flight, tables)
+        self._base.cut_taken()
+
+    def not_taken(self, flight: Flight, error: BaseException, *, again: bool) -> None:
+        """It could not be copied; `again`: what was asked for stays asked for."""
+        if self._state.now is SnapshotPhase.COPYING:  # not where it was interrupted before that
+            self._state.happen(SnapshotEvent.FAIL)
+        self.precopy.drop("no cut")
+        if again:
+            self._requests.put_back(flight.handles)
+        else:
+            flight.failed(error if isinstance(error, Exception) else SaveFailed("interrupted", where="save"))
+
+    def _committed(self, commit: Commit) -> None:
+        if commit.attempt != self._attempt.number or not self._base.is_news(commit.seq):
+            return
+        self._tracking.committed(commit.cut, baseline=commit.baseline)
+        self._base.committed(commit.seq, baseline=commit.baseline)
+        self.committed_step = commit.step
+        self._watchdog.committed(commit.step)
+        self._inconsistent = [each for each in self._inconsistent if each.cut >= commit.cut]
+        self._stats.commits += 1
+        self._stats.last_commit = commit
+        self._setbacks.committed()
+        if (flight := self._flight) is not None and flight.cut == commit.cut:
+            self._state.happen(SnapshotEvent.COMMIT)
+            flight.committed(commit)
+        self._listener.emit("committed", commit=commit)
+
+    def failed(self, cut: int, failure: CutFailed) -> None:
+        self._tracking.failed(cut)
+        if (flight := self._flight) is None or flight.cut != cut:
+            return
+        if failure.cause == "gone":
+            self._lost = cut
+        self.give_up(failure)
+        self._setbacks.failed(failure.cause, failure)
+
+    def give_up(self, error: Exception) -> None:
+        """What is in flight, if anything, will not be heard of."""
+        if (flight := self._flight) is not None:
+            self._state.happen(SnapshotEvent.FAIL)
+            flight.failed(error)
+
+    def close(self, *, until_s: float) -> None:
+        """Let go of what is in flight; report, by `until_s`, what is wrong with the last snapshot."""
+        self.precopy.close()
+        self.give_up(SaveFailed("not durable when the checkpointer was closed", where="save"))
+        self.report_inconsistent(until_s, last=True)
+
+    def _enter(self, flight: Flight) -> None:
+        self._here = [each for each in self._here if each.step == flight.step] + [flight]
+
+    # Snapshots that are wrong, or coarse.
+
+    @property
+    def inconsistent(self) -> list[str]:
+        """Commits that the next one is to name."""
+        return [f"seq:{each.commit.seq}" for each in self._inconsistent if each.commit is not None]
+
+    def check_snapshot(self, until_s: float = math.inf) -> bool:
+        """Whether the last snapshot was found inconsistent, by `until_s` (monotonic): then a full save is requested."""
+        found = self.report_inconsistent(until_s)
+        if found:
+            self._requests.add(SaveHandle(reason="inconsistent", pin=None, metadata={}))
+            self._clock.notice()
+        return found
+
+    def _note_snapshot(self) -> None:
+        self.check_snapshot()
+
+    def report_inconsistent(self, until_s: float = math.inf, *, last: bool = False) -> bool:
+        """Report what is wrong with the last snapshot: the next one takes all rows; `last`: none follows."""
+        found = self.comparison.result(until_s)
+        if found is None:
+            return False
+        step = found.snapshot.step
+        self._inconsistent.append(found.snapshot)
+        self.count_faults(found.count)
+        log.error(
+            "the checkpoint of step %d may not be restored exactly: %s. %s",
+            step,
+            found,
+            "No save follows it: restore the one before it"
+            if last
+            else "The next save is a full one, and names this checkpoint in its metadata; restore that one instead",
+        )
+        tables = {fault.table: fault.rows for fault in found.faults}
+        self._listener.emit("snapshot_inconsistent", step=step, tables=tables, why=str(found))
+        return True
+
+    def count_faults(self, faults: int) -> None:
+        """An audit or a comparison found so many: if any, the next snapshot is a full one."""
+        self._stats.audit_faults += faults
+        if faults:
+            self._base.ask_full(faults=faults)
+
+    @property
+    def coarse(self) -> Flight | None:
+        """The save of this step, if it is durable and bits were chosen for it: for some table fewer than 8."""
+        last = self._here[-1] if self._here else None
+        if last is None or last.commit is None or last.step != self._clock.step or last.reason == "close":
+            return None
+        policy, begun = self._attachment.policy, last.begun
+        if begun is None or policy.bits_goal not in BITS_RULES:
+            return None
+        tables = [table.fqn for table in self._program.schemas]
+        own, _ = by_table(encodings_of(policy.tables, where="tables"), tables)
+        chosen = (begun.encodings.get(table, begun.encoding) for table in tables if table not in own)
+        return last if any((bits_of(encoding) or 0) < SAFE for encoding in chosen) else None
+
+    # What other ranks wait for.
+
+    def join(self, handle: SaveHandle) -> bool:
+        """Have `handle` be the cut that all ranks took at the step where this one stands; False: it is to be asked for.
+
+        A rank may take that cut within its `step()`, and call `save()` as the others did only then. Another cut would
+        wait for ranks that train on. Nor may it matter on which ranks a cut that failed came before the call: each
+        answers one call of every rank.
+        """
+        step = self._clock.step
+        self._asked = step, 1 + (self._asked[1] if self._asked[0] == step else 0)
+        here = [flight for flight in self._here if flight.step == step]
+        failed = sum(flight.error is not None for flight in here)
+        if not here or (here[-1].error is not None and self._asked[1] > failed):
+            return False
+        here[-1].join(handle)
+        return True
+
+    def decline_later(self, cut: int) -> None:
+        """This rank has no part in cut `cut`, which all were to take: the others hear of it by `send_decline`."""
+        self._declined = cut
+        if all(flight.cut != cut for flight in self._here):
+            flight = Flight(cut=cut, step=self._clock.step, reason="none")
+            self._enter(flight)
+            flight.failed(SaveFailed("this rank could not take part in it", where="save"))
+
+    def send_decline(self) -> None:
+        """Tell the sidecar of a cut that this rank has no part in, so that no other rank waits for it."""
+        link, cut = self._attachment.link, self._declined
+        if cut is None or link is None or self.in_flight:
+            return
+        self._declined = None
+        self._attempt.cut_begins(cut)
+        try:
+            stream = self.precopy.streams.take(link)
+            begin = pb.SaveRequest.Begin(session=link.session, step=self._clock.step, cut=cut, reason="none")
+            stream.begin(begin, lambda _failure: None)
+            stream.abort("no part")
+        except Exception as error:
+            if leaves(error):
+                raise
+            log.debug("cut %d could not be declined: %s", cut, error)

@@ -1,0 +1,23 @@
+"""What all parts of `save` write into and ask: saves that are asked for, failures, counts, and the current state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deltashard.save.handle import Stats
+from deltashard.save.lifecycle import SnapshotState
+from deltashard.save.request import Requests
+from deltashard.save.setback import Setbacks
+from deltashard.save.watchdog import Watchdog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRecords:
+    """Of one Checkpointer; each is written through its own methods only."""
+
+    requests: Requests
+    setbacks: Setbacks
+    stats: Stats
+    watchdog: Watchdog
+    state: SnapshotState = field(default_factory=SnapshotState)
+    """Where the current snapshot stands."""

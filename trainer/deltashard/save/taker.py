@@ -1,0 +1,408 @@
+"""How one snapshot is taken: what is sent, and how long it may hold training.
+
+    audits -> Begin -> the sidecar's answer tells which rows -> copy -> seal: it is in flight (`outcome`)
+
+Whatever goes wrong is counted and logged once per cause, the marks stay, and training continues: only `FencedError`
+leaves this module. All waiting for the sidecar within one snapshot has one budget, `save_stream.HOLD_S`; copying has
+the sidecar's stall budget, and ends sooner when the sidecar does not answer any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, INCONSISTENT_KEY
+from deltashard_proto.cause import Cause
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.attachment import RunMember
+from deltashard.attach.interruption import leaves
+from deltashard.attach.pinned import pin
+from deltashard.attach.session import Link
+from deltashard.cut import save_stream
+from deltashard.cut.block_writer import BlockWriter, TableCut
+from deltashard.cut.precopy import Precopy, Renewed, TableAhead
+from deltashard.cut.save_stream import LONGEST_S, CutFailed, SaveStream
+from deltashard.errors import (
+    DeltashardError,
+    FencedError,
+    SaveFailed,
+    SidecarUnavailable,
+    TakenOver,
+    UserError,
+)
+from deltashard.program import TrainingLoop
+from deltashard.restore.content_hash import Contents
+from deltashard.save.capture import Capture
+from deltashard.save.handle import Flight
+from deltashard.save.head_start import table_cuts
+from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.records import SaveRecords
+from deltashard.save.step_order import OrderWatch
+from deltashard.state.value import array_of
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.marks import DirtyCounts, Mode
+from deltashard.tracking.tracking import TrackedTable
+
+log = logging.getLogger("deltashard")
+
+
+@dataclass(slots=True, kw_only=True)
+class CopiedRows:
+    """How the rows of a snapshot were copied."""
+
+    mode: Mode
+    full: bool = True
+    """Whether they are all rows of all tables."""
+    ahead: int = 0
+    """Rows that were copied ahead of it."""
+    again: int = 0
+    """Of these, rows that were copied once more."""
+    tables: list[tuple[TrackedTable, TableAhead]] = field(default_factory=list)
+    """Tables of which rows were copied ahead."""
+
+
+class SnapshotTaker:
+    """Takes snapshots, one in flight at a time; on the training thread only."""
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        member: RunMember,
+        records: SaveRecords,
+        outcomes: SnapshotOutcomes,
+        *,
+        base: CutBase,
+        contents: Contents | None,
+        validate: Callable[[], bool] | None,
+        metadata: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        """`metadata`: what every commit carries."""
+        self.capture = Capture(loop.program, loop.loaders, rank=member.rank)
+        self._program = loop.program
+        self._tracking = loop.program.tracking
+        self._clock = loop.clock
+        self._attachment = member.attachment
+        self._session = member.attachment.session
+        self._attempt = member.attempt
+        self._listener = member.listener
+        self._requests = records.requests
+        self._setbacks = records.setbacks
+        self._stats = records.stats
+        self._outcomes = outcomes
+        self._precopy = outcomes.precopy
+        self._base = base
+        self._contents = contents
+        self._validate = validate
+        self._metadata = metadata
+        self._order = OrderWatch(
+            self._tracking, loop.program.state, loop.clock, pass_ended=lambda: loop.loaders.pass_ended
+        )
+
+    def close(self) -> None:
+        self._order.close()
+
+    def veto(self) -> SaveFailed | None:
+        """Why `validate()` lets none be taken now, counted; None: one may be."""
+        if self._validate is None:
+            return None
+        try:
+            if self._validate():
+                return None
+        except BaseException as error:
+            if leaves(error):
+                raise
+            log.debug("validate() failed", exc_info=error)
+            failure = SaveFailed(
+                f"validate() raised {type(error).__name__}: {error}",
+                where="validate=",
+                remedy="it must return a bool; nothing is saved while it raises",
+            )
+            self._setbacks.failed("validate", failure)
+            return failure
+        step = self._clock.step
+        failure = SaveFailed(
+            f"validate() vetoed the save at step {step}", where="validate=", remedy="see validate="
+        )
+        self._setbacks.vetoed(failure)
+        return failure
+
+    def take(
+        self,
+        link: Link,
+        reason: str,
+        *,
+        urgent: bool = False,
+        latest_s: float = math.inf,
+        cut: int | None = None,
+    ) -> None:
+        """One snapshot, over by `latest_s` (monotonic), whatever happens; `cut`: its number, by the group's order.
+
+        Raises `FencedError`, and what the user's own signal handler raises.
+        """
+        try:
+            self._take(link, reason, urgent=urgent, latest_s=latest_s, cut=cut)
+        except CutFailed as failure:
+            if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
+                kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
+                self._session.fence(kind(str(failure), remedy="end this process; the newer one trains on"))
+                self._outcomes.apply()  # fails what waits, and raises
+            if failure.cause == "silent" and (silent := self._session.link) is not None:
+                self._session.doubt(silent, str(failure))
+            self._setbacks.failed(failure.cause, failure)
+        except FencedError:
+            if self._session.fenced is not None:
+                self._outcomes.apply()  # as above
+            raise
+        except DeltashardError as error:
+            away = isinstance(error, SidecarUnavailable)
+            self._setbacks.failed(
+                "gone" if away else "state" if isinstance(error, UserError) else "error", error
+            )
+        except BaseException as error:
+            # The user's get(), an out-of-memory copy, a closed channel: never training's problem.
+            if leaves(error):
+                raise
+            log.debug("save failed", exc_info=error)
+            self._setbacks.failed("error", error)
+
+    def _take(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
+        began_s = time.perf_counter() - self._precopy.began_s
+        number = cut or self._attempt.next_cut
+        step = self._clock.step
+        flight = Flight(cut=number, step=step, reason=reason, urgent=urgent, handles=self._requests.take())
+        try:
+            self._outcomes.begin(flight)
+            self._precopy.stop()
+            counts = self._look()
+            holds = save_stream.URGENT_HOLDS if urgent or latest_s < math.inf else 1
+            hold_s = min(time.monotonic() + save_stream.HOLD_S * holds, latest_s)
+            if self._program.schemas != link.tables:
+                self._precopy.drop("schema")
+                link = self._described_again(hold_s)
+            self._attempt.cut_begins(number)
+            with self._session.copying(link):
+                copied = self._send(link, flight, counts, began_s, hold_s=hold_s, latest_s=latest_s)
+            self._outcomes.staged(flight, copied.mode, full=copied.full, tables=copied.tables)
+        except BaseException as error:
+            if self._outcomes.in_flight:
+                raise  # the sidecar has it: what came after that failed
+            if self._contents is not None:
+                self._contents.dropped()
+            # A cut of all ranks has failed for all of them: asked for again here, it would wait for the others.
+            again = isinstance(error, CutFailed) and error.cause == Cause.BUSY and cut is None
+            self._outcomes.not_taken(flight, error, again=again)
+            raise
+        self._order.arm()
+        stall_s = time.perf_counter() - began_s
+        self._clock.stalled(stall_s)
+        self._stats.cuts += 1
+        self._stats.stalls_s.append(stall_s)
+        self._listener.emit("cut", step=step, cut=number, mode=copied.mode, stall_s=stall_s, reason=reason)
+
+    def _look(self) -> DirtyCounts:
+        self._tracking.settle()
+        self._outcomes.report_inconsistent()
+        self._outcomes.count_faults(len(self._tracking.audit_before_commit(ahead=self._precopy.looked)))
+        counts = self._tracking.refresh()
+        if self._tracking.regrown:
+            self._base.ask_full()
+        return counts
+
+    def _described_again(self, until_s: float) -> Link:
+        """An attachment with the tables as they are now: optimizer state appeared."""
+        link = self._session.reattach(until_s=until_s)
+        if link is None:
+            raise CutFailed("gone", "the sidecar went away while tables were described anew")
+        self._outcomes.adopt(link)
+        return link
+
+    # What is sent.
+
+    def _send(
+        self,
+        link: Link,
+        flight: Flight,
+        counts: DirtyCounts,
+        began_s: float,
+        *,
+        hold_s: float,
+        latest_s: float,
+    ) -> CopiedRows:
+        cut = flight.cut
+
+        def ended(failure: CutFailed | None) -> None:
+            if failure is not None:
+                self._session.post(lambda: self._outcomes.failed(cut, failure))
+
+        ahead = self._precopy.take(link)
+        stream = self._precopy.streams.take(link) if ahead is None else ahead.stream
+        writer: BlockWriter | None = None
+        try:
+            stream.begin(self._begin(link, flight, counts), ended)
+            if not self._precopy.enabled:
+                # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
+                self._tracking.audit_sample()
+            cuts = table_cuts(self._program)
+            renewed = {} if ahead is None or ahead.mode is None else self._renewed(ahead, ahead.mode, cuts)
+            begun = flight.begun = stream.begun(hold_s)
+            crash_point("cut.begun")
+            mode = self._base.mode(begun)
+            if self._base.asks_rebase(begun):
+                self._tracking.rebase()
+                self._base.rebased()
+            until_s = min(time.monotonic() + (begun.stall_budget_s or LONGEST_S), latest_s)
+            writer = self._writer(link, stream, until_s, ahead, begun)
+            if ahead is not None and ahead.mode != mode:
+                renewed = {}
+            copied = self._write_tables(writer, mode, cuts, ahead, renewed)
+            content = None if self._contents is None else self._content(self._contents, writer)
+            for name, tree in self.capture.blobs(flight.step, content):
+                writer.blob(name, tree)
+            writer.flush()
+            crash_point("cut.before_seal")
+            self._precopy.cut_taken(
+                ahead,
+                ahead=copied.ahead,
+                again=copied.again,
+                rows=writer.copied.rows,
+                raw_bytes=writer.copied.raw_bytes,
+            )
+            seal = self._seal(flight, writer, content, copied)
+            seal.stall_s = time.perf_counter() - began_s
+            stream.seal(seal)
+            crash_point("cut.after_seal")
+        except BaseException as error:
+            if writer is not None:
+                writer.stop()
+            stalled = isinstance(error, CutFailed) and error.cause == Cause.DEADLINE and writer is not None
+            stream.abort(Cause.STALL_BUDGET if stalled else type(error).__name__)
+            raise
+        flight.left()
+        return copied
+
+    def _begin(self, link: Link, flight: Flight, counts: DirtyCounts) -> pb.SaveRequest.Begin:
+        begin = pb.SaveRequest.Begin(
+            session=link.session,
+            step=flight.step,
+            cut=flight.cut,
+            reason=flight.reason,
+            urgent=flight.urgent,
+            dirty_rows_commit=counts.commit,
+            dirty_rows_baseline=counts.baseline,
+            total_rows=counts.total,
+        )
+        self._base.declare(begin)
+        return begin
+
+    def _writer(
+        self,
+        link: Link,
+        stream: SaveStream,
+        until_s: float,
+        ahead: Precopy | None,
+        begun: pb.SaveReply.Begun,
+    ) -> BlockWriter:
+        def block() -> int:
+            return stream.block(until_s)
+
+        if ahead is not None:
+            ahead.writer.goes_on(block=block, send=stream.send)
+            return ahead.writer
+        observe = None if self._contents is None else self._observe(self._contents, link, begun)
+        return BlockWriter(
+            link.arena, block=block, send=stream.send, observe=observe, pin=partial(pin, link.arena)
+        )
+
+    def _renewed(
+        self, ahead: Precopy, mode: Mode, cuts: Sequence[tuple[TrackedTable, TableCut]]
+    ) -> dict[TrackedTable, tuple[TableAhead, Renewed]]:
+        """What was copied ahead for a cut of `mode`, brought up to this step; without what is of no use."""
+        known = {each.table: each for each in ahead.tables}
+        found = {}
+        for table, cut in cuts:
+            mine = known.get(table)
+            if mine is not None and (renewed := mine.renewed(cut, mode)) is not None:
+                found[table] = mine, renewed
+            elif mine is not None and mine.strayed:
+                self._stats.audit_faults += 1
+                table.fall_back_to_hashing(
+                    "rows copied ahead of a cut were not what is there at it: it is written for a while, without a "
+                    "trace (through .data), and put back"
+                )
+        return found
+
+    def _write_tables(
+        self,
+        writer: BlockWriter,
+        mode: Mode,
+        cuts: Sequence[tuple[TrackedTable, TableCut]],
+        ahead: Precopy | None,
+        renewed: Mapping[TrackedTable, tuple[TableAhead, Renewed]],
+    ) -> CopiedRows:
+        """Copy the rows of every table, or what was not copied ahead of them."""
+        copied = CopiedRows(mode=mode, tables=[(table, mine) for table, (mine, _) in renewed.items()])
+        if ahead is not None:
+            copied.ahead = ahead.hand_over(mine for mine, _ in renewed.values())
+        for table, cut in cuts:
+            if table in renewed:
+                mine, now = renewed[table]
+                copied.full &= mine.whole
+                copied.again += now.again
+                writer.table(now.rest, start=now.start)
+            else:
+                selection = table.prepare_cut(mode)
+                copied.full &= selection.all
+                writer.table(replace(cut, selection=selection))
+        return copied
+
+    def _seal(
+        self, flight: Flight, writer: BlockWriter, content: Mapping[str, str] | None, copied: CopiedRows
+    ) -> pb.SaveRequest.Seal:
+        metadata = flight.metadata | dict(self._metadata())
+        if named := self._outcomes.inconsistent:
+            metadata[INCONSISTENT_KEY] = ",".join(named)
+        if content is not None:
+            metadata |= {f"content/{fqn}": value for fqn, value in content.items()}
+        return pb.SaveRequest.Seal(
+            rows=writer.copied.rows,
+            raw_bytes=writer.copied.raw_bytes,
+            metadata=metadata,
+            full=copied.full,
+            precopied_rows=copied.ahead,
+            recopied_rows=copied.again,
+            slowdown_s=self._precopy.slower_s if copied.ahead else 0.0,
+            pins=flight.pins,
+        )
+
+    def _content(self, contents: Contents, writer: BlockWriter) -> dict[str, str]:
+        writer.flush()
+        saved = {table.key for table in self._tracking.saved}
+        return {key: value for key, value in contents.sealed().items() if key in saved}
+
+    def _observe(
+        self, contents: Contents, link: Link, begun: pb.SaveReply.Begun
+    ) -> Callable[[TableCut, Any, list[torch.Tensor]], None]:
+        state_encoding = (
+            begun.state_encoding or self._attachment.policy.state_encoding or DEFAULT_STATE_ENCODING
+        )
+
+        def observe(cut: TableCut, ids: Any, parts: list[torch.Tensor]) -> None:
+            contents.batch(
+                link.tables[cut.position],
+                cut.box,
+                ids if isinstance(ids, range) else ids.numpy(),
+                [array_of(part) for part in parts],
+                encoding=begun.encodings.get(link.tables[cut.position].fqn, begun.encoding),
+                state_encoding=state_encoding,
+            )
+
+        return observe
