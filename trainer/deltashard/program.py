@@ -23,6 +23,7 @@ from deltashard.state.contract import Contract, contracts_of, refuse_model
 from deltashard.state.fingerprint import fingerprint, library_version
 from deltashard.state.origin import Origin
 from deltashard.state.value import ValueSource, check_value, sources
+from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
@@ -134,6 +135,7 @@ class TrainingLoop:
     program: Program
     loaders: LoaderRegistry
     clock: StepClock
+    stance: Stance
 
 
 def _may_hold_scheduler(value: Any) -> bool:
