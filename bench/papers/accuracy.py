@@ -42,7 +42,7 @@ from deltashard_checkpoint.deciding.precision import (
     LAST_SHARE,
     Outlook,
     TableFacts,
-    by_budget,
+    chosen_bits,
     large_tables,
 )
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS
@@ -118,7 +118,7 @@ def budgeted(past: Past) -> list[int]:
         happened=past.happened,
         ending=past.ending,
     )
-    encodings = by_budget(facts, outlook, {}).encodings
+    encodings = chosen_bits("budget", facts, outlook, {}).encodings
     return [ENCODINGS[encodings[name]].bits for name in TABLES]
 
 

@@ -30,8 +30,8 @@ from deltashard_checkpoint.maintenance.garbage_collection import collect, debris
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.stores.abc import StoreFull
+from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
@@ -53,7 +53,7 @@ class Housekeeping:
         run: Run,
         *,
         log: Logger,
-        policy: Callable[[], Policy],
+        policy: Callable[[], pb.Policy],
         saving: Callable[[], bool],
     ) -> None:
         """`policy` is the one in force; `saving`: whether a save is in flight."""

@@ -2,12 +2,15 @@
 
     settings (environment, flags)  <  directive by its generation
 
+Policy and directive are the messages of proto/deltashard/v1: this module makes them of settings and of a commit's
+metadata, and checks them. Nothing changes one in place.
+
 A directive is whole: it replaces the one before, and its zero and empty fields keep what the pod started with. With
 `timers` its interval and its steps count as they are, so that a policy can go from seconds to steps and back under a
-run; both off is refused, for nobody may switch saving off from afar. Only a newer generation counts, so late and
+run; both off is refused: no remote party may switch saving off. Only a newer generation counts, so late and
 repeated messages change nothing. The newest one rides in the metadata of every commit under `KEY`, with the workload it
-was given to: a sidecar of that workload that starts while no controller is there goes on under it. A sidecar of another
-workload (a run continued by `run-id`) does not: its user chose anew.
+was given to: a sidecar of that workload that starts while no controller is there continues under it. A sidecar of
+another workload (a run continued by `run-id`) does not: its user chose again.
 
 docs/design/016-directives.md has the reasons.
 """
@@ -15,176 +18,107 @@ docs/design/016-directives.md has the reasons.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from deltashard_checkpoint.deciding.goal import goal
-from deltashard_checkpoint.deciding.precision import encodings_of
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.vocabulary import BITS_RULES, CHOICES
+from deltashard_checkpoint.vocabulary import BITS_RULES
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.settings import Settings
+from deltashard_sidecar.settings import Settings, check
 
 KEY = "deltashard/directive"
 """Name in a commit's metadata; the prefix `deltashard/` is not the user's."""
 MAX_TEXT = 4096
 _MAX_INT = (1 << 63) - 1
-_CHOSEN = ("encoding", "differential", "state_encoding", "bits_goal")
-"""Fields that take a word of `CHOICES`."""
-_WORDS = (*_CHOSEN, "goal", "tables")
-_SECONDS = ("every_s", "least_s", "most_s")
-_COUNTS = ("every_steps", "least_bits")
 
 
 class BadDirective(UserError):
     """A directive with a value that no sidecar of this version can follow; the one in force stays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """How a run saves. In a directive, 0 and "" keep what the pod was started with."""
-
-    every_s: float = 0.0
-    every_steps: int = 0
-    encoding: str = ""
-    differential: str = ""
-    state_encoding: str = ""
-    goal: str = ""
-    least_s: float = 0.0
-    most_s: float = 0.0
-    bits_goal: str = ""
-    least_bits: int = 0
-    tables: str = ""
-
-    @property
-    def chooses_bits(self) -> bool:
-        return self.bits_goal in BITS_RULES
-
-    @classmethod
-    def of(cls, source: Settings | pb.Policy) -> Policy:
-        """The policy that settings, or a message, hold."""
-        return cls(**{each.name: getattr(source, each.name) for each in fields(cls)})
-
-    def message(self) -> pb.Policy:
-        return pb.Policy(**{each.name: getattr(self, each.name) for each in fields(self)})
-
-    def over(self, base: Policy) -> Policy:
-        """`base` with every field that is set here."""
-        said = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(base, **{name: value for name, value in said.items() if value})
+def policy_of(settings: Settings) -> pb.Policy:
+    """The policy that settings state: each of its fields is a setting of the same name."""
+    return pb.Policy(**{name: getattr(settings, name) for name in pb.Policy.DESCRIPTOR.fields_by_name})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Directive:
-    """A policy that the controller gave, numbered."""
+def stated(policy: pb.Policy) -> dict[str, Any]:
+    """Its fields that are neither zero nor empty, by name."""
+    return {field.name: value for field, value in policy.ListFields()}
 
-    generation: int
-    policy: Policy
-    timers: bool = False
-    """`every_s` and `every_steps` count as they are: 0 is off."""
-    workload: str = ""
-    """UID of the workload it was given to."""
 
-    def text(self) -> str:
-        said = {each.name: getattr(self.policy, each.name) for each in fields(self.policy)}
-        document = {
-            "generation": self.generation,
-            "policy": {name: value for name, value in said.items() if value},
-            "workload": self.workload,
-            **({"timers": True} if self.timers else {}),
-        }
-        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+def changed(policy: pb.Policy, **fields: Any) -> pb.Policy:
+    """`policy` with other values of these fields."""
+    return pb.Policy(**stated(policy) | fields)
+
+
+def chooses_bits(policy: pb.Policy) -> bool:
+    return policy.bits_goal in BITS_RULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InForce:
     """What holds now."""
 
-    started_with: Policy
-    directive: Directive | None = None
+    started_with: pb.Policy
+    directive: fleet.Directive | None = None
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> pb.Policy:
         if self.directive is None:
             return self.started_with
         asked = self.directive.policy
-        policy = asked.over(self.started_with)
-        if self.directive.timers:
-            policy = replace(policy, every_s=asked.every_s, every_steps=asked.every_steps)
-        return policy
+        timers = {"every_s": asked.every_s, "every_steps": asked.every_steps}
+        return changed(self.started_with, **stated(asked) | (timers if self.directive.timers else {}))
 
     @property
     def generation(self) -> int:
         """Generation of the directive; 0: none."""
         return 0 if self.directive is None else self.directive.generation
 
-    def after(self, directive: Directive) -> InForce:
+    def after(self, directive: fleet.Directive) -> InForce:
         """What holds after `directive` came: itself when that is not newer."""
         return replace(self, directive=directive) if directive.generation > self.generation else self
 
 
-def received(message: fleet.Directive, workload: str) -> Directive:
+def received(message: fleet.Directive, workload: str) -> fleet.Directive:
     """The directive of a message to a sidecar of `workload`; raises `BadDirective`."""
-    policy = Policy.of(message.policy)
     return _checked(
-        Directive(generation=message.generation, policy=policy, timers=message.timers, workload=workload)
+        fleet.Directive(
+            generation=message.generation, policy=message.policy, timers=message.timers, workload=workload
+        )
     )
 
 
-def recorded(text: str) -> Directive:
-    """The directive in a commit's metadata; raises `BadDirective`: whoever can write the bucket wrote it."""
+def text_of(directive: fleet.Directive) -> str:
+    """The text that `recorded` reads: a commit's metadata."""
+    fields = {field.name: value for field, value in directive.ListFields()}
+    return json.dumps(fields | {"policy": stated(directive.policy)}, sort_keys=True, separators=(",", ":"))
+
+
+def recorded(text: str) -> fleet.Directive:
+    """The directive in a commit's metadata; raises `BadDirective`: any writer of the bucket may have written it."""
     try:
-        document: Any = json.loads(text[: MAX_TEXT + 1])
-        policy = Policy(**document["policy"])
-        directive = Directive(
-            generation=document["generation"],
-            policy=policy,
-            timers=document.get("timers", False),
-            workload=document["workload"],
-        )
-    except (ValueError, TypeError, KeyError, RecursionError):
+        directive = fleet.Directive(**json.loads(text[: MAX_TEXT + 1]))
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise BadDirective("the recorded directive cannot be read", where=KEY) from None
-    words = (*(getattr(policy, name) for name in _WORDS), directive.workload)
-    if (
-        any(type(getattr(policy, name)) not in (int, float) for name in _SECONDS)
-        or any(type(getattr(policy, name)) is not int for name in _COUNTS)
-        or type(directive.generation) is not int
-        or type(directive.timers) is not bool
-        or not all(type(word) is str for word in words)
-    ):
-        raise BadDirective("the recorded directive has a value of a wrong type", where=KEY)
     return _checked(directive)
 
 
-def _checked(directive: Directive) -> Directive:
-    policy = directive.policy
-    for name in _CHOSEN:
-        value, known = getattr(policy, name), CHOICES[name]
-        if value and value not in known:
-            raise BadDirective(
-                f"{name} is {value[:40]!r}",
-                where=f"directive {directive.generation}",
-                remedy=f"one of {', '.join(known)}; is this sidecar older than the controller?",
-            )
+def _checked(directive: fleet.Directive) -> fleet.Directive:
+    where = f"directive {directive.generation}"
     try:
-        if policy.goal:
-            goal(policy.goal, where=f"directive {directive.generation}")
-        encodings_of(policy.tables, where=f"directive {directive.generation}")
+        for name, value in stated(directive.policy).items():
+            check(name, value, where=where)
     except UserError as error:
         raise BadDirective(error.what, where=error.where, remedy=error.remedy) from error
-    numbers_fit = (
-        0 < directive.generation <= _MAX_INT
-        and all(0 <= getattr(policy, name) <= _MAX_INT for name in _COUNTS)
-        and all(0 <= getattr(policy, name) <= _MAX_INT for name in _SECONDS)  # nor is NaN
-    )
-    if not numbers_fit:
-        raise BadDirective("a number is out of range", where=f"directive {directive.generation}")
-    if directive.timers and not policy.every_s and not policy.every_steps:
+    if not 0 < directive.generation <= _MAX_INT or not directive.HasField("policy"):
+        raise BadDirective("it has no generation or no policy", where=where)
+    if directive.timers and not directive.policy.every_s and not directive.policy.every_steps:
         raise BadDirective(
             "it would turn off every timer",
-            where=f"directive {directive.generation}",
+            where=where,
             remedy="a pod of its own settings may save on demand only; no directive can have it so",
         )
     return directive

@@ -20,6 +20,7 @@ from deltashard_sidecar.deciding.decider import Cost
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.maintenance import Housekeeping
 from deltashard_sidecar.parts import Parts
+from deltashard_sidecar.policy import chooses_bits, text_of
 from deltashard_sidecar.run.bit_choice import Ranks
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
@@ -233,9 +234,9 @@ class SaveService:
             precision=holding.precision,
             chain_precision=holding.chain_precision,
             increments=holding.increments,
-            samples=policy.chooses_bits and (session.who.rank == 0 or ranks.here),
+            samples=chooses_bits(policy) and (session.who.rank == 0 or ranks.here),
             layout=session.attempt.layout,
-            follows=None if in_force.directive is None else in_force.directive.text(),
+            follows=None if in_force.directive is None else text_of(in_force.directive),
             profile=self._decider.text(closing=begin.urgent or begin.reason == "close")
             if session.who.rank == 0
             else None,

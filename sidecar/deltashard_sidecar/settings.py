@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from deltashard_checkpoint.cache.pack_spool import MAX_PACK_BYTES
 from deltashard_checkpoint.deciding.goal import goal as goal_of
@@ -70,6 +71,12 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "linger_s": (-1, _YEAR_S),
 }
 """Every number's least and greatest value: what is outside is refused at start, instead of failing later."""
+WORDS: Mapping[str, Sequence[str]] = {
+    **CHOICES,
+    "runs": ("", ONE_RUN, RUN_PER_POD),
+    "log_level": ("debug", "info", "warning", "error"),
+}
+"""The words of a setting that takes one of a few."""
 
 
 class SettingError(UserError):
@@ -205,15 +212,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         validate_run(self.run)
-        for name, words in CHOICES.items():
-            _one_of(name, getattr(self, name), words)
-        if self.goal:
-            goal_of(self.goal, where="goal")
-        encodings_of(self.tables, where="tables")
-        _one_of("runs", self.runs, ("", ONE_RUN, RUN_PER_POD))
-        _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
-        for name in RANGES:
-            _in_range(name, getattr(self, name), where=f"--{name.replace('_', '-')} or {variable_of(name)}")
+        for field in fields(self):
+            where = f"{flag_of(field.name)} or {variable_of(field.name)}"
+            check(field.name, getattr(self, field.name), where=where)
         if 0 < self.most_s < self.least_s:
             raise SettingError(
                 f"no interval is at least {self.least_s:g} s and at most {self.most_s:g} s",
@@ -260,27 +261,36 @@ def version() -> str:
     return ""
 
 
-def _in_range(name: str, value: float, *, where: str) -> None:
-    least, most = RANGES[name]
-    if not least <= value <= most:  # nor is NaN
+def check(name: str, value: Any, *, where: str) -> None:
+    """Raises a `UserError` unless `value`, of the setting's type, is one of its words or within its range."""
+    if name in WORDS and value not in WORDS[name]:
         raise SettingError(
-            f"{name} is {value}",
-            where=where,
-            remedy=f"from {int(least)} to {int(most)}; see the settings reference",
+            f"{name} is {value[:40]!r}", where=where, remedy=f"one of {', '.join(WORDS[name])}"
         )
+    if name in RANGES:
+        least, most = RANGES[name]
+        if not least <= value <= most:  # nor is NaN
+            raise SettingError(
+                f"{name} is {value}",
+                where=where,
+                remedy=f"from {int(least)} to {int(most)}; see the settings reference",
+            )
+    if name == "goal" and value:
+        goal_of(value, where=where)
+    if name == "tables":
+        encodings_of(value, where=where)
 
 
 def number(name: str, text: str, *, where: str) -> float:
     """A float with the range of setting `name`, from a command's flag; raises `SettingError`."""
     value = _parse(where, "float", text)
     assert isinstance(value, float)
-    _in_range(name, value, where=where)
+    check(name, value, where=where)
     return value
 
 
-def _one_of(name: str, value: str, values: Sequence[str]) -> None:
-    if value not in values:
-        raise SettingError(f"{name} is {value!r}", where=name, remedy=f"one of {', '.join(values)}")
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def variable_of(name: str) -> str:
@@ -329,7 +339,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         values[name] = _parse(flag, known[name], text)
     missing = [f.name for f in fields(Settings) if f.default is MISSING and f.name not in values]
     if missing:
-        names = ", ".join(f"--{name.replace('_', '-')} ({variable_of(name)})" for name in missing)
+        names = ", ".join(f"{flag_of(name)} ({variable_of(name)})" for name in missing)
         raise SettingError(f"missing: {names}", where="settings")
     return Settings(**values)  # type: ignore[arg-type]  # _parse follows the annotations
 
@@ -367,7 +377,7 @@ def reference() -> str:
     ]
     for name, kind, default, doc in entries():
         meaning = " ".join(doc.split()).replace("|", "\\|")
-        flag, variable = f"--{name.replace('_', '-')}", variable_of(name)
+        flag, variable = flag_of(name), variable_of(name)
         span = " to ".join(str(int(limit)) for limit in RANGES.get(name, ()))
         typed = kind.replace("|", "or")
         lines.append(f"| `{flag}` | `{variable}` | {typed} | `{default}` | {span} | {meaning} |")

@@ -155,7 +155,7 @@ class Sidecar:
             session=session.id,
             has_checkpoint=self.run.has_checkpoint(),
             last_commit=session.attempt.last_commit,
-            policy=self.control.policy.message(),
+            policy=self.control.policy,
             run=self.run.name,
             url=self.settings.url,
             took_part=self.run.participation.newest(self.run.name),

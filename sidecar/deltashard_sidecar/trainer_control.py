@@ -16,11 +16,12 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import UserError
 from deltashard_proto.arena_layout import NEVER
 from deltashard_proto.cause import Cause
+from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.fleet.activity import FENCED
 from deltashard_sidecar.parts import Parts
-from deltashard_sidecar.policy import KEY, Directive, InForce, Policy, recorded
+from deltashard_sidecar.policy import KEY, InForce, policy_of, recorded, stated
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.session import notice as notices
 from deltashard_sidecar.session.schedule import Schedule
@@ -42,7 +43,7 @@ class TrainerControl:
         self._metrics = parts.metrics
         self._log = parts.log
         self._lock = threading.Lock()
-        self._in_force = InForce(started_with=Policy.of(parts.settings))
+        self._in_force = InForce(started_with=policy_of(parts.settings))
         self._told = self._in_force.policy
         """What trainers were told last."""
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
@@ -53,7 +54,7 @@ class TrainerControl:
         return self._in_force
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> pb.Policy:
         """What trainers are told: the policy in force, with the timers that the decider chose."""
         return self._decider.over(self._in_force.policy)
 
@@ -88,7 +89,7 @@ class TrainerControl:
 
     # What the controller says.
 
-    def follow(self, directive: Directive) -> None:
+    def follow(self, directive: fleet.Directive) -> None:
         """Go on under `directive`, unless it is not newer than what is in force. No save is touched that has begun."""
         with self._lock:
             before = self._in_force
@@ -99,7 +100,7 @@ class TrainerControl:
         if after is before:
             return
         self._metrics.directives.inc()
-        self._log.info("directive.followed", generation=directive.generation, policy=str(after.policy))
+        self._log.info("directive.followed", generation=directive.generation, policy=stated(after.policy))
         self._tell(sessions, anew=True)
 
     def decided(self) -> None:
@@ -121,7 +122,7 @@ class TrainerControl:
         if self._told == told and not anew:
             return
         for session in sessions:
-            session.notices.post(pb.Notice(policy=self._told.message()))
+            session.notices.post(pb.Notice(policy=self._told))
             self.direct(session)
 
     def adopt(self) -> None:

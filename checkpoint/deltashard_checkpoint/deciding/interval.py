@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from deltashard_checkpoint.deciding.cost import Measure
 from deltashard_checkpoint.deciding.goal import Goal, duration
@@ -44,6 +45,13 @@ EVIDENCE_RATIO = 2.0
 """By so much failures' rate must have changed to count as news."""
 
 
+class Bounds(Protocol):
+    """The user's own bounds of an interval, as a policy has them. Seconds; 0: none."""
+
+    least_s: float
+    most_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What an interval is chosen from. Seconds."""
@@ -61,9 +69,16 @@ class Situation:
     """Whether recovery is partial."""
     left_s: float = math.inf
     """Of planned training."""
-    least_s: float = 0.0
-    most_s: float = math.inf
-    """The user's own bounds."""
+    user: Bounds | None = None
+    """The user's bounds; None: there are none."""
+
+    @property
+    def least_s(self) -> float:
+        return 0.0 if self.user is None else self.user.least_s
+
+    @property
+    def most_s(self) -> float:
+        return math.inf if self.user is None else self.user.most_s or math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +127,15 @@ def failing_apart(ranks: int, pods: int) -> int:
 def pls_interval_s(pls: float, mtbf_s: float, shards: int) -> float:
     """The interval whose expected PLS is this (CPR)."""
     return 2 * pls * shards * mtbf_s
+
+
+def within(bounds: Bounds, seconds: float) -> float:
+    return min(max(seconds, bounds.least_s), bounds.most_s or math.inf)
+
+
+def chosen_under(goal: Goal, bounds: Bounds) -> str:
+    """Name of goal and bounds: an interval that was chosen under others is chosen again."""
+    return f"{goal} {bounds.least_s:g} {bounds.most_s or math.inf:g}"
 
 
 def chosen(goal: Goal, now: Situation) -> Interval:

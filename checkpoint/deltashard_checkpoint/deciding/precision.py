@@ -89,9 +89,6 @@ class TableFacts:
     """Sum of e^2 over the restores that it went through."""
 
 
-_ENDING = "the run is near its end: what it leaves behind is stored with 8 bit"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """The run."""
@@ -116,26 +113,32 @@ class ChosenBits:
     why: str
 
 
-def by_budget(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> ChosenBits:
-    """Bits by the squared-error budget; `fixed`: the user's own encodings of tables."""
-    large = large_tables(tables)
-    # A checkpoint matters only where it is restored: one that bears no restore is none.
-    count = max(outlook.restores, 1)
-    found = {}
-    for name, facts in tables.items():
-        bits = SAFE
-        if name in large and not outlook.ending:
-            bits = next((b for b in BITS if b >= outlook.least_bits and _affordable(facts, b, count)), SAFE)
-        found[name] = fixed.get(name, BITS_CHOICES[bits])
+def chosen_bits(
+    goal: str, tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]
+) -> ChosenBits:
+    """Bits by table for a goal, `budget` or `check-n-run`; `fixed`: the user's own encodings of tables."""
+    bits = dict.fromkeys(tables, SAFE)
     if outlook.ending:
-        why = _ENDING
+        why = "the run is near its end: what it leaves behind is stored with 8 bit"
+    elif goal == "check-n-run":
+        least = max(check_n_run_bits(outlook.expected, outlook.happened), outlook.least_bits)
+        bits = dict.fromkeys(tables, next((b for b in BITS if b >= least), SAFE))
+        why = f"Check-N-Run: {outlook.expected:.2g} restores are expected"
+        if outlook.happened > outlook.expected:
+            why = f"Check-N-Run: {outlook.happened} restores came, and {outlook.expected:.2g} were expected"
     else:
-        restores = f"{count} restore{'s' * (count != 1)}"
+        # A checkpoint matters only where it is restored: one that bears no restore is none.
+        count = max(outlook.restores, 1)
+        for name in large_tables(tables):
+            cheap = (b for b in BITS if b >= outlook.least_bits and _affordable(tables[name], b, count))
+            bits[name] = next(cheap, SAFE)
         why = (
-            f"at most {restores} to come (95 %), each adding its squared error to a budget of {BUDGET:g}; tables of "
-            f"the smallest {100 * (1 - LARGE_SHARE):.0f} % of bytes keep 8 bit"
+            f"at most {count} restore{'s' * (count != 1)} to come (95 %), each adding its squared error to a budget of "
+            f"{BUDGET:g}; tables of the smallest {100 * (1 - LARGE_SHARE):.0f} % of bytes keep 8 bit"
         )
-    return ChosenBits(encodings=found, why=why)
+    return ChosenBits(
+        encodings={name: fixed.get(name, BITS_CHOICES[width]) for name, width in bits.items()}, why=why
+    )
 
 
 def _affordable(facts: TableFacts, bits: int, restores: int) -> bool:
@@ -163,16 +166,3 @@ def check_n_run_bits(expected: float, happened: int) -> int:
     if happened > expected:
         return SAFE
     return next((bits for most, bits in PAPER if expected <= most), SAFE)
-
-
-def by_paper(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> ChosenBits:
-    """Check-N-Run's rule: one width for all tables, and 8 bit at the end, which is ours."""
-    least = max(check_n_run_bits(outlook.expected, outlook.happened), outlook.least_bits)
-    bits = SAFE if outlook.ending else next((b for b in BITS if b >= least), SAFE)
-    why = (
-        f"Check-N-Run: {outlook.happened} restores came, and {outlook.expected:.2g} were expected"
-        if outlook.happened > outlook.expected
-        else f"Check-N-Run: {outlook.expected:.2g} restores are expected"
-    )
-    encodings = {name: fixed.get(name, BITS_CHOICES[bits]) for name in tables}
-    return ChosenBits(encodings=encodings, why=_ENDING if outlook.ending else why)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from deltashard_checkpoint.deciding.evidence import NONE, POD_MTBF_S, Gamma, Rates, rates
 from deltashard_checkpoint.deciding.goal import AUTO, duration
 from deltashard_checkpoint.deciding.interval import Situation, chosen, share
-from deltashard_checkpoint.deciding.precision import GAUSSIAN_ERRORS, Outlook, TableFacts, by_budget
+from deltashard_checkpoint.deciding.precision import GAUSSIAN_ERRORS, Outlook, TableFacts, chosen_bits
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
@@ -107,7 +107,8 @@ def plan(given: Given, run: RecordedRun | None) -> SavePlan:
     figures.append(
         Figure(name="failures", value=f"one in {duration(believed.mtbf_s)} loses steps", source=source)
     )
-    bits = by_budget(
+    bits = chosen_bits(
+        "budget",
         {_TABLE: TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS)},
         Outlook(
             restores=believed.restores.quantile(given.planned_s),

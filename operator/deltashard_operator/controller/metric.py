@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from deltashard_checkpoint.deciding.decision import Decision
+from deltashard_proto.v1.fleet_pb2 import Decision
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector

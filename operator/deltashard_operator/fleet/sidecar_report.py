@@ -1,7 +1,7 @@
 """What sidecars report and what is answered, as plain values, and the seam to who keeps them.
 
-A message from the wire becomes a value by `hello_of` and `heartbeat_of`, and nothing else reads protobuf. They trust
-nobody: identities that cannot be are a `BadReport`; texts are clipped and hold no control characters, numbers are
+A message from the wire becomes a value by `hello_of` and `heartbeat_of`, field by field of the same names. They trust
+no peer: identities that cannot be are a `BadReport`; texts are clipped and hold no control characters, numbers are
 finite, not negative and fit the API's int64 (what is not becomes 0, which means "not known" all over the contract);
 lists are bounded; a phase or kind that a newer sidecar made up is UNKNOWN. So whatever arrives can be logged, counted
 and written to a status.
@@ -17,16 +17,16 @@ import enum
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, get_args
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol, TypeVar
 
-from deltashard_checkpoint.deciding.decision import Decision, Subject
 from deltashard_checkpoint.deciding.precision import MAX_TABLES
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL, NO_BITS_RULE
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
+T = TypeVar("T")
 RunKey = tuple[str, str]
 """(namespace, workload UID): the pods that train together, and what one directive is for."""
 
@@ -42,11 +42,24 @@ MAX_INCIDENTS = 64
 """Incidents in a heartbeat; the sidecar keeps as many."""
 MAX_REASON = 512
 """Characters of each text of a decision."""
-FIXED = "fixed"
-NO_LEAST_S, NO_MOST_S, NO_LEAST_BITS, NO_TABLES = 0.001, 365 * 86400.0, 2, ","
-"""Bounds that bind nothing: nothing at all would keep those that the pod was started with."""
-
-SUBJECTS: tuple[Subject, ...] = get_args(Subject)
+NONE: Mapping[str, Any] = {
+    "goal": "fixed",
+    "least_s": 0.001,
+    "most_s": 365 * 86400.0,
+    "bits_goal": NO_BITS_RULE,
+    "least_bits": 2,
+    "tables": ",",
+}
+"""What a directive says of a policy's field for nothing: zero and empty fields keep what the pod was started with."""
+SUBJECTS = ("interval", "bits")
+_LIMITS: Mapping[str, int] = {
+    "run": 2 * MAX_NAME,
+    **dict.fromkeys(("workload_name", "policy", "node", "save_blocked"), MAX_NAME),
+    **dict.fromkeys(("url", "message"), MAX_TEXT),
+    **dict.fromkeys(("value", "would", "why", "bound", "evidence", "unreachable"), MAX_REASON),
+    "tables": MAX_TABLES,
+}
+"""Characters of a text, by its field; `MAX_WORD` of others."""
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._:]*\Z")
@@ -259,7 +272,7 @@ class Heartbeat:
     incidents: tuple[Incident, ...] = ()
     """Incidents that are not acknowledged yet, ids rising."""
     measured: Measured | None = None
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[wire.Decision, ...] = ()
     """Of the run, by the pod that decides; one of a subject at most."""
 
 
@@ -271,23 +284,11 @@ class Directive:
     policy: PolicyInForce
 
     def message(self) -> wire.Directive:
-        policy = self.policy
+        found = {
+            each.name: getattr(self.policy, each.name) or NONE.get(each.name) for each in fields(self.policy)
+        }
         return wire.Directive(
-            generation=self.generation,
-            timers=policy.timed,
-            policy=trainer_wire.Policy(
-                every_s=policy.every_s,
-                every_steps=policy.every_steps,
-                encoding=policy.encoding,
-                differential=policy.differential,
-                state_encoding=policy.state_encoding,
-                goal=policy.goal or FIXED,
-                least_s=policy.least_s or NO_LEAST_S,
-                most_s=policy.most_s or NO_MOST_S,
-                bits_goal=policy.bits_goal or NO_BITS_RULE,
-                least_bits=policy.least_bits or NO_LEAST_BITS,
-                tables=policy.tables or NO_TABLES,
-            ),
+            generation=self.generation, timers=self.policy.timed, policy=trainer_wire.Policy(**found)
         )
 
 
@@ -319,112 +320,68 @@ def hello_of(message: wire.Hello) -> Hello:
         raise BadReport(
             f"protocol range {message.protocol_min}..{message.protocol_max} is empty", where="Hello"
         )
-    return Hello(
+    return _value(
+        Hello,
+        message,
         namespace=_identity(message.namespace, _NAME, "namespace"),
         pod=_identity(message.pod, _NAME, "pod"),
         pod_uid=_identity(message.pod_uid, _UID, "pod_uid"),
         process=_identity(message.process, _UID, "process"),
         workload_uid=_identity(message.workload_uid, _UID, "workload_uid"),
-        workload_kind=_text(message.workload_kind, MAX_WORD),
-        workload_name=_text(message.workload_name, MAX_NAME),
-        run=_text(message.run, 2 * MAX_NAME),
-        index=_text(message.index, MAX_WORD),
-        replica=_text(message.replica, MAX_WORD),
-        policy=_text(message.policy, MAX_NAME),
-        url=_text(message.url, MAX_TEXT),
-        node=_text(message.node, MAX_NAME),
-        version=_text(message.version, MAX_WORD),
-        protocol_min=message.protocol_min,
-        protocol_max=message.protocol_max,
-        started_at_s=_number(message.started_at_s),
     )
 
 
 def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
     """Value of a heartbeat that came; there is nothing in it that could be refused."""
-    return Heartbeat(
-        run=_text(message.run, 2 * MAX_NAME),
-        phase=_phase(message.phase),
-        ranks=tuple(
-            Rank(rank=each.rank, world_size=each.world_size, step=_count(each.step))
-            for each in message.ranks[:MAX_RANKS]
-        ),
-        attempt=_count(message.attempt),
-        openings=_count(message.openings),
-        stall_s=_number(message.stall_s),
-        lost_share=_number(message.lost_share),
-        partial_recoveries=_count(message.partial_recoveries),
+    return _value(
+        Heartbeat,
+        message,
+        phase=_PHASES.get(message.phase, Phase.UNKNOWN),
+        ranks=tuple(_value(Rank, each) for each in message.ranks[:MAX_RANKS]),
         samples=tuple(map(_sample, message.samples[-MAX_SAMPLES:])),
-        store_proven=message.store_proven,
-        last_commit=_commit(message.last_commit) if message.HasField("last_commit") else None,
-        last_commit_at_s=_number(message.last_commit_at_s),
+        last_commit=_value(Commit, message.last_commit) if message.HasField("last_commit") else None,
         policy=_policy(message.policy),
-        stored_bytes=_count(message.stored_bytes),
-        checkpoints=_count(message.checkpoints),
-        restores=_count(message.restores),
-        saves_failed=_count(message.saves_failed),
-        saves_failed_in_a_row=_count(message.saves_failed_in_a_row),
-        store_ok=message.store_ok,
-        credentials_ok=message.credentials_ok,
-        save_blocked=_text(message.save_blocked, MAX_NAME),
-        directive=_count(message.directive),
         incidents=_incidents(message.incidents),
-        measured=_measured(message.measured) if message.HasField("measured") else None,
+        measured=_value(Measured, message.measured) if message.HasField("measured") else None,
         decisions=_decisions(message.decisions),
     )
 
 
-def _measured(message: wire.Measured) -> Measured:
-    return Measured(
-        step_s=_number(message.step_s),
-        stall_s=_number(message.stall_s),
-        slowdown_s=_number(message.slowdown_s),
-        cost_s=_number(message.cost_s),
-        durable_s=_number(message.durable_s),
-        restore_s=_number(message.restore_s),
-        reschedule_s=_number(message.reschedule_s),
-        saves=_count(message.saves),
-        mtbf_s=_number(message.mtbf_s),
-        trained_s=_number(message.trained_s),
-    )
+def _value(kind: type[T], message: Any, /, **found: Any) -> T:
+    """A dataclass of a message whose fields have the same names, but for those that were `found`."""
+    plain = {
+        each.name: _plain(each.name, getattr(message, each.name))
+        for each in fields(kind)  # type: ignore[arg-type]
+        if each.name not in found
+    }
+    return kind(**plain, **found)
 
 
-def _decisions(messages: Sequence[wire.Decision]) -> tuple[Decision, ...]:
+def _plain(name: str, value: Any) -> Any:
+    """A field's value within its bounds."""
+    if isinstance(value, str):
+        return _text(value, _LIMITS.get(name, MAX_WORD))
+    if isinstance(value, float):
+        return _number(value)
+    return value if isinstance(value, bool) else _count(value)
+
+
+def _decisions(messages: Sequence[wire.Decision]) -> tuple[wire.Decision, ...]:
     """The first of each subject; a subject that is not known is skipped."""
-    found: dict[str, Decision] = {}
+    found: dict[str, wire.Decision] = {}
     for each in messages[:MAX_INCIDENTS]:
-        subject = next((known for known in SUBJECTS if known == each.subject), None)
-        if subject is None or subject in found:
-            continue
-        found[subject] = Decision(
-            subject=subject,
-            goal=_text(each.goal, MAX_WORD),
-            value=_text(each.value, MAX_REASON),
-            would=_text(each.would, MAX_REASON),
-            why=_text(each.why, MAX_REASON),
-            bound=_text(each.bound, MAX_REASON),
-            evidence=_text(each.evidence, MAX_REASON),
-            unreachable=_text(each.unreachable, MAX_REASON),
-        )
+        if each.subject in SUBJECTS and each.subject not in found:
+            texts = {field.name: _plain(field.name, value) for field, value in each.ListFields()}
+            found[each.subject] = wire.Decision(**texts)
     return tuple(found.values())
 
 
 def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
     # The lowest ids of too many: what is acknowledged must have been seen, and the others come again.
     by_id = {_count(each.id): each for each in messages}
-    return tuple(_incident(number, by_id[number]) for number in sorted(by_id)[:MAX_INCIDENTS])
-
-
-def _incident(number: int, message: wire.Incident) -> Incident:
-    return Incident(
-        id=number,
-        kind=_kind(message.kind),
-        at_s=_number(message.at_s),
-        cause=_text(message.cause, MAX_WORD),
-        message=_text(message.message, MAX_TEXT),
-        step=_count(message.step),
-        lost_steps=_count(message.lost_steps),
-        seconds=_number(message.seconds),
+    return tuple(
+        _value(Incident, by_id[number], id=number, kind=_KINDS.get(by_id[number].kind, IncidentKind.UNKNOWN))
+        for number in sorted(by_id)[:MAX_INCIDENTS]
     )
 
 
@@ -433,47 +390,9 @@ def _sample(message: wire.StepSample) -> StepSample:
     return StepSample(at_s=_count(message.at_s), steps={rank: _count(step) for rank, step in told})
 
 
-def _commit(message: trainer_wire.Commit) -> Commit:
-    return Commit(
-        seq=_count(message.seq),
-        attempt=_count(message.attempt),
-        cut=_count(message.cut),
-        step=_count(message.step),
-        baseline=message.baseline,
-        durable_s=_number(message.durable_s),
-        stored_bytes=_count(message.stored_bytes),
-        raw_bytes=_count(message.raw_bytes),
-        rows=_count(message.rows),
-    )
-
-
 def _policy(message: trainer_wire.Policy) -> PolicyInForce:
-    goal = "" if message.goal == FIXED else _text(message.goal, MAX_WORD)
-    return PolicyInForce(
-        every_s=_number(message.every_s),
-        every_steps=_count(message.every_steps),
-        encoding=_text(message.encoding, MAX_WORD),
-        differential=_text(message.differential, MAX_WORD),
-        state_encoding=_text(message.state_encoding, MAX_WORD),
-        goal=goal,
-        least_s=_bound_s(message.least_s, NO_LEAST_S),
-        most_s=_bound_s(message.most_s, NO_MOST_S),
-        bits_goal="" if message.bits_goal == NO_BITS_RULE else _text(message.bits_goal, MAX_WORD),
-        least_bits=0 if message.least_bits == NO_LEAST_BITS else _count(message.least_bits),
-        tables="" if message.tables == NO_TABLES else _text(message.tables, MAX_TABLES),
-    )
-
-
-def _bound_s(value: float, none_s: float) -> float:
-    return 0.0 if value == none_s else _number(value)
-
-
-def _phase(number: int) -> Phase:
-    return _PHASES.get(number, Phase.UNKNOWN)
-
-
-def _kind(number: int) -> IncidentKind:
-    return _KINDS.get(number, IncidentKind.UNKNOWN)
+    found = asdict(_value(PolicyInForce, message))
+    return PolicyInForce(**{name: value for name, value in found.items() if value != NONE.get(name)})
 
 
 _PHASES = {wire.Phase.Value(f"PHASE_{each.name}"): each for each in Phase if each is not Phase.UNKNOWN}

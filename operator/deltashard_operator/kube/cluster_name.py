@@ -62,14 +62,6 @@ JOBSET_REPLICAS_LABEL = "jobset.sigs.k8s.io/replicatedjob-replicas"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
 KUBEFLOW_REPLICA_LABEL = "training.kubeflow.org/replica-type"
 KUBEFLOW_INDEX_LABEL = "training.kubeflow.org/replica-index"
-NODE_POOL_LABELS = (
-    "cloud.google.com/gke-nodepool",
-    "eks.amazonaws.com/nodegroup",
-    "kubernetes.azure.com/agentpool",
-    "karpenter.sh/nodepool",
-    "node.kubernetes.io/instance-type",
-)
-"""By which nodes of a kind are known; the first that a node has."""
 
 
 def is_mesh_proxy(name: object) -> bool:

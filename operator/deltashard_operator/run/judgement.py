@@ -36,7 +36,7 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
         tally = run.tallies.get(part, failure.Tally())
         tally, over = failure.with_openings(tally, openings, now_s, seq=run.at(part).seq, run=part)
         run = with_tally(run, part, tally, over)
-    run = _spread(_ended(run, now_s), nodes)
+    run = _spread(_ended(run, now_s))
     live = run.live
     roll = roll_call.of_run(run, nodes)
     facts = list(_facts(run, live, nodes, now_s))
@@ -80,14 +80,10 @@ def _phases(live: tuple[Heartbeat, ...], roll: RollCall) -> frozenset[sidecar_re
     return frozenset(each.phase for each in live if each.ranks) or frozenset(each.phase for each in live)
 
 
-def _spread(run: Run, nodes: Mapping[str, NodeView]) -> Run:
-    """The run with how many pods it has at once, and where."""
+def _spread(run: Run) -> Run:
+    """The run with how many pods it has at once."""
     width = max(run.width, sum(each.alive for each in run.pods.values()))
-    pool = run.node_pool or next(
-        (nodes[each.node].pool for each in run.pods.values() if each.node in nodes and nodes[each.node].pool),
-        "",
-    )
-    return run if (width, pool) == (run.width, run.node_pool) else replace(run, width=width, node_pool=pool)
+    return run if width == run.width else replace(run, width=width)
 
 
 def _may_train(run: Run, pod: PodView, nodes: Mapping[str, NodeView]) -> bool:

@@ -21,7 +21,6 @@ from deltashard_operator.kube.cluster_name import (
     BITS,
     GOAL,
     INTERVAL,
-    NODE_POOL_LABELS,
     POLICY,
     PRECISION,
     PREFIX,
@@ -155,8 +154,6 @@ class NodeView:
     ready: bool
     cordoned: bool = False
     """Marked unschedulable, which is how a drain begins."""
-    pool: str = ""
-    """Group of like nodes that it is of, by its provider's label or else its type; empty: not known."""
 
 
 def seconds_of(text: object) -> float:
@@ -319,6 +316,4 @@ def node_of(document: Document) -> NodeView:
     conditions = (document.get("status") or {}).get("conditions") or ()
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
     cordoned = bool((document.get("spec") or {}).get("unschedulable"))
-    labels = document["metadata"].get("labels") or {}
-    pool = next((labels[key] for key in NODE_POOL_LABELS if labels.get(key)), "")
-    return NodeView(name=document["metadata"]["name"], ready=ready, cordoned=cordoned, pool=pool)
+    return NodeView(name=document["metadata"]["name"], ready=ready, cordoned=cordoned)

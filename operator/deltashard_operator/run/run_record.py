@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.vocabulary import bits_of
+from deltashard_proto.v1.fleet_pb2 import Decision
 
 from deltashard_operator.fleet.sidecar_report import Measured, PolicyInForce
 from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
@@ -152,7 +152,6 @@ def status(run: Run, now_s: float) -> Document:
         "pending": _pending(run.incidents) or None,
         "crashes": _crashes(run) or None,
         "widestPods": run.width or None,
-        "nodePool": run.node_pool or None,
         "decisions": [_decision(each) for each in run.decisions] or None,
         "goal": next((each.goal for each in run.decisions if each.subject == "interval"), policy.goal)
         or None,
@@ -220,7 +219,6 @@ def run_of(found: Mapping[str, Any]) -> Run:
         tallies=_tallies(said, losses, numbered),
         incidents=_incidents_of(said),
         width=int(said.get("widestPods", 0)),
-        node_pool=said.get("nodePool", ""),
         decisions=tuple(map(_decision_of, said.get("decisions") or ())),
         measured=_measured_of(said["measured"]) if said.get("measured") else None,
         progress=_progress_of(said, numbered, in_force),
@@ -467,17 +465,14 @@ def _short(why: str) -> str:
 
 
 def _decision(decision: Decision) -> Document:
-    return {
-        "subject": decision.subject,
-        **_clipped({name: getattr(decision, name) for name in _TEXTS}),
-    }
+    return {field.name: value for field, value in decision.ListFields()}
 
 
 def _decision_of(found: Mapping[str, Any]) -> Decision:
-    return Decision(subject=found["subject"], **{name: found.get(name, "") for name in _TEXTS})
+    known = Decision.DESCRIPTOR.fields_by_name
+    return Decision(**{name: value for name, value in found.items() if name in known})
 
 
-_TEXTS = ("goal", "value", "would", "why", "bound", "evidence", "unreachable")
 _MEASURED = {
     "step_s": "stepSeconds",
     "stall_s": "stallSeconds",

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from deltashard_checkpoint.deciding import evidence
-from deltashard_checkpoint.deciding.decision import Decision, Subject
 from deltashard_checkpoint.deciding.evidence import Rates
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 from deltashard_proto.cause import Cause
+from deltashard_proto.v1.fleet_pb2 import Decision
 
 from deltashard_operator.fleet.sidecar_report import (
     Heartbeat,
@@ -139,8 +139,6 @@ class Run:
     """What they count for."""
     width: int = 0
     """Most pods that it ever had at once."""
-    node_pool: str = ""
-    """Of the first node that was seen of it."""
     measured: Measured | None = None
     decisions: tuple[Decision, ...] = ()
     """By the word of the pod that decides."""
@@ -383,7 +381,7 @@ def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> t
     return run, (*notices, *_changes(before, run.decisions))
 
 
-_CHANGED: Mapping[Subject, str] = {
+_CHANGED: Mapping[str, str] = {
     "interval": "IntervalChanged",
     "bits": "BitsChanged",
 }

@@ -8,12 +8,10 @@ Without a goal, and with `fixed`, the timers stay as stated, and what `auto` wou
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from deltashard_checkpoint.deciding.cost import Profile
-from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.goal import AUTO, FIXED, Goal, goal
 from deltashard_checkpoint.deciding.interval import (
     ENOUGH,
@@ -22,11 +20,13 @@ from deltashard_checkpoint.deciding.interval import (
     Interval,
     Situation,
     chosen,
+    chosen_under,
+    within,
     worth_changing,
 )
 from deltashard_checkpoint.deciding.record import Held
-
-from deltashard_sidecar.policy import Policy
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 MEASURING_S = 60.0
 """Interval until saves were measured, where none is said."""
@@ -46,39 +46,23 @@ class GoalTerms:
     """`auto` where none is in force."""
     applied: bool
     """Whether a goal is in force."""
-    every_s: float
-    every_steps: int
-    least_s: float
-    most_s: float
-    """Infinite: the user has no such bound."""
+    policy: pb.Policy
 
     @property
     def name(self) -> str:
-        """Goal and bounds: a choice under others is made anew."""
-        return f"{self.goal} {self.least_s:g} {self.most_s:g}"
+        return chosen_under(self.goal, self.policy)
 
     @property
     def shown(self) -> str:
         """The goal in force, in the user's words."""
         return str(self.goal if self.applied else FIXED)
 
-    @property
-    def said(self) -> bool:
-        return self.every_s > 0 or self.every_steps > 0
 
-
-def terms_of(policy: Policy) -> GoalTerms:
+def terms_of(policy: pb.Policy) -> GoalTerms:
     """The terms of a policy, which was checked."""
     aim = goal(policy.goal) if policy.goal else FIXED
     applied = aim != FIXED
-    return GoalTerms(
-        goal=aim if applied else AUTO,
-        applied=applied,
-        every_s=policy.every_s,
-        every_steps=policy.every_steps,
-        least_s=policy.least_s,
-        most_s=policy.most_s or math.inf,
-    )
+    return GoalTerms(goal=aim if applied else AUTO, applied=applied, policy=policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +73,7 @@ class Choice:
     """None while saves are measured."""
     every_s: float
     every_steps: int
-    decision: Decision
+    decision: fleet.Decision
     cause: Cause | None = None
     """Why `held` is another one than before; None: it is not."""
 
@@ -122,14 +106,14 @@ def _cause(
 
 
 def _measuring(terms: GoalTerms, profile: Profile, evidence: str) -> Choice:
-    every_s, every_steps = terms.every_s, terms.every_steps
-    if terms.applied and not terms.said:
-        every_s = min(max(MEASURING_S, terms.least_s), terms.most_s)
+    every_s, every_steps = terms.policy.every_s, terms.policy.every_steps
+    if terms.applied and not every_s and not every_steps:
+        every_s = within(terms.policy, MEASURING_S)
     return Choice(
         held=None,
         every_s=every_s,
         every_steps=every_steps,
-        decision=Decision(
+        decision=fleet.Decision(
             subject="interval",
             goal=terms.shown,
             value=timers(every_s, every_steps),
@@ -141,13 +125,13 @@ def _measuring(terms: GoalTerms, profile: Profile, evidence: str) -> Choice:
 
 
 def _held(terms: GoalTerms, held: Held, found: Interval, evidence: str, cause: Cause | None) -> Choice:
-    every_s = held.basis.seconds if terms.applied else terms.every_s
-    every_steps = 0 if terms.applied else terms.every_steps
+    every_s = held.basis.seconds if terms.applied else terms.policy.every_s
+    every_steps = 0 if terms.applied else terms.policy.every_steps
     return Choice(
         held=held,
         every_s=every_s,
         every_steps=every_steps,
-        decision=Decision(
+        decision=fleet.Decision(
             subject="interval",
             goal=terms.shown,
             value=timers(every_s, every_steps),
@@ -168,15 +152,14 @@ def capped(choice: Choice, terms: GoalTerms, doublings: int) -> Choice:
     last halves the minute, down to a second; `doublings` is the commits of this attempt less those. So an attempt keeps
     about half of what it trained, however long it lives.
     """
-    every_s = max(SOONEST_S, terms.least_s, MEASURING_S * 2.0 ** max(-30, min(doublings, 30)))
+    every_s = within(terms.policy, max(SOONEST_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
     if not terms.applied or 0 < choice.every_s <= every_s:
         return choice
-    decision = replace(
-        choice.decision,
-        value=timers(every_s, choice.every_steps),
-        would=choice.decision.would or timers(choice.every_s, choice.every_steps),
-        bound="attempts before ended without a checkpoint: twice as long with each commit",
-    )
+    decision = fleet.Decision()
+    decision.CopyFrom(choice.decision)
+    decision.value = timers(every_s, choice.every_steps)
+    decision.would = timers(choice.every_s, choice.every_steps)
+    decision.bound = "attempts before ended without a checkpoint: twice as long with each commit"
     return replace(choice, every_s=every_s, decision=decision)
 
 

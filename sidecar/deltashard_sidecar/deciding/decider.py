@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, Measure, Profile
-from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
 from deltashard_checkpoint.deciding.interval import Situation, failing_apart
@@ -31,12 +30,13 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.deciding.choice import CAUSES, Choice, capped, choose, terms_of
 from deltashard_sidecar.deciding.history import Past, follows_rewind, past, without_checkpoint
 from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
-from deltashard_sidecar.policy import Policy
+from deltashard_sidecar.policy import changed, policy_of
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
@@ -112,8 +112,7 @@ class Decider:
         self._clock = clock
         self._place = place(settings.profile_key)
         self._lock = threading.Lock()
-        self._policy = Policy.of(settings)
-        self._terms = terms_of(self._policy)
+        self._terms = terms_of(policy_of(settings))
         self._opening: Opening | None = None
         self._meter = StepMeter()
         self._profile = Profile()
@@ -144,12 +143,12 @@ class Decider:
 
     # What holds.
 
-    def over(self, policy: Policy) -> Policy:
+    def over(self, policy: pb.Policy) -> pb.Policy:
         """`policy` with the timers that are chosen."""
         with self._lock:
             if self._choice is None or not self._terms.applied:
                 return policy
-            return replace(policy, every_s=self._choice.every_s, every_steps=self._choice.every_steps)
+            return changed(policy, every_s=self._choice.every_s, every_steps=self._choice.every_steps)
 
     def phase(self) -> float:
         """By which share of the interval the attempt's first save is off, -0.1 to 0.1; 0 where nothing is chosen."""
@@ -178,9 +177,9 @@ class Decider:
 
     # What it hears.
 
-    def governed(self, policy: Policy) -> None:
+    def governed(self, policy: pb.Policy) -> None:
         with self._lock:
-            self._policy, self._terms = policy, terms_of(policy)
+            self._terms = terms_of(policy)
             self._decide()
 
     def opened(self, opening: Opening, state: RunState) -> None:
@@ -406,7 +405,7 @@ class Decider:
         return choice if self._doublings is None else capped(choice, terms, self._doublings)
 
     def _situation(self, opening: Opening) -> Situation:
-        profile, policy = self._profile, self._policy
+        profile = self._profile
         return Situation(
             cost_s=cost_of(profile, self._held),
             durable_s=profile.durable.p95,
@@ -415,15 +414,14 @@ class Decider:
             shards=failing_apart(opening.world_size, opening.pods),
             partial=self._partial,
             left_s=self._left_steps * profile.step_s if profile.step_s else math.inf,
-            least_s=policy.least_s,
-            most_s=policy.most_s or math.inf,
+            user=self._terms.policy,
         )
 
     # What people are told.
 
     def _show(self) -> None:
         metrics, choice = self._metrics, self._choice
-        timers = self._policy if choice is None else choice
+        timers = self._terms.policy if choice is None else choice
         chosen = None if choice is None else choice.held
         metrics.interval.labels("in_force").set(timers.every_s)
         metrics.interval.labels("chosen").set(0.0 if chosen is None else chosen.basis.seconds)
@@ -457,7 +455,7 @@ class Decider:
                 rates=self._rates(), trained_s=self._seen().exposure_s, step_s=self._profile.step_s
             )
 
-    def decisions(self) -> list[Decision]:
+    def decisions(self) -> list[fleet.Decision]:
         """What holds, what would, and why."""
         with self._lock:
             return [] if self._choice is None else [self._choice.decision]

@@ -28,7 +28,6 @@ from deltashard_proto.v1.fleet_pb2_grpc import FleetStub
 from deltashard_sidecar import policy
 from deltashard_sidecar.fleet import heartbeat
 from deltashard_sidecar.fleet.heartbeat import BACKOFF, HeartbeatPace, failures_after
-from deltashard_sidecar.policy import Directive
 from deltashard_sidecar.settings import Settings, version
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
@@ -117,7 +116,7 @@ class Fleet:
         settings: Settings,
         *,
         beat: Callable[[], fleet.Heartbeat],
-        follow: Callable[[Directive], None],
+        follow: Callable[[fleet.Directive], None],
         save_now: Callable[[fleet.SaveRequested], object],
         acknowledge: Callable[[int], None],
         metrics: Metrics,

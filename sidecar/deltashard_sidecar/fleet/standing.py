@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict
 
-from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.log.chain import held_bytes
 from deltashard_checkpoint.log.commit_log import proven
 from deltashard_checkpoint.log.run_state import RunState
@@ -79,7 +77,7 @@ class Standing:
             attempt=attempt,
             openings=openings(state, attempt),
             samples=self._samples.message(),
-            policy=self._decider.over(in_force.policy).message(),
+            policy=self._decider.over(in_force.policy),
             saves_failed=activity.saves_failed,
             saves_failed_in_a_row=activity.failed_in_a_row,
             restores=activity.restores,
@@ -90,7 +88,7 @@ class Standing:
             incidents=activity.incidents.kept(),
             measured=self._decider.measured(),
             save_blocked=self._keeper.blocked(self._sessions.ranks())[1],
-            decisions=[fleet.Decision(**asdict(each)) for each in self._decisions()],
+            decisions=self._decisions(),
         )
         beat.stored_bytes, beat.checkpoints = self._held(state)
         newest = state.newest()
@@ -113,7 +111,7 @@ class Standing:
         group = [s.who for s in self._sessions.all() if s.who.world_size > 1 and s.attempt.number is not None]
         self._samples.take(now_s, [(who.rank, self._keeper.step_of(who.local_rank)) for who in group])
 
-    def _decisions(self) -> list[Decision]:
+    def _decisions(self) -> list[fleet.Decision]:
         bits = self._run.bits.decision
         return [*self._decider.decisions(), *([] if bits is None else [bits])]
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deltashard_checkpoint.deciding import harm
-from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import Expected
 from deltashard_checkpoint.deciding.harm import Harm
 from deltashard_checkpoint.deciding.precision import (
@@ -27,9 +26,8 @@ from deltashard_checkpoint.deciding.precision import (
     ChosenBits,
     Outlook,
     TableFacts,
-    by_budget,
-    by_paper,
     by_table,
+    chosen_bits,
     encodings_of,
     large_tables,
 )
@@ -40,9 +38,10 @@ from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.precision import StoredPrecision as Stored
+from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.policy import Policy
+from deltashard_sidecar.policy import chooses_bits
 from deltashard_sidecar.run.row_error import RowErrors
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
@@ -70,7 +69,7 @@ class BitChoice:
 
     def __init__(self, *, metrics: Metrics, log: Logger) -> None:
         self.errors = RowErrors()
-        self.decision: Decision | None = None
+        self.decision: fleet.Decision | None = None
         """The newest; None: nothing is chosen."""
         self._attempt: int | None = None
         """Whose harm is known; None: no log was read yet, and nothing is chosen or said."""
@@ -114,7 +113,7 @@ class BitChoice:
 
     def encodings(
         self,
-        policy: Policy,
+        policy: pb.Policy,
         ranks: Ranks,
         begin: pb.SaveRequest.Begin,
         expected: Expected,
@@ -131,7 +130,7 @@ class BitChoice:
                 "tables.unknown", names=unknown, tables=sorted(table.fqn for table in ranks.tables)[:8]
             )
         said = {table.fqn: own.get(table.fqn, policy.encoding) for table in ranks.tables}
-        if policy.chooses_bits:
+        if chooses_bits(policy):
             said = dict(
                 self._of(
                     policy,
@@ -149,7 +148,7 @@ class BitChoice:
 
     def _of(
         self,
-        policy: Policy,
+        policy: pb.Policy,
         ranks: Ranks,
         begin: pb.SaveRequest.Begin,
         expected: Expected,
@@ -173,7 +172,7 @@ class BitChoice:
 
     def _chosen(
         self,
-        policy: Policy,
+        policy: pb.Policy,
         ranks: Ranks,
         begin: pb.SaveRequest.Begin,
         expected: Expected,
@@ -200,12 +199,11 @@ class BitChoice:
             ending=ending or begin.reason == "close",
             least_bits=SAFE if unknown else max(policy.least_bits, BITS[0]),
         )
-        rule = by_paper if policy.bits_goal == "check-n-run" else by_budget
-        return rule(facts, outlook, own)
+        return chosen_bits(policy.bits_goal, facts, outlook, own)
 
     def _decided(
         self,
-        policy: Policy,
+        policy: pb.Policy,
         found: ChosenBits,
         said: Mapping[str, str],
         *,
@@ -215,7 +213,7 @@ class BitChoice:
     ) -> None:
         would = summary(found.encodings)
         before = self.decision
-        self.decision = Decision(
+        self.decision = fleet.Decision(
             subject="bits",
             goal=policy.bits_goal,
             value=would if holds else summary(said),
@@ -232,8 +230,8 @@ class BitChoice:
             self._log.info("decided.bits", value=self.decision.value, would=would, why=found.why)
 
     @staticmethod
-    def decides(policy: Policy, ranks: Ranks) -> bool:
-        return policy.chooses_bits and ranks.here
+    def decides(policy: pb.Policy, ranks: Ranks) -> bool:
+        return chooses_bits(policy) and ranks.here
 
     def metadata(self, held: Stored | None) -> dict[str, str]:
         """What a commit says of the harm so far, and of what a restore of it would add; None: nobody chooses its bits.

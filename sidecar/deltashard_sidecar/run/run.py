@@ -51,7 +51,6 @@ from deltashard_checkpoint.write.differential import Decision, History
 from deltashard_checkpoint.write.precision import OTHERS, StoredPrecision
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
 from deltashard_sidecar.run.chain_watch import ChainWatch
 from deltashard_sidecar.run.identity import identity
@@ -480,7 +479,7 @@ class Run:
         who: Attachment,
         attempt: int,
         begin: pb.SaveRequest.Begin,
-        policy: Policy,
+        policy: pb.Policy,
         expected: Expected,
         ranks: Ranks,
     ) -> Holding:
@@ -538,7 +537,7 @@ class Run:
         )
 
     def _rebases(
-        self, state: RunState, commit: int, history: History, policy: Policy, decision: Decision
+        self, state: RunState, commit: int, history: History, policy: pb.Policy, decision: Decision
     ) -> Turn | None:
         """Why the cut, and the next ones, cover the trainer's newest commit; None: they do not."""
         if decision == "since_commit" or policy.differential == "full" or history.baseline is None:

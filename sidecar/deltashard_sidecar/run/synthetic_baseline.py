@@ -18,8 +18,8 @@ from deltashard_checkpoint.maintenance import synthetic
 from deltashard_checkpoint.maintenance.compaction import compactable
 from deltashard_checkpoint.vocabulary import OVER_NEWEST
 from deltashard_checkpoint.write.differential import History
+from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.settings import Settings
 
@@ -38,7 +38,7 @@ class SyntheticBaselines:
         return self._settings.synthetic_baselines and self._settings.housekeeping_s >= 0
 
     def at_cut(
-        self, state: RunState, commit: int, history: History, policy: Policy, *, pays: bool
+        self, state: RunState, commit: int, history: History, policy: pb.Policy, *, pays: bool
     ) -> synthetic.BaselineVerdict | None:
         """Whether a cut covers `commit`, its trainer's newest, which is compacted then; None: decide without."""
         if not self.on or policy.differential in OVER_NEWEST or not compactable(state, commit):
@@ -53,7 +53,7 @@ class SyntheticBaselines:
         return synthetic.at_cut(found, full, rates, pays=pays, goal_s=self._settings.restore_goal_s)
 
     def at_rest(
-        self, state: RunState, newest: int, policy: Policy
+        self, state: RunState, newest: int, policy: pb.Policy
     ) -> tuple[int, synthetic.BaselineVerdict] | None:
         """(what to compact now, why); None: nothing."""
         consecutive = policy.differential in OVER_NEWEST

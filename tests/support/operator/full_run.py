@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_operator.fleet.sidecar_report import (
     Heartbeat,
@@ -18,6 +17,7 @@ from deltashard_operator.run.incident import Incidents, Pending, Times
 from deltashard_operator.run.observed_object import PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Progress, Report, Run, Taken
+from deltashard_proto.v1.fleet_pb2 import Decision
 
 NOW_S = 1_000_000.0
 WORKLOAD = Workload(namespace="team", kind="Job", name="train", uid="u-1", api_version="batch/v1")
@@ -57,6 +57,11 @@ DECISION = Decision(
 )
 
 
+def redecided(decision: Decision, **fields: str) -> Decision:
+    """The decision with other values of these fields."""
+    return Decision(**{field.name: value for field, value in decision.ListFields()} | fields)
+
+
 def full_run() -> Run:
     return Run(
         workload=WORKLOAD,
@@ -89,7 +94,6 @@ def full_run() -> Run:
             pending={"": Pending(reached=1200, replayed=3, doubted="Evicted")},
         ),
         width=8,
-        node_pool="a3-high",
         measured=Measured(
             step_s=0.25,
             stall_s=0.03,

@@ -13,10 +13,10 @@ import pytest
 from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_proto.cause import Cause
+from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import save_service, settings
 from deltashard_sidecar.arena.arena import ArenaKeeper
-from deltashard_sidecar.policy import Directive, Policy
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.sidecar import Sidecar
@@ -59,7 +59,7 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
 ) -> None:
     """At whichever moment of the attachment: the trainer is told the new interval and the timer keeps it."""
     step_of = sidecar.keeper.step_of
-    directive = Directive(generation=1, policy=Policy(every_s=7.0))
+    directive = fleet.Directive(generation=1, policy=pb.Policy(every_s=7.0))
     threads: list[threading.Thread] = []
 
     def directed(rank: int) -> int:

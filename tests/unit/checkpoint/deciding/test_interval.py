@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -47,14 +48,17 @@ situations = st.builds(
     shards=st.integers(1, 4096),
     partial=st.booleans(),
     left_s=st.one_of(st.just(math.inf), st.floats(1, 1e8)),
-    least_s=st.floats(0, 1e5),
-    most_s=st.one_of(st.just(math.inf), st.floats(1, 1e6)),
+    user=st.builds(
+        SimpleNamespace, least_s=st.floats(0, 1e5), most_s=st.one_of(st.just(0.0), st.floats(1, 1e6))
+    ),
 )
 
 
-def quiet(**changes: float) -> Situation:
+def quiet(*, least_s: float = 0.0, most_s: float = 0.0, **changes: float) -> Situation:
     """One in which no bound binds, by itself."""
-    return replace(Situation(cost_s=1.0, durable_s=0.0, step_s=0.0, mtbf_s=10 * 3600.0), **changes)
+    user = SimpleNamespace(least_s=least_s, most_s=most_s)
+    now = Situation(cost_s=1.0, durable_s=0.0, step_s=0.0, mtbf_s=10 * 3600.0, user=user)
+    return replace(now, **changes)
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from deltashard_checkpoint.deciding.precision import (
     BadTables,
     Outlook,
     TableFacts,
-    by_budget,
-    by_paper,
     check_n_run_bits,
+    chosen_bits,
     encodings_of,
     large_tables,
 )
@@ -60,7 +59,9 @@ def test_gaussian_rows_bear_no_restore_at_2_bit_1_at_3_4_at_4_and_1000_at_8():
     found = {}
     for restores in range(1, 6000):
         large = {"t": TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS)}
-        bits = bits_of(by_budget(large, Outlook(restores=restores, expected=0), {}).encodings["t"])
+        bits = bits_of(
+            chosen_bits("budget", large, Outlook(restores=restores, expected=0), {}).encodings["t"]
+        )
         if restores * GAUSSIAN_ERRORS[bits] ** 2 <= BUDGET:
             found[bits] = restores
     assert [found.get(bits) for bits in (2, 3, 4)] == [None, 1, 4]
@@ -69,7 +70,7 @@ def test_gaussian_rows_bear_no_restore_at_2_bit_1_at_3_4_at_4_and_1000_at_8():
 
 @given(tables, outlooks)
 def test_the_budget_is_kept_and_small_tables_have_8_bit(model, outlook):
-    found = by_budget(model, outlook, {})
+    found = chosen_bits("budget", model, outlook, {})
     assert found.encodings.keys() == model.keys()
     large = large_tables(model)
     for name, encoding in found.encodings.items():
@@ -97,13 +98,13 @@ def test_the_large_tables_are_the_fewest_that_hold_nine_tenths(model):
 @given(tables, outlooks, st.sampled_from(ENCODING_CHOICES))
 def test_the_users_own_encoding_of_a_table_stands(model, outlook, encoding):
     name = next(iter(model))
-    for rule in (by_budget, by_paper):
-        assert rule(model, outlook, {name: encoding}).encodings[name] == encoding
+    for rule in ("budget", "check-n-run"):
+        assert chosen_bits(rule, model, outlook, {name: encoding}).encodings[name] == encoding
 
 
 @given(tables, outlooks)
 def test_check_n_run_is_one_width_for_all(model, outlook):
-    found = set(by_paper(model, outlook, {}).encodings.values())
+    found = set(chosen_bits("check-n-run", model, outlook, {}).encodings.values())
     assert len(found) == 1
     bits = bits_of(found.pop())
     assert bits >= max(check_n_run_bits(outlook.expected, outlook.happened), min(outlook.least_bits, 8))
@@ -123,7 +124,8 @@ def test_past_restores_count_at_the_bits_they_read():
     spent = TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS, spent=2 * error**2)
     for restores, bits in ((2, 4), (3, 8)):
         assert (
-            by_budget({"t": spent}, Outlook(restores=restores, expected=0), {}).encodings["t"] == f"q{bits}"
+            chosen_bits("budget", {"t": spent}, Outlook(restores=restores, expected=0), {}).encodings["t"]
+            == f"q{bits}"
         )
 
 

@@ -121,6 +121,9 @@ def assert_bounded(value: Any) -> None:
                 assert_bounded(each)
         case None:
             return
+        case wire.Decision():
+            for _, text in value.ListFields():
+                assert_bounded(text)
         case _:
             for field in dataclasses.fields(value):
                 assert_bounded(getattr(value, field.name))

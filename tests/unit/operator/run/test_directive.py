@@ -13,9 +13,9 @@ from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run.directive import decided, differs
 from deltashard_operator.run.observed_object import Wish
 from deltashard_proto.v1 import fleet_pb2 as wire
+from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import policy as sidecar_policy
 from deltashard_sidecar.policy import InForce
-from deltashard_sidecar.policy import Policy as SidecarPolicy
 
 from tests.support.operator import sample
 
@@ -84,7 +84,7 @@ def test_a_directive_ends_what_a_pod_was_started_with() -> None:
     assert (policy.goal, policy.bits_goal, policy.tables) == ("fixed", "fixed", ",")
     assert encodings_of(policy.tables, where="test") == {}
     assert (policy.least_s, policy.most_s, policy.least_bits) == (0.001, 365 * 86400.0, 2)
-    started = SidecarPolicy(goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget")
+    started = pb.Policy(goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget")
     received = sidecar_policy.received(
         Directive(generation=1, policy=PolicyInForce(every_s=60.0)).message(), "w"
     )

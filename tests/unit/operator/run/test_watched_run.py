@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_operator.fleet.sidecar_report import (
     Commit,
     Heartbeat,
@@ -23,8 +22,9 @@ from deltashard_operator.run import phase as phases
 from deltashard_operator.run.observed_object import NodeView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
+from deltashard_proto.v1.fleet_pb2 import Decision
 
-from tests.support.operator.full_run import full_run
+from tests.support.operator.full_run import full_run, redecided
 from tests.unit.operator.run.observed import NOW_S, TRAIN, ended, job, pod
 
 NODES = {"node-a": NodeView(name="node-a", ready=True)}
@@ -328,7 +328,6 @@ def test_every_field_of_a_status_is_read_back() -> None:
         "directed",
         "generation",
         "width",
-        "node_pool",
         "tallies",
     ):
         assert getattr(found, name) == getattr(run, name), name
@@ -342,11 +341,11 @@ def test_a_decision_is_shown_and_told_when_it_changes() -> None:
     assert (run.decisions, run.measured) == ((DECIDED,), Measured(cost_s=0.5))
     run, notices = watched_run.with_report(run, hello(), beat(seq=1, decisions=(DECIDED,)), NOW_S)
     assert not notices
-    changed = replace(DECIDED, value="5 min", why="a save costs 1.5 s")
+    changed = redecided(DECIDED, value="5 min", why="a save costs 1.5 s")
     run, notices = watched_run.with_report(again(run), hello(), beat(seq=1, decisions=(changed,)), NOW_S)
     assert [(each.reason, each.warning) for each in notices] == [("IntervalChanged", False)]
     assert notices[0].message == "interval: 3 min -> 5 min; a save costs 1.5 s"
-    shown = replace(changed, would="9 min")
+    shown = redecided(changed, would="9 min")
     run, notices = watched_run.with_report(run, hello(), beat(seq=1, decisions=(shown,)), NOW_S)
     assert not notices, "what only would be is no news"
     run, notices = watched_run.with_report(run, hello(), beat(seq=1), NOW_S)
@@ -356,7 +355,8 @@ def test_a_decision_is_shown_and_told_when_it_changes() -> None:
 def test_of_several_that_decide_the_one_with_rank_0_counts() -> None:
     run = training(decisions=(DECIDED,))
     other = replace(
-        beat(seq=1, decisions=(replace(DECIDED, value="9 min"),)), ranks=(Rank(rank=3, world_size=4, step=9),)
+        beat(seq=1, decisions=(redecided(DECIDED, value="9 min"),)),
+        ranks=(Rank(rank=3, world_size=4, step=9),),
     )
     run, _ = watched_run.with_report(run, hello("p-2", "s-2"), other, NOW_S)
     assert run.decisions == (DECIDED,)
@@ -374,7 +374,7 @@ def test_a_chosen_interval_is_shown_and_not_where_it_began() -> None:
 
 
 def test_a_goal_that_cannot_be_had_is_a_condition_and_an_event_while_it_cannot() -> None:
-    unreachable = replace(DECIDED, unreachable="at most 5 min of lost work cannot be had")
+    unreachable = redecided(DECIDED, unreachable="at most 5 min of lost work cannot be had")
     run, _ = watched_run.with_report(training(), hello(), beat(seq=1, decisions=(unreachable,)), NOW_S)
     run, notices = judgement.judged(run, NODES, NOW_S)
     assert [each.reason for each in notices] == ["GoalUnreachable"]
@@ -399,13 +399,13 @@ def test_a_crash_loop_is_a_condition_until_something_is_committed() -> None:
     assert run.incidents.evidence.lossy == pytest.approx(1, rel=1e-3)
 
 
-def test_a_run_knows_how_wide_it_is_and_on_which_nodes() -> None:
-    nodes = {"node-a": NodeView(name="node-a", ready=True, pool="a3-high")}
+def test_a_run_knows_how_wide_it_is() -> None:
+    nodes = {"node-a": NodeView(name="node-a", ready=True)}
     run = watched_run.with_pod(training(), pod(uid="p-2", name="train-y"), node_ready=True, now_s=NOW_S)
     run, _ = judgement.judged(run, nodes, NOW_S)
     run = watched_run.without_pod(run, "p-2", node_ready=True, now_s=NOW_S)
     run, _ = judgement.judged(run, nodes, NOW_S)
-    assert (run.width, run.node_pool, run.pods_at_risk) == (2, "a3-high", 2)
+    assert (run.width, run.pods_at_risk) == (2, 2)
 
 
 def test_the_patch_of_a_status_removes_what_is_no_more() -> None:

@@ -13,11 +13,12 @@ from deltashard_checkpoint.deciding.record import recorded
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import Attempt, RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.deciding.choice import CAUSES
 from deltashard_sidecar.deciding.decider import Cost, Decider, Opening
 from deltashard_sidecar.deciding.step_meter import Reading
-from deltashard_sidecar.policy import Policy
+from deltashard_sidecar.policy import changed
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import configure
 from hypothesis import given
@@ -45,7 +46,7 @@ class Life:
         self.rng = random.Random(seed)
         self.now_s, self.step, self.step_s, self.cut, self.partial = 1e9, 0, step_s, 0, False
         self.metrics = Metrics()
-        self.policy = Policy(goal="auto", **said)  # type: ignore[arg-type]
+        self.policy = pb.Policy(goal="auto", **said)  # type: ignore[arg-type]
         config = settings.load(
             ["--url", "memory://x", "--run", "r", "--dir", "/d", "--cache-dir", "/c"],
             {"DELTASHARD_GOAL": "auto"},
@@ -143,7 +144,7 @@ def test_a_pod_that_is_not_rank_0s_decides_nothing() -> None:
 def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown(said: str) -> None:
     """Nothing is chosen or written; what saves cost is measured all the same."""
     life = Life()
-    life.policy = replace(life.policy, every_s=7.0, every_steps=9, goal=said)
+    life.policy = changed(life.policy, every_s=7.0, every_steps=9, goal=said)
     life.decider.governed(life.policy)
     life.open()
     life.saves(ENOUGH - 1, lambda: 0.1)
@@ -157,7 +158,7 @@ def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown(said
     assert life.decider.over(life.policy) == life.policy
     assert (life.decider.text(closing=False), life.decider.phase(), life.changes) == (None, 0.0, 0)
     assert (life.decider.measured() or fleet.Measured()).saves == 2 * ENOUGH
-    life.policy = replace(life.policy, goal="auto")
+    life.policy = changed(life.policy, goal="auto")
     life.decider.governed(life.policy)
     assert life.every_s == 1800.0, "it was measured already"
 
@@ -232,7 +233,7 @@ def test_only_what_a_timer_wanted_is_measured() -> None:
 def test_a_day_of_noise_hardly_changes_anything(goal: str, spread: float) -> None:
     """Log-normal costs with a spread of 30 % and of 130 %: a handful of changes in a day, always within bounds."""
     life = Life(seed=int(10 * spread), least_s=20.0, most_s=900.0)
-    life.policy = replace(life.policy, goal=goal)
+    life.policy = changed(life.policy, goal=goal)
     life.decider.governed(life.policy)
     life.open()
     begun_s, found = life.now_s, []
@@ -247,7 +248,7 @@ def test_a_day_of_noise_hardly_changes_anything(goal: str, spread: float) -> Non
 def test_a_cost_that_changes_fourfold_is_followed_within_40_saves(factor: float) -> None:
     """In both directions, after a day at the old cost, and then the interval fits the new one."""
     life = Life(seed=3, most_s=3600.0)
-    life.policy = replace(life.policy, goal="overhead=1%")
+    life.policy = changed(life.policy, goal="overhead=1%")
     life.decider.governed(life.policy)
     life.open()
     noise = life.rng
@@ -443,7 +444,7 @@ def test_what_an_attempt_knew_is_found_by_the_next_though_its_last_commit_did_no
 def test_a_promise_about_lost_work_is_not_stretched_by_the_phase() -> None:
     """The first save of an attempt comes sooner, never later."""
     life = Life()
-    life.policy = replace(life.policy, goal="lost-work=5m")
+    life.policy = changed(life.policy, goal="lost-work=5m")
     life.decider.governed(life.policy)
     phases = []
     for attempt in range(1, 30):
@@ -456,7 +457,7 @@ def test_a_promise_about_lost_work_is_not_stretched_by_the_phase() -> None:
 def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:
     """Partial recovery is what the trainer says it is: no restart is needed to see it."""
     life = Life()
-    life.policy = replace(life.policy, goal="pls=0.0001")
+    life.policy = changed(life.policy, goal="pls=0.0001")
     life.decider.governed(life.policy)
     life.open(world_size=4)
     life.saves(ENOUGH, lambda: 0.1)
@@ -482,14 +483,14 @@ def test_another_goal_or_bound_is_followed_at_once_without_measuring_anew() -> N
     life.open()
     life.saves(2 * ENOUGH, lambda: 0.5)
     assert life.every_s == 1800.0
-    life.policy = replace(life.policy, most_s=120.0)
+    life.policy = changed(life.policy, most_s=120.0)
     life.decider.governed(life.policy)
     assert life.every_s == 120.0
-    life.policy = replace(life.policy, goal="overhead=2%", most_s=0.0)
+    life.policy = changed(life.policy, goal="overhead=2%", most_s=0.0)
     life.decider.governed(life.policy)
     assert life.every_s == pytest.approx(25.0, rel=0.05)
     assert life.changed("policy") == 2
-    life.policy = replace(life.policy, goal="fixed", every_s=30.0)
+    life.policy = changed(life.policy, goal="fixed", every_s=30.0)
     life.decider.governed(life.policy)
     assert life.every_s == 30.0, "the kill switch"
 
