@@ -11,7 +11,7 @@ from deltashard_cli import verification
 from deltashard_cli.checkpoint_choice import using
 from deltashard_cli.directory import Written
 from deltashard_cli.export import export_safetensors, export_torch, require_torch
-from deltashard_cli.option import run_options, spool_option, which_option
+from deltashard_cli.option import json_option, run_options, spool_option, which_option
 from deltashard_cli.output import console, note, number, plural, print_json, progress, size
 from deltashard_cli.target import find_run, new_run
 from deltashard_cli.write_command import bytes_of, report
@@ -93,7 +93,7 @@ def export(
 )
 @click.option("--owner", default="", metavar="NAME", help="The run's owner, where trainers have one.")
 @spool_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs.")
+@json_option
 def import_(  # noqa: PLR0913
     url: str,
     directory: Path,

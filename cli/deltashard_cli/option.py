@@ -27,35 +27,37 @@ class Finite(click.FloatRange):
         return found
 
 
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs."
+)
+run_option = click.option("--run", metavar="NAME", help="The run, when URL is a store that holds several.")
+which_option = click.option(
+    "--checkpoint",
+    "-c",
+    "which",
+    default="latest",
+    show_default=True,
+    metavar="WHICH",
+    help="latest, seq:N (or N), step:N or pin:NAME.",
+)
+named_option = click.option(
+    "--checkpoint", "-c", "which", required=True, metavar="WHICH", help="seq:N (or N), step:N or pin:NAME."
+)
+spool_option = click.option(
+    "--spool",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Directory for packs on their way, up to 1 GiB; default: the system's for temporary files.",
+)
+ended_option = click.option(
+    "--ended",
+    is_flag=True,
+    help="You know that the run's trainer has ended, though its last save does not say so.",
+)
+
+
 def run_options(command: Command) -> Command:
-    command = click.option(
-        "--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs."
-    )(command)
-    command = click.option("--run", metavar="NAME", help="The run, when URL is a store that holds several.")(
-        command
-    )
-    return click.argument("url")(command)
-
-
-def which_option(command: Command) -> Command:
-    """--checkpoint, the newest by default."""
-    return click.option(
-        "--checkpoint",
-        "-c",
-        "which",
-        default="latest",
-        show_default=True,
-        metavar="WHICH",
-        help="latest, seq:N (or N), step:N or pin:NAME.",
-    )(command)
-
-
-def spool_option(command: Command) -> Command:
-    return click.option(
-        "--spool",
-        type=click.Path(path_type=Path, file_okay=False, exists=True),
-        help="Directory for packs on their way, up to 1 GiB; default: the system's for temporary files.",
-    )(command)
+    """URL, --run and --json."""
+    return click.argument("url")(run_option(json_option(command)))
 
 
 @contextmanager
@@ -66,12 +68,3 @@ def spool_cache(spool: Path | None) -> Iterator[PackCache]:
         PackCache(Path(directory), budget_bytes=SPOOL_BYTES) as cache,
     ):
         yield cache
-
-
-def ended_option(command: Command) -> Command:
-    """--ended: a person's word that no trainer of the run lives."""
-    return click.option(
-        "--ended",
-        is_flag=True,
-        help="You know that the run's trainer has ended, though its last save does not say so.",
-    )(command)

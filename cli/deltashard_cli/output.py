@@ -93,6 +93,14 @@ def print_json(value: Any) -> None:
         nobody_reads()
 
 
+def tell(text: str, *, as_json: bool, **document: object) -> None:
+    """The result of a command that has one sentence to say."""
+    if as_json:
+        print_json(document)
+    else:
+        console().print(text)
+
+
 def nobody_reads() -> None:
     """The reader of stdout has gone (`| head`): the command goes on to its own exit code, and says no more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from rich.text import Text
 from deltashard_cli import verification
 from deltashard_cli.checkpoint_choice import compaction_indexes, open_checkpoint, read_state, using
 from deltashard_cli.diff import Difference, compare
-from deltashard_cli.option import run_options, which_option
+from deltashard_cli.option import json_option, run_option, run_options, which_option
 from deltashard_cli.output import (
     age,
     console,
@@ -332,7 +331,6 @@ def verify(url: str, run: str | None, which: str | None, *, deep: bool, as_json:
                 f"{plural(found.garbage_prefixes, 'dead save')} to clear away: `deltashard gc`", style="dim"
             )
     if not found.ok:
-        sys.stdout.flush()
         click.get_current_context().exit(1)
 
 
@@ -340,8 +338,8 @@ def verify(url: str, run: str | None, which: str | None, *, deep: bool, as_json:
 @click.argument("url")
 @click.argument("a")
 @click.argument("b")
-@click.option("--run", metavar="NAME", help="The run, when URL is a store that holds several.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs.")
+@run_option
+@json_option
 def diff(url: str, a: str, b: str, run: str | None, *, as_json: bool) -> None:
     """Compare checkpoints A and B (seq:N or N, step:N, pin:NAME, latest). Exit code 1 when they differ."""
     target = find_run(url, run)
@@ -392,5 +390,4 @@ def diff(url: str, a: str, b: str, run: str | None, *, as_json: bool) -> None:
         equal = "not one bit differs" if found.equal else f"{plural(found.blobs_equal, 'blob')} equal"
         out.print(equal, style="dim")
     if not found.equal:
-        sys.stdout.flush()
         click.get_current_context().exit(1)

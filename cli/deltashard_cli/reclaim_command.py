@@ -22,6 +22,7 @@ from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.whole_run import removal
 from deltashard_checkpoint.whole_run.remains import Remains, remains
 
+from deltashard_cli.option import json_option
 from deltashard_cli.output import console, plural, print_json, size
 from deltashard_cli.target import POLICY, open_root
 
@@ -51,7 +52,7 @@ class Kept:
     metavar="FILE",
     help="Write what came of it there, too, as JSON of at most 4,000 bytes (a container's termination message).",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs.")
+@json_option
 def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bool) -> None:
     """Remove the run of a workload that has ended, if it is that workload's alone.
 

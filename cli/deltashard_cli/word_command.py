@@ -9,8 +9,8 @@ from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.maintenance.retention import retire_these
 
 from deltashard_cli.checkpoint_choice import open_checkpoint
-from deltashard_cli.option import ended_option, run_options, which_option
-from deltashard_cli.output import console, number, plural, print_json
+from deltashard_cli.option import ended_option, named_option, run_options, which_option
+from deltashard_cli.output import number, plural, tell
 from deltashard_cli.target import find_run, named_run
 
 
@@ -28,7 +28,7 @@ def pin(url: str, name: str, run: str | None, which: str, *, as_json: bool) -> N
     before = log.refresh().pinned.get(name)
     entry = word.pin(log, name, which)
     seq = log.state.pinned[name]
-    _tell(
+    tell(
         f"checkpoint {seq} (step {number(log.state.checkpoints[seq].step)}) is pinned {name}"
         + (" already" if entry is None else "")
         + (f", and {before} no more" if before not in {None, seq} else ""),
@@ -50,7 +50,7 @@ def unpin(url: str, name: str, run: str | None, *, as_json: bool) -> None:
     log = RunLog(target.store, target.run)
     before = log.refresh().pinned.get(name)
     entry = word.pin(log, name, None)
-    _tell(
+    tell(
         f"checkpoint {before} is not pinned {name} any more",
         as_json=as_json,
         run=target.run,
@@ -85,7 +85,7 @@ def retire(url: str, run: str | None, every: tuple[str, ...], *, as_json: bool) 
 
     entry = retire_these(log, choose)
     gone = () if entry is None else entry.checkpoints
-    _tell(
+    tell(
         f"{plural(len(gone), 'checkpoint')} retired: {', '.join(map(str, gone))}; `deltashard gc` deletes what "
         "only they needed",
         as_json=as_json,
@@ -98,9 +98,7 @@ def retire(url: str, run: str | None, every: tuple[str, ...], *, as_json: bool) 
 
 @click.command()
 @run_options
-@click.option(
-    "--checkpoint", "-c", "which", required=True, metavar="WHICH", help="seq:N (or N), step:N or pin:NAME."
-)
+@named_option
 @ended_option
 def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool) -> None:
     """Have the run go on from an older checkpoint: the next trainer's restore() takes it for the newest.
@@ -122,7 +120,7 @@ def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool)
         said += " already"
     if aside:
         said += f"; set aside: {', '.join(map(str, aside))}"
-    _tell(
+    tell(
         said,
         as_json=as_json,
         run=target.run,
@@ -131,10 +129,3 @@ def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool)
         aside=aside,
         entry=None if entry is None else entry.seq,
     )
-
-
-def _tell(text: str, *, as_json: bool, **document: object) -> None:
-    if as_json:
-        print_json(document)
-    else:
-        console().print(text)

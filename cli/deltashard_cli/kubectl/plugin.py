@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
@@ -20,10 +20,10 @@ from rich.text import Text
 from deltashard_cli.kubectl import container_log, run_choice, sentence, store_job
 from deltashard_cli.kubectl.cluster import Cluster, NotThere
 from deltashard_cli.main import end_with
+from deltashard_cli.option import ended_option, json_option, named_option
 from deltashard_cli.output import console, print_json
 
 POLL_S = 0.5
-Command = TypeVar("Command", bound=Callable[..., Any])
 Document = Mapping[str, Any]
 
 
@@ -36,40 +36,24 @@ def plugin() -> None:
     """
 
 
-def on_cluster(command: Command) -> Command:
-    """-n, --context, --kubeconfig and --json; the command gets a `cluster`."""
+def one_run(command: Callable[..., None]) -> Callable[..., None]:
+    """RUN and the cluster's options; the command gets the `cluster` and the document of its `run`."""
 
-    @functools.wraps(command)
-    def run(
-        *args: Any, kubeconfig: Path | None, context: str | None, namespace: str | None, **options: Any
-    ) -> Any:
-        cluster = Cluster(kubeconfig=kubeconfig, context=context, namespace=namespace)
-        return command(*args, cluster=cluster, **options)
-
-    found: Any = click.option(
-        "--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs."
-    )(run)
-    found = click.option(
+    @click.argument("name", metavar="RUN")
+    @click.option("-n", "--namespace", metavar="NAME", help="Default: the context's; else default.")
+    @click.option("--context", metavar="NAME", help="Context of the kubeconfig.")
+    @click.option(
         "--kubeconfig", type=click.Path(path_type=Path, dir_okay=False), help="Default: as kubectl's."
-    )(found)
-    found = click.option("--context", metavar="NAME", help="Context of the kubeconfig.")(found)
-    made: Command = click.option(
-        "-n", "--namespace", metavar="NAME", help="Default: the context's; else default."
-    )(found)
-    return made
-
-
-def one_run(command: Command) -> Command:
-    """The argument RUN; the command gets its document as `run`."""
-
+    )
+    @json_option
     @functools.wraps(command)
-    def found(*args: Any, name: str, cluster: Cluster, **options: Any) -> Any:
-        run = run_choice.chosen(cluster.runs(), name, cluster.namespace)
-        return command(*args, run=run, cluster=cluster, **options)
+    def found(
+        *, name: str, kubeconfig: Path | None, context: str | None, namespace: str | None, **options: Any
+    ) -> None:
+        cluster = Cluster(kubeconfig=kubeconfig, context=context, namespace=namespace)
+        command(cluster=cluster, run=run_choice.chosen(cluster.runs(), name, cluster.namespace), **options)
 
-    wrapped: Any = click.argument("name", metavar="RUN")(on_cluster(found))
-    made: Command = wrapped
-    return made
+    return found
 
 
 @plugin.command()
@@ -135,12 +119,8 @@ def logs(
 
 
 @plugin.command()
-@click.option(
-    "-c", "--checkpoint", "which", required=True, metavar="WHICH", help="seq:N (or N), step:N or pin:NAME."
-)
-@click.option(
-    "--ended", is_flag=True, help="You know that the trainer has ended, though its last save does not say so."
-)
+@named_option
+@ended_option
 @click.option("--dry-run", is_flag=True, help="Show the Job, and make nothing.")
 @click.option(
     "--timeout",

@@ -14,7 +14,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Sealed
 from rich.text import Text
 
-from deltashard_cli.option import Finite
+from deltashard_cli.option import Finite, json_option, run_option
 from deltashard_cli.output import console, facts, print_json, size
 from deltashard_cli.planning.plan import Given, SavePlan
 from deltashard_cli.planning.plan import plan as made_plan
@@ -66,7 +66,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
 
 @click.command(epilog=_EXAMPLE)
 @click.argument("url", required=False)
-@click.option("--run", metavar="NAME", help="The run, when URL is a store that holds several.")
+@run_option
 @click.option(
     "--bytes",
     "raw_bytes",
@@ -94,7 +94,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
 )
 @click.option("--step", "step_s", metavar="TIME", callback=_seconds, help="Of a training step.")
 @click.option("--hours", type=Finite(0.1, 1e6), default=168.0, show_default=True, help="Training planned.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs.")
+@json_option
 def plan(url: str | None, run: str | None, hours: float, *, as_json: bool, **given: Any) -> None:
     """Say how often to save, with how many bits, and what it costs, as a run with the goal `auto` chooses it.
 
