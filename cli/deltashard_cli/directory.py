@@ -1,7 +1,6 @@
-"""Arrays and tensors of a checkpoint, and `restore`: a directory of arrays, whole or not at all.
+"""Arrays and tensors of a checkpoint, and `restore`: a directory of arrays.
 
-It is written beside its place and renamed. numpy and .npy know no bfloat16: there its bits are uint16, and the manifest
-says so.
+numpy and .npy know no bfloat16: there its bits are uint16, and the manifest says so.
 """
 
 from __future__ import annotations
@@ -48,12 +47,17 @@ class Written:
     step: int
     tables: int
     tensors: int
-    blobs: int
     bytes: int
+    blobs: int = 0
     skipped: tuple[str, ...] = ()
     """Dense values that are no plain tensors (sparse ones) and have no place in the file."""
     left_out: tuple[str, ...] = ()
     """What else was asked for and has no place there, each with the reason."""
+
+    @classmethod
+    def of(cls, checkpoint: OpenCheckpoint, out: Path, **found: Any) -> Written:
+        entry = checkpoint.entry
+        return cls(path=str(out), seq=entry.seq, step=entry.step, tables=len(entry.tables), **found)
 
 
 def tensor_of(tree: Any) -> typed_tree.Tensor | None:
@@ -78,13 +82,13 @@ def dense_tensors(blobs: Mapping[str, memoryview]) -> Iterator[Named]:
             yield Named(name=name[len(DENSE) :], dtype=tensor.dtype, values=array_of(tensor))
 
 
-def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, raw: bool, advance: Advance) -> Written:
+def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, advance: Advance) -> Written:
     """Write tables, their optimizer state and all blobs under the new directory `out`, with manifest.json.
 
     `tables/{fqn}/weight.npy`, `tables/{fqn}/{field}.npy`, `dense/{name}.npy` and `blobs/{name}.tree` (a typed tree as
-    stored); with `raw` arrays are bare little-endian bytes in `.bin`. Raises `UserError` when `out` exists.
+    stored). Raises what `check_output` raises.
     """
-    check_new_directory(out)
+    check_output(out)
     entry = checkpoint.entry
     manifest: dict[str, Any] = {
         "format": 1,
@@ -96,15 +100,15 @@ def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, raw: bool, advan
         "blobs": {},
     }
     arrays = 0
-    with beside(out) as place:
+    with appearing(out) as place:
         for table in checkpoint.tables(advance=advance):
             schema = table.schema
             directory = Path("tables") / _file_name(schema.fqn)
             dtype_of = {spec.name: spec.dtype for spec in schema.fields}
             manifest["tables"][schema.fqn] = {
-                "weight": _write_array(place, directory / "weight", schema.dtype, table.weights, raw=raw),
+                "weight": _write_array(place, directory / "weight", schema.dtype, table.weights),
                 "fields": {
-                    name: _write_array(place, directory / _file_name(name), dtype_of[name], values, raw=raw)
+                    name: _write_array(place, directory / _file_name(name), dtype_of[name], values)
                     for name, values in table.fields.items()
                 },
             }
@@ -112,24 +116,16 @@ def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, raw: bool, advan
         blobs = checkpoint.blobs(advance=advance)
         for found in dense_tensors(blobs):
             path = Path("dense") / _file_name(found.name)
-            manifest["dense"][found.name] = _write_array(place, path, found.dtype, found.values, raw=raw)
+            manifest["dense"][found.name] = _write_array(place, path, found.dtype, found.values)
             arrays += 1
         for name, blob in sorted(blobs.items()):
             if name.removeprefix(DENSE) not in manifest["dense"]:
                 path = Path("blobs") / f"{_file_name(name)}.tree"
                 _new_file(place / path).write_bytes(blob)
                 manifest["blobs"][name] = {"file": str(path), "bytes": len(blob)}
-        (place / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        _new_file(place / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
         written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-    return Written(
-        path=str(out),
-        seq=entry.seq,
-        step=entry.step,
-        tables=len(manifest["tables"]),
-        tensors=arrays,
-        blobs=len(manifest["blobs"]),
-        bytes=written,
-    )
+    return Written.of(checkpoint, out, tensors=arrays, blobs=len(manifest["blobs"]), bytes=written)
 
 
 def no_tensors(blobs: Iterable[str], dense: Iterable[Named]) -> tuple[str, ...]:
@@ -148,35 +144,35 @@ def _new_file(path: Path) -> Path:
     return path
 
 
-def _write_array(place: Path, stem: Path, dtype: str, values: Array, *, raw: bool) -> dict[str, Any]:
-    path = stem.with_name(stem.name + (".bin" if raw else ".npy"))
-    whole = np.ascontiguousarray(values)
-    if raw:
-        _new_file(place / path).write_bytes(whole.data)
-    else:
-        np.save(_new_file(place / path), whole, allow_pickle=False)
+def _write_array(place: Path, stem: Path, dtype: str, values: Array) -> dict[str, Any]:
+    path = stem.with_name(f"{stem.name}.npy")
+    np.save(_new_file(place / path), np.ascontiguousarray(values), allow_pickle=False)
     return {"file": str(path), "dtype": dtype, "shape": list(values.shape)}
 
 
-def check_new_directory(out: Path) -> None:
-    """Raises `UserError` where `out` exists or cannot be made; missing directories above it are."""
-    if out.exists():
-        raise UserError("the output exists already", where=str(out), remedy="name a new directory")
+def check_output(out: Path, *, replace: bool = False) -> None:
+    """Raises `UserError` where `out` cannot be made, or exists and is not to be replaced."""
+    if out.exists() and not replace:
+        raise UserError(
+            "the output exists already", where=str(out), remedy="name a new one, or --force a file"
+        )
     above = next(each for each in out.absolute().parents if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise UserError("no directory can be made there", where=str(out), remedy="name another place")
+        raise UserError("nothing can be written there", where=str(out), remedy="name another place")
 
 
 @contextmanager
-def beside(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that becomes `out` when all went well, and goes when not."""
+def appearing(out: Path) -> Iterator[Path]:
+    """A path beside `out`: the file or directory made there becomes `out` when all went well, and goes when not."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     place = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
-    place.mkdir(parents=True)
     try:
         yield place
-        place.rename(out)
+        place.replace(out)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        if place.is_dir():
+            shutil.rmtree(place, ignore_errors=True)
+        place.unlink(missing_ok=True)
 
 
 def values_of(table: TableArrays, name: str | None) -> tuple[str, Array]:

@@ -1,25 +1,29 @@
-"""Checkpoints as files that other tools read: a safetensors file, a torch state_dict.
-
-A result appears whole or not at all: it is written beside its place and renamed.
-"""
+"""Checkpoints as files that other tools read: a safetensors file, a torch state_dict."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 
-from deltashard_cli.directory import Array, Named, Written, dense_tensors, no_tensors
+from deltashard_cli.directory import (
+    Array,
+    Named,
+    Written,
+    appearing,
+    check_output,
+    dense_tensors,
+    no_tensors,
+)
 from deltashard_cli.output import Advance
 
 if TYPE_CHECKING:
@@ -38,9 +42,9 @@ def export_safetensors(
     """Weights of tables and dense tensors in one safetensors file, streamed: no more than one table in memory.
 
     `state` adds optimizer-state fields as `{table}.{field}`. Raises `UserError` for a dtype that the format
-    has not, and what `check_place` raises.
+    has not, and what `check_output` raises.
     """
-    check_place(out, force=force)
+    check_output(out, replace=force)
     entry = checkpoint.entry
     blobs = checkpoint.blobs(advance=advance)
     dense = list(dense_tensors(blobs))
@@ -56,9 +60,10 @@ def export_safetensors(
     shapes: list[tuple[str, str, tuple[int, ...]]] = []
     for schema in entry.tables:
         shapes.append((schema.fqn, schema.dtype, (schema.rows, schema.columns)))
-        for spec in schema.fields if state else ():
-            columns = (schema.columns,) if spec.kind == "pointwise" else ()
-            shapes.append((f"{schema.fqn}.{spec.name}", spec.dtype, (schema.rows, *columns)))
+        shapes += [
+            (f"{schema.fqn}.{spec.name}", spec.dtype, spec.shape(schema.rows, schema.columns))
+            for spec in (schema.fields if state else ())
+        ]
     shapes += [(each.name, each.dtype, each.values.shape) for each in dense]
     for name, dtype, shape in shapes:
         if dtype not in _SAFETENSORS:
@@ -76,7 +81,7 @@ def export_safetensors(
         offset += length
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _replacing(out, force=force) as place, place.open("wb") as file:
+    with _new_file(out) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for each in _arrays(checkpoint, dense, state=state, advance=advance):
             file.write(np.ascontiguousarray(each.values).data)
@@ -88,17 +93,17 @@ def export_torch(
 ) -> Written:
     """`torch.save` of a state_dict {name: tensor}; `state` adds {table}.{field}. All of it is in memory at once.
 
-    Raises `UserError` when torch is not installed, and what `check_place` raises.
+    Raises `UserError` when torch is not installed, and what `check_output` raises.
     """
     require_torch("export to .pt", "export to .safetensors, which needs nothing")
     import torch
 
-    check_place(out, force=force)
+    check_output(out, replace=force)
     blobs = checkpoint.blobs(advance=advance)
     dense = list(dense_tensors(blobs))
     arrays = _arrays(checkpoint, dense, state=state, advance=advance)
     tensors = {each.name: torch_tensor(each.dtype, each.values) for each in arrays}
-    with _replacing(out, force=force) as place, place.open("wb") as file:
+    with _new_file(out) as file:
         try:
             torch.save(tensors, file)
         except RuntimeError as error:  # so its writer says that the disk is full
@@ -145,39 +150,14 @@ def torch_tensor(dtype: str, values: Array) -> torch.Tensor:
 def _exported(
     checkpoint: OpenCheckpoint, out: Path, tensors: int, blobs: Iterable[str], dense: Iterable[Named]
 ) -> Written:
-    return Written(
-        path=str(out),
-        seq=checkpoint.entry.seq,
-        step=checkpoint.entry.step,
-        tables=len(checkpoint.entry.tables),
-        tensors=tensors,
-        blobs=0,
-        bytes=out.stat().st_size,
-        skipped=no_tensors(blobs, dense),
+    return Written.of(
+        checkpoint, out, tensors=tensors, bytes=out.stat().st_size, skipped=no_tensors(blobs, dense)
     )
 
 
-def check_place(out: Path, *, force: bool) -> None:
-    """Raises `UserError` for an existing file without `force`, and where no file can be made; reads nothing."""
-    if out.exists() and not force:
-        raise UserError("the output exists already", where=str(out), remedy="name a new file, or say --force")
-    if not out.parent.is_dir():
-        raise UserError("the output's directory does not exist", where=str(out), remedy="make it first")
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise UserError(
-            "no file may be written there", where=str(out), remedy="choose a directory of your own"
-        )
-
-
 @contextmanager
-def _replacing(out: Path, *, force: bool) -> Iterator[Path]:
-    """A file beside `out` that takes its place when all went well."""
-    check_place(out, force=force)
-    place = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
-    try:
-        yield place
-        with place.open("rb") as file:
-            os.fsync(file.fileno())
-        place.replace(out)
-    finally:
-        place.unlink(missing_ok=True)
+def _new_file(out: Path) -> Iterator[BinaryIO]:
+    with appearing(out) as place, place.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

@@ -10,10 +10,10 @@ from deltashard_checkpoint.maintenance.compaction import compact as compact_run
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 
-from deltashard_cli.checkpoint_choice import open_checkpoint, using
+from deltashard_cli.checkpoint_choice import using
 from deltashard_cli.directory import Written, restore_directory
 from deltashard_cli.option import run_options, spool_cache, spool_option, which_option
-from deltashard_cli.output import console, note, number, plural, print_json, progress, size
+from deltashard_cli.output import console, note, number, plural, print_json, progress, size, tell
 from deltashard_cli.target import POLICY, find_run
 
 
@@ -21,8 +21,7 @@ from deltashard_cli.target import POLICY, find_run
 @run_options
 @which_option
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--raw", is_flag=True, help="Bare little-endian bytes (.bin) instead of .npy.")
-def restore(url: str, directory: Path, run: str | None, which: str, *, raw: bool, as_json: bool) -> None:
+def restore(url: str, directory: Path, run: str | None, which: str, *, as_json: bool) -> None:
     """Write a checkpoint's tables, optimizer state and blobs into a new DIRECTORY, with a manifest.json.
 
     To train on from it: `deltashard rewind` in the same run, `deltashard cp --as NAME -c WHICH` in a new one.
@@ -30,7 +29,7 @@ def restore(url: str, directory: Path, run: str | None, which: str, *, raw: bool
 
     def write(checkpoint: OpenCheckpoint) -> Written:
         with progress("restoring", bytes_of(checkpoint)) as advance:
-            return restore_directory(checkpoint, directory, raw=raw, advance=advance)
+            return restore_directory(checkpoint, directory, advance=advance)
 
     report(using(find_run(url, run), which, write), as_json=as_json)
 
@@ -57,34 +56,21 @@ def report(written: Written, *, as_json: bool) -> None:
 @click.command()
 @run_options
 @which_option
-@click.option("--dry-run", is_flag=True, help="Change nothing; say what would be read.")
 @spool_option
-def compact(
-    url: str, run: str | None, which: str, spool: Path | None, *, dry_run: bool, as_json: bool
-) -> None:
-    """Turn the chain of a checkpoint into one full checkpoint at the same step, without re-quantizing a row."""
+def compact(url: str, run: str | None, which: str, spool: Path | None, *, as_json: bool) -> None:
+    """Turn the chain of a checkpoint into one full checkpoint at the same step, without re-quantizing a row.
+
+    `deltashard inspect` shows the chain, and how much a restore reads.
+    """
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
-    if dry_run:
-        checkpoint = open_checkpoint(target, which)
-        made = checkpoint.plan(checkpoint.entry.tables, blobs=True)
-        if as_json:
-            print_json({"seq": checkpoint.entry.seq, "chain": made.chain, "bytes": made.bytes})
-            return
-        console().print(
-            f"checkpoint {checkpoint.entry.seq} reads {plural(len(made.chain), 'checkpoint')}, {size(made.bytes)}"
-        )
-        return
     seq = choose(log.refresh(deadline_s=POLICY.deadline_s), which).seq
     with spool_cache(spool) as cache:
         entry = compact_run(log, seq, mover(cache))
-    if as_json:
-        print_json({"seq": seq, "compacted": entry})
-        return
-    if entry is None:
-        console().print(f"checkpoint {seq} is a full one already")
-        return
-    console().print(
-        f"checkpoint {seq} restores from itself now: {number(entry.rows)} rows, {size(entry.stored_bytes)} "
-        f"(log entry {entry.seq}); `deltashard gc` clears away what only its old chain needed"
-    )
+    done = f"checkpoint {seq} is a full one already"
+    if entry is not None:
+        done = (
+            f"checkpoint {seq} restores from itself now: {number(entry.rows)} rows, {size(entry.stored_bytes)} "
+            f"(log entry {entry.seq}); `deltashard gc` clears away what only its old chain needed"
+        )
+    tell(done, as_json=as_json, seq=seq, compacted=entry)

@@ -38,7 +38,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from deltashard_cli.directory import Written, array_of, beside, check_new_directory, dense_tensors, no_tensors
+from deltashard_cli.directory import (
+    Written,
+    appearing,
+    array_of,
+    check_output,
+    dense_tensors,
+    no_tensors,
+)
 from deltashard_cli.export import torch_tensor
 from deltashard_cli.output import Advance
 
@@ -199,7 +206,7 @@ def export_dcp(
 
     Raises `UserError` where `out` exists or cannot be made, and what reading the checkpoint raises.
     """
-    check_new_directory(out)
+    check_output(out)
     blobs = checkpoint.blobs(advance=advance)
     dense = list(dense_tensors(blobs))
     held: dict[str, Any] = {each.name: torch_tensor(each.dtype, each.values) for each in dense}
@@ -217,16 +224,14 @@ def export_dcp(
                 remedy="leave --state away",
             )
         held[OPTIMIZER] = {"state": optimizers.state, "param_groups": optimizers.groups}
-    with beside(out) as place:
+    with appearing(out) as place:
+        place.mkdir()
         _save(held, _DcpWriter(place), planner)
         written = sum(path.stat().st_size for path in place.iterdir())
-    return Written(
-        path=str(out),
-        seq=checkpoint.entry.seq,
-        step=checkpoint.entry.step,
-        tables=len(checkpoint.entry.tables),
+    return Written.of(
+        checkpoint,
+        out,
         tensors=planner.tensors,
-        blobs=0,
         bytes=written,
         skipped=no_tensors(blobs, dense),
         left_out=tuple(optimizers.left_out),

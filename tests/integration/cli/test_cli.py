@@ -258,7 +258,6 @@ def test_no_command_is_silent_about_a_damaged_log(
             ("diff", file_url, "2", "2"),
             ("restore", file_url, tmp_path / "restored{}"),
             ("export", file_url, tmp_path / "exported{}.safetensors"),
-            ("compact", file_url, "--dry-run"),
         )
     ):
         for as_json in (False, True):
@@ -326,10 +325,6 @@ def test_restore_writes_what_was_cut(cli: Cli, url: str, run: WrittenRun, tmp_pa
     np.testing.assert_array_equal(np.load(out / manifest["dense"]["mlp.0.weight"]["file"]), dense)
     assert (out / manifest["blobs"]["meta"]["file"]).stat().st_size == manifest["blobs"]["meta"]["bytes"]
     assert cli("restore", url, out)[0] == 2
-    raw = tmp_path / "raw"
-    assert cli("restore", url, raw, "-c", "3", "--raw")[0] == 0
-    file = raw / json.loads((raw / "manifest.json").read_text())["tables"][ITEMS.fqn]["weight"]["file"]
-    assert file.read_bytes() == items.weights.tobytes()
     assert not list(tmp_path.glob(".*partial"))
 
 
@@ -465,7 +460,7 @@ def test_compact(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
     """The chain becomes one; what restores is the same, bit for bit; again there is nothing to do."""
     before, after = tmp_path / "before", tmp_path / "after"
     assert cli("restore", url, before)[0] == 0
-    assert answer(cli, "compact", url, "--dry-run")["chain"] == [4, 3, 2]
+    assert answer(cli, "inspect", url)["summary"]["chain"] == [4, 3, 2]
     assert answer(cli, "compact", url)["compacted"]["replaces"] == 4
     found = answer(cli, "ls", at(url))["checkpoints"][-1]
     assert (found["compacted"], found["chain"]) == (True, [4])
@@ -531,12 +526,12 @@ def test_ls_of_what_is_not_there(cli: Cli, url: str, run: WrittenRun, minio_url:
 
 
 def test_a_run_that_is_not_in_a_store_that_is_there(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
-    """Its directory was to be a run: the others are named. Where there is no store, that is said."""
-    code, text = cli("inspect", at(file_url, "absent"))
+    """Under --run the others are named; a directory that is not there is no store."""
+    code, text = cli("inspect", file_url, "--run", "absent")
     assert code == 2
     assert "no run 'absent'" in text
     assert RUN in text
-    code, text = cli("inspect", at(file_url, "no/where"))
+    code, text = cli("inspect", at(file_url, "absent"))
     assert code == 2
     assert "directory does not exist" in text
 
@@ -545,13 +540,16 @@ def test_a_run_that_is_not_in_a_store_that_is_there(cli: Cli, file_url: str, fil
 def test_an_output_that_cannot_be_is_the_callers(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, name: str
 ) -> None:
-    """A directory that does not exist, or is a file: exit 2, and nothing is left behind."""
+    """A directory that is a file, or a file that is there: exit 2, and nothing is left behind or changed."""
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "nowhere" / name, tmp_path / "file" / name):
+    (tmp_path / name).write_text("")
+    for place, said in ((tmp_path / "file" / name, "nothing can be written"), (tmp_path / name, "exists")):
         code, text = cli("export", file_url, place)
         assert code == 2, text
-        assert "directory does not exist" in text
+        assert said in text
         assert "Traceback" not in text
+    assert (tmp_path / name).read_text() == ""
+    assert not list(tmp_path.glob(".*partial"))
     assert cli("restore", file_url, tmp_path / "file" / "restored")[0] == 2
 
 

@@ -41,7 +41,7 @@ ARGUMENTS = {
     "rm": ["{url}/team/run", "--yes", "--ended"],
     "reclaim": ["{url}", "--run", "team/run", "--workload", ENCODABLE],
     "gc": ["{url}", "--dry-run", "-v", "--keep-last", "1"],
-    "compact": ["{url}", "-c", "2", "--dry-run"],
+    "compact": ["{url}", "-c", "2"],
 }
 
 
