@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import click
-from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.errors import FormatError
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
 from deltashard_checkpoint.maintenance.holder import RunHeld, check_ended
 from deltashard_checkpoint.whole_run import removal, run_copy
@@ -15,8 +15,8 @@ from deltashard_checkpoint.whole_run.remains import Remains, remains
 
 from deltashard_cli import verification
 from deltashard_cli.option import ended_option, run_options, spool_cache, spool_option
-from deltashard_cli.output import console, note, number, plural, print_json, progress, size
-from deltashard_cli.target import POLICY, Target, Unfinished, find_run, names, new_run, run_of_url
+from deltashard_cli.output import console, note, number, plural, print_json, progress, size, tell
+from deltashard_cli.target import POLICY, Target, Unfinished, find_run, named_run, new_run, run_of_url
 
 
 @click.command()
@@ -114,10 +114,14 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
         )
     with progress("removing", held.bytes) as advance:
         gone = removal.remove(log, through=through, advance=advance)
-    if as_json:
-        print_json({"run": target.run, "objects": gone.objects, "bytes": gone.bytes, "left": gone.left})
-    else:
-        console().print(f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}")
+    tell(
+        f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}",
+        as_json=as_json,
+        run=target.run,
+        objects=gone.objects,
+        bytes=gone.bytes,
+        left=gone.left,
+    )
     if gone.left:
         note(
             f"{plural(gone.left, 'object')} came meanwhile, and {'is' if gone.left == 1 else 'are'} left: a trainer of "
@@ -127,21 +131,11 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
 
 
 def _removable(url: str, run: str | None) -> Target:
-    """The run that `url` or `--run` names, or what is left of it; never the only one of a store.
-
-    Raises `NoSuchRun`, and `UserError` for a store.
-    """
+    """The run that `url` or `--run` names, or what is left of it. Raises what `named_run` raises."""
     try:
-        found = find_run(url, run)
+        return named_run(url, run)
     except Unfinished:
         return run_of_url(url, run)
-    if run is None and not names(url, found.run):
-        raise UserError(
-            "this is a store and not a run",
-            where=found.store.url,
-            remedy=f"say --run {found.run}, if you mean it; a store goes run by run",
-        )
-    return found
 
 
 def _look(log: RunLog, *, ended: bool) -> tuple[str, int | None]:

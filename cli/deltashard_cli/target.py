@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from urllib.parse import urlsplit
@@ -19,9 +19,8 @@ from deltashard_checkpoint.errors import DeltashardError, FormatError, UserError
 from deltashard_checkpoint.format.canonical_json import load
 from deltashard_checkpoint.format.object_key import run_key, validate_run
 from deltashard_checkpoint.log.entry import entry_key, seq_of
-from deltashard_checkpoint.stores.abc import BucketMissing, ObjectNotFound, Store
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 from deltashard_checkpoint.stores.retry import RetryPolicy
-from deltashard_checkpoint.stores.scheme import BadStoreUrl
 from deltashard_checkpoint.stores.url import local_path, open_store
 from deltashard_checkpoint.whole_run.remains import belongs, remains
 
@@ -76,10 +75,7 @@ def find_run(url: str, run: str | None) -> Target:
         NoSuchRun: there is none, or the root has several and none was chosen; the message lists them.
         Unfinished: what a copy or a removal that was cut short has left.
     """
-    try:
-        store = open_root(url)
-    except BucketMissing as error:
-        raise (_no_such_run(url) if run is None else None) or error from None
+    store = open_root(url)
     if run is not None:
         if _is_run(store, validate_run(run)):
             return Target(store=store, run=run)
@@ -97,22 +93,6 @@ def find_run(url: str, run: str | None) -> Target:
     name = said[0] if said else base.rpartition("/")[2]
     store.close()
     return Target(store=open_root(base[: -len(name)].rstrip("/") + question + query), run=name)
-
-
-def _no_such_run(url: str) -> NoSuchRun | None:
-    """For a directory that is not there, in a store that holds runs: it was to be one of them."""
-    base, question, query = url.partition("?")
-    above, slash, name = base.rstrip("/").rpartition("/")
-    if slash and not above:
-        return None  # nobody's store is the root of all files; nor is it that of file://, which is no URL
-    with (
-        suppress(BucketMissing, BadStoreUrl),
-        closing(open_root((above if slash else ".") + question + query)) as store,
-    ):
-        if found := _some_runs(store):
-            what = f"no such directory, and no run {name!r} in the one above it"
-            return NoSuchRun(what, where=store.url, remedy=_named(found))
-    return None
 
 
 def _unfinished(store: Store, root: str, name: str) -> Unfinished | None:
@@ -246,17 +226,10 @@ def _has_log(store: Store, root: str) -> bool:
 
 
 def _known(store: Store) -> str:
-    found = _some_runs(store)
-    return _named(found) if found else "check the URL: no run was found there"
-
-
-def _named(runs: Sequence[str]) -> str:
-    return f"use --run with one of: {', '.join([*runs[:_NAMED], *(['...'] if len(runs) > _NAMED else [])])}"
-
-
-def _some_runs(store: Store) -> list[str]:
-    """Names to choose from, one more than are shown; those that are found soon."""
+    """The names to choose from that are found soon."""
     found: list[str] = []
     with suppress(DeltashardError):  # what is wrong is known already: this only helps
         found.extend(islice(runs_of(store, patience=PATIENCE), _NAMED + 1))
-    return found
+    if not found:
+        return "check the URL: no run was found there"
+    return f"use --run with one of: {', '.join([*found[:_NAMED], *(['...'] if len(found) > _NAMED else [])])}"
