@@ -1,6 +1,6 @@
 """A group of ranks in one thread: whatever their order threads, training threads and the store do, one step or none.
 
-The code under test is the real one, from `save()` and `step()` down: save loop, taker, outcomes, requests, order book,
+The code under test is the real one, from `save()` and `step()` down: save loop, taker, outcomes, requests, coordinator,
 conductor and meeting. What they hold on to is a stand-in: time passes when all wait; a thread is a greenlet, which stops
 at each look at what another thread writes and at each call of the group's store; a seeded scheduler says who continues.
 The sidecars are one object that hears of parts and tells, late, of commits. So a schedule is one number, and repeats exactly.
@@ -43,10 +43,11 @@ from deltashard.group.meeting import Meeting
 from deltashard.group.order import Orders, RoundVerdict
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program, TrainingLoop
-from deltashard.save import order_book, save_loop, setback, taker
+from deltashard.save import closing, coordinator, outcome, save_loop, setback, taker
+from deltashard.save.closing import LastSnapshot
+from deltashard.save.coordinator import EXACT_S, SnapshotCoordinator
 from deltashard.save.handle import SaveHandle, Stats
 from deltashard.save.head_start import HeadStart
-from deltashard.save.order_book import EXACT_S, OrderBook
 from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
 from deltashard.save.request import Requests
@@ -425,7 +426,7 @@ class World:
 
         tokens = (f"{n:016x}" for n in itertools.count(1))
         with contextlib.ExitStack() as stack:
-            for module in (conductors, meetings, order_book, save_loop, setback, taker):
+            for module in (conductors, meetings, closing, coordinator, outcome, save_loop, setback, taker):
                 stack.enter_context(mock.patch.object(module, "time", sim.time))
             for module in (conductors, meetings, save_loop):
                 stack.enter_context(mock.patch.object(module, "threading", sim.threading))
@@ -667,10 +668,13 @@ class Member:
         )
         with mock.patch.object(sim, "running", None):
             self.conductor = conductor_type(rank, RANKS, clock=self.clock, why_not=why_not)
-        book = OrderBook(self.conductor, loop, member, records)
+        book = SnapshotCoordinator(self.conductor, loop, member, records, self.outcomes, parts)
         self.loop_of = lambda: SaveLoop(
-            loop, member, records, self.outcomes, parts, opener=SimpleNamespace(), grace_s=None, orders=book
-        )  # fmt: skip
+            loop, member, records, self.outcomes, parts, opener=SimpleNamespace(), coordinator=book
+        )
+        self.last_of = lambda: LastSnapshot(
+            loop, member, records, self.outcomes, parts, save_loop=self.loop, coordinator=book
+        )
 
     # For the taker: what the sidecar is to it.
 
@@ -747,11 +751,11 @@ class Member:
             if self.chance.random() < 0.04:
                 self.loop.ask(SaveHandle(reason="own", pin=None, metadata={}, waiter=self.loop.wait))
         self.stands = "close"
-        self.loop.finish(self.sim.now_s + 100.0)
+        self.last_of().finish(self.sim.now_s + 100.0)
         if self.outcomes.committed_step != STEPS:
             raise Violation(f"rank {self.rank} closed, and step {STEPS} is not committed")
-        self.loop.close()
         self.conductor.close()
+        self.outcomes.close(until_s=self.sim.now_s)
         life.counts.held += self.conductor.held_s > 0
 
     def _step(self) -> None:

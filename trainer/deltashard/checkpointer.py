@@ -346,7 +346,7 @@ class Checkpointer:
             if self._session.fenced is not None:
                 raise self._session.fenced
             if self._attempt.opened:
-                self._loop.finish(until_s)
+                self._wiring.last_snapshot.finish(until_s)
             self._say_if_unsaved()
         finally:
             guarded(self._wiring.plan.leave)
@@ -377,6 +377,6 @@ class Checkpointer:
             plan = self._wiring.plan
             dead = (error is not None and guarded(plan.raised, error)) or plan.dead
             try:
-                self._loop.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
+                self._outcomes.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
             finally:
                 self._wiring.close(time.monotonic() + LEAVE_S)

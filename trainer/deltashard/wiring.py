@@ -31,6 +31,7 @@ from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank, rank_of_this_process
 from deltashard.attach.session import Link, SidecarSession
+from deltashard.attach.term_signal import TermHandler
 from deltashard.config import CheckpointConfig
 from deltashard.errors import AnotherTrainer, UserError
 from deltashard.group.conductor import Conductor
@@ -40,9 +41,10 @@ from deltashard.restore.content_hash import Contents
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
 from deltashard.restore.recovery_plan import PlanContext, plan_of
 from deltashard.restore.restore import Restorer
+from deltashard.save.closing import LastSnapshot
+from deltashard.save.coordinator import SnapshotCoordinator
 from deltashard.save.handle import Stats
 from deltashard.save.head_start import HeadStart
-from deltashard.save.order_book import OrderBook
 from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
 from deltashard.save.request import Requests
@@ -138,13 +140,15 @@ class Wiring:
         contents = Contents() if config.records_content else None
         base = CutBase(config.planned_steps or 0, plan.pls_target)
         setbacks = Setbacks(clock, self.stats, listener)
+        requests = Requests(setbacks)
         self.records = records = SaveRecords(
-            requests=Requests(setbacks),
+            requests=requests,
             setbacks=setbacks,
             stats=self.stats,
             watchdog=Watchdog(
                 clock, listener, timer=lambda: (attachment.policy.every_s, attachment.policy.every_steps)
             ),
+            term=_term_handler(config.grace_s, requests, clock),
         )
         precopy = HeadStart(
             loop, member, records, base=base, enabled=config.copies_ahead and contents is None
@@ -160,12 +164,14 @@ class Wiring:
             validate=config.validate,
             metadata=lambda: plan.metadata,
         )
-        self.conductor = orders = None
+        self.conductor = coordinator = None
         if not self.rank.alone:
             self.conductor = Conductor(
                 self.rank.number, self.rank.world_size, clock=clock, why_not=self._why_no_cut
             )
-            orders = OrderBook(self.conductor, loop, member, records)
+            coordinator = SnapshotCoordinator(
+                self.conductor, loop, member, records, self.outcomes, self.taker
+            )
         opener = AttemptOpener(
             loop,
             member,
@@ -189,12 +195,18 @@ class Wiring:
             self.outcomes,
             self.taker,
             opener=opener,
-            grace_s=config.grace_s,
-            orders=orders,
+            coordinator=coordinator,
         )
-        plan.watch(
-            base, lambda step: self.taker.capture.blobs(step, None, all_here=True), self.save_loop.term
+        self.last_snapshot = LastSnapshot(
+            loop,
+            member,
+            records,
+            self.outcomes,
+            self.taker,
+            save_loop=self.save_loop,
+            coordinator=coordinator,
         )
+        plan.watch(base, lambda step: self.taker.capture.blobs(step, None, all_here=True), records.term)
 
     def _why_no_cut(self, urgent: bool) -> str:
         """For the other ranks, and asked on another thread: why this one cannot cut now."""
@@ -212,7 +224,8 @@ class Wiring:
         # The line of the arena is given back; without it every step has a boundary, which refuses it.
         self.clock.detach()
         guarded(self.plan.close)
-        self.save_loop.close()
+        if self.records.term is not None:
+            self.records.term.remove()
         if self.conductor is not None:
             self.conductor.close()
         self.taker.close()
@@ -241,6 +254,15 @@ def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
         )
     options = SidecarOptions(url=normal_url(url), run=run, flags=config.sidecar_settings)
     return ChildLauncher(options, rank)
+
+
+def _term_handler(grace_s: float | None, requests: Requests, clock: StepClock) -> TermHandler | None:
+    def on_sigterm() -> None:
+        requests.hurry("sigterm")
+        clock.notice()
+
+    term = None if grace_s is None else TermHandler(grace_s=grace_s, notice=on_sigterm)
+    return term if term is not None and term.install() else None
 
 
 def guarded(call: Callable[..., object], *arguments: object) -> object:

@@ -96,7 +96,7 @@ class Program:
 
     def settle(self) -> None:
         """No save in flight, and nothing that the copying thread has still to look at."""
-        self.ckpt._loop.drain(float("inf"))
+        self.ckpt._outcomes.drain(float("inf"))
         for job in (self.ckpt._outcomes.comparison.job, self.ckpt._program.tracking._sampling):
             if job is not None:
                 job.exception(60)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -157,6 +158,19 @@ class SnapshotOutcomes:
         if restarted and lost is not None and lost != link.reply.last_commit.cut:
             self.decline_later(lost)
 
+    def drain(self, until_s: float) -> bool:
+        """Let the save in flight end; False when it has not by `until_s` (monotonic)."""
+        while self.in_flight:
+            self._clock.expect()
+            self.apply()
+            left_s = until_s - time.monotonic()
+            if not self.in_flight:
+                break
+            if left_s <= 0:
+                return False
+            self._clock.pause(min(left_s, 0.2))
+        return True
+
     # A snapshot's life.
 
     def begin(self, flight: Flight) -> None:
@@ -220,7 +234,8 @@ class SnapshotOutcomes:
             flight.failed(error)
 
     def close(self, *, until_s: float) -> None:
-        """Let go of what is in flight; report, by `until_s`, what is wrong with the last snapshot."""
+        """Let go of all that is asked for or in flight; report, by `until_s`, what is wrong with the last snapshot."""
+        self._requests.fail(SaveFailed("the checkpointer was closed", where="save"))
         self.precopy.close()
         self.give_up(SaveFailed("not durable when the checkpointer was closed", where="save"))
         self.report_inconsistent(until_s, last=True)

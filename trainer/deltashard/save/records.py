@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from deltashard.attach.term_signal import TermHandler
 from deltashard.save.handle import Stats
 from deltashard.save.lifecycle import SnapshotState
 from deltashard.save.request import Requests
@@ -19,5 +20,7 @@ class SaveRecords:
     setbacks: Setbacks
     stats: Stats
     watchdog: Watchdog
+    term: TermHandler | None = None
+    """None: SIGTERM is left alone."""
     state: SnapshotState = field(default_factory=SnapshotState)
     """Where the current snapshot stands."""

@@ -1,4 +1,4 @@
-"""How one snapshot is taken: what is sent, and how long it may hold training.
+"""Whether a snapshot may be taken, and how it is: what is sent, and how long it may hold training.
 
     audits -> Begin -> the sidecar's answer tells which rows -> copy -> seal: it is in flight (`outcome`)
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, INCONSISTENT_KEY
+from deltashard_proto.block_reason import BlockReason
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -47,6 +48,7 @@ from deltashard.save.head_start import table_cuts
 from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
 from deltashard.save.step_order import OrderWatch
+from deltashard.save.wait import MESSAGE, Asker, SnapshotGate
 from deltashard.state.value import array_of
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import DirtyCounts, Mode
@@ -90,6 +92,8 @@ class SnapshotTaker:
         self._program = loop.program
         self._tracking = loop.program.tracking
         self._clock = loop.clock
+        self._stance = loop.stance
+        self._loaders = loop.loaders
         self._attachment = member.attachment
         self._session = member.attachment.session
         self._attempt = member.attempt
@@ -97,6 +101,7 @@ class SnapshotTaker:
         self._requests = records.requests
         self._setbacks = records.setbacks
         self._stats = records.stats
+        self._term = records.term
         self._outcomes = outcomes
         self._precopy = outcomes.precopy
         self._base = base
@@ -109,6 +114,37 @@ class SnapshotTaker:
 
     def close(self) -> None:
         self._order.close()
+
+    # Whether one may be taken.
+
+    def gate(self, *, at_step: bool = False) -> SnapshotGate:
+        """What holds now; `at_step`: within `step()`, where what was done since the last one is what this step is."""
+        return SnapshotGate.of(
+            torn=self._stance.torn,
+            stepped=not at_step and self._clock.stepped and bool(self._tracking.optimizers),
+            accumulating=not self._clock.whole,
+            moved=self._stance.moved or self._loaders.moved,
+            in_flight=self._outcomes.in_flight,
+            # A link whose news is not applied yet does not count: nothing is known of the save before.
+            away=self._attachment.link is None,
+            unopened=self._attempt.late is not None,
+            backing_off=self._setbacks.backing_off,
+        )
+
+    def put_off(self, wait: BlockReason, *, quiet: bool = False) -> None:
+        """None is taken now: remember why for what was asked for, and count what was due."""
+        self._requests.put_off(MESSAGE[wait])
+        if wait in (BlockReason.STEPPED, BlockReason.ACCUMULATING, BlockReason.MOVED):
+            return  # the next optimizer step takes it
+        # Nothing else would report that the sidecar is away; the rest passes by itself.
+        if not (quiet and wait in (BlockReason.FLIGHT, BlockReason.BACK_OFF)):
+            self._setbacks.skipped(wait)
+
+    def begin_ahead(self, step: int, *, at_step: bool) -> None:
+        """One is near, at the end of `step`: what can be copied before need not be copied then."""
+        link = self._attachment.link
+        if link is not None and self.gate(at_step=at_step).why(Asker.TIMER) is None:
+            self._precopy.near(link, step)
 
     def veto(self) -> SaveFailed | None:
         """Why `validate()` lets none be taken now, counted; None: one may be."""
@@ -146,8 +182,12 @@ class SnapshotTaker:
     ) -> None:
         """One snapshot, over by `latest_s` (monotonic), whatever happens; `cut`: its number, by the group's order.
 
+        After SIGTERM it is over within the grace.
+
         Raises `FencedError`, and what the user's own signal handler raises.
         """
+        if self._term is not None and self._term.until_s is not None:
+            latest_s = min(latest_s, self._term.until_s)
         try:
             self._take(link, reason, urgent=urgent, latest_s=latest_s, cut=cut)
         except CutFailed as failure:

@@ -112,7 +112,7 @@ class Program:
 
     def settle(self) -> None:
         """No save in flight, and nothing that the copying thread has still to look at."""
-        self.ckpt._loop.drain(float("inf"))
+        self.ckpt._outcomes.drain(float("inf"))
         job = self.ckpt._outcomes.comparison.job
         if job is not None:
             job.exception(60)
@@ -388,7 +388,7 @@ def test_replayed_graphs(
         program.capture()
         for _ in range(4):
             program.train(5)
-            ckpt._loop.drain(float("inf"))
+            ckpt._outcomes.drain(float("inf"))
         program.check()
         table = ckpt._program.tracking.by_key["table.weight"]
         assert table.tracker == "hashes"

@@ -1,0 +1,185 @@
+"""The last snapshot: `close()` makes the last step boundary durable, or raises what kept it from that.
+
+It cannot wait for another step, so that it takes what a boundary before would have put off, and warns of what is not
+exact about it. Alone, it also takes a snapshot once more whose bits were chosen: what a run leaves behind has 8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+from deltashard_proto.block_reason import BlockReason
+
+from deltashard.attach.attachment import RunMember
+from deltashard.attach.session import Link
+from deltashard.errors import SaveFailed, UserError
+from deltashard.program import TrainingLoop
+from deltashard.save.coordinator import SnapshotCoordinator
+from deltashard.save.handle import SaveHandle
+from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.records import SaveRecords
+from deltashard.save.save_loop import SaveLoop
+from deltashard.save.taker import SnapshotTaker
+from deltashard.save.wait import MESSAGE, Asker, SnapshotGate
+
+log = logging.getLogger("deltashard")
+
+
+class LastSnapshot:
+    """Of one Checkpointer; on the training thread only."""
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        member: RunMember,
+        records: SaveRecords,
+        outcomes: SnapshotOutcomes,
+        taker: SnapshotTaker,
+        *,
+        save_loop: SaveLoop,
+        coordinator: SnapshotCoordinator | None,
+    ) -> None:
+        """`coordinator`: when there are several ranks; None: this process is alone."""
+        self._tracking = loop.program.tracking
+        self._clock = loop.clock
+        self._stance = loop.stance
+        self._attachment = member.attachment
+        self._attempt = member.attempt
+        self._requests = records.requests
+        self._setbacks = records.setbacks
+        self._outcomes = outcomes
+        self._taker = taker
+        self._save_loop = save_loop
+        self._ranks = coordinator
+
+    def finish(self, until_s: float) -> None:
+        """Make the last step boundary durable by `until_s` (monotonic), or raise."""
+        self._outcomes.drain(until_s)
+        self._outcomes.apply()
+        self._requests.refuse_unbound(self._clock.step)
+        self._setbacks.closing()
+        self._outcomes.check_snapshot(until_s)
+        with contextlib.nullcontext() if self._ranks is None else self._ranks.conductor.stay():
+            if self._ranks is not None:
+                self._ranks.decline_missed(last=True)
+            try:
+                self._finish(until_s)
+            except SaveFailed as error:
+                step = self._clock.step
+                if self._outcomes.committed_step != step or self._requests.exact_at(step):
+                    raise
+                self._requests.fail(error)
+                log.warning("step %d is durable, but the further save of it did not happen: %s", step, error)
+
+    def _finish(self, until_s: float) -> None:
+        last: Exception | None = None
+        before, tried = self._setbacks.last, False
+        while self._is_needed():
+            gate = self._taker.gate()
+            wait = gate.why(Asker.CLOSE)
+            self._refuse(wait, last, tried=tried, late=time.monotonic() >= until_s)
+            if wait is BlockReason.UNOPENED:
+                last = self._save_loop.open_late(patient=True) or last
+                wait = self._taker.gate().why(Asker.CLOSE)
+            link = self._attachment.link
+            if wait is None and link is not None and not self._resting:
+                tried = True
+                self._warn_inexact(gate)
+                last = self._take(link, until_s) or last
+                if self._setbacks.last is not before and isinstance(self._setbacks.last, UserError):
+                    raise self._not_durable(last)  # trying again does not help
+            if not self._outcomes.in_flight:
+                self._clock.expect()
+                self._clock.pause(min(0.2, max(0.0, until_s - time.monotonic())))
+            elif not self._outcomes.drain(until_s):
+                last = SaveFailed("the save is still uploading", where="close()")
+            self._outcomes.apply()
+
+    def _is_needed(self) -> bool:
+        step = self._clock.step
+        if self._requests.open or step not in {self._outcomes.committed_step, self._attempt.resumed_step}:
+            return step > 0
+        # Several ranks do not agree on whether one of them was stored with fewer bits.
+        return self._ranks is None and self._outcomes.coarse is not None
+
+    def _refuse(self, wait: BlockReason | None, last: Exception | None, *, tried: bool, late: bool) -> None:
+        """Raise what ends the tries: `last` is why the one before did not become durable."""
+        step = self._clock.step
+        if wait in (BlockReason.TORN, BlockReason.STEPPED):
+            raise SaveFailed(
+                MESSAGE[wait], where="close()", remedy="step() must be the last statement of the loop body"
+            )
+        if late:
+            raise self._not_durable(last)
+        if tried and self._ranks is None and self._outcomes.committed_step == step:
+            raise SaveFailed(f"it failed: {last or self._setbacks.last}", where="close()")
+        if self._setbacks.removed is not None and (tried or self._attachment.link is None):
+            raise SaveFailed(
+                f"step {step} is not durable: {self._setbacks.removed}",
+                where=self._attachment.url,
+                remedy="there is no run to wait for; another process begins it anew",
+            )
+
+    @property
+    def _resting(self) -> bool:
+        """Whether the last snapshot waits for the back-off; what other ranks have ordered does not."""
+        return self._setbacks.backing_off and not (self._ranks is not None and self._ranks.is_due)
+
+    def _take(self, link: Link, until_s: float) -> Exception | None:
+        """Returns why it failed, or could not be taken yet."""
+        if self._ranks is not None:
+            return self._take_together(self._ranks)
+        if (veto := self._taker.veto()) is not None:
+            raise veto
+        handle = SaveHandle(reason="close", pin=None, metadata={})
+        self._requests.add(handle)
+        for each in [] if (coarse := self._outcomes.coarse) is None else coarse.handles:
+            # Pins and metadata mean the checkpoint with 8 bits from now on.
+            self._requests.add(SaveHandle(reason="close", pin=each.pin, metadata=each.metadata))
+        self._taker.take(link, "close", latest_s=until_s)
+        return handle.error
+
+    def _take_together(self, ranks: SnapshotCoordinator) -> Exception | None:
+        if ranks.conductor.down or ranks.conductor.left:
+            raise SaveFailed(
+                f"step {self._clock.step} is not durable: {ranks.why_off}",
+                where="close()",
+                remedy="close() on every rank after the same step; see what ended the other rank",
+            )
+        if ranks.take_ordered(at_step=False, close=True):
+            return None
+        ranks.wish(reason="close", urgent=True)
+        return SaveFailed(ranks.why_off, where="close()") if ranks.why_off else None
+
+    def _warn_inexact(self, gate: SnapshotGate) -> None:
+        """It cannot wait for a whole step: what a resumed run will not have, or have twice."""
+        accumulating = BlockReason.ACCUMULATING in gate.holds
+        if accumulating and self._tracking.has_gradients and self._setbacks.first("unfinished"):
+            log.warning(
+                "the last step() ended no step of an optimizer that the Checkpointer was given: gradients accumulated "
+                "since then are not in the checkpoint that close() takes"
+            )
+        if self._stance.moved and self._setbacks.first("moved"):
+            log.warning(
+                "a forward pass in training mode ran after the last step(): the checkpoint that close() takes has what "
+                "it moved (buffers, random numbers). Evaluate with torch.no_grad(), or after model.eval()"
+            )
+
+    def _not_durable(self, last: Exception | None) -> SaveFailed:
+        """The error of close(), with where and remedy of the failure that caused it, if the user can act on that."""
+        what = f"step {self._clock.step} is not durable"
+        failure = self._setbacks.last
+        if isinstance(failure, UserError):
+            return SaveFailed(f"{what}: {failure.what}", where=failure.where, remedy=failure.remedy)
+        return SaveFailed(
+            f"{what}: {last or failure or 'the sidecar is away'}",
+            where=self._attachment.url,
+            remedy="the newest committed checkpoint is whole; "
+            + (
+                "look at the sidecar's log for the store's errors"
+                if self._ranks is None or not self._ranks.why_off
+                else "close() on every rank after the same step"
+            ),
+        )

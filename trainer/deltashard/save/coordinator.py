@@ -1,0 +1,176 @@
+"""Snapshots of several ranks: what one rank wishes for becomes an order of all, and the boundary it names takes it.
+
+    boundary   hold for a verdict that was promised to be waited for -> take what is due -> wish for what is asked
+    exact      a save that means this very step holds the boundary until all ranks have answered: all must ask for it
+
+Replicas are looked at with every snapshot: if they are not the same on all ranks, one rank's would be saved for all, so
+that nothing is saved any more, and it is reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from deltashard_proto.block_reason import BlockReason
+
+from deltashard.attach.attachment import RunMember
+from deltashard.errors import RanksDiffer, SaveFailed
+from deltashard.group.conductor import ANSWER_S, Conductor
+from deltashard.group.order import Proposal
+from deltashard.program import TrainingLoop
+from deltashard.restore.assembly import refuse_differing
+from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.records import SaveRecords
+from deltashard.save.taker import SnapshotTaker
+from deltashard.save.wait import MESSAGE, Asker
+from deltashard.state.replica import sums
+
+log = logging.getLogger("deltashard")
+
+EXACT_S = 2 * ANSWER_S
+"""A boundary that an exact save means waits so long for the other ranks at most."""
+
+
+class SnapshotCoordinator:
+    """What several ranks do about snapshots, for one of them; on the training thread only."""
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        loop: TrainingLoop,
+        member: RunMember,
+        records: SaveRecords,
+        outcomes: SnapshotOutcomes,
+        taker: SnapshotTaker,
+    ) -> None:
+        self.conductor = conductor
+        self._program = loop.program
+        self._clock = loop.clock
+        self._attachment = member.attachment
+        self._listener = member.listener
+        self._requests = records.requests
+        self._setbacks = records.setbacks
+        self._outcomes = outcomes
+        self._taker = taker
+        self._off = 0
+        self._reported = False
+
+    @property
+    def why_off(self) -> str:
+        """Why there was none; empty: none was asked for, or one is due."""
+        return self.conductor.down or self.conductor.why_off
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one is ordered for the step where this rank stands."""
+        return self.conductor.cut_at(self._clock.step) is not None
+
+    def at_boundary(self, *, at_step: bool) -> None:
+        """Take what is ordered for this boundary; have one ordered for what is wanted."""
+        if self.take_ordered(at_step=at_step):
+            return
+        step, conductor = self._clock.step, self.conductor
+        conductor.lead(self._outcomes.precopy.lead_s)
+        if (coming := conductor.coming) is not None and coming > step:
+            self._taker.begin_ahead(coming, at_step=at_step)
+        if self._requests.exact_at(step) and self._taker.gate(at_step=at_step).why(Asker.REQUEST) is None:
+            self._await_exact(step, at_step=at_step)
+            self.take_ordered(at_step=at_step)  # what was ordered while that was given up
+        elif self._requests.anywhere or self._requests.urgent is not None:
+            self.wish(reason=self._requests.reason, urgent=self._requests.urgent is not None)
+        if conductor.pending:
+            self._clock.notice()
+
+    def take_ordered(self, *, at_step: bool, close: bool = False) -> bool:
+        """Take what is due here, once the boundary may be passed; False: nothing is, or not here."""
+        self.conductor.hold(self._clock.step)
+        self._note_off()
+        self._refuse_differing()
+        cut = self.conductor.cut_at(self._clock.step)
+        self.decline_missed(last=close)
+        if cut is None:
+            return False
+        wait = self._taker.gate(at_step=at_step).why(Asker.CLOSE if close else Asker.WAITER)
+        if wait is not None and wait not in (BlockReason.AWAY, BlockReason.FLIGHT):
+            self._taker.put_off(wait, quiet=True)
+            return False  # of all ranks alike: the next step that is whole
+        self.conductor.taken(cut)
+        link = self._attachment.link
+        if wait is not None or link is None:
+            wait = wait or BlockReason.AWAY
+            self._decline(cut)
+            self._taker.put_off(wait)
+            self._requests.fail(
+                SaveFailed(
+                    f"this rank has no part in the cut of step {self._clock.step}: {MESSAGE[wait]}",
+                    where="save",
+                    remedy="the next save covers its rows",
+                )
+            )
+            return False
+        if (veto := self._taker.veto()) is not None:
+            self._decline(cut)
+            if close:
+                raise veto
+            self._requests.fail(veto)
+            return False
+        urgent = self._requests.urgent is not None
+        # A rank that still ends its last step when others close gives another reason.
+        reason = "close" if close and not urgent else self._requests.reason
+        self._taker.take(link, reason, urgent=urgent, cut=cut)
+        if not self._outcomes.in_flight:
+            self._decline(cut)
+        self.conductor.sampled(cut, sums(self._program.tracking.replicas, cut))
+        return True
+
+    def decline_missed(self, *, last: bool = False) -> None:
+        """Report which snapshot this rank has no part in; `last`: it ends no step any more."""
+        if (missed := self.conductor.missed(last=last)) is not None:
+            self._outcomes.decline_later(missed)
+        self._outcomes.send_decline()
+
+    def wish(self, *, reason: str, urgent: bool) -> None:
+        """Have one ordered, as soon as all ranks can."""
+        if self.conductor.down:
+            self._setbacks.skipped("no group")
+            return
+        self.conductor.wish(Proposal(reason=reason, urgent=urgent))
+
+    def _decline(self, cut: int) -> None:
+        self._outcomes.decline_later(cut)
+        self._outcomes.send_decline()
+
+    def _await_exact(self, step: int, *, at_step: bool) -> None:
+        """Stay at `step` until it is taken; saves of it fail where the other ranks do not come."""
+        until_s = time.monotonic() + EXACT_S
+        with self.conductor.stay():
+            while not self.conductor.down and time.monotonic() < until_s:
+                self._clock.expect()
+                if self.take_ordered(at_step=at_step):
+                    return
+                self.conductor.wish(Proposal(reason=self._requests.reason, at=step, exact=True))
+                self._clock.pause(0.2)
+        self.conductor.give_up_exact()
+        self._requests.fail_exact(
+            step,
+            f"the ranks did not all ask for it after the same step: {self.why_off or 'no answer in time'}",
+        )
+
+    def _note_off(self) -> None:
+        if self.conductor.off == self._off:
+            return
+        self._off = self.conductor.off
+        self._setbacks.skipped("order off")
+        self._requests.put_off(self.conductor.why_off)
+
+    def _refuse_differing(self) -> None:
+        if not self.conductor.sums or self._reported:
+            return
+        self._reported = True
+        try:
+            refuse_differing(self._program, self.conductor.sums)
+        except RanksDiffer as error:
+            log.error("%s", error)  # noqa: TRY400 - a traceback would say nothing more
+            self._listener.emit("replicas_differ", error=str(error), step=self._clock.step)
+            self._requests.fail(error)
