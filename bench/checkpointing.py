@@ -8,8 +8,6 @@ peer / ours, so larger is better; bars are those of the design (docs/design) and
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import tempfile
 import time
 import traceback
@@ -17,15 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
 import states
 import torch
-from minio_server import minio_server
+from measuring import Row, against, at_least, limit, noting, say
 from ours import Deltashard, OurSave, Sidecar
-from peers import PEERS, Place, Saved
+from peers import PEERS, Place, Saved, minio_place
 
-Row = dict[str, object]
 DIRTY = 0.26
 GB = 1e9
 
@@ -36,46 +31,23 @@ def run(*, quick: bool) -> dict[str, object]:
     out: dict[str, object] = {"state_bytes": 0, "places": {}, "errors": {}}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltashard-bench-")))
-        server = stack.enter_context(minio_server())
-        stack.enter_context(_environment(server.environment()))
-        places = (
-            Place(name="file", root=str(folder / "store")),
-            Place(
-                name="MinIO",
-                root=f"{server.bucket}/bench",
-                endpoint=server.endpoint,
-                access_key=server.access_key,
-                secret_key=server.secret_key,
-            ),
-        )
+        minio, _ = stack.enter_context(minio_place("bench"))
+        places = (Place(name="file", root=str(folder / "store")), minio)
         state = states.build(megabytes=megabytes)
         out["state_bytes"], out["rows_of_tables"] = state.bytes, state.rows
         for place in places:
-            print(f"  peers on {place.name} ...", file=sys.stderr)
+            say(f"peers on {place.name}")
             peers = _measure_peers(place, state, rounds, out)
-            print(f"  deltashard on {place.name} ...", file=sys.stderr)
+            say(f"deltashard on {place.name}")
             ours = _measure_ours(place, state, rounds, folder)
             out["places"][place.name] = {"peers": peers, "ours": ours}  # type: ignore[index]
-        print("  step(), and a run of many intervals ...", file=sys.stderr)
+        say("step(), and a run of many intervals")
         out["step_ns"] = _measure_step(places[0], state, folder, calls=20_000 if quick else 200_000)
         out["sequence"] = _measure_sequences(
             places[0], folder, megabytes=20 if quick else 80, intervals=6 if quick else 20
         )
     out["rows"] = _rows(out)
     return out
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 # Peers
@@ -88,7 +60,7 @@ def _measure_peers(
     alive = {}
     errors: dict[str, str] = out["errors"]  # type: ignore[assignment]
     for kind in PEERS:
-        with _noting(errors, f"{kind.name} on {place.name}"):
+        with noting(errors, f"{kind.name} on {place.name}"):
             alive[kind.name] = kind(place)
     saves: dict[str, list[Saved]] = {name: [] for name in alive}
     loads: dict[str, list[float]] = {name: [] for name in alive}
@@ -124,14 +96,6 @@ def _measure_peers(
         }
         for name, peer in alive.items()
     }
-
-
-@contextlib.contextmanager
-def _noting(errors: dict[str, str], what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        errors[what] = f"{type(error).__name__}: {error}"[:500]
 
 
 # Ours
@@ -295,64 +259,47 @@ def _rows(out: dict[str, object]) -> list[Row]:
     rows: list[Row] = []
     places: dict[str, dict[str, dict[str, dict[str, float]]]] = out["places"]  # type: ignore[assignment]
     for name, both in places.items():
-        peers, ours = both["peers"], both["ours"]
-        q8 = ours["q8"]
+        peers, q8 = both["peers"], both["ours"]["q8"]
         for peer, found in peers.items():
-            if found["asynchronous"]:
-                stall, cpu = found["stall_s"], found["stall_cpu_s"]
-                rows.append(_row(f"stall, all rows dirty, {name}", q8["stall_s"], peer, stall, 1.0, "s"))
-                rows.append(_row(f"stall, 26 % dirty, {name}", q8["stall_26_s"], peer, stall, 1 / 0.4, "s"))
-                rows.append(
-                    _row(f"... processor time, all rows, {name}", q8["stall_cpu_s"], peer, cpu, None, "s")
-                )
-                rows.append(
-                    _row(f"... processor time, 26 %, {name}", q8["stall_26_cpu_s"], peer, cpu, None, "s")
-                )
-        for peer, found in peers.items():
-            bar = 3.0 if name == "MinIO" and peer == "dcp.async_save" else None
-            rows.append(
-                _row(
-                    f"trigger to durable, 8 bit, {name}", q8["durable_s"], peer, found["durable_s"], bar, "s"
-                )
-            )
-        for peer, found in peers.items():
-            bar = 2.0 if name == "MinIO" and peer == "torch.save" else None
-            rows.append(_row(f"restore, 8 bit, {name}", q8["restore_s"], peer, found["restore_s"], bar, "s"))
-        for peer in ("torch.save",):
-            if peer in peers:
-                ratio = peers[peer]["stored_bytes"]
-                rows.append(
-                    _row(f"bytes of a full save, 8 bit, {name}", q8["stored_bytes"], peer, ratio, None, "B")
-                )
+            if not found["asynchronous"]:
+                continue
+            for what, ours, theirs, bar in (
+                ("stall, all rows dirty", "stall_s", "stall_s", 1.0),
+                ("stall, 26 % dirty", "stall_26_s", "stall_s", 1 / 0.4),
+                ("... processor time, all rows", "stall_cpu_s", "stall_cpu_s", None),
+                ("... processor time, 26 %", "stall_26_cpu_s", "stall_cpu_s", None),
+            ):
+                rows.append(against(f"{what}, {name}", q8[ours], peer, found[theirs], "s", bar))
+        for what, key, barred, least in (
+            ("trigger to durable, 8 bit", "durable_s", "dcp.async_save", 3.0),
+            ("restore, 8 bit", "restore_s", "torch.save", 2.0),
+        ):
+            for peer, found in peers.items():
+                bar = least if name == "MinIO" and peer == barred else None
+                rows.append(against(f"{what}, {name}", q8[key], peer, found[key], "s", bar))
+        if (whole := peers.get("torch.save")) is not None:
+            title = f"bytes of a full save, 8 bit, {name}"
+            rows.append(against(title, q8["stored_bytes"], "torch.save", whole["stored_bytes"], "B"))
     step: dict[str, float] = out["step_ns"]  # type: ignore[assignment]
-    rows.append(_limit("step() when nothing is due", step["median"], 2000, "ns"))
+    rows.append(limit("step() when nothing is due", step["median"], "ns", 2000))
     sequence: dict[str, dict[str, float]] = out["sequence"]  # type: ignore[assignment]
     for encoding, bytes_bar, capacity_bar in (("q8", 6.0, 2.5), ("q4", None, None), ("q2", 17.0, 8.0)):
         found = sequence[encoding]
-        rows.append(
-            _ratio(
-                f"bytes a checkpoint, {encoding}, intermittent",
-                found["fewer_bytes"],
-                "torch.save of fulls",
-                bytes_bar,
-            )
-        )
+        title = f"bytes a checkpoint, {encoding}, intermittent"
+        rows.append(at_least(title, found["fewer_bytes"], bytes_bar, peer="torch.save of fulls"))
         if found["less_capacity"]:
-            rows.append(
-                _ratio(f"capacity held, {encoding}", found["less_capacity"], "3 fp32 fulls", capacity_bar)
-            )
+            title = f"capacity held, {encoding}"
+            rows.append(at_least(title, found["less_capacity"], capacity_bar, peer="3 fp32 fulls"))
+    share = _mean_share(sequence["q8"])
     for name, both in places.items():
         q8 = both["ours"]["q8"]
-        cpu = q8["sidecar_cpu_s_per_gb"]
-        rows.append(_limit(f"sidecar CPU-s per GB of rows, {name}", cpu, None, "CPU-s/GB"))
-        share = _mean_share(sequence["q8"])
-        rows.append(
-            _limit(
-                f"one core's share at 30 min, 100 GB shard, {name}", 100 * cpu * 100 * share / 1800, 5.0, "%"
-            )
-        )
-        peak = q8["sidecar_peak_anonymous_bytes"] / 2**20
-        rows.append(_limit(f"sidecar memory beyond arena and cache, {name}", peak, 256.0, "MiB"))
+        cpu, peak = q8["sidecar_cpu_s_per_gb"], q8["sidecar_peak_anonymous_bytes"] / 2**20
+        title = f"one core's share at 30 min, 100 GB shard, {name}"
+        rows += [
+            limit(f"sidecar CPU-s per GB of rows, {name}", cpu, "CPU-s/GB"),
+            limit(title, 100 * cpu * 100 * share / 1800, "%", 5.0),
+            limit(f"sidecar memory beyond arena and cache, {name}", peak, "MiB", 256.0),
+        ]
     return rows
 
 
@@ -360,43 +307,3 @@ def _mean_share(sequence: dict[str, object]) -> float:
     """Mean share of a baseline's bytes that a checkpoint of the sequence held."""
     stored: list[int] = sequence["stored_bytes"]  # type: ignore[assignment]
     return sum(stored) / len(stored) / stored[0]
-
-
-def _row(what: str, ours: float, peer: str, theirs: float, bar: float | None, unit: str) -> Row:
-    ratio = theirs / ours
-    return {
-        "what": what,
-        "ours": ours,
-        "unit": unit,
-        "peer": peer,
-        "theirs": theirs,
-        "ratio": ratio,
-        "bar": bar,
-        "met": None if bar is None else ratio >= bar,
-    }
-
-
-def _ratio(what: str, ratio: float, peer: str, bar: float | None) -> Row:
-    return {
-        "what": what,
-        "ours": None,
-        "unit": "",
-        "peer": peer,
-        "theirs": None,
-        "ratio": ratio,
-        "bar": bar,
-        "met": None if bar is None else ratio >= bar,
-    }
-
-
-def _limit(what: str, ours: float, limit: float | None, unit: str) -> Row:
-    return {
-        "what": what,
-        "ours": ours,
-        "unit": unit,
-        "peer": "",
-        "theirs": None,
-        "ratio": None,
-        "bar": limit,
-        "met": None if limit is None else ours <= limit,
-    }

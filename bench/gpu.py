@@ -14,20 +14,17 @@ Without a GPU only `--quick` runs, on the CPU, as a smoke test.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from checkpointing import Row, _row
+from measuring import Row, against, limit, noting, say
 from ours import Deltashard, Sidecar
-from peers import DcpAsyncSave, Peer, Place, TorchSave
+from peers import DcpAsyncSave, DcpAsyncSaveReusing, Peer, Place, TorchSave
 from states import _tensors
 from torch import nn
 
@@ -104,24 +101,11 @@ class GpuState:
         return sum(tensor.nbytes for tensor in _tensors(self.as_dict()))
 
 
-class DcpPinned(DcpAsyncSave):
+class DcpPinned(DcpAsyncSaveReusing):
     """The asynchronous save with a stager that keeps pinned memory for the whole state."""
 
     name = "dcp.async_save (cached, pinned)"
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        pinned = DEVICE == "cuda"
-        # The fourth has the copies not wait for one another; the stager waits for all of them before it returns.
-        self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-
-    def close(self) -> None:
-        self._stager.close()
-
-    def stager(self) -> Any:
-        return self._stager
+    pinned = DEVICE == "cuda"
 
 
 def run(*, quick: bool) -> dict[str, object]:
@@ -137,41 +121,28 @@ def run(*, quick: bool) -> dict[str, object]:
         folder = Path(name)
         place = Place(name="file", root=str(folder / "store"))
         Path(place.root).mkdir()
-        _note("steps")
+        say("steps")
         out["steps"] = _steps(place, state, folder, steps, rounds)
         for what, kind, times in (
             ("torch", TorchSave, 1),
             ("dcp", DcpAsyncSave, rounds),
             ("dcp pinned", DcpPinned, rounds),
         ):
-            _note(what)
-            with _noting(out["errors"], kind.name):
+            say(what)
+            with noting(out["errors"], kind.name):
                 out[kind.name] = _peer(kind, place, state, times)
         for share in (SHARE, 1.0):
-            _note(f"by hand, {share:.0%}")
-            with _noting(out["errors"], f"by hand, {share:.0%}"):
+            say(f"by hand, {share:.0%}")
+            with noting(out["errors"], f"by hand, {share:.0%}"):
                 out[f"by hand {share}"] = _by_hand(place, state, folder, share, rounds if share < 1 else 1)
         for share in (SHARE, 0.0):
-            _note(f"by time, {share:.0%}")
-            with _noting(out["errors"], f"by time, {share:.0%}"):
+            say(f"by time, {share:.0%}")
+            with noting(out["errors"], f"by time, {share:.0%}"):
                 out[f"by time {share}"] = _by_time(
                     place, state, folder, share, rounds, step_s=out["steps"]["without"], quick=quick
                 )
     out["rows"] = _rows(out)
     return out
-
-
-def _note(what: str) -> None:
-    print(f"  {what} ...", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _noting(errors: dict[str, str], what: str) -> Any:
-    try:
-        yield
-    except Exception as error:
-        errors[what] = f"{type(error).__name__}: {error}"[:500]
-        traceback.print_exc(limit=4)
 
 
 def _device() -> str:
@@ -246,10 +217,7 @@ def _by_hand(place: Place, state: GpuState, folder: Path, share: float, rounds: 
         ours.restore()
         saves = []
         for turn in range(rounds + 1):  # the first is the baseline
-            if share < 1 or turn == 0:
-                state.touch(share if turn else 0.01, seed=turn)
-            else:
-                state.touch(1.0, seed=turn)
+            state.touch(share if turn else 0.01, seed=turn)
             ours.ckpt.step()
             _sync()
             saves.append(ours.save())
@@ -321,7 +289,7 @@ def _rows(out: dict[str, Any]) -> list[Row]:
     rows: list[Row] = []
     steps = out["steps"]
     rows.append(
-        _row("a step, tracked and with step()", steps["with"], "without us", steps["without"], None, "s")
+        against("a step, tracked and with step()", steps["with"], "without us", steps["without"], "s")
     )
     peers = [kind.name for kind in (TorchSave, DcpAsyncSave, DcpPinned) if kind.name in out]
     for mine, what in (
@@ -332,13 +300,13 @@ def _rows(out: dict[str, Any]) -> list[Row]:
     ):
         if mine in out:
             rows += [
-                _row(f"stall, {what}", out[mine]["stall_s"], who, out[who]["stall_s"], None, "s")
+                against(f"stall, {what}", out[mine]["stall_s"], who, out[who]["stall_s"], "s")
                 for who in peers
             ]
             if "lost_s" in out[mine]:
-                rows.append({"what": f"training lost, {what}", "ours": out[mine]["lost_s"], "unit": "s"})
+                rows.append(limit(f"training lost, {what}", out[mine]["lost_s"], "s"))
             rows += [
-                _row(f"durable, {what}", out[mine]["durable_s"], who, out[who]["durable_s"], None, "s")
+                against(f"durable, {what}", out[mine]["durable_s"], who, out[who]["durable_s"], "s")
                 for who in peers
             ]
     return rows

@@ -25,487 +25,20 @@ state of the trigger, although training went on. In 8 bits that is the optimizer
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
-import gc
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
-import warnings
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-from minio_server import minio_server
+from group_ranks import CACHED, DIRTY, ENCODINGS, FULL, LOAD, PLAIN, SCRIPT, SMALL, Scale
+from measuring import Row, against, limit, say
 from ours import Sidecar
-from peers import THREADS, Instant, Place
-
-COLUMNS = 64
-SHARES = (8, 4, 2, 2)
-"""How the rows are spread over the tables, in sixteenths."""
-ROW_BYTES = 4 * COLUMNS + 4
-DIRTY = 0.26
-STUCK_S = 300
-PR_SET_PDEATHSIG = 1
-ENCODINGS = ("q8", "fp32")
-PLAIN, CACHED = "dcp.async_save", "dcp.async_save (cached staging)"
-LOAD = "dcp.load"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """How much of it."""
-
-    state_bytes: int
-    rounds: int
-    """Counted ones; one more goes before them."""
-    pairs: int
-    """Of blocks of steps with and without a Checkpointer."""
-    steps: int
-    """Of a block."""
-    world: int = 4
-    readers: int = 2
-
-    @property
-    def rows(self) -> list[int]:
-        return [self.state_bytes // ROW_BYTES * share // sum(SHARES) for share in SHARES]
-
-
-FULL = Scale(state_bytes=2 << 30, rounds=3, pairs=5, steps=40)
-SMALL = Scale(state_bytes=64 << 20, rounds=1, pairs=2, steps=10)
-
-
-# What ranks do
-
-
-class Training:
-    """The model as one rank has it."""
-
-    def __init__(self, scale: Scale) -> None:
-        import torch
-        import torch.distributed as dist
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from torch import nn
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-        from torchrec.distributed import DistributedModelParallel
-        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-        from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-        from torchrec.optim.optimizers import in_backward_optimizer_filter
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.ebc = EmbeddingBagCollection(
-                    tables=[
-                        EmbeddingBagConfig(
-                            name=f"t{n}", embedding_dim=COLUMNS, num_embeddings=rows, feature_names=[f"f{n}"]
-                        )
-                        for n, rows in enumerate(scale.rows)
-                    ],
-                    device=torch.device("meta"),
-                )
-                self.over = nn.Sequential(nn.Linear(len(SHARES) * COLUMNS, 512), nn.ReLU(), nn.Linear(512, 1))
-
-            def forward(self, sparse: Any) -> torch.Tensor:
-                return self.over(self.ebc(sparse).values()).squeeze(1)
-
-        class Sharder(EmbeddingBagCollectionSharder):
-            def sharding_types(self, compute_device_type: str) -> list[str]:  # noqa: ARG002
-                return ["row_wise"]  # which the planner leaves out on CPUs
-
-        self.scale, self.rank, self.world = scale, dist.get_rank(), dist.get_world_size()
-        torch.manual_seed(self.rank)
-        sharders: Any = [
-            Sharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05})
-        ]
-        model = Model()
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=self.world, local_world_size=self.world, compute_device="cpu"),
-            constraints={
-                f"t{n}": ParameterConstraints(sharding_types=["row_wise"]) for n in range(len(SHARES))
-            },
-        )
-        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-        self.model = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
-        self.dense = torch.optim.Adam(
-            dict(in_backward_optimizer_filter(self.model.named_parameters())).values(), lr=1e-3
-        )
-        self._features = [f"f{n}" for n in range(len(SHARES))]
-        self._tiny = self._bags([torch.arange(8)] * len(SHARES), 8)
-
-    def _bags(self, ids: list[Any], bags: int) -> Any:
-        """A batch of `bags` samples whose bags share out `ids` of each table."""
-        import torch
-        from torchrec import KeyedJaggedTensor
-
-        lengths = [
-            torch.tensor([len(part) for part in torch.tensor_split(each, bags)], dtype=torch.int64)
-            for each in ids
-        ]
-        return KeyedJaggedTensor.from_lengths_sync(
-            keys=self._features, values=torch.cat(ids), lengths=torch.cat(lengths)
-        )
-
-    def step(self, batch: Any = None) -> None:
-        """One training step; without a batch a very small one."""
-        self.dense.zero_grad()
-        (self.model(batch or self._tiny) - 1).square().mean().backward()
-        self.dense.step()
-
-    def touch(self, share: float, seed: int) -> None:
-        """A step that looks up `share` of every table's rows, each rank its part of them, in few bags."""
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        ids = [
-            torch.randperm(rows, generator=generator)[: round(rows * share)][self.rank :: self.world].clone()
-            for rows in self.scale.rows
-        ]
-        self.step(self._bags(ids, 8))
-
-    def ordinary(self, seed: int) -> Any:
-        """A batch of 512 samples with 20 lookups a table, low ids favoured."""
-        import torch
-
-        generator = torch.Generator().manual_seed(1000 * seed + self.rank)
-        return self._bags(
-            [(torch.rand(512 * 20, generator=generator) ** 2 * rows).long() for rows in self.scale.rows], 512
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """What a script hands to DCP: ShardedTensors, by reference."""
-        return {
-            "model": self.model.state_dict(),
-            "fused": self.model.fused_optimizer.state_dict(),
-            "dense": self.dense.state_dict(),
-        }
-
-    def shards(self) -> dict[str, list[Any]]:
-        """All ranks' tables: this rank's tensors of weights and of optimizer state."""
-        found: dict[str, list[Any]] = {"weights": [], "state": []}
-        for value in self.model.state_dict().values():
-            if hasattr(value, "local_shards"):
-                found["weights"] += [shard.tensor for shard in value.local_shards()]
-        for fields in self.model.fused_optimizer.state_dict()["state"].values():
-            for value in fields.values():
-                found["state"] += [shard.tensor for shard in value.local_shards()]
-        return found
-
-    def sums(self) -> dict[str, int]:
-        import torch
-        import torch.distributed as dist
-
-        found = {}
-        for what, tensors in self.shards().items():
-            bits = [tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors]
-            total = torch.stack(bits).sum()
-            dist.all_reduce(total)
-            found[what] = int(total)
-        return found
-
-    def wipe(self) -> None:
-        for tensors in self.shards().values():
-            for tensor in tensors:
-                tensor.detach().zero_()
-
-    def checkpointer(self, socket_path: str, *, fresh: bool = False) -> Any:
-        """Ours, on the sidecar at `socket_path`."""
-        from deltashard import Checkpointer
-
-        os.environ["DELTASHARD_SOCKET"] = socket_path
-        return Checkpointer(self.model, [self.dense], fresh=fresh, grace_s=None)
-
-
-def _begin() -> Instant:
-    import torch.distributed as dist
-
-    gc.collect()
-    dist.barrier()
-    return Instant.now()
-
-
-def _our_save(training: Training, ckpt: Any) -> dict[str, Any]:
-    """Trigger, train on until the cut, wait for the log entry."""
-    stall_s = stall_cpu_s = 0.0
-    steps = 0
-    begun = _begin()
-
-    def held(call: Any) -> Any:
-        nonlocal stall_s, stall_cpu_s
-        before = Instant.now()
-        result = call()
-        after = Instant.now()
-        stall_s += after.wall_s - before.wall_s
-        stall_cpu_s += after.cpu_s - before.cpu_s
-        return result
-
-    cuts = ckpt.stats.cuts
-    handle = held(lambda: ckpt.save("bench"))
-    while ckpt.stats.cuts == cuts:
-        training.step()
-        held(ckpt.step)
-        steps += 1
-    commit = handle.wait(STUCK_S)
-    return {
-        "stall_s": stall_s,
-        "stall_cpu_s": stall_cpu_s,
-        "cut_s": ckpt.stats.stalls_s[-1],
-        "steps_to_cut": steps,
-        "durable_s": time.perf_counter() - begun.wall_s,
-        "baseline": commit.baseline,
-        "rows": commit.rows,
-    }
-
-
-class _Dcp:
-    """torch.distributed.checkpoint on MinIO, one rank's side."""
-
-    def __init__(self, place: Place, *, cached: bool = False) -> None:
-        import torch.distributed as dist
-
-        self.place = place
-        # Its thread's collectives must not meet those of training.
-        self.group = dist.new_group(backend="gloo")
-        self.stager: Any = None
-        if cached:
-            from torch.distributed.checkpoint.staging import BlockingAsyncStager
-
-            # DCP's newer stager cannot copy ShardedTensors; this one keeps its copy between saves.
-            self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
-
-    def _staged(self, state: dict[str, Any]) -> None:
-        """Make the kept copy, in ordinary memory: pinned, as the stager would, needs CUDA."""
-        from torch.distributed._state_dict_utils import _create_cpu_state_dict
-
-        if self.stager is not None and self.stager.state_dict_cache is None:
-            self.stager.state_dict_cache = _create_cpu_state_dict(state)
-
-    def _arguments(self, tag: str) -> tuple[str, dict[str, Any]]:
-        bucket, prefix = self.place.split(tag)
-        return f"s3://{bucket}/{prefix}", self.place.filesystem_options()
-
-    def save(self, training: Training, tag: str) -> dict[str, Any]:
-        """`async_save`; training goes on by one step before its result is waited for."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-        self._staged(training.as_dict())
-        begun = _begin()
-        url, options = self._arguments(tag)
-        future = dcp.async_save(
-            training.as_dict(),
-            storage_writer=FsspecWriter(url, thread_count=THREADS, **options),
-            async_stager=self.stager,
-            process_group=self.group,
-        )
-        released = Instant.now()
-        training.step()
-        future.result()
-        return {
-            "stall_s": released.wall_s - begun.wall_s,
-            "stall_cpu_s": released.cpu_s - begun.cpu_s,
-            "durable_s": time.perf_counter() - begun.wall_s,
-        }
-
-    def load(self, training: Training, tag: str) -> float:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-        begun = _begin()
-        url, options = self._arguments(tag)
-        target = training.as_dict()
-        dcp.load(target, storage_reader=FsspecReader(url, **options), process_group=self.group)
-        training.dense.load_state_dict(target["dense"])
-        return time.perf_counter() - begun.wall_s
-
-
-def save(scale: Scale, place: Place, sockets: dict[str, list[str]]) -> dict[str, Any]:
-    """All saves of one rank; the last of each side stay for `restore`."""
-    import torch.distributed as dist
-
-    training = Training(scale)
-    training.touch(1.0, seed=1)
-    first = training.rank == 0
-    peers = {PLAIN: _Dcp(place), CACHED: _Dcp(place, cached=True)}
-    found: dict[str, Any] = {"rounds": [], "sums": {}}
-    for turn in range(scale.rounds + 1):
-        this: dict[str, Any] = {}
-        for encoding in ENCODINGS:
-            (socket_path,) = sockets[encoding]
-            ckpt = training.checkpointer(socket_path, fresh=True)
-            training.step()
-            ckpt.step()
-            for what in ("all", "some"):
-                if what == "some":
-                    training.touch(DIRTY, seed=100 + turn)
-                    ckpt.step()
-                before = place.size_bytes(encoding) if first else 0
-                said = _our_save(training, ckpt)
-                said["stored_bytes"] = place.size_bytes(encoding) - before if first else 0
-                this[f"{encoding} {what}"] = said
-            found["sums"][encoding] = training.sums()
-            ckpt.close()
-        for name, peer in peers.items():
-            tag = f"{name.split()[-1].strip('()')}-{turn}"
-            sums = training.sums()
-            this[name] = peer.save(training, tag)
-            this[name]["stored_bytes"] = place.size_bytes(tag) if first else 0
-            dist.barrier()
-            if name == PLAIN and turn == scale.rounds:
-                found["tag"], found["sums"][LOAD] = tag, sums
-            elif first:
-                place.remove(tag)
-        found["rounds"].append(this)
-    found["step"] = _steps(training, sockets["step"])
-    return found
-
-
-def _steps(training: Training, sockets: list[str]) -> dict[str, Any]:
-    """Blocks of ordinary steps, with and without a Checkpointer in turns."""
-    import torch.distributed as dist
-    from deltashard.sharded import batched_kernel
-    from deltashard.tracking.step_hook import StepHooks
-    from tracking import Clock
-
-    batches = [training.ordinary(seed) for seed in range(8)]
-    scale, clock = training.scale, Clock()
-    owners = [
-        (batched_kernel.BatchedKernel, "updated"),
-        (batched_kernel._LookupHook, "__call__"),  # noqa: SLF001
-        (StepHooks, "before"),
-        (StepHooks, "after"),
-    ]
-    collectives = {True: 0, False: 0}
-    counted = dist.group.WORLD._get_sequence_number_for_group  # noqa: SLF001 - of collectives so far
-
-    def block(ckpt: Any) -> tuple[float, float, float]:
-        """Median seconds of a step, processor seconds of this rank a step, median share in our functions."""
-        end = None if ckpt is None else clock.timed(ckpt.step)
-        steps_s, shares = [], []
-        for step in range(scale.steps + 5):
-            if step == 5:  # those before are for warming up
-                gc.collect()
-                dist.barrier()
-                cpu, count = time.process_time(), counted()
-            begun, inside = time.perf_counter(), clock.seconds
-            training.step(batches[step % len(batches)])
-            if end is not None:
-                end()
-            if step >= 5:
-                steps_s.append(time.perf_counter() - begun)
-                shares.append((clock.seconds - inside) / steps_s[-1])
-        collectives[ckpt is not None] = counted() - count
-        return median(steps_s), (time.process_time() - cpu) / scale.steps, median(shares)
-
-    with contextlib.ExitStack() as stack:
-        for owner, name in owners:
-            function = getattr(owner, name)
-            stack.callback(setattr, owner, name, function)
-            setattr(owner, name, clock.timed(function))
-        pairs = []
-        for pair in range(scale.pairs):
-            both = {}
-            for which in (False, True) if pair % 2 else (True, False):
-                ckpt = training.checkpointer(sockets[pair], fresh=True) if which else None
-                both[which] = block(ckpt)
-                if ckpt is not None:
-                    ckpt.close()
-            pairs.append({"with": both[True], "without": both[False]})
-    return {"pairs": pairs, "collectives": {"with": collectives[True], "without": collectives[False]}}
-
-
-def restore(
-    scale: Scale, place: Place, sockets: dict[str, list[str]], tag: str, sums: dict[str, Any]
-) -> dict[str, Any]:
-    """Every restore of one rank of the smaller world, each compared with what was saved."""
-    training = Training(scale)
-    peer = _Dcp(place)
-    training.step()  # DCP loads into optimizer state that is there
-    found: dict[str, list[float]] = {name: [] for name in (*ENCODINGS, LOAD)}
-    for turn in range(scale.rounds):
-        for encoding in ENCODINGS:
-            training.wipe()
-            ckpt = training.checkpointer(sockets[encoding][turn])
-            begun = _begin()
-            assert ckpt.restore() is not None
-            found[encoding].append(time.perf_counter() - begun.wall_s)
-            _compare(encoding, sums[encoding], training.sums())
-            ckpt.close()
-        training.wipe()
-        found[LOAD].append(peer.load(training, tag))
-        _compare(LOAD, sums[LOAD], training.sums())
-    return {"restore_s": found}
-
-
-def _compare(name: str, saved: dict[str, int], restored: dict[str, int]) -> None:
-    for what in ("state",) if name == "q8" else ("weights", "state"):
-        if saved[what] != restored[what]:
-            raise RuntimeError(f"{name} did not bring the saved {what} back: {saved} {restored}")
-
-
-def _ranks(asked: dict[str, Any]) -> int:
-    """Fork the ranks and wait for them; how many failed."""
-    warnings.simplefilter("ignore")
-    # Imported once for all ranks.
-    import deltashard  # noqa: F401
-    import s3fs  # noqa: F401
-    import torch.distributed.checkpoint._fsspec_filesystem  # noqa: F401
-    import torchrec.distributed.planner  # noqa: F401
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(asked["world"]):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks do not outlive the bench
-            try:
-                code = _rank(rank, port, asked)
-            finally:
-                os._exit(code)
-        children.append(child)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
-
-
-def _rank(rank: int, port: int, asked: dict[str, Any]) -> int:
-    import torch
-    import torch.distributed as dist
-
-    world, folder = asked["world"], Path(asked["folder"])
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(STUCK_S)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=STUCK_S))
-    try:
-        does = {"save": save, "restore": restore}[asked["does"]]
-        found = does(Scale(**asked["scale"]), Place(**asked["place"]), asked["sockets"], **asked["options"])
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    (folder / f"out-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()  # the store is in rank 0
-    return 0
-
-
-# The bench's own side
+from peers import THREADS, Place, minio_place
 
 
 def _run_ranks(
@@ -523,7 +56,7 @@ def _run_ranks(
         "sockets": sockets, "options": options,
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), json.dumps(asked)],
+        [sys.executable, SCRIPT, json.dumps(asked)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         check=False,
         stdout=sys.stderr,
@@ -539,14 +72,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     scale = SMALL if quick else FULL
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltashard-bench-")))
-        server = stack.enter_context(minio_server())
-        place = Place(
-            name="MinIO",
-            root=f"{server.bucket}/group",
-            endpoint=server.endpoint,
-            access_key=server.access_key,
-            secret_key=server.secret_key,
-        )
+        place, _ = stack.enter_context(minio_place("group"))
 
         def sidecar(into: contextlib.ExitStack, run: str, name: str, **flags: object) -> str:
             started = into.enter_context(Sidecar(place, run, folder / name, **flags))
@@ -565,7 +91,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 sidecar(writers, f"step-{pair}", f"step-{pair}", arena_bytes=256 << 20)
                 for pair in range(scale.pairs)
             ]
-            print(f"  {scale.world} ranks save, and train ...", file=sys.stderr)
+            say(f"{scale.world} ranks save, and train")
             saved = _run_ranks(folder / "saving", "save", scale.world, scale, place, sockets)
         sockets = {
             name: [
@@ -574,7 +100,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             ]
             for name in ENCODINGS
         }
-        print(f"  {scale.readers} ranks restore ...", file=sys.stderr)
+        say(f"{scale.readers} ranks restore")
         first = saved[0]
         restored = _run_ranks(
             folder / "restoring", "restore", scale.readers, scale, place, sockets,
@@ -640,21 +166,8 @@ def _step_cost(saved: list[Any]) -> dict[str, Any]:
     }
 
 
-def _rows(out: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(out: dict[str, Any]) -> list[Row]:
     saves, restores, step = out["saves"], out["restores"], out["step"]
-
-    def row(what: str, ours: float, peer: str, theirs: float, unit: str, bar: float | None) -> dict[str, Any]:
-        ratio = theirs / ours
-        return {
-            "what": what, "ours": ours, "unit": unit, "peer": peer, "theirs": theirs, "ratio": ratio,
-            "bar": bar, "met": None if bar is None else ratio >= bar,
-        }  # fmt: skip
-
-    def limit(what: str, ours: float, unit: str, bar: float | None) -> dict[str, Any]:
-        return {
-            "what": what, "ours": ours, "unit": unit, "bar": bar, "met": None if bar is None else ours <= bar
-        }  # fmt: skip
-
     rows = []
     for encoding in ENCODINGS:
         barred = encoding == "q8"  # the default; the other is for the record
@@ -668,24 +181,20 @@ def _rows(out: dict[str, Any]) -> list[dict[str, Any]]:
                 pairs = (("stall", "stall_s", stall_bar), ("trigger to durable", "durable_s", durable_bar))
                 for title, key, bar in pairs:
                     named = f"{title}, {what}, {encoding}"
-                    rows.append(row(named, ours[key], peer, theirs[key], "s", bar if bars else None))
+                    rows.append(against(named, ours[key], peer, theirs[key], "s", bar if bars else None))
         full = saves[PLAIN]["stored_bytes"]
         bar = 6.0 if barred else None
-        rows.append(row(f"bytes, 26 % dirty, {encoding}", some["stored_bytes"], PLAIN, full, "B", bar))
-        rows.append(row(f"bytes, all rows, {encoding}", everything["stored_bytes"], PLAIN, full, "B", None))
+        rows.append(against(f"bytes, 26 % dirty, {encoding}", some["stored_bytes"], PLAIN, full, "B", bar))
+        rows.append(against(f"bytes, all rows, {encoding}", everything["stored_bytes"], PLAIN, full, "B"))
         title, bar = f"restore by {out['scale']['readers']} ranks, {encoding}", 2.0 if barred else None
         mine, theirs_s = restores[encoding]["restore_s"], restores[LOAD]["restore_s"]
-        rows.append(row(title, mine, LOAD, theirs_s, "s", bar))
+        rows.append(against(title, mine, LOAD, theirs_s, "s", bar))
     more = step["collectives"]["with"] - step["collectives"]["without"]
     rows += [
-        limit("ordinary step, without us", step["step_s"], "s", None),
+        limit("ordinary step, without us", step["step_s"], "s"),
         limit("... more collectives with us", more, "", 0),
         limit("... inside of our functions", 100 * step["inside_share"], "%", 1.0),
-        limit("... longer with us, paired", 100 * step["wall_share"], "%", None),
-        limit("... more processor time with us, paired", 100 * step["cpu_share"], "%", None),
+        limit("... longer with us, paired", 100 * step["wall_share"], "%"),
+        limit("... more processor time with us, paired", 100 * step["cpu_share"], "%"),
     ]
     return rows
-
-
-if __name__ == "__main__":
-    sys.exit(_ranks(json.loads(sys.argv[1])))

@@ -7,7 +7,6 @@ own, as in a pod; its processor time and memory come from the kernel's account o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 import deltashard
+from measuring import memory_bytes, processor_s
 from peers import Instant, Place, Saved
 from states import TrainingState
 
@@ -108,15 +108,11 @@ class Sidecar:
     @property
     def cpu_s(self) -> float:
         """Processor seconds, user and system, so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return processor_s(self.process.pid)
 
     def anonymous_bytes(self) -> int:
         """Memory that is neither the arena nor a file of the cache."""
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-        return 0
+        return memory_bytes(self.process.pid, "RssAnon")
 
     def _watch(self) -> None:
         while not self._stopping.wait(0.02):
@@ -179,8 +175,3 @@ class Deltashard:
 
     def close(self) -> None:
         self.ckpt.close()
-
-
-def sidecar_report(sidecar: Sidecar) -> dict[str, object]:
-    """What ready.json says, for the record."""
-    return json.loads((sidecar.memory / "ready.json").read_text())

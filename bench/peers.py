@@ -13,10 +13,11 @@ import asyncio
 import contextlib
 import os
 import shutil
+import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,6 +26,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from states import TrainingState
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from minio_server import minio_server
 
 THREADS = os.cpu_count() or 1
 
@@ -84,6 +89,9 @@ class Place:
         bucket, _, prefix = self.root.partition("/")
         return bucket, f"{prefix}/{tag}"
 
+    def url(self, tag: str) -> str:
+        return f"s3://{self.root}/{tag}" if self.remote else str(Path(self.root, tag))
+
     def size_bytes(self, tag: str) -> int:
         if self.remote:
             bucket, prefix = self.split(tag)
@@ -105,6 +113,27 @@ class Place:
                 client.remove_object(bucket, item.object_name)
         else:
             shutil.rmtree(Path(self.root, tag), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def minio_place(prefix: str) -> Iterator[tuple[Place, int]]:
+    """A bucket of a MinIO that runs meanwhile, its keys in this process's environment; and the server's process id."""
+    with minio_server() as server:
+        before = dict(os.environ)
+        os.environ.update(server.environment())
+        try:
+            place = Place(
+                name="MinIO",
+                root=f"{server.bucket}/{prefix}",
+                endpoint=server.endpoint,
+                access_key=server.access_key,
+                secret_key=server.secret_key,
+            )
+            yield place, server.pid
+        finally:
+            for name in server.environment():
+                os.environ.pop(name, None)
+            os.environ.update({name: before[name] for name in server.environment() if name in before})
 
 
 class Peer(ABC):
@@ -184,11 +213,15 @@ class DcpSave(Peer):
     def writer(self, tag: str):
         """A storage writer for one checkpoint; it is also the stager of an asynchronous save."""
         if self.place.remote:
-            bucket, prefix = self.place.split(tag)
             return _fsspec().FsspecWriter(
-                f"s3://{bucket}/{prefix}", thread_count=THREADS, **self.place.filesystem_options()
+                self.place.url(tag), thread_count=THREADS, **self.place.filesystem_options()
             )
         return dcp.FileSystemWriter(Path(self.place.root, tag), thread_count=THREADS)
+
+    def reader(self, tag: str):
+        if self.place.remote:
+            return _fsspec().FsspecReader(self.place.url(tag), **self.place.filesystem_options())
+        return dcp.FileSystemReader(Path(self.place.root, tag))
 
     def save(self, state: TrainingState, tag: str) -> Saved:
         begun = Instant.now()
@@ -200,12 +233,7 @@ class DcpSave(Peer):
         begun = time.perf_counter()
         target = state.as_dict()
         with _quiet():
-            if self.place.remote:
-                bucket, prefix = self.place.split(tag)
-                reader = _fsspec().FsspecReader(f"s3://{bucket}/{prefix}", **self.place.filesystem_options())
-            else:
-                reader = dcp.FileSystemReader(Path(self.place.root, tag))
-            dcp.load(target, storage_reader=reader, no_dist=True)
+            dcp.load(target, storage_reader=self.reader(tag), no_dist=True)
         state.load(target)
         return time.perf_counter() - begun
 
@@ -227,34 +255,35 @@ class DcpAsyncSave(DcpSave):
 
     def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
         """Begin a save; the result says whether it is durable, and raises what it failed by."""
-        with _quiet():
-            future = dcp.async_save(
-                state.as_dict(), storage_writer=self.writer(tag), async_stager=self.stager()
-            )
+        future = self._begin(state, tag)
         return _durable(future.done, future.result)
 
     def save(self, state: TrainingState, tag: str) -> Saved:
+        begun = Instant.now()
+        future = self._begin(state, tag)
+        released = Instant.now()
+        future.result()
+        return self._saved(tag, begun, released)
+
+    def _begin(self, state: TrainingState, tag: str):
         with _quiet():
-            begun = Instant.now()
-            future = dcp.async_save(
+            return dcp.async_save(
                 state.as_dict(), storage_writer=self.writer(tag), async_stager=self.stager()
             )
-            released = Instant.now()
-            future.result()
-        return self._saved(tag, begun, released)
 
 
 class DcpAsyncSaveReusing(DcpAsyncSave):
     """... and with a stager that keeps its memory between saves."""
 
     name = "dcp.async_save (cached staging)"
+    pinned = False
+    """Pinned memory, and copies that do not wait for one another, are for CUDA."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        # Pinned and shared memory, and staging on a stream, are for CUDA; this one keeps its storages between saves.
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._stager = DefaultStager(StagingOptions(self.pinned, False, False, self.pinned))
 
     def close(self) -> None:
         self._stager.close()
@@ -276,26 +305,20 @@ class TorchSnapshotTake(Peer):
         # The library asks for the current event loop, which newer Pythons no longer make by themselves.
         asyncio.set_event_loop(asyncio.new_event_loop())
 
-    def _url(self, tag: str) -> str:
-        if self.place.remote:
-            bucket, prefix = self.place.split(tag)
-            return f"s3://{bucket}/{prefix}"
-        return str(Path(self.place.root, tag))
-
     def _app_state(self, state: TrainingState):
         return {"state": self.library.StateDict(**state.as_dict())}
 
     def save(self, state: TrainingState, tag: str) -> Saved:
         with _quiet():
             begun = Instant.now()
-            self.library.Snapshot.take(self._url(tag), self._app_state(state))
+            self.library.Snapshot.take(self.place.url(tag), self._app_state(state))
         return self._saved(tag, begun, Instant.now())
 
     def load(self, state: TrainingState, tag: str) -> float:
         with _quiet():
             begun = time.perf_counter()
             target = self._app_state(state)
-            self.library.Snapshot(self._url(tag)).restore(target)
+            self.library.Snapshot(self.place.url(tag)).restore(target)
             state.load(dict(target["state"]))
             return time.perf_counter() - begun
 
@@ -309,13 +332,13 @@ class TorchSnapshotAsyncTake(TorchSnapshotTake):
     def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
         """Begin a save; the result says whether it is durable, and raises what it failed by."""
         with _quiet():
-            pending = self.library.Snapshot.async_take(self._url(tag), self._app_state(state))
+            pending = self.library.Snapshot.async_take(self.place.url(tag), self._app_state(state))
         return _durable(pending.done, pending.wait)
 
     def save(self, state: TrainingState, tag: str) -> Saved:
         with _quiet():
             begun = Instant.now()
-            pending = self.library.Snapshot.async_take(self._url(tag), self._app_state(state))
+            pending = self.library.Snapshot.async_take(self.place.url(tag), self._app_state(state))
             released = Instant.now()
             pending.wait()
         return self._saved(tag, begun, released)

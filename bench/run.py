@@ -27,6 +27,7 @@ import time
 import traceback
 from pathlib import Path
 
+from measuring import processor
 from rich.console import Console
 from rich.table import Table
 
@@ -81,24 +82,14 @@ def main() -> int:
 def _machine() -> dict[str, object]:
     import torch
 
-    named = (
-        line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")
-    )
     return {
-        "cpu": next(named, platform.processor()),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _print(console: Console, name: str, result: dict[str, object]) -> None:

@@ -16,25 +16,22 @@ ordinary steps take.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
 import states
 import torch
-from checkpointing import Row, _environment, _limit, _row
 from deltashard.save.head_start import LONGEST_S as LONGEST_COPY_S
-from minio_server import minio_server
+from measuring import Row, against, limit, noting, processor_s, say
 from ours import Deltashard, Sidecar
-from peers import DcpAsyncSave, DcpAsyncSaveReusing, Place, TorchSnapshotAsyncTake
+from peers import DcpAsyncSave, DcpAsyncSaveReusing, Place, TorchSnapshotAsyncTake, minio_place
 
 SHARES = (0.26, 1.0)
 LOOKUPS = 512
@@ -88,7 +85,7 @@ def run(*, quick: bool) -> dict[str, object]:
     out: dict[str, object] = {"errors": {}, "sizes": {}}
     rows: list[Row] = []
     for megabytes, rounds in sizes.items():
-        print(f"  {megabytes} MB ...", file=sys.stderr)
+        say(f"{megabytes} MB")
         try:
             # A smoke test says nothing of speed, and must not fail where a step takes a second.
             found = _size(megabytes, rounds, 1 if quick else ORDINARY, out)
@@ -111,28 +108,12 @@ def run(*, quick: bool) -> dict[str, object]:
 def _size(megabytes: int, rounds: int, ordinary: int, out: dict[str, object]) -> Found:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltashard-bench-")))
-        server = stack.enter_context(minio_server())
-        stack.enter_context(_environment(server.environment()))
-        place = Place(
-            name="MinIO",
-            root=f"{server.bucket}/bench",
-            endpoint=server.endpoint,
-            access_key=server.access_key,
-            secret_key=server.secret_key,
-        )
+        place, pid = stack.enter_context(minio_place("bench"))
         loop = Loop(states.build(megabytes=megabytes), ordinary)
-        minio = _minio(server.pid)
+        minio = partial(processor_s, pid)
         found = _peers(place, loop, rounds, minio, out, megabytes)
         found["ours"] = _ours(place, loop, rounds, minio, folder, megabytes)
         return found
-
-
-def _minio(pid: int) -> Callable[[], float]:
-    def seconds() -> float:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    return seconds
 
 
 def _peers(
@@ -140,19 +121,9 @@ def _peers(
 ) -> Found:
     found: Found = {}
     for kind in (DcpAsyncSave, DcpAsyncSaveReusing, TorchSnapshotAsyncTake):
-        peer = None
-        try:
-            peer = kind(place)
-            found[kind.name] = {
-                1.0: [_peer_round(peer, loop, turn, others) for turn in range(rounds + 1)][1:]
-            }
-        except Exception as error:
-            what = f"{kind.name}, {megabytes} MB"
-            out["errors"][what] = f"{type(error).__name__}: {error}"[-500:]  # type: ignore[index]
-            traceback.print_exc(limit=2)
-        finally:
-            if peer is not None:
-                peer.close()
+        with noting(out["errors"], f"{kind.name}, {megabytes} MB"), closing(kind(place)) as peer:  # type: ignore[arg-type]
+            costs = [_peer_round(peer, loop, turn, others) for turn in range(rounds + 1)]
+            found[kind.name] = {1.0: costs[1:]}
     return found
 
 
@@ -286,18 +257,18 @@ def _rows(megabytes: int, found: Found) -> list[Row]:
         lost = median(cost.lost_s for cost in costs)
         for who, theirs in peers.items():
             bar = 1.0 if megabytes < 100 and who == DcpAsyncSave.name else BARS.get(who)
-            rows.append(
-                _row(f"stall by the timer, {what}", stall, who, median(c.stall_s for c in theirs), bar, "s")
-            )
+            their_stall = median(c.stall_s for c in theirs)
+            rows.append(against(f"stall by the timer, {what}", stall, who, their_stall, "s", bar))
         for who, theirs in peers.items():
-            rows.append(_row(f"durable, {what}", median(c.durable_s for c in costs), who,
-                             median(c.durable_s for c in theirs), None, "s"))  # fmt: skip
+            rows.append(against(f"durable, {what}", median(c.durable_s for c in costs), who,
+                                median(c.durable_s for c in theirs), "s"))  # fmt: skip
         for who, theirs in peers.items():
             their_lost = median(c.lost_s for c in theirs)
             bar = 3.0 if their_lost == best else None
-            rows.append(_row(f"training lost to a save, {what}", max(lost, 1e-4), who, their_lost, bar, "s"))
-        rows.append(_limit(f"... of a minute, {what}", 100 * lost / 60, 1.0, "%"))
+            title = f"training lost to a save, {what}"
+            rows.append(against(title, max(lost, 1e-4), who, their_lost, "s", bar))
+        rows.append(limit(f"... of a minute, {what}", 100 * lost / 60, "%", 1.0))
         for who, theirs in peers.items():
-            rows.append(_row(f"processor time of a save, {what}", median(c.cpu_s for c in costs), who,
-                             median(c.cpu_s for c in theirs), None, "s"))  # fmt: skip
+            rows.append(against(f"processor time of a save, {what}", median(c.cpu_s for c in costs), who,
+                                median(c.cpu_s for c in theirs), "s"))  # fmt: skip
     return rows

@@ -124,11 +124,10 @@ def module(name: str) -> ModuleType:
 
 
 def machine() -> dict[str, object]:
-    named = (
-        line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")
-    )
+    from measuring import processor  # found since the path knows bench/
+
     return {
-        "cpu": next(named, platform.processor()),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
@@ -146,13 +145,6 @@ def _before(path: Path, *, quick: bool) -> dict[str, Any]:
 
 def _command() -> str:
     return " ".join(["bench/papers/run.py", *sys.argv[1:]])
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _said(met: bool | None) -> str:

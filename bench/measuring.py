@@ -1,0 +1,68 @@
+"""What bench modules share: rows of the table, errors that are noted, what a process used, a MinIO to save to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def against(what: str, ours: float, peer: str, theirs: float, unit: str, bar: float | None = None) -> Row:
+    """Ours beside a peer's; the bar is the least that theirs / ours may be."""
+    row = {"what": what, "ours": ours, "unit": unit, "peer": peer, "theirs": theirs}
+    return row | at_least(what, theirs / ours, bar)
+
+
+def at_least(what: str, ratio: float, bar: float | None, **more: object) -> Row:
+    """A ratio, the larger the better."""
+    return {"what": what, "ratio": ratio, "bar": bar, "met": None if bar is None else ratio >= bar, **more}
+
+
+def limit(what: str, ours: float, unit: str, bar: float | None = None) -> Row:
+    """A figure of ours; the bar is the most that it may be."""
+    met = None if bar is None else ours <= bar
+    return {"what": what, "ours": ours, "unit": unit, "bar": bar, "met": met}
+
+
+def say(what: str) -> None:
+    """What is done next, on stderr."""
+    print(f"  {what} ...", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def noting(errors: dict[str, str], what: str) -> Iterator[None]:
+    """Whatever fails within stands in `errors`, and the rest of the bench still runs."""
+    try:
+        yield
+    except Exception as error:
+        errors[what] = f"{type(error).__name__}: {error}"[:500]
+        traceback.print_exc(limit=4)
+
+
+def processor_s(pid: int) -> float:
+    """Processor seconds of a process so far, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_bytes(pid: int | str, kind: str) -> int:
+    """Of a process, by the kernel's name: VmRSS, VmHWM (its peak), RssAnon."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:")), 0)
+
+
+def processor() -> str:
+    """The model's name, where the kernel says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())

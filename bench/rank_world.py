@@ -1,0 +1,430 @@
+"""All pods of `bench/ranks.py` over one store in memory, and what their ranks would say of their parts."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from deltashard_checkpoint.backoff import Clocks
+from deltashard_checkpoint.format.blob_name import blob_name
+from deltashard_checkpoint.format.frame import ALIGN, FrameInfo, FrameKind
+from deltashard_checkpoint.format.index import Index, Pack, Place, digest_hex, encode_index
+from deltashard_checkpoint.format.layout import Layout, TableShape
+from deltashard_checkpoint.format.object_key import index_key, pack_key
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Part
+from deltashard_checkpoint.stores.abc import Buffer, ObjectInfo
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_checkpoint.write.commit import (
+    LIST_PAGE,
+    CommitPace,
+    Committed,
+    PartReport,
+    Sayings,
+    commit_parts,
+)
+
+RUN = "ranks"
+COLUMNS = 64
+ROW_BYTES = COLUMNS + 8 + 4  # codes, scale and bias, one row-wise float32
+RAW_BYTES = 4 * COLUMNS + 4
+CHANGED = 0.26
+PACK_BYTES = 64 << 20
+FRAME_BYTES = 8 << 20
+DENSE_BYTES = 40 << 20
+DENSE_OWNERS = 8
+SPREAD_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How much of it."""
+
+    ranks: int
+    tables: int
+    rows: int
+    """Of each table."""
+    per_pod: int = 8
+    cuts: int = 4
+    """A baseline, then deltas, each since the one before."""
+    other_ranks: int
+    """Of the world that reads what this one wrote."""
+
+    @property
+    def pods(self) -> int:
+        return -(-self.ranks // self.per_pod)
+
+    @property
+    def schemas(self) -> tuple[TableSchema, ...]:
+        return _schemas(self.tables, self.rows)
+
+    def rows_of(self, rank: int, world: int) -> tuple[int, int]:
+        """Rows [start, stop) that a rank has of every table."""
+        return self.rows * rank // world, self.rows * (rank + 1) // world
+
+    def boxes_of(self, rank: int, world: int) -> tuple[Box, ...]:
+        a, b = self.rows_of(rank, world)
+        return tuple(
+            Box(table=_fqn(n), row_start=a, row_stop=b, col_start=0, col_stop=COLUMNS)
+            for n in range(self.tables)
+        )
+
+    def layout(self) -> Layout:
+        """All boxes, as columns: objects would be gigabytes."""
+        edges = np.array([self.rows_of(rank, self.ranks)[0] for rank in range(self.ranks)] + [self.rows])
+        rank = np.repeat(np.arange(self.ranks), self.tables)
+        return Layout(
+            world_size=self.ranks,
+            tables=[TableShape(fqn=_fqn(n), rows=self.rows, columns=COLUMNS) for n in range(self.tables)],
+            columns={
+                "rank": rank,
+                "table": np.tile(np.arange(self.tables), self.ranks),
+                "row_start": edges[rank],
+                "row_stop": edges[rank + 1],
+                "col_start": np.zeros(len(rank), np.int64),
+                "col_stop": np.full(len(rank), COLUMNS, np.int64),
+            },
+        )
+
+
+FULL = Scale(ranks=4096, tables=800, rows=10**8, other_ranks=3072)
+SMALL = Scale(ranks=64, tables=20, rows=10**6, other_ranks=48)
+
+
+@functools.cache
+def _schemas(tables: int, rows: int) -> tuple[TableSchema, ...]:
+    state = (FieldSpec(name="sum", kind="rowwise", dtype="float32"),)
+    return tuple(
+        TableSchema(fqn=_fqn(n), rows=rows, columns=COLUMNS, dtype="float32", fields=state)
+        for n in range(tables)
+    )
+
+
+def _fqn(n: int) -> str:
+    return f"sparse.ebc.embedding_bags.table_{n:03d}.weight"
+
+
+# The store, and time
+
+
+class Counting(MemoryStore):
+    """A store in memory that counts requests as S3 does, by whoever is at work, and bytes."""
+
+    def __init__(self, clock: Any) -> None:
+        super().__init__(clock=clock)
+        self.requests: Counter[tuple[str, str]] = Counter()
+        """By (who, PUT | GET | LIST | HEAD | DELETE); a LIST is one for each 1,000 names."""
+        self.who = ""
+
+    def _count(self, kind: str) -> None:
+        self.requests[self.who, kind] += 1
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._count("PUT")
+        super().put(key, data)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        self._count("PUT")
+        super().put_if_absent(key, data)
+
+    def get(self, key: str) -> bytes:
+        self._count("GET")
+        return super().get(key)
+
+    def head(self, key: str) -> ObjectInfo:
+        self._count("HEAD")
+        return super().head(key)
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        self._count("LIST")
+        return self._paged(super().list(prefix, start_after=start_after))
+
+    def _paged(self, found: Iterator[ObjectInfo]) -> Iterator[ObjectInfo]:
+        """The next page is asked for when the last is used up."""
+        for n, info in enumerate(found):
+            if n and n % LIST_PAGE == 0:
+                self._count("LIST")
+            yield info
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._count("DELETE")
+        super().delete(keys)
+
+
+class World:
+    """Pods as greenlets over one clock: whoever sleeps lets the next one go on."""
+
+    def __init__(self) -> None:
+        from greenlet import getcurrent
+
+        self.now_s = 1e9
+        self.store = Counting(lambda: self.now_s)
+        self._turns: list[tuple[float, int, str, Any]] = []
+        self._main = getcurrent()
+        self._count = 0
+        self.chance = random.Random(7)
+        self.clocks = Clocks(
+            wall_s=lambda: self.now_s,
+            monotonic_s=lambda: self.now_s,
+            sleep=self._sleep,
+            uniform=self.chance.random,
+        )
+
+    def later(self, delay_s: float, who: str, run: Any) -> None:
+        """Have `run()` begin after some seconds."""
+        from greenlet import greenlet
+
+        self._push(delay_s, who, greenlet(run, parent=self._main))
+
+    def play(self) -> None:
+        while self._turns:
+            at_s, _, who, turn = heapq.heappop(self._turns)
+            self.now_s, self.store.who = at_s, who
+            turn.switch()
+
+    def _push(self, delay_s: float, who: str, turn: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._turns, (self.now_s + delay_s, self._count, who, turn))
+
+    def _sleep(self, seconds: float) -> None:
+        from greenlet import getcurrent
+
+        if getcurrent() is self._main:
+            self.now_s += seconds
+            return
+        self._push(seconds, self.store.who, getcurrent())
+        self._main.switch()
+
+
+# What ranks say
+
+
+def made_index(scale: Scale, rank: int, *, attempt: int, cut: int, token: str, covers: int | None) -> Index:
+    """What rank's index of a cut would be, with packs that are not there."""
+    a, b = scale.rows_of(rank, scale.ranks)
+    frames: list[FrameInfo] = []
+    most = FRAME_BYTES // ROW_BYTES
+    for n in range(scale.tables):
+        for at in range(a, b, most):
+            span = min(most, b - at)
+            rows = span if covers is None else max(2, round(CHANGED * span))
+            frames.append(
+                FrameInfo(
+                    kind=FrameKind.ROWS,
+                    length=_aligned(rows * ROW_BYTES + span // 8 + 512),
+                    digest=(rank << 64 | cut << 32 | len(frames)).to_bytes(16, "big"),
+                    step=cut,
+                    table=_fqn(n),
+                    row_min=at,
+                    row_max=at + span - 1,
+                    rows=rows,
+                    col_start=0,
+                    col_stop=COLUMNS,
+                    encoding="q8",
+                )
+            )
+    for name, size in _blobs(scale, rank).items():
+        for at in range(0, size, FRAME_BYTES // 2):
+            frames.append(
+                FrameInfo(
+                    kind=FrameKind.BLOB,
+                    length=_aligned(min(size - at, FRAME_BYTES // 2) + 256),
+                    digest=(rank << 64 | cut << 32 | len(frames)).to_bytes(16, "big"),
+                    step=cut,
+                    name=name,
+                    blob_offset=at,
+                    blob_bytes=size,
+                )
+            )
+    places: list[Place] = []
+    sizes = [0]
+    for info in frames:
+        if sizes[-1] + info.length > PACK_BYTES:
+            sizes.append(0)
+        places.append(Place(pack=len(sizes) - 1, offset=sizes[-1], info=info))
+        sizes[-1] += info.length
+    return Index(
+        run=RUN,
+        attempt=attempt,
+        cut=cut,
+        step=cut,
+        rank=rank,
+        token=token,
+        tables=scale.schemas,
+        packs=tuple(
+            Pack(key=pack_key(attempt=attempt, cut=cut, rank=rank, token=token, n=n), bytes=size)
+            for n, size in enumerate(sizes)
+        ),
+        places=tuple(places),
+        boxes=scale.boxes_of(rank, scale.ranks),
+        covers=covers,
+        raw_bytes=sum(place.info.rows for place in places) * RAW_BYTES,
+    )
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGN) * ALIGN
+
+
+def owners(scale: Scale) -> list[int]:
+    return list(range(0, scale.ranks, scale.ranks // DENSE_OWNERS))
+
+
+def _blobs(scale: Scale, rank: int) -> dict[str, int]:
+    found = {blob_name(rank, "rng"): 6000, blob_name(rank, "loader"): 3000, blob_name(rank, "meta"): 20_000}
+    if rank == 0:
+        found |= {"optim/0": 100_000}
+    if rank in (dense := owners(scale)):
+        found |= {f"dense/over.{dense.index(rank)}.weight": DENSE_BYTES // DENSE_OWNERS}
+    return found
+
+
+# Commits
+
+
+@dataclass(slots=True, kw_only=True)
+class Cut:
+    """One cut, as it was seen."""
+
+    number: int
+    seq: int = 0
+    covers: int | None = None
+    requests: dict[str, dict[str, int]] = field(default_factory=dict)
+    """PUT, GET, LIST, ... of `first` (the pod of rank 0), of `others` together, and of `worst` (one of them)."""
+    indexes: int = 0
+    """PUTs among these that are indexes."""
+    committed_by: str = ""
+    waited_s: float = 0.0
+    """From the last part to the last pod that knows."""
+    first_s: float = 0.0
+    """Real seconds that the pod of rank 0 worked, when it came last."""
+    packs: int = 0
+    bytes: int = 0
+
+
+class Group:
+    """All pods, over one run."""
+
+    def __init__(self, scale: Scale, read: Iterable[int]) -> None:
+        self.scale = scale
+        self.world = World()
+        self.read = frozenset(read)
+        """Ranks whose indexes are whole: others' are empty objects of their names."""
+        begun_s = time.monotonic()
+        self.layout = scale.layout()
+        self.digest = self.layout.digest
+        self.made_layout_s = time.monotonic() - begun_s
+        begun_s = time.monotonic()
+        first = RunLog(self.world.store, RUN, clocks=self.world.clocks)
+        self.attempt = open_attempt(
+            first, owner="bench", world_size=scale.ranks, layout=self.layout.data, closing_wait_s=0.0
+        ).attempt
+        self.opened_s = time.monotonic() - begun_s
+        self.logs = [first.fork() for _ in range(scale.pods)]
+        self.sayings = [Sayings() for _ in range(scale.pods)]
+        self.paces = [CommitPace() for _ in range(scale.pods)]
+        self._shapes: dict[tuple[bool, bool, bool], tuple[int, int, int]] = {}
+        self.index_bytes: dict[int, int] = {}
+        """Of the first rank that is read, by cut."""
+
+    def reports(self, pod: int, cut: Cut) -> list[PartReport]:
+        """Of a pod's ranks; their indexes are put."""
+        scale, found = self.scale, []
+        for rank in range(pod * scale.per_pod, min((pod + 1) * scale.per_pod, scale.ranks)):
+            token = f"{cut.number:08x}{rank:08x}"
+            index = self._shape(rank, cut)
+            data = b""
+            if rank in self.read:
+                data = encode_index(
+                    made_index(
+                        scale, rank, attempt=self.attempt, cut=cut.number, token=token, covers=cut.covers
+                    )
+                )
+                self.index_bytes.setdefault(cut.number, len(data))
+            key = index_key(
+                attempt=self.attempt,
+                cut=cut.number,
+                rank=rank,
+                token=token,
+                xxh3=digest_hex(data) if data else f"{rank:032x}",
+            )
+            self.world.store.put(f"{RUN}/{key}", data)
+            cut.indexes += 1
+            packs, rows, stored = index
+            cut.packs += packs
+            cut.bytes += stored
+            part = Part(rank=rank, index_key=key, boxes=(), stored_bytes=stored, covers=cut.covers)
+            found.append(
+                PartReport(
+                    part=part,
+                    tables=scale.schemas,
+                    encodings=("q8",),
+                    rows=rows,
+                    raw_bytes=rows * RAW_BYTES,
+                    stall_s=0.125,
+                    directive="timer",
+                    fingerprint={"torch": "2.7"},
+                    common_blobs=rank in owners(scale),
+                )
+            )
+        return found
+
+    def _shape(self, rank: int, cut: Cut) -> tuple[int, int, int]:
+        """(packs, rows, bytes) of a rank's part; ranks without blobs for all differ by a row a table at most."""
+        kind = (rank in owners(self.scale), rank == 0, cut.covers is None)
+        if kind not in self._shapes:
+            index = made_index(self.scale, rank, attempt=1, cut=cut.number, token="0" * 16, covers=cut.covers)
+            self._shapes[kind] = (len(index.packs), index.rows, sum(pack.bytes for pack in index.packs))
+        return self._shapes[kind]
+
+    def save(self, number: int, covers: int | None, *, first_last: bool) -> Cut:
+        """One cut of all pods, of which that of rank 0 ends its upload before all others, or after them."""
+        cut = Cut(number=number, covers=covers)
+        store, world = self.world.store, self.world
+        store.requests.clear()
+        ends = [world.chance.uniform(0.0, SPREAD_S) for _ in range(self.scale.pods)]
+        ends[0] = SPREAD_S + 1.0 if first_last else 0.0
+        begun_s = world.now_s
+
+        def pod(number_: int) -> None:
+            real_s = time.monotonic()
+            done: Committed = commit_parts(
+                self.logs[number_],
+                attempt=self.attempt,
+                cut=cut.number,
+                step=cut.number,
+                world_size=self.scale.ranks,
+                reports=self.reports(number_, cut),
+                layout=self.digest,
+                sayings=self.sayings[number_],
+                pace=self.paces[number_],
+                since_s=ends[number_],
+            )
+            cut.seq = done.seq
+            cut.waited_s = world.now_s - begun_s - max(ends)
+            if done.by_us:
+                cut.committed_by = store.who
+            if number_ == 0 and first_last:
+                cut.first_s = time.monotonic() - real_s
+
+        for n, end_s in enumerate(ends):
+            world.later(end_s, "first" if n == 0 else f"pod {n}", lambda n=n: pod(n))
+        world.play()
+        others: Counter[str] = Counter()
+        by_pod: dict[str, Counter[str]] = {}
+        for (who, kind), times in store.requests.items():
+            by_pod.setdefault(who, Counter())[kind] += times
+            if who != "first":
+                others[kind] += times
+        worst = max((c for who, c in by_pod.items() if who != "first"), key=lambda c: c.total())
+        cut.requests = {"first": dict(by_pod["first"]), "others": dict(others), "worst": dict(worst)}
+        return cut
