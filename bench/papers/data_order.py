@@ -16,10 +16,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+from demo_training import DemoTraining, pairs_of
 from report import table
 
 Found = dict[str, Any]
 BATCH = 256
+PAIR_ROWS = 1 << 16
 LATER = 10
 """Steps between the last save and the death of a life: they are trained again."""
 
@@ -40,13 +42,14 @@ def measure(folder: Path, *, quick: bool) -> Found:
     steps = len(data.train) // BATCH
     saves = [round(steps * place) for place in places]
     wholes, shuffled = [], []
-    for seed in seeds:
-        wholes.append(data.trained(seed, steps))
-        shuffled.append(data.lives(folder / f"shuffled-{seed}", seed, steps, saves, resumes=False))
-    resumed = data.lives(folder / "resumed", seeds[0], steps, saves, resumes=True)
+    with pairs_of(PAIR_ROWS):
+        for seed in seeds:
+            wholes.append(data.trained(seed, steps))
+            shuffled.append(data.lives(folder / f"shuffled-{seed}", seed, steps, saves, resumes=False))
+        resumed = data.lives(folder / "resumed", seeds[0], steps, saves, resumes=True)
     return {
         "samples": len(data.train), "batch": BATCH, "steps": steps, "restarts": len(saves), "saved_at": saves,
-        "pair_rows": data.pair_rows, "sampler": data.sampler, "held_out": data.held_out_samples,
+        "pair_rows": PAIR_ROWS, "sampler": data.sampler, "held_out": data.held_out_samples,
         "whole": [_said(each, steps) for each in wholes],
         "shuffled": [_said(each, steps) for each in shuffled],
         "resumed": _said(resumed, steps)
@@ -79,7 +82,6 @@ class _Data:
     def __init__(self, retail: Any, share: float) -> None:
         import baskets
         import deltashard
-        import model as demo
 
         class Recording(baskets.HeldOutItems):
             """Notes which samples were fetched."""
@@ -93,8 +95,6 @@ class _Data:
         part = baskets.Baskets(items=whole.items[: used[-1]], starts=used)
         self.train = Recording(part, part.items)
         self.retail = retail
-        self.demo = demo
-        self.pair_rows = 1 << 16
         self._held_out = baskets.held_out_batches(retail, batch_size=2048, seed=9)
         if share < 0.1:
             self._held_out = self._held_out[:3]
@@ -112,38 +112,21 @@ class _Data:
 
         return DataLoader(self.train, shuffle=True, generator=torch.Generator().manual_seed(seed), **options)
 
-    def _made(self, seed: int) -> tuple[Any, list[Any]]:
-        import torch
-        from deltashard.optim import RowWiseAdagrad
-
-        self.demo.PAIR_ROWS = self.pair_rows
-        torch.manual_seed(seed)
-        model = self.demo.BasketModel(self.retail.item_count)
-        return model, [
-            RowWiseAdagrad(model.tables(), lr=0.05), torch.optim.Adam(model.dense(), lr=1e-3),
-        ]  # fmt: skip
-
-    def _steps(self, model: Any, optimizers: list[Any], loader: Any, run: Found) -> Iterator[int]:
+    def _steps(self, training: DemoTraining, loader: Any, run: Found) -> Iterator[int]:
         """Steps over the loader; yields the number of each, which is over."""
         for batch in loader:
-            loss = self.demo.loss_of(model(batch))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            run["losses"].append(loss.item())
+            run["losses"].append(training.train(batch))
             run["samples"].append(self.train.fetched)
             yield len(run["losses"])
 
     def trained(self, seed: int, steps: int) -> Found:
         """Uninterrupted, without a Checkpointer."""
         run = _run(seed)
-        model, optimizers = self._made(seed)
-        for step in self._steps(model, optimizers, self._loader(seed), run):
+        training = DemoTraining(self.retail, seed)
+        for step in self._steps(training, self._loader(seed), run):
             if step == steps:
                 break
-        return run | {"held_out": self._loss(model)}
+        return run | {"held_out": self._loss(training)}
 
     def lives(self, store: Path, seed: int, steps: int, saves: list[int], *, resumes: bool) -> Found:
         """Ended some steps after each save; every life but the first begins with other initial values."""
@@ -164,10 +147,10 @@ class _Data:
         import deltashard
 
         seed: int = run["seed"]
-        model, optimizers = self._made(seed if number == 0 else seed + 1000 * number)
+        training = DemoTraining(self.retail, seed if number == 0 else seed + 1000 * number)
         # Exact rows: what differs between the passes is the order of the data, and nothing else.
         ckpt = deltashard.Checkpointer(
-            model, optimizers, url=store, run="order", encoding="fp32", grace_s=None
+            training.model, training.optimizers, url=store, run="order", encoding="fp32", grace_s=None
         )
         loader = self._loader(seed if resumes or number == 0 else seed + 1000 * number)
         try:
@@ -177,7 +160,7 @@ class _Data:
                 del run["losses"][restored.step :], run["samples"][restored.step :]
             if resumes:
                 loader = ckpt.wrap(loader)
-            for step in self._steps(model, optimizers, loader, run):
+            for step in self._steps(training, loader, run):
                 ckpt.step()
                 if step == dies_at:
                     raise _Died
@@ -187,16 +170,13 @@ class _Data:
                     break
         finally:
             ckpt.__exit__(*sys.exc_info())
-        return self._loss(model)
+        return self._loss(training)
 
-    def _loss(self, model: Any) -> float:
+    def _loss(self, training: DemoTraining) -> float:
         """Held-out loss, the mean over samples."""
-        import torch
-
-        model.eval()
-        with torch.no_grad():
-            losses = [float(self.demo.loss_of(model(batch))) for batch in self._held_out]
-        return float(np.average(losses, weights=[len(batch.sizes) for batch in self._held_out]))
+        return float(
+            np.average(training.loss(self._held_out), weights=[len(batch.sizes) for batch in self._held_out])
+        )
 
 
 def _run(seed: int) -> Found:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from demo_training import BATCH, DemoTraining, pairs_of
+from measuring import say
 from neo_ranks import BAGS, COLUMNS
 from report import table
 
@@ -36,11 +38,11 @@ RESHARD_S = 900.0
 def measure(quick: bool) -> Found:
     with tempfile.TemporaryDirectory(prefix="deltashard-papers-") as folder:
         found: Found = {}
-        _say("bytes of a row")
+        say("bytes of a row")
         found["bytes"] = _bytes(Path(folder), quick=quick)
-        _say("bit-exact resume")
+        say("bit-exact resume")
         found["resume"] = _resume(Path(folder), quick=quick)
-        _say("other shardings")
+        say("other shardings")
         found["shardings"] = _shardings(Path(folder), quick=quick)
     found["headlines"] = _headlines(found)
     return found
@@ -131,11 +133,11 @@ class _Died(Exception):
 
 def _resume(folder: Path, *, quick: bool) -> Found:
     """The demo's training under exact row-wise AdaGrad: uninterrupted, and ended by an exception and resumed."""
-    import model as demo
+    from model import COLUMNS as PAIR_COLUMNS
 
     steps, save_at, dies_at = (12, 5, 8) if quick else (60, 25, 40)
-    before, demo.PAIR_ROWS = demo.PAIR_ROWS, 1 << 14 if quick else 1 << 17
-    try:
+    pairs = 1 << 14 if quick else 1 << 17
+    with pairs_of(pairs):
         whole = _trained(None, 5, steps)
         try:
             _trained(folder / "store", 5, steps, save_at=save_at, dies_at=dies_at)
@@ -144,11 +146,9 @@ def _resume(folder: Path, *, quick: bool) -> Found:
         else:
             raise AssertionError("the training did not end in the middle")
         again = _trained(folder / "store", 77, steps)  # a new model of other rows, another seed
-        rows = [demo.PAIR_ROWS, demo.COLUMNS]
-    finally:
-        demo.PAIR_ROWS = before
     return {
-        "steps": steps, "saved_at": save_at, "died_at": dies_at, "resumed_at": again["begun"], "pairs": rows,
+        "steps": steps, "saved_at": save_at, "died_at": dies_at, "resumed_at": again["begun"],
+        "pairs": [pairs, PAIR_COLUMNS],
         "uninterrupted": whole["hash"], "resumed": again["hash"],
         "losses_equal": whole["losses"][again["begun"] :] == again["losses"],
     }  # fmt: skip
@@ -159,15 +159,11 @@ def _trained(
 ) -> Found:
     import baskets
     import deltashard
-    import model as demo
-    import torch
-    from deltashard.optim import RowWiseAdagrad
 
     retail = baskets.load()
-    torch.manual_seed(seed)
-    model = demo.BasketModel(retail.item_count)
-    optimizers = [RowWiseAdagrad(model.tables(), lr=0.05), torch.optim.Adam(model.dense(), lr=1e-3)]
-    loader = baskets.training_loader(retail, batch_size=128, seed=seed)
+    training = DemoTraining(retail, seed)
+    model, optimizers = training.model, training.optimizers
+    loader = baskets.training_loader(retail, batch_size=BATCH, seed=seed)
     ckpt, begun = None, 0
     if store is not None:
         ckpt = deltashard.Checkpointer(
@@ -181,13 +177,7 @@ def _trained(
             loader = ckpt.wrap(loader)
         step = begun
         for batch in loader:
-            loss = demo.loss_of(model(batch))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            losses.append(loss.item())
+            losses.append(training.train(batch))
             step += 1
             if ckpt is not None:
                 ckpt.step()
@@ -477,7 +467,3 @@ def plot(found: Found, folder: Path) -> None:
     ax.legend(frameon=False, fontsize=7, ncols=2)
     figure.savefig(folder / "neo_bytes.svg", metadata={"Date": None})
     plt.close(figure)
-
-
-def _say(what: str) -> None:
-    print(f"  {what} ...", file=sys.stderr, flush=True)

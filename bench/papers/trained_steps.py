@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from demo_training import BATCH, DemoTraining, pairs_of
 from save_costs import Save
 
-BATCH = 128
 FIELDS = ("restored", "step", "cut", "committed", "cuts", "commits", "longest_gap", "longest_flight")
 """Of a killed trainer's record, int64 each: steps, and counts of this life."""
 NEVER = -1
@@ -30,25 +30,14 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["torch", "deltashard", "baskets", "model", "trained_steps"])
 
 
-class Training:
+class Training(DemoTraining):
     """The demo's model and optimizers on its real data, epoch after epoch."""
 
-    def __init__(self, *, pair_rows: int, seed: int = 5) -> None:
-        """`pair_rows`: rows of its largest table, a power of two; of all models of this process."""
+    def __init__(self, seed: int = 5) -> None:
         import baskets
-        import model as demo
-        import torch
-        from deltashard.optim import RowWiseAdagrad
 
-        demo.PAIR_ROWS = pair_rows
-        self._loss_of = demo.loss_of
         retail = baskets.load()
-        torch.manual_seed(seed)
-        self.model = demo.BasketModel(retail.item_count)
-        self.optimizers = [
-            RowWiseAdagrad(self.model.tables(), lr=0.05),
-            torch.optim.Adam(self.model.dense(), lr=1e-3),
-        ]
+        super().__init__(retail, seed)
         self._loader = baskets.training_loader(retail, batch_size=BATCH, seed=seed)
         self.epoch_steps = len(self._loader)
         self._batches = self._endless()
@@ -59,12 +48,7 @@ class Training:
 
     def step(self) -> None:
         """One, without any word to a Checkpointer."""
-        loss = self._loss_of(self.model(next(self._batches)))
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.train(next(self._batches))
 
     def state(self) -> dict[str, Any]:
         """What a script without deltashard would hand to torch.save."""
@@ -306,13 +290,15 @@ def train(socket: str, path: Path, pair_rows: int) -> None:
 
     os.environ["DELTASHARD_SOCKET"] = socket
     torch.set_num_threads(1)
-    training, record = Training(pair_rows=pair_rows), Record(path)
-    ckpt = deltashard.Checkpointer(training.model, training.optimizers, on_event=record.heard)
-    resumed = ckpt.restore()
-    step = resumed.step if resumed else 0
-    record.begin(step)
-    while True:
-        training.step()
-        step += 1
-        record.set("step", step)  # before anything can be cut at it
-        ckpt.step()
+    record = Record(path)
+    with pairs_of(pair_rows):
+        training = Training()
+        ckpt = deltashard.Checkpointer(training.model, training.optimizers, on_event=record.heard)
+        resumed = ckpt.restore()
+        step = resumed.step if resumed else 0
+        record.begin(step)
+        while True:
+            training.step()
+            step += 1
+            record.set("step", step)  # before anything can be cut at it
+            ckpt.step()

@@ -54,7 +54,7 @@ def found(papers):
             "steps": 3000, "overhead": 0.01, "lost_steps": 1499.5, "lost_most": 2999}},
         "order": order(),
     }  # fmt: skip
-    made["headlines"] = papers("checkfreq")._headlines(made)
+    made["headlines"] = papers("checkfreq_claims").headlines(made)
     return made
 
 
@@ -69,7 +69,7 @@ def order():
 
 
 def test_what_holds_passes(papers, found):
-    assert papers("checkfreq").check(json.loads(json.dumps(found))) == []
+    assert papers("checkfreq_claims").check(json.loads(json.dumps(found))) == []
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_holds_passes(papers, found):
 )  # fmt: skip
 def test_what_does_not_hold_is_said(papers, found, change, said):
     change(found)
-    assert any(said in sentence for sentence in papers("checkfreq").check(found))
+    assert any(said in sentence for sentence in papers("checkfreq_claims").check(found))
 
 
 def test_a_promise_counts_what_was_under_way(papers):
@@ -111,14 +111,14 @@ def test_a_promise_counts_what_was_under_way(papers):
     ],
 )
 def test_a_budget_is_met_missed_or_within_the_error(papers, overhead, error, met):
-    assert papers("checkfreq").verdict(arm(overhead, error), 0.01)["met"] is met
+    assert papers("checkfreq_claims").verdict(arm(overhead, error), 0.01)["met"] is met
 
 
 def test_what_did_not_run_is_said(papers, found, tmp_path):
-    checkfreq = papers("checkfreq")
+    checkfreq = papers("checkfreq_claims")
     why = "the sidecar chose no interval within 9 saves"
     found["overhead"]["1 %"] = found["overhead"]["3.5 %"] = found["neighbour"]["adaptive"] = {"not_run": why}
-    rows = checkfreq._headlines(found)
+    rows = checkfreq.headlines(found)
     assert [row["ours"] for row in rows[:4]] == ["not run"] * 4
     assert all(row["met"] is None and row["why"] == why for row in rows[:4])
     text = checkfreq.page(found)
@@ -130,7 +130,7 @@ def test_what_did_not_run_is_said(papers, found, tmp_path):
 
 
 def test_the_page_has_what_was_found(papers, found, tmp_path):
-    checkfreq = papers("checkfreq")
+    checkfreq = papers("checkfreq_claims")
     text = checkfreq.page(found)
     for said in ("0.80% +- 0.10%", "3,000", "every 1.2 s (measured)", "| 250 | 240 | 10 | 110 |", "+2.00%"):
         assert said in text
@@ -156,8 +156,8 @@ def test_decisions_of_a_log(papers, tmp_path):
     with log.open("a") as out:
         out.write(line[20:])
     assert len(decisions.read()) == 2
-    assert papers("checkfreq").in_words(first["interval"]) == 0.87
-    assert papers("checkfreq").in_words("every 80 steps") is None
+    assert papers("checkfreq_claims").in_words(first["interval"]) == 0.87
+    assert papers("checkfreq_claims").in_words("every 80 steps") is None
 
 
 def test_a_record_outlives_its_trainer(papers, tmp_path):

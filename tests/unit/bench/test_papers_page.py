@@ -149,7 +149,7 @@ def test_shards_are_put_together(papers, tmp_path):
 
 def test_check_n_run_finds_what_is_wrong(papers):
     """Of a source's cells: order by bits, by policy, and rows that do not come back."""
-    part = papers("check_n_run")
+    part = papers("check_n_run_claims")
     reduction = {32: 1.0, 8: 3.5, 4: 6.5, 3: 8.0, 2: 11.0}
     better = {"full": (1, 1), "one-shot": (2.0, 0.7), "consecutive": (3.0, 0.35), "intermittent": (2.2, 0.75)}
     good = {

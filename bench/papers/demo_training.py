@@ -1,0 +1,56 @@
+"""The demo's training, for the parts that run it: its model, row-wise AdaGrad for tables, Adam for the dense half."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+BATCH = 128
+
+
+@contextlib.contextmanager
+def pairs_of(rows: int) -> Iterator[None]:
+    """Meanwhile the largest table of all models of this process has so many rows, a power of two."""
+    import model as demo
+
+    before, demo.PAIR_ROWS = demo.PAIR_ROWS, rows
+    try:
+        yield
+    finally:
+        demo.PAIR_ROWS = before
+
+
+class DemoTraining:
+    """A model and its optimizers, with initial values by the seed."""
+
+    def __init__(self, retail: Any, seed: int) -> None:
+        import model as demo
+        import torch
+        from deltashard.optim import RowWiseAdagrad
+
+        self._loss_of = demo.loss_of
+        torch.manual_seed(seed)
+        self.model = demo.BasketModel(retail.item_count)
+        self.optimizers: list[Any] = [
+            RowWiseAdagrad(self.model.tables(), lr=0.05),
+            torch.optim.Adam(self.model.dense(), lr=1e-3),
+        ]
+
+    def train(self, batch: Any) -> float:
+        """One step; its loss."""
+        loss = self._loss_of(self.model(batch))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return float(loss.item())
+
+    def loss(self, batches: list[Any]) -> list[float]:
+        """Of batches that are not trained on."""
+        import torch
+
+        self.model.eval()
+        with torch.no_grad():
+            return [float(self._loss_of(self.model(batch))) for batch in batches]
