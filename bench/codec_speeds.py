@@ -6,7 +6,6 @@ disturbs both alike.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import codecs_reference as reference
@@ -19,6 +18,7 @@ from deltashard_checkpoint.codecs.quantizer import DEFAULT_SEARCH, PLAIN, Search
 from deltashard_checkpoint.codecs.row_id import decode_ids, encode_ids
 from deltashard_checkpoint.codecs.row_kernel import row_hashes
 from deltashard_checkpoint.vocabulary import ENCODINGS
+from measuring import best_cpu_s
 
 TORCH = {"q8": "byte", "q4": "4bit", "q2": "2bit"}
 COLUMNS = 64
@@ -29,18 +29,8 @@ GREEDY_200 = Search(kind="greedy", bins=200, ratio=0.16)
 
 
 def rates(seconds: float, work: dict[str, tuple[int, Callable[[], object]]]) -> dict[str, float]:
-    """GB/s (CPU time) of each (bytes, function), best of as many turns as fit, at least three; they take turns."""
-    best = dict.fromkeys(work, float("inf"))
-    for _, function in work.values():
-        function()
-    end = time.perf_counter() + seconds
-    turns = 0
-    while turns < 3 or time.perf_counter() < end:
-        for name, (_, function) in work.items():
-            start = time.thread_time()
-            function()
-            best[name] = min(best[name], time.thread_time() - start)
-        turns += 1
+    """GB/s (CPU time) of each (bytes, function)."""
+    best = best_cpu_s(seconds, {name: call for name, (_, call) in work.items()})
     return {name: size / best[name] / 1e9 for name, (size, _) in work.items()}
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from measuring import processor
 from rich.console import Console
 from rich.table import Table
 
@@ -51,16 +52,8 @@ MIB = 1 << 20
 
 
 def machine() -> dict[str, Any]:
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
     return {
-        "cpu": model,
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": platform.release(),

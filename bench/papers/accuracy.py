@@ -46,6 +46,7 @@ from deltashard_checkpoint.deciding.precision import (
     large_tables,
 )
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS
+from report import picture, table
 
 PAIR_ROWS = 1 << 17
 """With them the two small tables are 5.8 % of all rows."""
@@ -306,17 +307,12 @@ def page(found: Mapping[str, Any]) -> str:
         mean, _ = mean_and_error([t[metric] for t in twins])
         return f"{mean:.4f}"
 
-    def table(metric: str, digits: int) -> list[str]:
-        head = "| restores | " + " | ".join(map(str, counts)) + " |"
+    def changes(metric: str, digits: int) -> str:
         rows = [
-            f"| {arm} | "
-            + " | ".join(
-                "{:+.{d}f} ± {:.{d}f}".format(*_harm(found, arm, n, metric), d=digits) for n in counts
-            )
-            + " |"
+            [arm, *("{:+.{d}f} ± {:.{d}f}".format(*_harm(found, arm, n, metric), d=digits) for n in counts)]
             for arm in arms
         ]
-        return [head, "|---|" + "---:|" * len(counts), *rows]
+        return table(["restores", *map(str, counts)], rows)
 
     return "\n".join(
         [
@@ -335,7 +331,7 @@ def page(found: Mapping[str, Any]) -> str:
             "",
             "**Progressive log loss** (of all batches, before their update), change in %, ± standard error over seeds:",
             "",
-            *table("progressive", 4),
+            changes("progressive", 4),
             "",
             "![the progressive loss over restores](papers/accuracy.svg)",
             "",
@@ -344,18 +340,18 @@ def page(found: Mapping[str, Any]) -> str:
                 "and 100 restores:",
             ),
             "",
-            *_claims(found, counts),
+            _claims(found, counts),
             "",
             *_why(found, counts),
             "",
             *_placements(found, arms),
             "**Held-out log loss** after the pass, change in %:",
             "",
-            *table("held_out", 3),
+            changes("held_out", 3),
             "",
             "**AUC** after the pass, change in % (below 0 is worse):",
             "",
-            *table("auc", 3),
+            changes("auc", 3),
             "",
             *_resolution(found, counts),
             "",
@@ -389,25 +385,23 @@ def _headlines(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return lines
 
 
-def _claims(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
-    lines = [
-        paragraph(
-            "| restores | bits in the paper | uniform, % | < .01 % | the big table's bits in the budget |",
-            "smaller than float32 | budget, % | < .01 % |",
-        ),
-        "|---:|---:|---:|---|---|---:|---:|---|",
-    ]
+def _claims(found: Mapping[str, Any], counts: Sequence[int]) -> str:
+    head = ["restores", "bits in the paper", "uniform, %", "< .01 %", "the big table's bits in the budget"]
+    rows = []
     for bits, restores in PAPER.items():
         if restores not in counts:
             continue
         ours, rule = _harm(found, f"{bits} bit", restores), _harm(found, "budget", restores)
         cells = [c for c in found["cells"] if c["arm"] == "budget" and c["restores"] == restores]
         smaller = np.mean([c["smaller"] for c in cells])
-        lines.append(
-            f"| {restores} | {bits} | {ours[0]:+.4f} ± {ours[1]:.4f} | {_verdict(*ours)} | {_bits_used(cells)} |"
-            f" {smaller:.1f} x | {rule[0]:+.4f} ± {rule[1]:.4f} | {_verdict(*rule)} |"
+        said = [f"{mean:+.4f} ± {error:.4f}" for mean, error in (ours, rule)]
+        rows.append(
+            [
+                *(str(restores), str(bits), said[0], _verdict(*ours), _bits_used(cells)),
+                *(f"{smaller:.1f} x", said[1], _verdict(*rule)),
+            ]
         )
-    return lines
+    return table([*head, "smaller than float32", "budget, %", "< .01 %"], rows)
 
 
 def _bits_used(cells: Sequence[Mapping[str, Any]]) -> str:
@@ -435,20 +429,12 @@ def _why(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
 
 def _placements(found: Mapping[str, Any], arms: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(c["schedule"] for c in found["cells"] if c["restores"] == 1))
-    lines = [
-        "A single restore by when it happens, progressive log loss, change in %:",
-        "",
-        f"| after | {' | '.join(name.removeprefix('1 at ') for name in names)} |",
-        "|---|" + "---:|" * len(names),
-    ]
+    rows = []
     for arm in arms:
         cells = {c["schedule"]: c["changes"]["progressive"] for c in found["cells"] if c["arm"] == arm}
-        lines.append(
-            f"| {arm} | "
-            + " | ".join("{:+.4f} ± {:.4f}".format(*mean_and_error(cells[name])) for name in names)
-            + " |"
-        )
-    return [*lines, ""]
+        rows.append([arm, *("{:+.4f} ± {:.4f}".format(*mean_and_error(cells[name])) for name in names)])
+    said = "A single restore by when it happens, progressive log loss, change in %:"
+    return [said, "", table(["after", *(name.removeprefix("1 at ") for name in names)], rows), ""]
 
 
 def _resolution(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
@@ -476,25 +462,18 @@ def _resolution(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
 
 def plot(found: Mapping[str, Any], folder: Path) -> None:
     """accuracy.svg: the progressive loss over restores, by arm."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     counts = sorted({cell["restores"] for cell in found["cells"]})
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for arm in dict.fromkeys(cell["arm"] for cell in found["cells"]):
-        means, errors = zip(*(_harm(found, arm, n) for n in counts), strict=True)
-        axes.errorbar(counts, means, yerr=errors, marker="o", capsize=2, label=arm)
-    axes.axhline(BEARABLE, color="gray", linestyle=":", label="the paper's .01 %")
-    axes.set(
-        xscale="log",
-        xticks=counts,
-        xticklabels=counts,
-        xlabel="restores in one pass",
-        ylabel="progressive log loss, change in %",
-    )
-    axes.set_yscale("symlog", linthresh=1e-3)
-    axes.legend(fontsize=8)
-    figure.savefig(folder / "accuracy.svg")
-    plt.close(figure)
+    with picture(folder / "accuracy.svg", figsize=(7, 4.2)) as axes:
+        for arm in dict.fromkeys(cell["arm"] for cell in found["cells"]):
+            means, errors = zip(*(_harm(found, arm, n) for n in counts), strict=True)
+            axes.errorbar(counts, means, yerr=errors, marker="o", capsize=2, label=arm)
+        axes.axhline(BEARABLE, color="gray", linestyle=":", label="the paper's .01 %")
+        axes.set(
+            xscale="log",
+            xticks=counts,
+            xticklabels=counts,
+            xlabel="restores in one pass",
+            ylabel="progressive log loss, change in %",
+        )
+        axes.set_yscale("symlog", linthresh=1e-3)
+        axes.legend(fontsize=8)

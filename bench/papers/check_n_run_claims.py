@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import reuse
 from quantizers import ITERATIONS, LOW_BITS, hours
-from report import table
+from report import picture, table
 from store_run import BITS, POLICIES
 
 Found = dict[str, Any]
@@ -385,17 +385,13 @@ POLICY_COLOURS = {
 
 def plot(found: Found, folder: Path) -> None:
     """Three pictures: by width, by policy, and the quantizers."""
-    from matplotlib import pyplot as plt
-
     for name, draw in (
         ("widths", _draw_widths),
         ("policies", _draw_policies),
         ("quantizers", _draw_quantizers),
     ):
-        figure, axes = plt.subplots(1, 2)
-        draw(found, axes)
-        figure.savefig(folder / f"check_n_run_{name}.svg", metadata={"Date": None})
-        plt.close(figure)
+        with picture(folder / f"check_n_run_{name}.svg", 1, 2) as axes:
+            draw(found, axes)
 
 
 def _draw_widths(found: Found, axes: Any) -> None:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import data_order
-from report import table
+from report import picture, table
 
 Found = dict[str, Any]
 BUDGETS = {"1 %": 0.01, "3.5 %": 0.035}
@@ -285,40 +285,37 @@ def _number(number: float | None) -> str:
 
 def plot(found: Found, folder: Path) -> None:
     """One picture: overhead and interval over time, with a neighbour in the middle."""
-    from matplotlib import pyplot as plt
-
     of = found["neighbour"]
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7.5, 4.6))
-    for name, colour in (("static", "tab:orange"), ("adaptive", "tab:blue")):
-        run = of[name]
-        if "not_run" in run:
-            continue
-        windows = [each for each in run["windows"] if each["overhead"] is not None]
-        above.plot(
-            [each["at_s"] for each in windows], [100 * each["overhead"] for each in windows],
-            "o-", ms=3, color=colour, label=name,
-        )  # fmt: skip
-        below.plot(
-            [each["at_s"] for each in run["gaps"]], [each["seconds"] for each in run["gaps"]],
-            ".", ms=4, alpha=0.6, color=colour, label=f"{name}, between two cuts",
-        )  # fmt: skip
-        begin = _phase(run, "quiet")["seconds"]
-        end = begin + _phase(run, "busy")["seconds"]
-        below.axvline(begin, color=colour, lw=0.8, ls=":")
-        below.axvline(end, color=colour, lw=0.8, ls=":")
-        above.axvspan(begin, end, color=colour, alpha=0.08)
-    if "not_run" not in of["adaptive"]:
-        _in_force(below, of["adaptive"])
-    above.axhline(100 * of["budget"], color="black", lw=0.8, ls="--", label="budget")
-    above.set_ylabel("overhead, %")
-    above.set_title("shaded: busy loops on all processors", fontsize=8, loc="right")
-    below.set_ylabel("interval, s")
-    below.set_xlabel("seconds")
-    below.set_ylim(bottom=0)
-    for ax in (above, below):
-        ax.legend(frameon=False, fontsize=7, ncols=3)
-    figure.savefig(folder / "checkfreq_neighbour.svg", metadata={"Date": None})
-    plt.close(figure)
+    path = folder / "checkfreq_neighbour.svg"
+    with picture(path, 2, 1, sharex=True, figsize=(7.5, 4.6)) as (above, below):
+        for name, colour in (("static", "tab:orange"), ("adaptive", "tab:blue")):
+            run = of[name]
+            if "not_run" in run:
+                continue
+            windows = [each for each in run["windows"] if each["overhead"] is not None]
+            above.plot(
+                [each["at_s"] for each in windows], [100 * each["overhead"] for each in windows],
+                "o-", ms=3, color=colour, label=name,
+            )  # fmt: skip
+            below.plot(
+                [each["at_s"] for each in run["gaps"]], [each["seconds"] for each in run["gaps"]],
+                ".", ms=4, alpha=0.6, color=colour, label=f"{name}, between two cuts",
+            )  # fmt: skip
+            begin = _phase(run, "quiet")["seconds"]
+            end = begin + _phase(run, "busy")["seconds"]
+            below.axvline(begin, color=colour, lw=0.8, ls=":")
+            below.axvline(end, color=colour, lw=0.8, ls=":")
+            above.axvspan(begin, end, color=colour, alpha=0.08)
+        if "not_run" not in of["adaptive"]:
+            _in_force(below, of["adaptive"])
+        above.axhline(100 * of["budget"], color="black", lw=0.8, ls="--", label="budget")
+        above.set_ylabel("overhead, %")
+        above.set_title("shaded: busy loops on all processors", fontsize=8, loc="right")
+        below.set_ylabel("interval, s")
+        below.set_xlabel("seconds")
+        below.set_ylim(bottom=0)
+        for ax in (above, below):
+            ax.legend(frameon=False, fontsize=7, ncols=3)
 
 
 def _in_force(ax: Any, run: Found) -> None:

@@ -49,9 +49,7 @@ def measure(quick: bool) -> dict[str, Any]:
 def costs(
     save_min: float = SAVE_MIN, recover_min: float = RECOVER_MIN, mtbf_s: float = MTBF_S
 ) -> recovery.Costs:
-    return recovery.Costs(
-        save_s=save_min * MINUTE, load_s=recover_min * MINUTE, reschedule_s=0.0, mtbf_s=mtbf_s
-    )
+    return recovery.Costs(save_s=save_min * MINUTE, recover_s=recover_min * MINUTE, mtbf_s=mtbf_s)
 
 
 def overheads(of: recovery.Costs, pls: float = PLS, shards: int = SHARDS) -> dict[str, Any]:
@@ -142,7 +140,7 @@ def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any
         ("full", 4 * full_s),
         ("partial", partial_s),
     ):
-        run = simulation.Run(interval_s=interval_s, save_s=base.save_s, recover_s=base.load_s)
+        run = simulation.Run(interval_s=interval_s, save_s=base.save_s, recover_s=base.recover_s)
         gaps = simulation.exponential_gaps(generator, MTBF_S, failures)
         if kind == "full":
             drawn = simulation.full_recovery(run, gaps)
@@ -169,7 +167,7 @@ def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any
 def spread(generator: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
     """How far full recovery's overhead of so many failures lies from its mean: what a measurement can show at all."""
     base = costs()
-    run = simulation.Run(interval_s=young(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.load_s)
+    run = simulation.Run(interval_s=young(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s)
     found = []
     for failures in (10, 100, 1_000, 10_000):
         # A fixed number of failures each; a job of fixed length, which CPR ran, differs more still.
@@ -218,7 +216,7 @@ def one_job(
 def other_gaps(generator: np.random.Generator, failures: int) -> list[dict[str, Any]]:
     """Full recovery where failures cluster or come regularly, at the same rate."""
     base = costs()
-    run = simulation.Run(interval_s=young(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.load_s)
+    run = simulation.Run(interval_s=young(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s)
     found = []
     for name, draw in (("Gamma", simulation.gamma_gaps), ("Weibull", simulation.weibull_gaps)):
         for shape in (0.5, 0.7, 1.0, 2.0):

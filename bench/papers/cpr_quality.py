@@ -36,6 +36,7 @@ from basket_training import (
 )
 from codecs_reference import through_codec
 from priority import AccessCounts, SampledReads, scar, top
+from report import picture, table
 
 PAIR_ROWS = 1 << 18
 SEEDS = 4
@@ -96,7 +97,7 @@ class BySample:
     """SSU."""
 
     def __init__(self, capacity: int, seed: int) -> None:
-        self.sample = SampledReads(PAIR_ROWS, capacity, seed=seed)
+        self.sample = SampledReads(capacity, seed=seed)
 
     def steps(self, of: Task, start: int, stop: int) -> None:
         """Sample, step by step."""
@@ -312,18 +313,23 @@ def check_quality(found: Mapping[str, Any]) -> list[str]:
 def quality_page(found: Mapping[str, Any]) -> str:
     intervals = [cell["every"] for cell in _cells(found, PLAIN)]
 
-    def table(metric: str) -> list[str]:
-        lines = [
-            f"| what is saved | {' | '.join(f'T = {every}' for every in intervals)} |",
-            "|---|" + "---:|" * len(intervals),
-        ]
-        for arm in ARMS:
-            values = [mean_and_error(cell["changes"][metric]) for cell in _cells(found, arm)]
-            lines.append(f"| {arm} | " + " | ".join(f"{m:+.3f} ± {e:.3f}" for m, e in values) + " |")
-        return lines
+    columns = [f"T = {every}" for every in intervals]
 
-    def row(name: str, cells: Sequence[Mapping[str, Any]], key: str, form: str) -> str:
-        return f"| {name} | " + " | ".join(format(np.mean(cell[key]), form) for cell in cells) + " |"
+    def changes(metric: str) -> str:
+        rows = [
+            [
+                arm,
+                *(
+                    "{:+.3f} ± {:.3f}".format(*mean_and_error(cell["changes"][metric]))
+                    for cell in _cells(found, arm)
+                ),
+            ]
+            for arm in ARMS
+        ]
+        return table(["what is saved", *columns], rows)
+
+    def row(name: str, cells: Sequence[Mapping[str, Any]], key: str, form: str) -> list[str]:
+        return [name, *(format(np.mean(cell[key]), form) for cell in cells)]
 
     return "\n".join(
         [
@@ -343,23 +349,32 @@ def quality_page(found: Mapping[str, Any]) -> str:
             "",
             "**Progressive log loss**:",
             "",
-            *table("progressive"),
+            changes("progressive"),
             "",
             "![the progressive loss over PLS](papers/cpr_quality.svg)",
             "",
             "**Held-out log loss** after the pass:",
             "",
-            *table("held_out"),
+            changes("held_out"),
             "",
             "**AUC** after the pass (below 0 is worse):",
             "",
-            *table("auc"),
+            changes("auc"),
             "",
-            f"| PLS, and what is paid | {' | '.join(f'T = {every}' for every in intervals)} |",
-            "|---|" + "---:|" * len(intervals),
-            row("PLS of plain recovery", _cells(found, PLAIN), "pls", ".3f"),
-            *(row(f"steps between saves: {arm}", _cells(found, arm), "interval", ".0f") for arm in ARMS[1:]),
-            *(row(f"bytes, plain = 1: {arm}", _cells(found, arm), "bytes", ".2f") for arm in ARMS[1:]),
+            table(
+                ["PLS, and what is paid", *columns],
+                [
+                    row("PLS of plain recovery", _cells(found, PLAIN), "pls", ".3f"),
+                    *(
+                        row(f"steps between saves: {arm}", _cells(found, arm), "interval", ".0f")
+                        for arm in ARMS[1:]
+                    ),
+                    *(
+                        row(f"bytes, plain = 1: {arm}", _cells(found, arm), "bytes", ".2f")
+                        for arm in ARMS[1:]
+                    ),
+                ],
+            ),
             "",
             paragraph(
                 "The paper: the loss of quality is linear in PLS, correlation .8764. Here, over all seeds and T of",
@@ -403,20 +418,13 @@ def _compared(harm: Mapping[str, Any], one: str, other: str) -> str:
 
 def plot_quality(found: Mapping[str, Any], folder: Path) -> None:
     """cpr_quality.svg: the progressive loss over plain recovery's PLS, every run a point, a line through the means."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     plain = _cells(found, PLAIN)
-    for arm in ARMS:
-        cells = _cells(found, arm)
-        x = [np.mean(cell["pls"]) for cell in plain]
-        (line,) = axes.plot(x, [np.mean(cell["changes"]["progressive"]) for cell in cells], label=arm)
-        for cell, whole in zip(cells, plain, strict=True):
-            axes.plot(whole["pls"], cell["changes"]["progressive"], ".", color=line.get_color())
-    axes.set(xlabel="PLS of plain recovery at the same bytes", ylabel="progressive log loss, change in %")
-    axes.legend(fontsize=8)
-    figure.savefig(folder / "cpr_quality.svg")
-    plt.close(figure)
+    with picture(folder / "cpr_quality.svg", figsize=(7, 4.2)) as axes:
+        for arm in ARMS:
+            cells = _cells(found, arm)
+            x = [np.mean(cell["pls"]) for cell in plain]
+            (line,) = axes.plot(x, [np.mean(cell["changes"]["progressive"]) for cell in cells], label=arm)
+            for cell, whole in zip(cells, plain, strict=True):
+                axes.plot(whole["pls"], cell["changes"]["progressive"], ".", color=line.get_color())
+        axes.set(xlabel="PLS of plain recovery at the same bytes", ylabel="progressive log loss, change in %")
+        axes.legend(fontsize=8)

@@ -20,7 +20,7 @@ import numpy as np
 from demo_training import BATCH, DemoTraining, pairs_of
 from measuring import say
 from neo_ranks import BAGS, COLUMNS
-from report import table
+from report import picture, table
 
 Found = dict[str, Any]
 ROW_COLUMNS = 64
@@ -452,18 +452,16 @@ def plot(found: Found, folder: Path) -> None:
     from matplotlib import pyplot as plt
 
     stored = found["bytes"]["stored"]
-    figure, ax = plt.subplots()
     bars = [(encoding, state) for encoding in stored for state in stored[encoding]]
-    for i, (encoding, state) in enumerate(bars):
-        at = np.arange(len(STATE_VALUES)) + (i - (len(bars) - 1) / 2) * 0.8 / len(bars)
-        colour = plt.get_cmap("viridis")(list(stored).index(encoding) / len(stored))
-        ax.bar(
-            at, [stored[encoding][state][name] for name in STATE_VALUES], 0.75 / len(bars),
-            color=colour, alpha=1 if state == "fp32" else 0.5, label=f"{encoding}, state {state}",
-        )  # fmt: skip
-    ax.set_xticks(range(len(STATE_VALUES)), list(STATE_VALUES))
-    ax.grid(axis="x", visible=False)
-    ax.set_ylabel(f"stored bytes of a row, D = {ROW_COLUMNS}")
-    ax.legend(frameon=False, fontsize=7, ncols=2)
-    figure.savefig(folder / "neo_bytes.svg", metadata={"Date": None})
-    plt.close(figure)
+    with picture(folder / "neo_bytes.svg") as ax:
+        for i, (encoding, state) in enumerate(bars):
+            at = np.arange(len(STATE_VALUES)) + (i - (len(bars) - 1) / 2) * 0.8 / len(bars)
+            colour = plt.get_cmap("viridis")(list(stored).index(encoding) / len(stored))
+            ax.bar(
+                at, [stored[encoding][state][name] for name in STATE_VALUES], 0.75 / len(bars),
+                color=colour, alpha=1 if state == "fp32" else 0.5, label=f"{encoding}, state {state}",
+            )  # fmt: skip
+        ax.set_xticks(range(len(STATE_VALUES)), list(STATE_VALUES))
+        ax.grid(axis="x", visible=False)
+        ax.set_ylabel(f"stored bytes of a row, D = {ROW_COLUMNS}")
+        ax.legend(frameon=False, fontsize=7, ncols=2)

@@ -16,26 +16,15 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from deltashard_checkpoint.errors import UserError
 
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64] | npt.NDArray[np.float32] | npt.NDArray[np.uint32] | npt.NDArray[np.int64]
 EVERY = 2
 """Of so many steps SSU looks at one."""
-MOST_ROWS = 1 << 32
-
-
-class PriorityError(UserError):
-    """Rows or counts that a priority save cannot take."""
 
 
 def top(scores: Scores, k: int) -> Ids:
-    """Ascending ids of the min(k, n) largest of `scores` [n] that are above 0; of equal ones the lowest ids.
-
-    Raises `PriorityError` for a negative k, or scores that are no vector.
-    """
-    if scores.ndim != 1 or k < 0:
-        raise PriorityError(f"the top {k} of scores {list(scores.shape)}", remedy="k >= 0 of [n]")
+    """Ascending ids of the min(k, n) largest of `scores` [n] that are above 0; of equal ones the lowest ids."""
     if k == 0:
         return np.empty(0, np.int64)
     candidates = np.flatnonzero(scores > 0)
@@ -51,13 +40,7 @@ def scar(weights: npt.NDArray[np.float32], saved: npt.NDArray[np.float32]) -> np
     """Euclidean distance of each row of `weights` from `saved`, both float32 [N, D]: float32 [N].
 
     Needs `saved`, the last saved values of all rows: 4 D bytes per row, as much as the table.
-
-    Raises `PriorityError` for arrays of different shapes.
     """
-    if weights.ndim != 2 or weights.shape != saved.shape:
-        raise PriorityError(
-            f"weights {list(weights.shape)} against {list(saved.shape)}", remedy="both [N, D]"
-        )
     distances = np.empty(len(weights), np.float32)
     for at in range(0, len(weights), 1 << 14):  # in parts that stay in a processor's cache
         part = weights[at : at + (1 << 14)] - saved[at : at + (1 << 14)]
@@ -69,40 +52,27 @@ class AccessCounts:
     """MFU: how often each row was read since it was last saved. uint32: 4 bytes per row."""
 
     def __init__(self, rows: int) -> None:
-        """Of a table of `rows` rows; nothing was read. Raises `PriorityError` for less than none."""
-        if rows < 0:
-            raise PriorityError(f"a table of {rows} rows")
         self.counts = np.zeros(rows, np.uint32)
 
     def read(self, ids: Ids) -> None:
-        """Count reads of `ids`, with repeats. A counter stays at its largest value rather than wrap.
-
-        Raises `PriorityError` for ids outside of the table; nothing is counted then.
-        """
-        _check_ids(ids, len(self.counts))
+        """Count reads of `ids`, with repeats. A counter stays at its largest value rather than wrap."""
         found, times = np.unique(ids, return_counts=True)
         self.counts[found] = np.minimum(self.counts[found] + times, np.iinfo(np.uint32).max)
 
     def top(self, k: int) -> Ids:
-        """Ascending ids of the at most k rows that were read most; raises like `top`."""
+        """Ascending ids of the at most k rows that were read most."""
         return top(self.counts, k)
 
     def saved(self, ids: Ids) -> None:
-        """These rows were saved: their counters begin at 0. Raises `PriorityError` for ids outside of the table."""
-        _check_ids(ids, len(self.counts))
+        """These rows were saved: their counters begin at 0."""
         self.counts[ids] = 0
 
 
 class SampledReads:
     """SSU: at most `capacity` ids out of those that every second step read. uint32: 4 bytes per id, 4 r per row."""
 
-    def __init__(self, rows: int, capacity: int, *, seed: int) -> None:
-        """Of a table of `rows` rows; `seed`: of what is discarded. Raises `PriorityError` for sizes out of range."""
-        if not 0 <= rows <= MOST_ROWS or capacity < 0:
-            raise PriorityError(
-                f"{capacity} ids of {rows} rows", remedy=f"0 <= rows <= {MOST_ROWS}, capacity >= 0"
-            )
-        self.rows = rows
+    def __init__(self, capacity: int, *, seed: int) -> None:
+        """`seed`: of what is discarded."""
         self.capacity = capacity
         self.ids = np.empty(0, np.uint32)
         """Ascending, without repeats."""
@@ -110,11 +80,7 @@ class SampledReads:
         self._steps = 0
 
     def read(self, ids: Ids) -> None:
-        """One step read `ids`, with repeats. If they do not all fit, any of the old and new ones are discarded alike.
-
-        Raises `PriorityError` for ids outside of the table; the step does not count then.
-        """
-        _check_ids(ids, self.rows)
+        """One step read `ids`, with repeats; if they do not all fit, old and new ones are discarded alike."""
         self._steps += 1
         if (self._steps - 1) % EVERY:
             return
@@ -128,10 +94,3 @@ class SampledReads:
         """The ids, ascending, to be saved now; the list is empty afterwards."""
         taken, self.ids = self.ids.astype(np.int64), np.empty(0, np.uint32)
         return taken
-
-
-def _check_ids(ids: Ids, rows: int) -> None:
-    if ids.ndim != 1 or ids.dtype != np.int64:
-        raise PriorityError(f"ids of {ids.dtype}{list(ids.shape)}", remedy="int64 [n]")
-    if len(ids) and not (ids.min() >= 0 and ids.max() < rows):
-        raise PriorityError(f"ids from {ids.min()} to {ids.max()} in a table of {rows} rows")

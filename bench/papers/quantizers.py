@@ -7,7 +7,6 @@ exact scales and centroids, and their kernels pack nothing: both are favoured.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import codecs_reference as reference
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.codecs.encoding import section_bytes
 from deltashard_checkpoint.codecs.quantizer import PLAIN, Search, encode_rows
 from deltashard_checkpoint.vocabulary import ENCODINGS
+from measuring import best_cpu_s
 
 F32 = npt.NDArray[np.float32]
 LOW_BITS = (2, 3, 4)
@@ -102,7 +102,7 @@ def k_means(x: F32, bits: int) -> npt.NDArray[np.float64]:
 
 
 def latencies(x: F32, bits: int, chosen: Search, *, seconds: float) -> dict[str, float]:
-    """Processor time of a row in ns, best of as many turns as fit into `seconds`, at least three; they take turns."""
+    """Processor time of a row in ns, measured for `seconds`."""
     n = len(x)
     few = np.ascontiguousarray(x[: max(64, n // 64)])  # k-means is slow; each row costs the same
     codes, scales = np.empty(x.shape, np.uint8), np.empty(n, np.float32)
@@ -115,16 +115,7 @@ def latencies(x: F32, bits: int, chosen: Search, *, seconds: float) -> dict[str,
         "adaptive": (n, _encoder(x, bits, chosen)),
         "k-means": (len(few), lambda: k_means_rows(wide, 2**bits, ITERATIONS, few_codes, books)),
     }
-    best = dict.fromkeys(work, float("inf"))
-    for _, call in work.values():
-        call()
-    end, turns = time.perf_counter() + seconds, 0
-    while turns < 3 or time.perf_counter() < end:
-        for name, (_, call) in work.items():
-            begun = time.thread_time()
-            call()
-            best[name] = min(best[name], time.thread_time() - begun)
-        turns += 1
+    best = best_cpu_s(seconds, {name: call for name, (_, call) in work.items()})
     return {name: best[name] / rows * 1e9 for name, (rows, _) in work.items()}
 
 

@@ -22,8 +22,8 @@ class Costs:
     """Of one event each. Seconds."""
 
     save_s: float
-    load_s: float
-    reschedule_s: float
+    recover_s: float
+    """Loading and rescheduling."""
     mtbf_s: float
 
 
@@ -42,17 +42,11 @@ class Recovery:
 def full_overhead(costs: Costs, interval_s: float | None = None) -> float:
     """Share of training time under full recovery; without an interval, at the best one."""
     interval_s = young(costs.save_s, costs.mtbf_s) if interval_s is None else interval_s
-    # Saves that cost nothing are best made all the time.
-    saves = share(interval_s, costs.save_s, costs.mtbf_s) if interval_s else 0.0
-    return saves + _recoveries(costs)
+    return share(interval_s, costs.save_s, costs.mtbf_s) + costs.recover_s / costs.mtbf_s
 
 
 def partial_overhead(costs: Costs, interval_s: float) -> float:
-    return costs.save_s / interval_s + _recoveries(costs)
-
-
-def _recoveries(costs: Costs) -> float:
-    return (costs.load_s + costs.reschedule_s) / costs.mtbf_s
+    return costs.save_s / interval_s + costs.recover_s / costs.mtbf_s
 
 
 def expected_pls(interval_s: float, mtbf_s: float, shards: int) -> float:

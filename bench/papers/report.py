@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,6 +113,17 @@ def _filled(text: str) -> str:
 def spaced(sections: list[str]) -> list[str]:
     """Sections with an empty line after each but the last, which ends with a newline."""
     return [f"{section}\n" for section in sections]
+
+
+@contextlib.contextmanager
+def picture(path: Path, rows: int = 1, columns: int = 1, **options: object) -> Iterator[Any]:
+    """Axes to draw on; the picture is written when all is drawn, without the date."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, **options)
+    yield axes
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def _style() -> Any:

@@ -15,7 +15,6 @@ checkpoint depend on the first alone; the second makes the rows' values those of
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -84,15 +83,6 @@ class Locality:
             float(np.abs(self.rows - other.rows).sum() / 2),
             float(np.abs(self.lookups - other.lookups).sum() / 2),
         )
-
-
-def parse(text: str) -> dict[str, object]:
-    """`LOCALITY`'s form of a published file: both histograms and the mean."""
-    shares = [float(share) for share in re.findall(r"^\(\d+[,+].*: ([\d.]+)$", text, re.MULTILINE)]
-    mean = re.search(r"^Avg col size: ([\d.]+)$", text, re.MULTILINE)
-    assert mean is not None
-    half = len(shares) // 2
-    return {"rows": tuple(shares[:half]), "lookups": tuple(shares[half:]), "mean": float(mean[1])}
 
 
 def typical() -> npt.NDArray[np.float64]:

@@ -5,11 +5,11 @@ until training goes on. Nothing fails during those R.
 
 **Full recovery** goes back to the newest checkpoint that was durable. For exponential gaps of mean M its overhead is
 
-    M (e^{(T+c)/M} - 1) e^{(d-c)/M} (1 + R/M) / T - 1
+    M (e^{(T+c)/M} - 1) (1 + R/M) / T - 1
 
-where d >= c are the seconds from trigger to durable (d = c: a save is durable when training goes on). **Partial
-recovery** loses no time but R: (1 + c/T) (1 + R/M) - 1; what it loses are samples of one shard of N, as CPR (MLSys'21)
-counts them: PLS += (trained since the last save) / (total N), so E[PLS] = T / (2 M N).
+where a save is durable when training goes on. **Partial recovery** loses no time but R: (1 + c/T) (1 + R/M) - 1; what
+it loses are samples of one shard of N, as CPR (MLSys'21) counts them: PLS += (trained since the last save) / (total N),
+so E[PLS] = T / (2 M N).
 
 The same is drawn here from any gaps: exponential, Gamma or Weibull. The caller brings the random generator, so the
 same seed gives the same figures.
@@ -38,13 +38,6 @@ class Run:
     """c: what a save costs the trainer."""
     recover_s: float
     """R: from a failure until training goes on, without what is trained again."""
-    durable_s: float = 0.0
-    """From trigger to durable; less than `save_s` counts as that."""
-
-    @property
-    def lag_s(self) -> float:
-        """How long after the end of a save's stall a failure still loses it."""
-        return max(self.durable_s - self.save_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +51,7 @@ class Estimate:
 def renewal_overhead(run: Run, mtbf_s: float) -> float:
     """Full recovery's overhead, exactly, for exponential gaps: a share of useful training. Infinite if none is left."""
     try:
-        grown = math.expm1((run.interval_s + run.save_s) / mtbf_s) * math.exp(run.lag_s / mtbf_s)
+        grown = math.expm1((run.interval_s + run.save_s) / mtbf_s)
     except OverflowError:
         return math.inf
     return mtbf_s * grown * (1 + run.recover_s / mtbf_s) / run.interval_s - 1
@@ -86,7 +79,7 @@ def weibull_gaps(generator: np.random.Generator, mean_s: float, shape: float, co
 
 def full_recovery(run: Run, gaps: Gaps) -> Estimate:
     """Overhead of full recovery over these gaps; infinite where no checkpoint was ever reached."""
-    reached = np.floor(np.maximum(gaps - run.lag_s, 0.0) / (run.interval_s + run.save_s))
+    reached = np.floor(gaps / (run.interval_s + run.save_s))
     return _ratio(gaps + run.recover_s, reached * run.interval_s)
 
 

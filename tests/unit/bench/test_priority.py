@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 PRIORITY = runpy.run_path(str(Path(__file__).parents[3] / "bench" / "papers" / "priority.py"))
-EVERY, AccessCounts, PriorityError = PRIORITY["EVERY"], PRIORITY["AccessCounts"], PRIORITY["PriorityError"]
+EVERY, AccessCounts = PRIORITY["EVERY"], PRIORITY["AccessCounts"]
 SampledReads, scar, top = PRIORITY["SampledReads"], PRIORITY["scar"], PRIORITY["top"]
 
 ROWS = 40
@@ -23,12 +23,6 @@ reads = st.lists(ids, max_size=12)
 def test_the_top_are_the_largest_above_zero_and_of_equals_the_lowest_ids(scores, k):
     wanted = sorted((i for i, score in enumerate(scores) if score), key=lambda i: (-scores[i], i))[:k]
     assert top(np.array(scores, np.float32), k).tolist() == sorted(wanted)
-
-
-@pytest.mark.parametrize(("scores", "k"), [(np.zeros(3), -1), (np.zeros((3, 1)), 1)])
-def test_no_top_of_anything_else(scores, k):
-    with pytest.raises(PriorityError):
-        top(scores, k)
 
 
 @given(moved=st.sets(st.integers(0, ROWS - 1)), k=st.integers(0, ROWS))
@@ -49,11 +43,6 @@ def test_scar_of_more_rows_than_it_takes_at_a_time():
     rng = np.random.default_rng(2)
     weights, saved = (rng.normal(size=(40_000, 4)).astype(np.float32) for _ in range(2))
     assert np.allclose(scar(weights, saved), np.linalg.norm(weights - saved, axis=1), rtol=1e-5)
-
-
-def test_scar_compares_tables_of_one_shape():
-    with pytest.raises(PriorityError):
-        scar(np.zeros((3, 2), np.float32), np.zeros((3, 1), np.float32))
 
 
 @given(steps=reads, k=st.integers(0, ROWS), more=reads)
@@ -83,7 +72,7 @@ def test_a_full_counter_does_not_wrap():
 
 @given(steps=reads, capacity=st.integers(0, 15), seed=st.integers(0, 5))
 def test_a_sample_holds_rows_of_every_second_step_within_its_capacity(steps, capacity, seed):
-    sample = SampledReads(ROWS, capacity, seed=seed)
+    sample = SampledReads(capacity, seed=seed)
     seen: set[int] = set()
     for at, step in enumerate(steps):
         sample.read(step)
@@ -103,7 +92,7 @@ def test_a_sample_holds_rows_of_every_second_step_within_its_capacity(steps, cap
 def test_a_full_sample_stays_full_and_keeps_old_and_new_rows_alike():
     kept = np.zeros(200)
     for seed in range(400):
-        sample = SampledReads(200, 50, seed=seed)
+        sample = SampledReads(50, seed=seed)
         for step in (np.arange(100), np.empty(0, np.int64), np.arange(100, 200)):
             sample.read(step)
         taken = sample.take()
@@ -115,40 +104,16 @@ def test_a_full_sample_stays_full_and_keeps_old_and_new_rows_alike():
 
 
 def test_the_same_seed_discards_the_same_rows():
-    one, other = (SampledReads(100, 10, seed=3) for _ in range(2))
+    one, other = (SampledReads(10, seed=3) for _ in range(2))
     for sample in (one, other):
         sample.read(np.arange(100))
     assert one.take().tolist() == other.take().tolist()
 
 
 def test_a_sample_goes_on_by_step_after_it_was_taken():
-    sample = SampledReads(10, 10, seed=0)
+    sample = SampledReads(10, seed=0)
     sample.read(np.array([1]))
     assert sample.take().tolist() == [1]
     sample.read(np.array([2]))
     sample.read(np.array([3]))
     assert sample.take().tolist() == [3]
-
-
-@pytest.mark.parametrize(
-    "wrong", [np.array([-1]), np.array([ROWS]), np.array([0], np.int32), np.array([[0]])]
-)
-def test_ids_outside_of_the_table_change_nothing(wrong):
-    counts, sample = AccessCounts(ROWS), SampledReads(ROWS, 5, seed=0)
-    for take in (counts.read, counts.saved, sample.read):
-        with pytest.raises(PriorityError):
-            take(wrong)
-    assert not counts.counts.any()
-    sample.read(np.array([4]))
-    assert sample.take().tolist() == [4]
-
-
-def test_sizes_out_of_range():
-    for make in (
-        lambda: AccessCounts(-1),
-        lambda: SampledReads(-1, 1, seed=0),
-        lambda: SampledReads(1, -1, seed=0),
-        lambda: SampledReads((1 << 32) + 1, 1, seed=0),
-    ):
-        with pytest.raises(PriorityError):
-            make()

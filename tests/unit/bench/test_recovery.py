@@ -18,9 +18,7 @@ def recovery(papers):
 @pytest.fixture
 def costs(recovery):
     def of(save_min, recover_min):
-        return recovery.Costs(
-            save_s=60 * save_min, load_s=60 * recover_min, reschedule_s=0.0, mtbf_s=20 * HOUR
-        )
+        return recovery.Costs(save_s=60 * save_min, recover_s=60 * recover_min, mtbf_s=20 * HOUR)
 
     return of
 
@@ -50,10 +48,10 @@ def test_all_four_corners_are_within_the_stated_ranges(recovery, costs):
 
 def test_the_cheaper_kind_is_taken_each_at_its_own_interval(recovery):
     kinds = set()
-    for save_s, load_s, mtbf_s, pls, shards in itertools.product(
+    for save_s, recover_s, mtbf_s, pls, shards in itertools.product(
         (0.01, 1.0, 300.0), (1.0, 600.0), (HOUR, 200 * HOUR), (1e-4, 0.1), (1, 64)
     ):
-        given = recovery.Costs(save_s=save_s, load_s=load_s, reschedule_s=60.0, mtbf_s=mtbf_s)
+        given = recovery.Costs(save_s=save_s, recover_s=recover_s, mtbf_s=mtbf_s)
         found = recovery.cheaper(given, pls=pls, shards=shards)
         best_s = young(save_s, mtbf_s)
         assert found.full == pytest.approx(recovery.full_overhead(given, best_s))
@@ -68,8 +66,3 @@ def test_the_cheaper_kind_is_taken_each_at_its_own_interval(recovery):
         assert found.interval_s == (partial_s if found.kind == "partial" else best_s)
         kinds.add(found.kind)
     assert kinds == {"full", "partial"}
-
-
-def test_a_save_that_costs_nothing_leaves_what_a_recovery_costs(recovery):
-    free = recovery.Costs(save_s=0.0, load_s=60.0, reschedule_s=60.0, mtbf_s=12000.0)
-    assert recovery.full_overhead(free) == pytest.approx(0.01)

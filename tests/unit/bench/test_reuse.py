@@ -5,27 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-PUBLISHED = """Avg # of indices: 700
-Avg # of unique cols: 100
-Avg col size: 7.0
-Histogram of col sizes:
-(0, 1]: 0.500
-(1, 2]: 0.300
-(32768+: 0.200
-[0, 1, 2, 32768]
-['0.000', '0.500', '0.800', '1.000']
-Ratio of index distribution at different column sizes:
-(0, 1]: 0.100
-(1, 2]: 0.200
-(32768+: 0.700
-[0, 1, 2, 32768]
-"""
-
-
-def test_a_published_file_is_read(papers):
-    found = papers("reuse").parse(PUBLISHED)
-    assert found == {"rows": (0.5, 0.3, 0.2), "lookups": (0.1, 0.2, 0.7), "mean": 7.0}
-
 
 @pytest.mark.parametrize("year", ["2021", "2022"])
 def test_lookups_have_the_published_histogram(papers, year):

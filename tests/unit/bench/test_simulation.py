@@ -45,9 +45,8 @@ def test_cprs_full_recovery_exactly():
     [
         CPR,
         simulation.Run(interval_s=600, save_s=0.05, recover_s=300),
-        simulation.Run(interval_s=600, save_s=0.05, recover_s=300, durable_s=120),
         simulation.Run(interval_s=10 * HOUR, save_s=600, recover_s=3600),
-        simulation.Run(interval_s=1800, save_s=30, recover_s=0, durable_s=10),
+        simulation.Run(interval_s=1800, save_s=30, recover_s=0),
     ],
 )
 def test_full_recovery_is_the_renewal_form(run):
