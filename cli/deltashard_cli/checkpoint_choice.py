@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from deltashard_checkpoint.errors import FormatError
 from deltashard_checkpoint.format.index import Index
-from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.commit_log import LogGap, RunLog
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, settled
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
@@ -23,6 +23,15 @@ T = TypeVar("T")
 def read_state(target: Target) -> RunState:
     """The run at the tip of its log. Raises `LogGap`, `StoreUnavailable` and other store errors."""
     return RunLog(target.store, target.run).refresh(deadline_s=POLICY.deadline_s)
+
+
+def followed(log: RunLog) -> tuple[RunState | None, str]:
+    """(the state at the tip, "") or (None, why the log cannot be followed to it). Raises store errors."""
+    try:
+        state = log.refresh(deadline_s=POLICY.deadline_s)
+    except (LogGap, FormatError) as error:
+        return None, error.what
+    return (state, "") if state.stopped is None else (None, state.damage() or "")
 
 
 def open_checkpoint(target: Target, which: str, *, state: RunState | None = None) -> OpenCheckpoint:

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import click
-from deltashard_checkpoint.errors import FormatError
-from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance.holder import RunHeld, check_ended
 from deltashard_checkpoint.whole_run import removal, run_copy
 from deltashard_checkpoint.whole_run.remains import Remains, remains
 
 from deltashard_cli import verification
+from deltashard_cli.checkpoint_choice import followed
 from deltashard_cli.option import ended_option, run_options, spool_cache, spool_option
 from deltashard_cli.output import console, note, number, plural, print_json, progress, size, tell
 from deltashard_cli.target import POLICY, Target, Unfinished, find_run, named_run, new_run, run_of_url
@@ -154,26 +154,16 @@ def _look(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
                 remedy="end its trainers, if there are any, and say --ended",
             )
         return "a copy that was cut short", None if ended else -1
-    try:
-        state = log.refresh(deadline_s=POLICY.deadline_s)
-    except LogGap as gap:
-        return _damaged(gap.what, ended=ended), None
-    except FormatError as error:
-        return _damaged(error.what, ended=ended), None
-    if state.stopped is not None:
-        return _damaged(state.damage() or "", ended=ended), None
+    state, damage = followed(log)
+    if state is None and ended:
+        return f"its log is damaged ({damage})", None
+    if state is None:
+        raise RunHeld(
+            f"its log is damaged, and does not say whether a trainer holds the run: {damage}",
+            where="rm",
+            remedy="end its trainers, and say --ended",
+        )
     check_ended(log, state, ended=ended, what="a removal")
     newest = state.newest()
     step = "" if newest is None else f", the newest of step {number(newest.step)}"
     return f"{plural(len(state.checkpoints), 'checkpoint')}{step}", None if ended else state.tip
-
-
-def _damaged(what: str, *, ended: bool) -> str:
-    """What is told of a run whose log says no more who trains it. Raises `RunHeld` unless a person knows."""
-    if not ended:
-        raise RunHeld(
-            f"its log is damaged, and does not say whether a trainer holds the run: {what}",
-            where="rm",
-            remedy="end its trainers, and say --ended",
-        )
-    return f"its log is damaged ({what})"

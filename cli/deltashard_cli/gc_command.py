@@ -117,9 +117,7 @@ def gc(  # noqa: C901, PLR0913
     dead = debris(log, state, read_only=dry_run)
     freed: Collected | None = None
     if dry_run:
-        planned = retire(state, retention, dead)
-        retired = () if planned is None else planned.checkpoints
-        prefixes = () if planned is None else planned.prefixes
+        entry = retire(state, retention, dead)
     else:
         try:
             entry = append_retirement(log, retention, debris=dead)
@@ -127,8 +125,7 @@ def gc(  # noqa: C901, PLR0913
             # The store is full: what needs no entry to be deleted makes room for one.
             freed = collect(log, grace_s=grace_s, unnamed=dead)
             entry = append_retirement(log, retention, debris=dead)
-        retired = () if entry is None else entry.checkpoints
-        prefixes = () if entry is None else entry.prefixes
+    retired, prefixes = ((), ()) if entry is None else (entry.checkpoints, entry.prefixes)
     # Of what is retired, debris of cuts that were never committed is the rest of a failed save; all else was whole.
     given_up = sorted(set(prefixes) & set(dead) - state.superseded.keys())
     found = collect(log, grace_s=grace_s, dry_run=dry_run)

@@ -8,7 +8,6 @@ an error is a JSON document on stdout too.
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
 from importlib.metadata import EntryPoint, entry_points
@@ -84,7 +83,12 @@ def _not_installed(extra: EntryPoint, error: ImportError) -> click.Command:
     )
 
 
-@click.group(cls=Commands, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    epilog=_EXIT_CODES,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="deltashard")
 def cli() -> None:
     """Plan, look at, check, restore, export and tidy deltashard checkpoints.
@@ -129,14 +133,12 @@ def exit_code(error: BaseException) -> int:
     match error:
         case FormatError():
             return PROBLEMS
-        case UserError() | click.UsageError():
+        case UserError() | click.ClickException():
             return USAGE
         case EnvironmentFault() | OSError() | MemoryError():
             return ENVIRONMENT
         case KeyboardInterrupt() | click.Abort():
             return INTERRUPTED
-        case click.ClickException():
-            return USAGE
     return INTERNAL
 
 
@@ -149,27 +151,17 @@ def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> N
     given = sys.argv[1:] if arguments is None else arguments
     try:
         code = group.main(given, prog_name=name, standalone_mode=False) or OK
-    except click.ClickException as error:
-        code = exit_code(error)
-        if "--json" in given:
-            _print_usage(error, code, name=name)
-        shown = io.StringIO()
-        error.show(shown)
-        sys.stderr.write(escaped(shown.getvalue(), lines=True))
     except (KeyboardInterrupt, click.Abort):
         sys.stderr.write("interrupted\n")
         code = INTERRUPTED
-    except BrokenPipeError:
-        nobody_reads()
-        code = OK
-    except SystemExit:
+    except (BrokenPipeError, SystemExit):
         # Only for a pipe that nobody reads does click leave by itself (with 1, which says something else here).
         nobody_reads()
         code = OK
     except Exception as raised:  # noqa: BLE001 - the outermost rim: every error becomes a message and a code
         found = named(raised)
         code = exit_code(found)
-        _show(found, code, as_json="--json" in given)
+        _show(found, code, name=name, as_json="--json" in given)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -194,31 +186,25 @@ def named(error: Exception) -> Exception:
     )
 
 
-def _show(error: Exception, code: int, *, as_json: bool) -> None:
+def _show(error: Exception, code: int, *, name: str, as_json: bool) -> None:
     what, where, remedy = f"{type(error).__name__}: {error}", "", ""
     if isinstance(error, DeltashardError):
         what, where, remedy = error.what, error.where, error.remedy
+    elif isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        what, where = error.format_message(), name if context is None else context.command_path
+        remedy = f"see `{where} --help`"
     if code == INTERNAL:
         remedy = remedy or "this is a bug in deltashard: please report it with the trace above"
         sys.stderr.write(escaped(traceback.format_exc(), lines=True))
     if as_json:
-        _print_error(error, code, what=what, where=where, remedy=remedy)
+        kind = type(error).__name__
+        print_json({"error": {"kind": kind, "what": what, "where": where, "remedy": remedy, "exit": code}})
     note(what, label="error", style="bold red")
     if where:
         note(where, label="  where", style="dim")
     if remedy:
         note(remedy, label="  try", style="dim")
-
-
-def _print_usage(error: click.ClickException, code: int, *, name: str) -> None:
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    command = name if context is None else context.command_path
-    _print_error(error, code, what=error.format_message(), where=command, remedy=f"see `{command} --help`")
-
-
-def _print_error(error: Exception, code: int, *, what: str, where: str, remedy: str) -> None:
-    kind = type(error).__name__
-    print_json({"error": {"kind": kind, "what": what, "where": where, "remedy": remedy, "exit": code}})
 
 
 if __name__ == "__main__":

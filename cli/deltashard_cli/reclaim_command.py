@@ -22,6 +22,7 @@ from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.whole_run import removal
 from deltashard_checkpoint.whole_run.remains import Remains, remains
 
+from deltashard_cli.checkpoint_choice import followed
 from deltashard_cli.option import json_option
 from deltashard_cli.output import console, plural, print_json, size
 from deltashard_cli.target import POLICY, open_root
@@ -129,12 +130,9 @@ def _through(log: RunLog, workload: str) -> int | None:
         return None  # it was ours when that was begun
     if left is not None:
         raise Stays(f"{left}: `deltashard ls` says more")
-    try:
-        state = log.refresh(deadline_s=POLICY.deadline_s)
-    except (LogGap, FormatError) as error:
-        raise Stays(f"its log is damaged: {error.what}") from None
-    if state.stopped is not None:
-        raise Stays(f"its log is damaged: {state.damage()}")
+    state, damage = followed(log)
+    if state is None:
+        raise Stays(f"its log is damaged: {damage}")
     if (why := not_left_by(log, state, workload)) is not None:
         raise Stays(why)
     if state.pinned:
