@@ -11,12 +11,11 @@ Cli = Callable[..., tuple[int, str]]
 """Of arguments: (exit code, stdout and stderr)."""
 
 
-def running(capsys: pytest.CaptureFixture[str]) -> Cli:
-
+def running(capsys: pytest.CaptureFixture[str], entry: Callable[[list[str]], object] = main) -> Cli:
     def run(*arguments: object) -> tuple[int, str]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
+            entry([str(argument) for argument in arguments])
         shown = capsys.readouterr()
         assert isinstance(ended.value.code, int)
         return ended.value.code, shown.out + shown.err

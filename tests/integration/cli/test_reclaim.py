@@ -63,9 +63,9 @@ def test_what_the_workload_left_goes(cli: Cli, url: str, tmp_path: Path) -> None
     assert reclaim(cli, url)["removed"] == [], "and again"
 
 
-def test_a_store_without_it(cli: Cli, url: str) -> None:
-    open_store(url, create=True)
-    assert reclaim(cli, url) == {"removed": [], "kept": [], "objects": 0, "bytes": 0}
+def test_a_store_without_it(cli: Cli, file_url: str) -> None:
+    open_store(file_url, create=True)
+    assert reclaim(cli, file_url) == {"removed": [], "kept": [], "objects": 0, "bytes": 0}
 
 
 @pytest.mark.parametrize(

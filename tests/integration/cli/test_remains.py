@@ -26,9 +26,9 @@ class Cut(Exception):
 
 
 @pytest.fixture
-def store(url: str, tmp_path: Path) -> Store:
+def store(file_url: str, tmp_path: Path) -> Store:
     """A store with one whole run."""
-    store = open_store(url)
+    store = open_store(file_url)
     written = WrittenRun(store, RUN, tmp_path)
     first = written.save(step=100, directive="steps")
     written.save(written.train(), step=200, covers=first, directive="close")
@@ -73,38 +73,42 @@ LOGLESS = "`deltashard cp` again, if a copy to this name was cut short; `deltash
     ],
 )
 def test_a_half_made_copy_is_listed_and_goes_on_or_goes(
-    cli: Cli, url: str, store: Store, what: str, state: str, remedy: str
+    cli: Cli, file_url: str, store: Store, what: str, state: str, remedy: str
 ) -> None:
-    assert listed(cli, url, code=0) == {"warning": None, RUN: "ok"}
-    assert cli("cp", at(url, RUN), url, "-c", "latest", "--as", COPY)[0] == 0
+    assert listed(cli, file_url, code=0) == {"warning": None, RUN: "ok"}
+    assert cli("cp", at(file_url, RUN), file_url, "-c", "latest", "--as", COPY)[0] == 0
     copied_up_to(store, what)
-    found = listed(cli, url)
+    found = listed(cli, file_url)
     assert (found[RUN], found[COPY]) == ("ok", state)
     assert set(found) == {"warning", RUN, COPY}
     assert f"{COPY}: {state}" in found["warning"]
     assert remedy in found["warning"]
-    assert state in cli("ls", url)[1]
+    assert state in cli("ls", file_url)[1]
     if state == "half copied":
-        code, text = cli("repair", at(url, COPY))
+        code, text = cli("repair", at(file_url, COPY))
         assert code == 2, text
         assert remedy in " ".join(text.split()), "what repair would make of it is another run"
     if state == "no log":
-        for command in (("ls", at(url, COPY)), ("inspect", url, "--run", COPY), ("verify", at(url, COPY))):
+        for command in (
+            ("ls", at(file_url, COPY)),
+            ("inspect", file_url, "--run", COPY),
+            ("verify", at(file_url, COPY)),
+        ):
             code, text = cli(*command)
             assert code == 2, text
             assert remedy in " ".join(text.split())
-    assert cli("cp", at(url, RUN), url, "-c", "latest", "--as", COPY)[0] == 0
-    assert listed(cli, url, code=0) == {"warning": None, RUN: "ok", COPY: "ok"}
+    assert cli("cp", at(file_url, RUN), file_url, "-c", "latest", "--as", COPY)[0] == 0
+    assert listed(cli, file_url, code=0) == {"warning": None, RUN: "ok", COPY: "ok"}
     copied_up_to(store, what)
     if what != "data":  # entries are there: somebody may have begun a run in the very moment of the copy
         before = {info.key for info in store.list(f"{COPY}/")}
-        code, text = cli("rm", at(url, COPY), "--yes")
+        code, text = cli("rm", at(file_url, COPY), "--yes")
         assert code == 2, text
         assert "say --ended" in " ".join(text.split())
         assert {info.key for info in store.list(f"{COPY}/")} == before
-    code, text = cli("rm", at(url, COPY), "--yes", *(["--ended"] if what != "data" else []))
+    code, text = cli("rm", at(file_url, COPY), "--yes", *(["--ended"] if what != "data" else []))
     assert code == 0, text
-    assert listed(cli, url, code=0) == {"warning": None, RUN: "ok"}
+    assert listed(cli, file_url, code=0) == {"warning": None, RUN: "ok"}
     assert list(store.list(f"{COPY}/")) == []
 
 
@@ -149,9 +153,9 @@ def test_a_half_removed_run_is_listed_and_goes(
     assert listed(cli, file_url, code=0) == {"warning": None, "team/run-2": "ok"}
 
 
-def test_rm_leaves_what_is_nobodys_run(cli: Cli, url: str, store: Store) -> None:
+def test_rm_leaves_what_is_nobodys_run(cli: Cli, file_url: str, store: Store) -> None:
     """A folder called data makes no run."""
-    for arguments in ((url, "--run", "other"), (at(url, "other"),), (url, "--run", "more")):
+    for arguments in ((file_url, "--run", "other"), (at(file_url, "other"),), (file_url, "--run", "more")):
         code, text = cli("rm", *arguments, "--yes", "--ended")
         assert code == 2, text
         assert "no run" in text
