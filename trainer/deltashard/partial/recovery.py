@@ -14,7 +14,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.blob_name import (
@@ -136,11 +135,9 @@ class PartialRecovery(RecoveryPlan):
         told = ranks.settle(
             "recovery",
             _text(word),
-            lambda words: _verdict_text(
-                judge([_word(w) for w in words], self._situation(reply, unusual), terms)
-            ),
+            lambda words: _text(judge([_word(w) for w in words], self._situation(reply, unusual), terms)),
         )
-        said = _verdict(told)
+        said = RecoveryVerdict(**json.loads(told))
         if not context.off:
             self._strays = tuple(
                 set(staged_part.others(context.home, context.rank)) & set(said.elsewhere(context.rank))
@@ -263,7 +260,7 @@ class PartialRestorePlan:
         self._context = context
         self._rank = context.rank
         self.step = verdict.step
-        self.rank_steps = verdict.steps
+        self.rank_steps = tuple(verdict.steps)
         self._mine = mine
         self._donor = donor
         said = f"PLS {verdict.added:.3g}, of the run {verdict.pls:.3g}; lost ranks: {list(verdict.lost)}"
@@ -339,22 +336,11 @@ class PartialRestorePlan:
             )
 
 
-def _text(word: RecoveryWord) -> str:
-    return json.dumps(dataclasses.asdict(word))
+def _text(said: RecoveryWord | RecoveryVerdict) -> str:
+    return json.dumps(dataclasses.asdict(said))
 
 
 def _word(text: str) -> RecoveryWord:
     said = json.loads(text)
-    staged, strays = said.pop("staged"), tuple(said.pop("strays"))
-    return RecoveryWord(staged=None if staged is None else Staged(**staged), strays=strays, **said)
-
-
-def _verdict_text(verdict: RecoveryVerdict) -> str:
-    return json.dumps(dataclasses.asdict(verdict))
-
-
-def _verdict(text: str) -> RecoveryVerdict:
-    said: dict[str, Any] = json.loads(text)
-    for key in ("steps", "own", "lost", "places"):
-        said[key] = tuple(said[key])
-    return RecoveryVerdict(**said)
+    staged = said.pop("staged")
+    return RecoveryWord(staged=None if staged is None else Staged(**staged), **said)

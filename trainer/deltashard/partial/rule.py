@@ -64,7 +64,7 @@ class RecoveryWord:
     """Tells where its staged parts lie from other such places: another pod, another machine."""
     carried_bytes: int = 0
     """Of its part, what others take where it is the donor's: all but rows of sharded tables."""
-    strays: tuple[int, ...] = ()
+    strays: Sequence[int] = ()
     """Ranks whose parts are at its place, while its own is not."""
     rows: float = 0.0
     """Rows of sharded tables that this rank holds; of a column shard its share of the columns."""
@@ -105,13 +105,13 @@ class RecoveryVerdict:
     """Training goes on after this one."""
     donor: int = 0
     """The rank whose dense part all take."""
-    steps: tuple[int, ...] = ()
+    steps: Sequence[int] = ()
     """By rank: the step that its rows are of."""
-    own: tuple[bool, ...] = ()
+    own: Sequence[bool] = ()
     """By rank: whether it goes on with its own state, generators and loaders."""
-    lost: tuple[int, ...] = ()
+    lost: Sequence[int] = ()
     """Ranks whose rows come from the checkpoint."""
-    places: tuple[int, ...] = ()
+    places: Sequence[int] = ()
     """By rank: a number of the place where it stages, the same for ranks of one place; partial or not."""
     added: float = 0.0
     """PLS of this recovery."""

@@ -17,42 +17,18 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, InvalidCheckpoint
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard import errors
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import OPEN_DEADLINE_S
-from deltashard.errors import (
-    CheckpointMismatch,
-    FencedError,
-    NotRestored,
-    RanksDiffer,
-    RestoreFailed,
-    RunWentOn,
-    SidecarGone,
-    SidecarUnavailable,
-    TakenOver,
-    UserError,
-)
+from deltashard.errors import RanksDiffer, RestoreFailed, RunWentOn, SidecarGone
 from deltashard.group.meeting import Meeting
 from deltashard.group.roll import RankManifest, agreed_layout
 from deltashard.program import Program
 from deltashard.restore.frame_stream import RESTORE_DEADLINE_S
 from deltashard.state.replica import differing, sums
 
-_KNOWN: dict[str, type[DeltashardError]] = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointMismatch,
-        FencedError,
-        NotRestored,
-        RanksDiffer,
-        RestoreFailed,
-        RunWentOn,
-        SidecarGone,
-        SidecarUnavailable,
-        TakenOver,
-        UserError,
-    )
-}
-_WORST_LAST = ("whole", "went on", "gone", "not whole", "failed")
+_KINDS = {"went on": RunWentOn, "gone": SidecarGone, "not whole": InvalidCheckpoint}
+_WORST_LAST = ("whole", *_KINDS, "failed")
 
 
 class Assembly:
@@ -137,13 +113,7 @@ class Assembly:
         kind = (
             "whole"
             if error is None
-            else "not whole"
-            if isinstance(error, InvalidCheckpoint)
-            else "went on"
-            if isinstance(error, RunWentOn)
-            else "gone"
-            if isinstance(error, SidecarGone)
-            else "failed"
+            else next((k for k, e in _KINDS.items() if isinstance(error, e)), "failed")
         )
         mine: dict[str, Any] = {"kind": kind, "error": None if error is None else _text_of(error)}
         if stage.startswith("restored") and error is None:
@@ -247,5 +217,5 @@ def _text_of(error: BaseException) -> dict[str, str]:
 
 
 def _error_of(said: Mapping[str, str], whose: str) -> DeltashardError:
-    kind: type[DeltashardError] = _KNOWN.get(said["kind"], RestoreFailed)
+    kind: type[DeltashardError] = getattr(errors, said["kind"], RestoreFailed)
     return kind(whose + said["what"], where=said["where"], remedy=said["remedy"])

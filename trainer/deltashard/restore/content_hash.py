@@ -36,11 +36,8 @@ Array = npt.NDArray[Any]
 SEED = 0xC0_17E_17
 
 
-def _hashes(
-    weights: Array, fields: Sequence[Array], rows: npt.NDArray[np.int64] | None = None
-) -> npt.NDArray[np.uint64]:
-    sections = [np.ascontiguousarray(s) for s in (weights, *fields)]
-    return row_kernel.row_hashes(sections, SEED, rows=rows)
+def _hashes(weights: Array, fields: Sequence[Array]) -> npt.NDArray[np.uint64]:
+    return row_kernel.row_hashes([np.ascontiguousarray(s) for s in (weights, *fields)], SEED)
 
 
 def _sum(hashes: npt.NDArray[np.uint64]) -> str:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deltashard_checkpoint.errors import UserError
-from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from deltashard.tracking.handed_optimizer import parts_of
+
+if TYPE_CHECKING:
+    from deltashard.tracking.tracking import Tracking
 
 _log = logging.getLogger("deltashard.tracking")
 
@@ -24,25 +27,9 @@ _log = logging.getLogger("deltashard.tracking")
 class ForeignSteps:
     """A global hook on optimizer steps; a step of a known optimizer pays one look into a set."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        known: Callable[[], Iterable[Optimizer]],
-        parts: Callable[[Optimizer], Iterable[Any]],
-        adopt: Callable[[], None],
-    ) -> None:
-        """Watch the steps of every optimizer of the process.
-
-        `known` returns the optimizers whose steps are watched already. `parts` takes apart a wrapper that keeps no
-        state (`CombinedOptimizer`), and raises a UserError for one that keeps some. `adopt` looks for optimizers that
-        were replaced.
-        """
-        self._model = model
-        self._known = known
-        self._parts = parts
-        self._adopt = adopt
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet(known())
+    def __init__(self, tracking: Tracking) -> None:
+        self._tracking = tracking
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet(tracking.hooked)
         _live.append(weakref.ref(self, _live.remove))
         _hook_once()
 
@@ -53,11 +40,11 @@ class ForeignSteps:
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        names = {id(parameter): name for name, parameter in self._tracking.model.named_parameters()}
         owned = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         if not owned or self._is_known(optimizer):
             return
-        self._adopt()
+        self._tracking.adopt()
         if not self._is_known(optimizer):
             _log.warning(
                 "%s stepped %d parameters of the model (%s%s), and the Checkpointer was not given it: its state is in "
@@ -70,9 +57,9 @@ class ForeignSteps:
             )
 
     def _is_known(self, optimizer: Optimizer) -> bool:
-        known = {id(each) for each in self._known()}
+        known = {id(each) for each in self._tracking.hooked}
         with suppress(UserError):
-            return all(id(part) in known for part in self._parts(optimizer))
+            return all(id(part) in known for part in parts_of([optimizer]))
         return False
 
 

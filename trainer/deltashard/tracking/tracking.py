@@ -40,7 +40,7 @@ from deltashard.tracking.extension import find, views
 from deltashard.tracking.first_step import FirstStep, Report
 from deltashard.tracking.foreign_step import ForeignSteps
 from deltashard.tracking.gradient import GradientWatch
-from deltashard.tracking.handed_optimizer import HandedOptimizers, parts_of
+from deltashard.tracking.handed_optimizer import HandedOptimizers
 from deltashard.tracking.marks import DirtyCounts, Mode, settle
 from deltashard.tracking.step_hook import StepHooks, Steps
 from deltashard.tracking.tracked_table import TrackedTable, TrackingSettings
@@ -107,12 +107,7 @@ class Tracking:  # noqa: PLR0904
         """Parameters by optimizer, as of the last `_attach`."""
         self._named = self.inventory
         self._install()
-        self._foreign = ForeignSteps(
-            model,
-            known=lambda: [hooks.optimizer for hooks in self._hooks],
-            parts=lambda optimizer: parts_of([optimizer]),
-            adopt=self.adopt,
-        )
+        self._foreign = ForeignSteps(self)
         self._attach()
         self.on_cuda = any(device.type == "cuda" for device in self._devices())
         """Whether something of the program lies on a GPU, as of the last cut."""
@@ -162,9 +157,9 @@ class Tracking:  # noqa: PLR0904
         self.left_out = names
 
     @property
-    def hooked(self) -> bool:
-        """Whether there is a torch optimizer that can be asked whether it stepped."""
-        return bool(self._hooks)
+    def hooked(self) -> list[Any]:
+        """The torch optimizers that can be asked whether they stepped."""
+        return [hooks.optimizer for hooks in self._hooks]
 
     @property
     def stepped(self) -> bool:
@@ -349,12 +344,11 @@ class Tracking:  # noqa: PLR0904
         """Take over optimizers that others replaced in the list that was given, or in an attribute of the model."""
         if not self._handed.look():
             return
-        live = [optimizer for handed in self._handed.now for optimizer in hookable(handed)]
-        for hooks in self._hooks:
-            if not any(hooks.optimizer is optimizer for optimizer in live):
-                hooks.close()
-                self.steps.inside.discard(hooks.optimizer)
-        self._hooks = [hooks for hooks in self._hooks if any(hooks.optimizer is each for each in live)]
+        live = {id(optimizer) for handed in self._handed.now for optimizer in hookable(handed)}
+        for hooks in [hooks for hooks in self._hooks if id(hooks.optimizer) not in live]:
+            hooks.close()
+            self._hooks.remove(hooks)
+            self.steps.inside.discard(hooks.optimizer)
         self._install()
         self._view_again()
         kinds = ", ".join(type(view.target).__name__ for view in self.optimizers)
