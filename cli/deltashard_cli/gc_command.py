@@ -7,9 +7,16 @@ from dataclasses import dataclass
 
 import click
 from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Retired
 from deltashard_checkpoint.maintenance.garbage_collection import DEFAULT_GRACE_S, Collected, collect, debris
 from deltashard_checkpoint.maintenance.inventory import Fate, Item, inventory
-from deltashard_checkpoint.maintenance.retention import EVERYTHING, Retention, append_retirement, retire
+from deltashard_checkpoint.maintenance.retention import (
+    EVERYTHING,
+    Retention,
+    Retirement,
+    append_retirement,
+    retire,
+)
 from deltashard_checkpoint.stores.abc import StoreFull
 
 from deltashard_cli.option import Finite, run_options
@@ -116,6 +123,7 @@ def gc(  # noqa: C901, PLR0913
     state = log.refresh(deadline_s=POLICY.deadline_s)
     dead = debris(log, state, read_only=dry_run)
     freed: Collected | None = None
+    entry: Retirement | Retired | None
     if dry_run:
         entry = retire(state, retention, dead)
     else:
