@@ -25,6 +25,7 @@ import baskets
 import kills
 import numpy as np
 import report
+from figures import Course
 from harness import STORES, VERDICT, DemoFailed, empty_store, table_of
 from pods import Pod
 from progress import Progress
@@ -203,7 +204,7 @@ def _story(
         policy=DIFFERENTIAL,
         item_count=next(table.rows for table in newest.tables if table.fqn.startswith("items")),
         tables={table.fqn: (table.rows, table.columns) for table in newest.tables},
-        course=report.Course(
+        course=Course(
             started_s=played.started_s,
             steps=(steps := played.lines.read()),
             reference=reference.read(),

@@ -10,22 +10,9 @@ from dataclasses import dataclass
 import matplotlib as mpl
 import numpy as np
 from events import NONE, PARTIAL, Event, ranks
+from figures import LIVES, STYLE, Course, canvas, figures, svg
 from matplotlib.figure import Figure
-from report import (
-    DATA,
-    LIVES,
-    STYLE,
-    Course,
-    canvas,
-    card,
-    cards,
-    document,
-    facts_of,
-    figures,
-    span,
-    svg,
-    tiled,
-)
+from report import DATA, card, cards, document, facts_of, span, tiled
 
 _SHARD = re.compile(r"rank (\d+): (\w+)\[(\d+):(\d+)\]")
 

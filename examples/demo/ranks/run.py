@@ -32,11 +32,11 @@ import numpy as np
 import ranks_report
 from deltashard_checkpoint.vocabulary import PLS_KEY
 from events import PARTIAL, Event, Scene
+from figures import Course, Mark
 from harness import STORES, VERDICT, DemoFailed, empty_store, table_of
 from job import RankJob, start_torchrun
 from progress import Progress
 from records import Step, StepLines, Watch
-from report import Course, Mark
 from rich.console import Console
 from shares import BATCH_SIZE
 
