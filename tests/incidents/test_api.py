@@ -119,7 +119,8 @@ def test_wrong_settings_are_the_users_error_in_the_sidecars_own_words(tmp_path: 
     """Before and after the sidecar has its log: what, where and remedy, no JSON, no "read its log"."""
     with pytest.raises(UserError) as caught:
         Run(tmp_path / "store", encoding="q9")
-    assert (caught.value.what, caught.value.where) == ("encoding is 'q9'", "encoding")
+    assert caught.value.what == "encoding is 'q9'"
+    assert caught.value.where == "--encoding or DELTASHARD_ENCODING"
     assert caught.value.remedy.startswith("one of fp32")
     with pytest.raises(UserError) as caught:
         Run("gopher://store", restore=False)
