@@ -26,7 +26,6 @@ GB = 1e9
 
 
 def run(*, quick: bool) -> dict[str, object]:
-    """All of it; `quick` is a smoke test on a small state."""
     megabytes, rounds = (40, 1) if quick else (400, 3)
     out: dict[str, object] = {"state_bytes": 0, "places": {}, "errors": {}}
     with contextlib.ExitStack() as stack:
@@ -83,18 +82,21 @@ def _measure_peers(
     for peer in alive.values():
         peer.close()
     return {
-        name: {
-            "stall_s": median(s.stall_s for s in saves[name]),
-            "stall_cpu_s": median(s.stall_cpu_s for s in saves[name]),
-            "best_stall_s": min(s.stall_s for s in saves[name]),
-            "best_durable_s": min(s.durable_s for s in saves[name]),
-            "best_restore_s": min(loads[name]),
-            "durable_s": median(s.durable_s for s in saves[name]),
-            "stored_bytes": saves[name][-1].stored_bytes,
-            "restore_s": median(loads[name]),
-            "asynchronous": peer.asynchronous,
-        }
+        name: _times(saves[name], loads[name]) | {"asynchronous": peer.asynchronous}
         for name, peer in alive.items()
+    }
+
+
+def _times(saves: list[Saved], loads: list[float]) -> dict[str, object]:
+    return {
+        **{
+            f"{of}_s": median(getattr(s, f"{of}_s") for s in saves)
+            for of in ("stall", "stall_cpu", "durable")
+        },
+        **{f"best_{of}_s": min(getattr(s, f"{of}_s") for s in saves) for of in ("stall", "durable")},
+        "restore_s": median(loads),
+        "best_restore_s": min(loads),
+        "stored_bytes": saves[-1].stored_bytes,
     }
 
 
@@ -147,21 +149,14 @@ def _summed(
     everything: list[OurSave], some: list[OurSave], restores: list[float], peak: int
 ) -> dict[str, object]:
     return {
-        "stall_s": median(s.saved.stall_s for s in everything),
-        "stall_cpu_s": median(s.saved.stall_cpu_s for s in everything),
-        "stall_26_cpu_s": median(s.saved.stall_cpu_s for s in some),
-        "best_stall_s": min(s.saved.stall_s for s in everything),
-        "best_stall_26_s": min(s.saved.stall_s for s in some),
-        "best_durable_s": min(s.saved.durable_s for s in everything),
-        "best_restore_s": min(restores),
+        **_times([s.saved for s in everything], restores),
         "stall_26_s": median(s.saved.stall_s for s in some),
-        "durable_s": median(s.saved.durable_s for s in everything),
+        "stall_26_cpu_s": median(s.saved.stall_cpu_s for s in some),
+        "best_stall_26_s": min(s.saved.stall_s for s in some),
         "durable_26_s": median(s.saved.durable_s for s in some),
-        "stored_bytes": everything[-1].saved.stored_bytes,
         "stored_26_bytes": some[-1].saved.stored_bytes,
         "rows": everything[-1].rows,
         "rows_26": some[-1].rows,
-        "restore_s": median(restores),
         "sidecar_cpu_s_per_gb": sum(s.cpu_s for s in everything)
         / (sum(s.raw_bytes for s in everything) / GB),
         "sidecar_peak_anonymous_bytes": peak,
@@ -304,6 +299,5 @@ def _rows(out: dict[str, object]) -> list[Row]:
 
 
 def _mean_share(sequence: dict[str, object]) -> float:
-    """Mean share of a baseline's bytes that a checkpoint of the sequence held."""
     stored: list[int] = sequence["stored_bytes"]  # type: ignore[assignment]
     return sum(stored) / len(stored) / stored[0]

@@ -35,7 +35,6 @@ def rates(seconds: float, work: dict[str, tuple[int, Callable[[], object]]]) -> 
 
 
 def encoder(encoding: str, x: np.ndarray, search: Search) -> Callable[[], object]:
-    """Encodes x frame by frame into the same buffers, as a sidecar does."""
     buffers = [
         np.empty(size, np.uint8)
         for size in section_bytes(ENCODINGS[encoding], min(FRAME_ROWS, len(x)), x.shape[1])
@@ -106,7 +105,6 @@ def plain_and_decode(quick: bool) -> list[dict]:
 
 
 def plain_work(encoding, x, pack, unpack, packed, sections, table, touched) -> dict:
-    """What takes turns in `plain_and_decode`."""
     tensor, target, rows = torch.from_numpy(x), table.numpy(), torch.from_numpy(touched)
     frames = packed.split(FRAME_ROWS)
 
@@ -215,7 +213,6 @@ def others(quick: bool) -> list[dict]:
 
 
 def run(quick: bool = False) -> dict:
-    """All figures: which kernels served, and the rows."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -76,7 +76,6 @@ def between(before: dict[str, Usage], after: dict[str, Usage], seconds: float) -
 
 
 def steady(system: System) -> dict[str, Any]:
-    """Training, saves, and nothing else, for a while."""
     usages, told, requests = system.usages(), system.told(), system.requests()
     begun_s = time.monotonic()
     time.sleep(STEADY_S)
@@ -135,7 +134,6 @@ def admitted(system: System) -> dict[str, Any]:
 
 
 def storm(system: System) -> dict[str, Any]:
-    """The controller killed: all sidecars come back at once."""
     told, page = system.told(), system.plane.metrics()
     failures = {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)}
     took_s = system.restart()
@@ -178,7 +176,6 @@ def shared_out(pods: int, sizes: Sequence[int]) -> list[int]:
 
 
 def measure(sizes: Sequence[int]) -> dict[str, Any]:
-    """Everything, in turn."""
     found: dict[str, Any] = {
         "machine": machine(),
         "pods": sum(sizes),

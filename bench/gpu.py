@@ -109,7 +109,6 @@ class DcpPinned(DcpAsyncSaveReusing):
 
 
 def run(*, quick: bool) -> dict[str, object]:
-    """All of it; `quick` is a smoke test on a small state."""
     if DEVICE == "cpu" and not quick:
         raise RuntimeError("torch finds no CUDA device")
     gigabytes, rounds, steps = (0.03, 1, 5) if quick else (8.0, 3, 100)
@@ -161,7 +160,6 @@ def _flags(state: GpuState, **flags: object) -> dict[str, object]:
 
 
 def _timed(state: GpuState, steps: int, end: Callable[[], object]) -> float:
-    """Seconds a step, the device's work included."""
     _sync()
     begun = time.perf_counter()
     for _ in range(steps):

@@ -68,7 +68,6 @@ def _run_ranks(
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
-    """Measure; see `bench/run.py`."""
     scale = SMALL if quick else FULL
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltashard-bench-")))

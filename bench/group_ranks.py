@@ -127,7 +127,6 @@ class Training:
         )
 
     def step(self, batch: Any = None) -> None:
-        """One training step; without a batch a very small one."""
         self.dense.zero_grad()
         (self.model(batch or self._tiny) - 1).square().mean().backward()
         self.dense.step()
@@ -189,7 +188,6 @@ class Training:
                 tensor.detach().zero_()
 
     def checkpointer(self, socket_path: str, *, fresh: bool = False) -> Any:
-        """Ours, on the sidecar at `socket_path`."""
         from deltashard import Checkpointer
 
         os.environ["DELTASHARD_SOCKET"] = socket_path
@@ -205,7 +203,6 @@ def _begin() -> Instant:
 
 
 def _our_save(training: Training, ckpt: Any) -> dict[str, Any]:
-    """Trigger, train on until the cut, wait for the log entry."""
     stall_s = stall_cpu_s = 0.0
     steps = 0
     begun = _begin()

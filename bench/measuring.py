@@ -22,7 +22,6 @@ def against(what: str, ours: float, peer: str, theirs: float, unit: str, bar: fl
 
 
 def at_least(what: str, ratio: float, bar: float | None, **more: object) -> Row:
-    """A ratio, the larger the better."""
     return {"what": what, "ratio": ratio, "bar": bar, "met": None if bar is None else ratio >= bar, **more}
 
 
@@ -33,7 +32,6 @@ def limit(what: str, ours: float, unit: str, bar: float | None = None) -> Row:
 
 
 def say(what: str) -> None:
-    """What is done next, on stderr."""
     print(f"  {what} ...", file=sys.stderr, flush=True)
 
 
@@ -63,7 +61,6 @@ def best_cpu_s(seconds: float, work: dict[str, Callable[[], object]]) -> dict[st
 
 
 def processor_s(pid: int) -> float:
-    """Processor seconds of a process so far, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

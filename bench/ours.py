@@ -31,7 +31,6 @@ class Sidecar:
     """One sidecar process on a store; a context manager."""
 
     def __init__(self, place: Place, run: str, folder: Path, **flags: object) -> None:
-        """`folder` holds the cache and outlives the process; `flags` are settings by name."""
         self.url = f"s3://{place.root}" if place.remote else f"file://{place.root}"
         self.run = run
         self.folder = folder
@@ -107,7 +106,6 @@ class Sidecar:
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds, user and system, so far."""
         return processor_s(self.process.pid)
 
     def anonymous_bytes(self) -> int:
@@ -142,13 +140,11 @@ class Deltashard:
         self.ckpt = deltashard.Checkpointer(state.model, state.optimizers)
 
     def restore(self) -> tuple[object, float]:
-        """`restore()`, and its seconds."""
         begun = time.perf_counter()
         restored = self.ckpt.restore()
         return restored, time.perf_counter() - begun
 
     def save(self) -> OurSave:
-        """Ask for a checkpoint at this step boundary and wait until it is durable."""
         cpu = self.sidecar.cpu_s
         begun = Instant.now()
         handle = self.ckpt.save("bench")
@@ -169,7 +165,6 @@ class Deltashard:
         )
 
     def touched(self, share: float, seed: int) -> None:
-        """A training step that changes `share` of the rows."""
         self.state.touch(share, seed)
         self.ckpt.step()
 

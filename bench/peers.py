@@ -73,7 +73,6 @@ class Place:
         return bool(self.endpoint)
 
     def client(self):
-        """A minio-py client, for sizes, deletion and torch.save's uploads."""
         from minio import Minio
 
         return Minio(self.endpoint.removeprefix("http://"), self.access_key, self.secret_key, secure=False)
@@ -254,7 +253,6 @@ class DcpAsyncSave(DcpSave):
         return
 
     def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
-        """Begin a save; the result says whether it is durable, and raises what it failed by."""
         future = self._begin(state, tag)
         return _durable(future.done, future.result)
 
@@ -330,7 +328,6 @@ class TorchSnapshotAsyncTake(TorchSnapshotTake):
     asynchronous = True
 
     def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
-        """Begin a save; the result says whether it is durable, and raises what it failed by."""
         with _quiet():
             pending = self.library.Snapshot.async_take(self.place.url(tag), self._app_state(state))
         return _durable(pending.done, pending.wait)

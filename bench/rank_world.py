@@ -180,7 +180,6 @@ class World:
         )
 
     def later(self, delay_s: float, who: str, run: Any) -> None:
-        """Have `run()` begin after some seconds."""
         from greenlet import greenlet
 
         self._push(delay_s, who, greenlet(run, parent=self._main))

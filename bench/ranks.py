@@ -187,7 +187,6 @@ def plan_in_another_process(scale: Scale, root: Path, ranks: list[int], world: i
 
 
 def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
-    """Measure; see `bench/run.py`."""
     scale = scale or (SMALL if quick else FULL)
     middle = scale.ranks // 2 // scale.per_pod * scale.per_pod
     pod = list(range(middle, middle + scale.per_pod))
@@ -324,7 +323,6 @@ def _rows(scale: Scale, found: dict[str, Any], cuts: list[Cut]) -> list[Row]:
 
 
 def main() -> int:
-    """One plan, for `plan_in_another_process`."""
     parser = argparse.ArgumentParser(description="see bench/run.py ranks")
     parser.add_argument("--plan", required=True, type=json.loads)
     asked = parser.parse_args().plan

@@ -47,7 +47,6 @@ COLUMNS = (
 
 
 def main() -> int:
-    """Run the modules asked for; 1 if one of them could not run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

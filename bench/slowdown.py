@@ -80,7 +80,6 @@ class Loop:
 
 
 def run(*, quick: bool) -> dict[str, object]:
-    """All of it; `quick` is a smoke test on a small state."""
     sizes = {40: 1} if quick else {42: 5, 402: 5, 4000: 1}
     out: dict[str, object] = {"errors": {}, "sizes": {}}
     rows: list[Row] = []
@@ -240,7 +239,6 @@ def _our_round(
 
 
 def _until_durable(ours: Deltashard, loop: Loop) -> None:
-    """Steps until no save is in flight."""
     ckpt = ours.ckpt
     while ckpt.stats.commits < ckpt.stats.cuts:
         loop.step(ckpt.step)

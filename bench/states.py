@@ -24,7 +24,6 @@ class TrainingState:
     pointwise: list[nn.Parameter]
 
     def as_dict(self) -> dict[str, object]:
-        """What a script would hand to torch.save: state_dicts, by reference."""
         return {
             "model": self.model.state_dict(),
             "optimizers": {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)},

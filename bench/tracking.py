@@ -103,7 +103,6 @@ def _case(
     def train(
         n: int, tracking: Tracking | None, clock: Clock | None = None
     ) -> tuple[list[float], list[float]]:
-        """Seconds of each step, and of it in tracking."""
         steps_s, hooks_s = [], []
         for i in range(n):
             start = time.perf_counter()
@@ -175,30 +174,6 @@ def _case(
     }
 
 
-def _cost_per_table(tables: int, *, each: bool, repeat: int) -> float:
-    """Seconds that tracking adds to the step of one table: `tables` small ones, with an optimizer `each` or one."""
-    modules = [nn.Embedding(64, 8, sparse=True) for _ in range(tables)]
-    model = nn.ModuleList(modules)
-    groups = [[m.weight] for m in modules] if each else [[m.weight for m in modules]]
-    optimizers = [torch.optim.SGD(params, lr=0.01) for params in groups]
-    torch.stack([m(torch.tensor([1, 2])).sum() for m in modules]).sum().backward()
-
-    def once() -> float:
-        start = time.perf_counter()
-        for optimizer in optimizers:
-            optimizer.step()
-        return time.perf_counter() - start
-
-    plain, tracked = [], []
-    for _ in range(repeat):  # in turns, and the best of each: what else the machine does cancels out
-        plain += [once() for _ in range(3)]
-        tracking = Tracking(model, optimizers, settings=TrackingSettings(hash_below_bytes=0))
-        tracked += [once() for _ in range(3)]
-        assert all(t.tracker == "gradients" for t in tracking.tables)
-        tracking.close()
-    return (min(tracked) - min(plain)) / tables
-
-
 TINY = ((1, False, 0.03), (26, False, 0.03), (400, True, 0.05))
 """Tables of 1,000 rows of 16 columns, whether each has an optimizer of its own, and the bar: share of a step."""
 
@@ -237,19 +212,12 @@ def _tiny_step(tables: int, *, each: bool, repeat: int) -> dict[str, Any]:
     return {"step_us": base * 1e6, "added_us_per_table": added / tables * 1e6, "share": added / base}
 
 
-def _scaling(repeat: int) -> dict[str, Any]:
-    few = _cost_per_table(26, each=False, repeat=4 * repeat)
-    many = _cost_per_table(400, each=True, repeat=repeat)
-    return {"few_us": few * 1e6, "many_us": many * 1e6, "ratio": many / few}
-
-
 def run(quick: bool = False) -> dict[str, Any]:
     """Measure; the bar is `hooks_share` <= 0.01 for every case."""
     size = {"rows": 100_000, "batch": 2048, "pooling": 4, "blocks": 4, "steps": 5, "limit_s": 5.0}
     if not quick:
         size |= {"rows": 200_000, "blocks": 10, "steps": 10, "limit_s": 25.0}
     cases = {name: _case(name, **size) for name in CASES}
-    scaling = _scaling(5 if quick else 20)
     tiny = {
         tables: _tiny_step(tables, each=each, repeat=(2 if quick else 10) * (8 if tables < 400 else 1))
         for tables, each, _ in TINY
@@ -268,7 +236,7 @@ def run(quick: bool = False) -> dict[str, Any]:
             ),
             limit(
                 "tracking, per table and step: 400 tables with an optimizer each, against 26 under one",
-                scaling["ratio"],
+                tiny[400]["added_us_per_table"] / tiny[26]["added_us_per_table"],
                 "x",
                 2.0,
             ),
@@ -283,6 +251,5 @@ def run(quick: bool = False) -> dict[str, Any]:
                 for tables, each, bar in TINY
             ),
         ],
-        "scaling": scaling,
         "tiny": {f"{tables}_sparse": found for tables, found in tiny.items()},
     }

@@ -76,7 +76,6 @@ def breaches(root: Path) -> list[str]:
 
 
 def main() -> int:
-    """The check of this repository."""
     root = Path(__file__).resolve().parents[1]
     found = breaches(root)
     for line in found:

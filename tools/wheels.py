@@ -96,7 +96,6 @@ def wheel(source: Path, scratch: Path, architecture: str, out: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=[platform.machine()])

@@ -93,8 +93,6 @@ def uniform(bits: int) -> Rule:
 
 
 def small_at_8(bits: int) -> Rule:
-    """The large tables at `bits`, the small ones at 8."""
-
     def rule(past: Past) -> list[int]:
         large = large_tables(
             {
@@ -174,7 +172,6 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def _schedules(steps: int, restores: Sequence[int], placements: Sequence[float]) -> dict[str, list[int]]:
-    """The steps before which a restore happens, by the schedule's name."""
     found = {}
     for count in restores:
         if count == 1:
@@ -204,7 +201,6 @@ def _one_seed(
 def _interrupted(
     training: Training, at: Sequence[int], steps: int, rule: Rule | None, twin: Quality
 ) -> dict[str, Any]:
-    """The rest of a pass with restores before the steps `at`."""
     of = training.task
     tables = [training.model.weights[first:last] for first, last in of.bounds]
     bits, stored = [], []
@@ -259,7 +255,6 @@ def _bytes(tables: Sequence[F32], bits: Sequence[int]) -> int:
 
 
 def check(found: Mapping[str, Any]) -> list[str]:
-    """Orders that hold on any machine, as sentences where they do not."""
     most = max(cell["restores"] for cell in found["cells"])
     harm = {bits: _harm(found, f"{bits} bit", most)[0] for bits in BITS}
     wrong = [
@@ -461,7 +456,6 @@ def _resolution(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
 
 
 def plot(found: Mapping[str, Any], folder: Path) -> None:
-    """accuracy.svg: the progressive loss over restores, by arm."""
     counts = sorted({cell["restores"] for cell in found["cells"]})
     with picture(folder / "accuracy.svg", figsize=(7, 4.2)) as axes:
         for arm in dict.fromkeys(cell["arm"] for cell in found["cells"]):

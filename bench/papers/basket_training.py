@@ -239,7 +239,6 @@ def paragraph(*sentences: str) -> str:
 
 
 def at_once(jobs: Sequence[Callable[[], Found]], workers: int = WORKERS) -> list[Found]:
-    """What the jobs return, in their order, `workers` at a time."""
     with ThreadPoolExecutor(workers) as pool:
         return [future.result() for future in [pool.submit(job) for job in jobs]]
 

@@ -64,7 +64,6 @@ def measure(quick: bool) -> Found:
 
 
 def _kernels() -> str:
-    """Whose kernels serve, and for which instructions."""
     kernels = active()
     level = f" ({kernels.LEVELS[kernels.choose_level()]})" if hasattr(kernels, "LEVELS") else ""
     return f"{kernels.__name__.rpartition('.')[2]}{level}"
@@ -143,7 +142,6 @@ def _table(fqn: str, weights: np.ndarray) -> LiveTable:
 
 @contextlib.contextmanager
 def _runs(tables: Sequence[LiveTable]) -> Iterator[dict[tuple[str, int], StoreRun]]:
-    """One run of each policy and bits, of the same living tables."""
     with contextlib.ExitStack() as stack:
         yield {
             (policy, bits): stack.enter_context(StoreRun(tables=tables, policy=policy, bits=bits))

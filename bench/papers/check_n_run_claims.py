@@ -384,7 +384,6 @@ POLICY_COLOURS = {
 
 
 def plot(found: Found, folder: Path) -> None:
-    """Three pictures: by width, by policy, and the quantizers."""
     for name, draw in (
         ("widths", _draw_widths),
         ("policies", _draw_policies),

@@ -119,7 +119,6 @@ class Arm:
         self.training, self.ckpt, self.track, self.decisions = training, ckpt, track, decisions
 
     def run(self, seconds: float, enough: Callable[[], bool] = lambda: False) -> tuple[int, int]:
-        """Steps that the Checkpointer hears of; the first and the last + 1."""
         return self.track.run(self.training, self.ckpt.step, seconds=seconds, enough=enough)
 
     def until_chosen(self, seconds: float) -> bool:

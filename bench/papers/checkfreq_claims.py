@@ -284,7 +284,6 @@ def _number(number: float | None) -> str:
 
 
 def plot(found: Found, folder: Path) -> None:
-    """One picture: overhead and interval over time, with a neighbour in the middle."""
     of = found["neighbour"]
     path = folder / "checkfreq_neighbour.svg"
     with picture(path, 2, 1, sharex=True, figsize=(7.5, 4.6)) as (above, below):

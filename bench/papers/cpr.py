@@ -228,7 +228,6 @@ def other_gaps(generator: np.random.Generator, failures: int) -> list[dict[str, 
 
 
 def headlines(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the page's first table."""
     base, reached = found["corners"][0], found["renewal"]
     portions_met = all(_near(each["drawn"], each["exact"], each["error"]) for each in found["pls"])
     last = found["pls"][-1]
@@ -264,7 +263,6 @@ def _near(drawn: float, exact: float, error: float) -> bool:
 
 
 def check(found: dict[str, Any]) -> list[str]:
-    """What must hold on any machine."""
     violated = []
     base, *solved = found["corners"]
     pairs = [(full, partial) for full in PAPER_FULL for partial in PAPER_PARTIAL]

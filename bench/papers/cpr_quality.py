@@ -209,7 +209,6 @@ class _Run:
         return ByDistance() if self.arm == SCAR else None
 
     def train(self, losses: Mapping[int, int]) -> None:
-        """To the end; `losses` are the shards that die, by step."""
         saves = range(self.interval, self.stop, self.interval)
         for step in sorted({*saves, *losses, self.stop}):
             before = self.training.step
@@ -250,7 +249,6 @@ class _Run:
 
 
 def _id_bytes(count: int | np.integer, rows: int) -> float:
-    """Of so many saved rows' ids: a bitmap, or 4 bytes each."""
     return min(rows / 8, 4 * count)
 
 
@@ -289,8 +287,6 @@ def _cells(found: Mapping[str, Any], arm: str) -> list[Mapping[str, Any]]:
 
 
 def check_quality(found: Mapping[str, Any]) -> list[str]:
-    """Orders that hold on any machine, as sentences where they do not."""
-
     def harm(arm: str) -> list[float]:
         return [mean_and_error(cell["changes"]["progressive"])[0] for cell in _cells(found, arm)]
 
@@ -417,7 +413,6 @@ def _compared(harm: Mapping[str, Any], one: str, other: str) -> str:
 
 
 def plot_quality(found: Mapping[str, Any], folder: Path) -> None:
-    """cpr_quality.svg: the progressive loss over plain recovery's PLS, every run a point, a line through the means."""
     plain = _cells(found, PLAIN)
     with picture(folder / "cpr_quality.svg", figsize=(7, 4.2)) as axes:
         for arm in ARMS:

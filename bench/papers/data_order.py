@@ -31,7 +31,6 @@ class _Died(Exception):
 
 
 def measure(folder: Path, *, quick: bool) -> Found:
-    """All three, from the same initial values for each seed."""
     import baskets
 
     retail = baskets.load()
@@ -113,14 +112,12 @@ class _Data:
         return DataLoader(self.train, shuffle=True, generator=torch.Generator().manual_seed(seed), **options)
 
     def _steps(self, training: DemoTraining, loader: Any, run: Found) -> Iterator[int]:
-        """Steps over the loader; yields the number of each, which is over."""
         for batch in loader:
             run["losses"].append(training.train(batch))
             run["samples"].append(self.train.fetched)
             yield len(run["losses"])
 
     def trained(self, seed: int, steps: int) -> Found:
-        """Uninterrupted, without a Checkpointer."""
         run = _run(seed)
         training = DemoTraining(self.retail, seed)
         for step in self._steps(training, self._loader(seed), run):

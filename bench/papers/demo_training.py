@@ -38,7 +38,6 @@ class DemoTraining:
         ]
 
     def train(self, batch: Any) -> float:
-        """One step; its loss."""
         loss = self._loss_of(self.model(batch))
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -48,7 +47,6 @@ class DemoTraining:
         return float(loss.item())
 
     def loss(self, batches: list[Any]) -> list[float]:
-        """Of batches that are not trained on."""
         import torch
 
         self.model.eval()

@@ -101,7 +101,6 @@ def _stored(folder: Path, run: str, encoding: str, state: str, rows: int) -> dic
 
 
 def _frames(store: Path, run: str) -> list[Any]:
-    """What the index of the run's newest checkpoint says of its frames of rows."""
     from deltashard_checkpoint.format.frame import FrameKind
     from deltashard_checkpoint.log.commit_log import RunLog
     from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
@@ -194,7 +193,6 @@ def _trained(
 
 
 def _hash(model: Any, optimizers: list[Any]) -> str:
-    """Of all parameters, all optimizer state, and torch's generator."""
     import torch
 
     said = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
@@ -448,7 +446,6 @@ def _pairs_table(pairs: list[Found]) -> str:
 
 
 def plot(found: Found, folder: Path) -> None:
-    """One picture: bytes of a row by optimizer, weights and state."""
     from matplotlib import pyplot as plt
 
     stored = found["bytes"]["stored"]

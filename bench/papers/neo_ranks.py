@@ -28,7 +28,6 @@ PATIENCE_S = 120
 
 
 def main() -> int:
-    """Run the stages, one after the other."""
     folder, stages = Path(sys.argv[1]), json.loads(sys.argv[2])
     warnings.simplefilter("ignore")
     for heavy in (

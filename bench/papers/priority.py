@@ -24,7 +24,6 @@ EVERY = 2
 
 
 def top(scores: Scores, k: int) -> Ids:
-    """Ascending ids of the min(k, n) largest of `scores` [n] that are above 0; of equal ones the lowest ids."""
     if k == 0:
         return np.empty(0, np.int64)
     candidates = np.flatnonzero(scores > 0)
@@ -60,11 +59,9 @@ class AccessCounts:
         self.counts[found] = np.minimum(self.counts[found] + times, np.iinfo(np.uint32).max)
 
     def top(self, k: int) -> Ids:
-        """Ascending ids of the at most k rows that were read most."""
         return top(self.counts, k)
 
     def saved(self, ids: Ids) -> None:
-        """These rows were saved: their counters begin at 0."""
         self.counts[ids] = 0
 
 
@@ -72,7 +69,6 @@ class SampledReads:
     """SSU: at most `capacity` ids out of those that every second step read. uint32: 4 bytes per id, 4 r per row."""
 
     def __init__(self, capacity: int, *, seed: int) -> None:
-        """`seed`: of what is discarded."""
         self.capacity = capacity
         self.ids = np.empty(0, np.uint32)
         """Ascending, without repeats."""
@@ -91,6 +87,5 @@ class SampledReads:
         self.ids = held
 
     def take(self) -> Ids:
-        """The ids, ascending, to be saved now; the list is empty afterwards."""
         taken, self.ids = self.ids.astype(np.int64), np.empty(0, np.uint32)
         return taken

@@ -60,7 +60,6 @@ def rows(value: Any, indent: str = "") -> str:
 
 
 def measured(found: Mapping[str, Any]) -> str:
-    """On what, when, with which versions and by which command."""
     on = found["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
     took = "; ".join(
@@ -74,7 +73,6 @@ def measured(found: Mapping[str, Any]) -> str:
 
 
 def headlines(found: Mapping[str, Any], parts: Mapping[str, ModuleType]) -> str:
-    """What each paper claims first, ours beside it, and whether it is met."""
     lines = ["| | the paper | ours | |", "|---|---|---|---|"]
     for name in parts:
         for row in found["parts"][name].get("found", {}).get("headlines", ()):
@@ -84,7 +82,6 @@ def headlines(found: Mapping[str, Any], parts: Mapping[str, ModuleType]) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, its first column to the left and the others to the right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
 
@@ -111,7 +108,6 @@ def _filled(text: str) -> str:
 
 
 def spaced(sections: list[str]) -> list[str]:
-    """Sections with an empty line after each but the last, which ends with a newline."""
     return [f"{section}\n" for section in sections]
 
 

@@ -48,7 +48,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "examples" / "demo")]
 
 
 def main() -> int:
-    """Run the parts asked for; see the module."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -136,7 +135,6 @@ def machine() -> dict[str, object]:
 
 
 def _before(path: Path, *, quick: bool) -> dict[str, Any]:
-    """What an earlier run of the same kind left in `path`."""
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text())

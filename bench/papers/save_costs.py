@@ -103,7 +103,6 @@ def windows(seconds: Sequence[float], saves: Sequence[Save]) -> list[tuple[int, 
 
 
 def quiet(seconds: Sequence[float], saves: Sequence[Save]) -> list[int]:
-    """Steps of no window."""
     found, at = [], 0
     for first, end in windows(seconds, saves):
         found += range(at, first)

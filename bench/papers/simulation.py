@@ -63,7 +63,6 @@ def partial_renewal_overhead(run: Run, mtbf_s: float) -> float:
 
 
 def exponential_gaps(generator: np.random.Generator, mean_s: float, count: int) -> Gaps:
-    """Gaps without memory."""
     return generator.exponential(mean_s, count)
 
 

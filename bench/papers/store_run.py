@@ -144,7 +144,6 @@ class StoreRun:
         return self.saved[-1]
 
     def restored(self) -> list[tuple[np.ndarray, Mapping[str, np.ndarray]]]:
-        """The newest checkpoint, read back from the store: weights and fields of each table."""
         state = self.log.refresh()
         newest = state.newest()
         assert newest is not None

@@ -47,11 +47,9 @@ class Training(DemoTraining):
             yield from self._loader
 
     def step(self) -> None:
-        """One, without any word to a Checkpointer."""
         self.train(next(self._batches))
 
     def state(self) -> dict[str, Any]:
-        """What a script without deltashard would hand to torch.save."""
         return {
             "model": self.model.state_dict(),
             "optimizers": [each.state_dict() for each in self.optimizers],
@@ -59,7 +57,6 @@ class Training(DemoTraining):
 
     @property
     def bytes(self) -> int:
-        """Of tables, dense parameters and optimizer state."""
         tensors = [*self.model.state_dict().values()]
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
@@ -105,7 +102,6 @@ class Track:
         return len(self.durable_s)
 
     def step(self, training: Training, end: Callable[[], object] = lambda: None) -> float:
-        """One step and its `end`, timed; its seconds."""
         begun = time.perf_counter()
         training.step()
         end()
@@ -164,7 +160,6 @@ def decided(line: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def neighbour() -> Iterator[None]:
-    """A process of busy loops on every processor of this machine."""
     loops = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
         for _ in range(os.cpu_count() or 1)
@@ -273,7 +268,6 @@ class Victim:
         return True
 
     def kill(self) -> dict[str, int]:
-        """SIGKILL, and what its record says."""
         self.process.kill()
         self.process.join()
         return self.record.all()
@@ -284,7 +278,6 @@ class Victim:
 
 
 def train(socket: str, path: Path, pair_rows: int) -> None:
-    """Train until killed, from wherever the last checkpoint left off."""
     import deltashard
     import torch
 

@@ -118,7 +118,6 @@ def export_torch(
 def _arrays(
     checkpoint: OpenCheckpoint, dense: Iterable[Named], *, state: bool, advance: Advance
 ) -> Iterator[Named]:
-    """All that a file holds, one table in memory at a time."""
     for table in checkpoint.tables(fields=state, advance=advance):
         schema = table.schema
         yield Named(name=schema.fqn, dtype=schema.dtype, values=table.weights)

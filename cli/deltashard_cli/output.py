@@ -68,14 +68,12 @@ def warn(text: str) -> None:
 
 
 def note(text: str, *, label: str = "", style: str = "") -> None:
-    """One line on stderr, beside the result."""
     console(stderr=True).print(
         Text.assemble((f"{label}: " if label else "", style), escaped(text)), soft_wrap=True
     )
 
 
 def warnings(context: click.Context) -> list[str]:
-    """What `warn` was told during this command."""
     found: list[str] = context.meta.setdefault("deltashard.warnings", [])
     return found
 
@@ -94,7 +92,6 @@ def print_json(value: Any) -> None:
 
 
 def tell(text: str, *, as_json: bool, **document: object) -> None:
-    """The result of a command that has one sentence to say."""
     if as_json:
         print_json(document)
     else:
@@ -203,7 +200,6 @@ def show(
 
 
 def facts(pairs: Sequence[tuple[str, object]]) -> Table:
-    """Names and values, two columns without a header."""
     made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
@@ -237,12 +233,10 @@ def age(at_s: float, now_s: float | None = None) -> str:
 
 
 def when(at_s: float) -> str:
-    """A moment in UTC, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at_s))
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:
-    """1 run, 2 runs."""
     return f"{number(count)} {noun if count == 1 else many or noun + 's'}"
 
 

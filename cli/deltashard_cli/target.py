@@ -226,7 +226,6 @@ def _has_log(store: Store, root: str) -> bool:
 
 
 def _known(store: Store) -> str:
-    """The names to choose from that are found soon."""
     found: list[str] = []
     with suppress(DeltashardError):  # what is wrong is known already: this only helps
         found.extend(islice(runs_of(store, patience=PATIENCE), _NAMED + 1))

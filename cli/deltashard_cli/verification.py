@@ -336,7 +336,6 @@ def _wrong(view: memoryview, place: Place) -> FormatError | None:
 
 
 def _batches(places: Sequence[Place]) -> Iterator[list[Place]]:
-    """Neighbouring frames, up to `_READ_BYTES` together."""
     batch: list[Place] = []
     for place in sorted(places, key=lambda place: place.offset):
         if batch and place.offset + place.info.length - batch[0].offset > _READ_BYTES:

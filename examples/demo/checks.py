@@ -39,7 +39,6 @@ class Comparison:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs."""
         return not self.wrong_rows and not self.wrong_names
 
 
@@ -67,7 +66,6 @@ def compare(
 
 
 def load_copy(folder: Path) -> dict[str, np.ndarray]:
-    """A copy that `evidence.py` made, mapped."""
     return {path.name.removesuffix(".npy"): np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
 
 

@@ -67,13 +67,11 @@ def figures(course: Course) -> dict[str, str]:
 
 
 def canvas(height: float = 3.1, width: float = 9.2) -> tuple[Figure, Axes]:
-    """An empty drawing."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
 def svg(figure: Figure) -> str:
-    """A drawing as an element of the page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()

@@ -77,7 +77,6 @@ def frozen(pid: int) -> Iterator[int]:
 
 
 def table_of(title: str, columns: dict[str, bool], rows: Iterable[tuple[str, ...]]) -> Table:
-    """A table for a terminal; `columns` by name, whether its entries are numbers."""
     table = Table(title=title)
     for name, number in columns.items():
         table.add_column(name, justify="right" if number else "left")

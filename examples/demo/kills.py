@@ -56,7 +56,6 @@ class Kill:
 
     @property
     def exact(self) -> bool:
-        """Content and batches."""
         return self.comparison.exact and self.same_batches
 
 
@@ -95,7 +94,6 @@ class Scene:
         )
 
     def keep(self, name: str) -> Path:
-        """Keep a copy the training process would tidy away."""
         self.until(f"the copy {name}", (self.evidence / name).is_dir)  # a commit may be faster than the copy
         kept = self.evidence / f"kept-{name}"
         shutil.copytree(self.evidence / name, kept, copy_function=os.link)

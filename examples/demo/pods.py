@@ -83,7 +83,6 @@ class Pod:
     # Life
 
     def start(self) -> None:
-        """Start both containers and watch over them."""
         with self._lock:
             for container in (self._sidecar, self._trainer):
                 self._start(container)
@@ -191,5 +190,4 @@ class Pod:
         return frozen(self.pid(name))
 
     def log_tail(self, name: str, lines: int = 30) -> str:
-        """The last lines a container printed."""
         return "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-lines:])

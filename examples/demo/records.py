@@ -46,7 +46,6 @@ class StepLines:
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> list[Step]:
-        """Everything so far, in the order it happened."""
         for path in sorted(self.folder.glob("steps-*.jsonl")):
             process = list(self._offsets).index(path) if path in self._offsets else len(self._offsets)
             offset = self._offsets.setdefault(path, 0)
@@ -97,7 +96,6 @@ class Watch:
                 self.poll()
 
     def poll(self) -> None:
-        """Look now."""
         with self._lock:
             state = self.log.refresh(deadline_s=10)
             now = time.time()
@@ -133,7 +131,6 @@ class Watch:
         return None
 
     def close(self) -> None:
-        """Stop following; a last look is taken."""
         self._closing.set()
         self._thread.join()
         self.poll()

@@ -31,12 +31,10 @@ class Story:
 
 
 def marks_of(happened: list[Kill]) -> list[Mark]:
-    """The kills, as the figures name them."""
     return [Mark(text=f"kill {_short(kill)}", at_s=kill.at_s, last_step=kill.last_step) for kill in happened]
 
 
 def render(story: Story) -> str:
-    """The page."""
     return _page(story, figures(story.course))
 
 
@@ -152,12 +150,10 @@ def document(title: str, body: str) -> str:
 
 
 def tiled(tiles: list[tuple[str, str]]) -> str:
-    """Numbers, each with what it says."""
     return f"""<div class="tiles">{"".join(f'<div class="tile"><b>{b}</b><span>{s}</span></div>' for b, s in tiles)}</div>"""
 
 
 def cards(found: list[str]) -> str:
-    """What `card` made, side by side."""
     return f'<div class="kills">{"".join(found)}</div>'
 
 
@@ -242,10 +238,8 @@ def _encoding_name(encoding: str) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time, for people."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def count(n: int) -> str:
-    """How often, for people."""
     return {1: "once", 2: "two", 3: "three", 4: "four"}.get(n, str(n))

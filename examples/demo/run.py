@@ -59,7 +59,6 @@ class Played:
 
 
 def main() -> int:
-    """Run it all; 0 when every restored state was exact."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -412,7 +412,6 @@ class _Rows:
 def _frames(
     table: TableSchema, stored: Mapping[tuple[str, str], StoredTensor], step: int, advance: Advance
 ) -> Iterator[frame_encoder.EncodedFrame]:
-    """All rows of a table with their optimizer state, each value as it is."""
     weights = _Rows(stored[table.fqn, ""], (table.columns,))
     fields = {
         spec.name: _Rows(stored[table.fqn, spec.name], spec.shape(1, table.columns)[1:])

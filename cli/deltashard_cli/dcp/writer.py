@@ -157,7 +157,6 @@ class _Planner(DefaultSavePlanner):
 
     @property
     def tensors(self) -> int:
-        """How many tensors there are, once the plan is made."""
         held = sum(isinstance(value, torch.Tensor) for value in self.state_dict.values())
         return held + len(self._paths)
 

@@ -72,7 +72,6 @@ class Cluster:
         return self._document(self._request("POST", path, body))
 
     def text(self, path: str, query: Mapping[str, str]) -> str:
-        """What is no document, such as a log."""
         return self._request("GET", path, query=query).decode("utf-8", "replace")
 
     def select(self, path: str, selector: str) -> list[Document]:

@@ -20,7 +20,6 @@ def moment(text: object) -> float | None:
 
 
 def ago(text: object, now_s: float) -> str:
-    """How long ago, empty where it is not known."""
     at_s = moment(text)
     return "" if at_s is None else age(at_s, now_s)
 
@@ -67,7 +66,6 @@ def decided(run: Document) -> Iterator[str]:
 
 
 def troubled(run: Document, now_s: float) -> Iterator[str]:
-    """Each trouble in a line; one that says so where there is none."""
     found = troubles(run)
     if not found:
         yield "No trouble."
@@ -79,7 +77,6 @@ def troubled(run: Document, now_s: float) -> Iterator[str]:
 
 
 def lost(run: Document, now_s: float) -> Iterator[str]:
-    """The newest losses in a line each, newest first."""
     status = run.get("status") or {}
     losses = list(status.get("losses") or ())
     if not losses:

@@ -39,5 +39,4 @@ def dense_of(parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, 
 
 
 def short(table: str) -> str:
-    """A table's own name."""
     return table.removesuffix(".weight").rsplit(".", maxsplit=1)[-1]

@@ -119,7 +119,6 @@ class Scene:
         self.until("a checkpoint of these ranks", lambda: (c := self.watch.newest()) and c.seq > opened)
 
     def something_to_lose(self) -> None:
-        """Wait for some steps after a checkpoint."""
         self.until(
             f"{self.steps_to_lose} steps after a checkpoint",
             lambda: (c := self.watch.newest()) and self.lines.last >= c.step + self.steps_to_lose,
@@ -144,7 +143,6 @@ class Scene:
 
 
 def kill_rank(scene: Scene) -> Event:
-    """SIGKILL the last rank."""
     rank = scene.job.world - 1
     return _come_back(
         scene, f"rank {rank} killed", f"kill rank {rank}", lambda: _kill_between_cuts(scene, rank)
@@ -180,7 +178,6 @@ def resize(scene: Scene, world: int, *, gently: bool, told: Sequence[str] = ()) 
 
 
 def ranks(count: int) -> str:
-    """So many, in words."""
     return f"{count} rank{'' if count == 1 else 's'}"
 
 

@@ -71,7 +71,6 @@ class RankJob:
         self._controller = threading.Thread(target=self._control, name="job controller", daemon=True)
 
     def start(self, world: int) -> None:
-        """Start on so many ranks."""
         with self._lock:
             self.world = world
             self._process = start_torchrun(world, self._arguments, self.log, self._environment)
@@ -119,7 +118,6 @@ class RankJob:
         return found
 
     def kill_rank(self, rank: int) -> float:
-        """SIGKILL one rank; when."""
         os.kill(self.ranks()[rank], signal.SIGKILL)
         return time.time()
 
@@ -170,7 +168,6 @@ class RankJob:
         return next((line for line in reversed(lines) if words in line), "")
 
     def log_tail(self, lines: int = 40) -> str:
-        """The last lines that were printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 

@@ -31,7 +31,6 @@ class Story:
 
 
 def render(story: Story) -> str:
-    """The page."""
     drawn = figures(story.course)
     with mpl.rc_context(STYLE):
         drawn["shards"] = svg(_shards(story.events))

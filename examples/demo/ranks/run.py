@@ -90,7 +90,6 @@ class Played:
 
 
 def main() -> int:
-    """Run it all; 0 when every promise was kept."""
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended
     began = time.monotonic()
@@ -245,7 +244,6 @@ def _lives(happened: list[Event], steps: list[Step], ranks: int) -> list[str]:
 
 
 def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> list[str]:
-    """Which promises were not kept."""
     broken = [
         f"{event.what}: {said}" for event in happened for said in (*event.broken, *event.comparison.wrong)
     ]

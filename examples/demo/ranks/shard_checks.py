@@ -34,7 +34,6 @@ class Comparison:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs."""
         return not self.wrong
 
 
@@ -58,12 +57,10 @@ class StoredCheckpoint:
 
     @property
     def dense(self) -> dict[str, str]:
-        """Hashes of the dense half and its optimizer's state."""
         state = {name: said for each in self._reader.optimizers for name, said in each["state"].items()}
         return dense_of(self._reader.dense, state)
 
     def close(self) -> None:
-        """Let go of the store and of the tables."""
         self._tables.clear()
         self._reader.close()
 
