@@ -366,7 +366,7 @@ class Group:
                 PartReport(
                     part=part,
                     tables=scale.schemas,
-                    encodings=("q8",),
+                    encodings=dict.fromkeys((table.fqn for table in scale.schemas), ("q8",)),
                     rows=rows,
                     raw_bytes=rows * RAW_BYTES,
                     stall_s=0.125,

@@ -167,9 +167,13 @@ def _checkpoint_row(one: CheckpointSummary) -> tuple[object, ...]:
         size(one.stored_bytes),
         f"{one.raw_bytes / one.stored_bytes:.1f}x" if one.raw_bytes is not None and one.stored_bytes else "-",
         f"{one.stall_s * 1e3:.0f} ms",
-        " ".join(one.encodings) or "-",
+        _encodings(one) or "-",
         " ".join(one.pins),
     )
+
+
+def _encodings(one: CheckpointSummary) -> str:
+    return " ".join(sorted({name for names in one.encodings.values() for name in names}))
 
 
 @click.command()
@@ -192,6 +196,7 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
             [
                 ("step", number(one.step)),
                 ("saved", f"{when(one.at_s)} ({age(one.at_s)})"),
+                *([] if one.cut_at_s is None else [("cut", when(one.cut_at_s))]),
                 ("attempt, cut", f"{one.attempt}, {one.cut} ({plural(one.ranks, 'rank')})"),
                 ("kind", one.kind),
                 *([("compacted", when(found.compacted_at_s))] if found.compacted_at_s is not None else []),
@@ -199,7 +204,7 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
                 ("restore reads", f"at most {size(one.restore_bytes)}"),
                 ("rows", number(one.rows)),
                 ("raw", "-" if one.raw_bytes is None else size(one.raw_bytes)),
-                ("stored", f"{size(one.stored_bytes)} in {' '.join(one.encodings) or 'no rows'}"),
+                ("stored", f"{size(one.stored_bytes)} in {_encodings(one) or 'no rows'}"),
                 ("stall", f"{one.stall_s * 1e3:.1f} ms"),
                 *([("pins", " ".join(one.pins))] if one.pins else []),
                 *([("set aside", "by a rewind: the run goes on from an older one")] if one.aside else []),

@@ -61,7 +61,10 @@ class CheckpointSummary:
     restore_bytes: int
     """Stored bytes of all parts its chain reads."""
     stall_s: float
-    encodings: tuple[str, ...]
+    cut_at_s: float | None
+    """Unix seconds by rank 0's clock when its training stopped for the cut; None: unknown."""
+    encodings: Mapping[str, tuple[str, ...]]
+    """Of the rows of its own parts (its compaction's), by table."""
     pins: tuple[str, ...]
     aside: bool
     """A rewind has set it aside: it is not what a restore takes for the newest, or falls back to."""
@@ -130,7 +133,8 @@ def summarize_checkpoint(
         stored_bytes=entry.stored_bytes if compaction is None else compaction.stored_bytes,
         restore_bytes=restore_bytes,
         stall_s=entry.stall_s,
-        encodings=tuple(sorted({*entry.encodings, *(name for index in known for name in index.encodings)})),
+        cut_at_s=entry.cut_at_s or None,
+        encodings=entry.encodings if compaction is None else compaction.encodings,
         pins=state.pins_of(entry.seq),
         aside=entry.seq in state.aside,
         directive=entry.directive,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from deltashard_checkpoint.errors import DeltashardError, FormatError
 from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.format.frame import checked_frame
-from deltashard_checkpoint.format.index import Index, Place
+from deltashard_checkpoint.format.index import Index, Place, all_encodings
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
@@ -101,6 +101,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
         info.key[len(target.run) + 1 :]: info.size_bytes for info in target.store.list(f"{target.run}/data/")
     }
     packs = _check_packs(indexes, needed_by, sizes, problems)
+    _check_encodings(state, live, indexes, problems)
     broken = {seq for problem in problems for seq in problem.checkpoints}
     whole = [state.checkpoints[seq] for seq in sorted(live - broken)]
     opened = [
@@ -202,7 +203,7 @@ def _needs(state: RunState, live: Iterable[int]) -> dict[str, tuple[Part, tuple[
     """Every part that live checkpoints read, by index key, with the checkpoints that need it."""
     found: dict[str, tuple[Part, tuple[int, ...]]] = {}
     for seq in sorted(live):
-        if any(at not in state.listings and state.checkpoints[at].listed for at in closure(state, (seq,))):
+        if not all(_is_listed(state, at) for at in closure(state, (seq,))):
             continue  # a manifest of its chain cannot be read
         parts = {part.index_key: part for at in closure(state, (seq,)) for part in parts_of(state, at)}
         read = {link.part.index_key for link in chain(state, seq)} | {
@@ -212,6 +213,11 @@ def _needs(state: RunState, live: Iterable[int]) -> dict[str, tuple[Part, tuple[
             before = found[key][1] if key in found else ()
             found[key] = (parts[key], (*before, seq))
     return found
+
+
+def _is_listed(state: RunState, seq: int) -> bool:
+    """Whether the parts of a checkpoint are known: its manifest, if it has one, could be read."""
+    return seq in state.listings or state.checkpoints[seq].listed is None
 
 
 def _read_indexes(
@@ -257,6 +263,20 @@ def _check_packs(
             else:
                 there[pack.key] = found
     return there
+
+
+def _check_encodings(
+    state: RunState, live: Iterable[int], indexes: Mapping[str, Index], problems: Problems
+) -> None:
+    """Whoever reads a checkpoint may rely on what its entry says of the encodings of its rows."""
+    for seq in sorted(live):
+        entry = state.compactions.get(seq, state.checkpoints[seq])
+        keys = [part.index_key for part in parts_of(state, seq)] if _is_listed(state, seq) else []
+        if not keys or not indexes.keys() >= set(keys):
+            continue  # told of already
+        if all_encodings(indexes[key].encodings for key in keys) != entry.encodings:
+            what = "the entry and the indexes differ in the encodings of tables"
+            problems.found(entry_key(entry.seq), what, (seq,))
 
 
 def _check_plan(checkpoint: OpenCheckpoint, problems: Problems) -> bool:

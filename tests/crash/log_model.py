@@ -710,7 +710,7 @@ class World:
             rank.staged(job)
             part = self.put_part(names, rank.rank, rank.boxes, job.covers, job.cells)
             report = commit.PartReport(
-                part=part, tables=(TABLE,), encodings=("fp32",), rows=len(job.cells), raw_bytes=8, stall_s=0.0,
+                part=part, tables=(TABLE,), encodings={TABLE.fqn: ("fp32",)}, rows=len(job.cells), raw_bytes=8, stall_s=0.0,
                 pins=("best",) if job.cut % 4 == 3 else (),
             )  # fmt: skip
             log = self.log(rank.state if self.random.random() < 0.7 else None)
@@ -805,7 +805,12 @@ class World:
 
             boxes = tuple(box for part in self.parts_of(state, seq) for box in part.boxes)
             part = self.put_part(names, 0, boxes, None, cells)
-            return compaction.MovedRows(parts=(part,), rows=len(cells), stored_bytes=part.stored_bytes)
+            return compaction.MovedRows(
+                parts=(part,),
+                encodings={TABLE.fqn: ("fp32",)},
+                rows=len(cells),
+                stored_bytes=part.stored_bytes,
+            )
 
         def work() -> None:
             entry = compaction.compact(self.log(), seq, mover, deadline_s=20.0)

@@ -248,7 +248,7 @@ class Writer:
             assert stats is not None
             report = PartReport(
                 part=part, tables=tuple(stored), encodings=stats.encodings, rows=stats.rows,
-                raw_bytes=stats.raw_bytes, stall_s=round(0.125 * (rank + 1), 3),
+                raw_bytes=stats.raw_bytes, stall_s=round(0.125 * (rank + 1), 3), cut_at_s=self.now_s - 0.5 - rank,
                 directive="full" if share.covers is None else "differential",
                 fingerprint={"library": "0.1.0", "threads": "2"},
                 metadata={"note": f"cut {self.cut} of attempt {self.attempt}", "gr\u00fcn": "\u2713 \U0001f600"},
@@ -331,8 +331,8 @@ class Writer:
         sealed = seal(
             Checkpoint(
                 seq=state.tip + 1, previous=state.tip_hash, writer="feedfeedfeedfeed", at_s=self.now_s, attempt=attempt,
-                cut=3, step=entry.step + 500, parts=(part,), tables=entry.tables, encodings=(), rows=0, raw_bytes=0,
-                stored_bytes=len(data), stall_s=0, pins=("newest",),
+                cut=3, step=entry.step + 500, parts=(part,), tables=entry.tables, encodings={}, rows=0, raw_bytes=0,
+                stored_bytes=len(data), stall_s=0, cut_at_s=0, pins=("newest",),
             )
         )  # fmt: skip
         self.store.put(f"{RUN}/{entry_key(state.tip + 1)}", sealed.data)

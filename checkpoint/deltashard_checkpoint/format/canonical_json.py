@@ -134,11 +134,15 @@ class Reader:
     def texts(self, key: str) -> tuple[str, ...]:
         return tuple(self.as_text(item, key) for item in self.items(key))
 
-    def mapping(self, key: str) -> dict[str, str]:
+    def members(self, key: str) -> Iterator[tuple[str, Any]]:
+        """Names and untyped values of an object."""
         value = self.take(key)
         if type(value) is not dict:
             self.fail(f"{key} is no object")
-        return {name: self.as_text(text, f"{key}.{name[:40]}") for name, text in value.items()}
+        return ((self.as_text(name, key), held) for name, held in value.items())
+
+    def mapping(self, key: str) -> dict[str, str]:
+        return {name: self.as_text(text, f"{key}.{name[:40]}") for name, text in self.members(key)}
 
     def end(self) -> None:
         if self._left:

@@ -7,6 +7,7 @@ nothing an index says reaches a plan before it was checked against the packs, ta
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -80,13 +81,25 @@ class Index:
         return sum(p.info.rows for p in self.places if p.info.kind is FrameKind.ROWS)
 
     @property
-    def encodings(self) -> tuple[str, ...]:
-        """Encodings that occur, sorted."""
-        return tuple(sorted({p.info.encoding for p in self.places if p.info.encoding}))
+    def encodings(self) -> dict[str, tuple[str, ...]]:
+        """Encodings of its rows, sorted, by table."""
+        held = {(p.info.table, p.info.encoding) for p in self.places if p.info.kind is FrameKind.ROWS}
+        return all_encodings({table: (encoding,)} for table, encoding in held)
 
     @property
     def blobs(self) -> dict[str, int]:
         return {p.info.name: p.info.blob_bytes for p in self.places if p.info.kind is FrameKind.BLOB}
+
+
+def all_encodings(
+    several: Iterable[Mapping[str, tuple[str, ...]]],
+) -> dict[str, tuple[str, ...]]:
+    """Encodings by table of several parts together: tables and encodings sorted."""
+    held: dict[str, set[str]] = {}
+    for encodings in several:
+        for table, names in encodings.items():
+            held.setdefault(table, set()).update(names)
+    return {table: tuple(sorted(held[table])) for table in sorted(held)}
 
 
 def place_order(place: Place) -> tuple[bool, str, int, int, str, int, int, int]:

@@ -118,14 +118,16 @@ class Checkpoint(Entry):
     parts: tuple[Part, ...] = ()
     """One per rank, rank 0 first; none where a manifest lists them."""
     tables: tuple[TableSchema, ...]
-    encodings: tuple[str, ...]
-    """Encodings that occur in the frames, sorted."""
+    encodings: Mapping[str, tuple[str, ...]]
+    """Encodings that its rows are stored in, sorted, by table; a table of which it holds no row is not among them."""
     rows: int
     raw_bytes: int
     """Of the rows and blobs before encoding."""
     stored_bytes: int
     stall_s: float
     """The longest any rank's training stood still for this cut."""
+    cut_at_s: float
+    """Unix seconds by rank 0's clock when training stopped for the cut; 0: unknown. For people and gauges: no rule."""
     directive: str = ""
     """What made this cut what it is (policy, reason, bits), for people and for the scheduler."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -179,6 +181,8 @@ class Compacted(Entry):
     replaces: int
     """Seq of the checkpoint; chains that pass through it use these parts from here on."""
     parts: tuple[Part, ...]
+    encodings: Mapping[str, tuple[str, ...]]
+    """Of the rows in these parts, as a checkpoint says them."""
     rows: int
     stored_bytes: int
 

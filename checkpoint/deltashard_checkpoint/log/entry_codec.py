@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion, UserError
@@ -48,6 +49,7 @@ _TOKEN = re.compile(r"[0-9A-Za-z_-]{1,128}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _DTYPE = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
+_ENCODING = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
 _UPGRADE = "upgrade deltashard to the version that wrote it; if none did, see `deltashard repair`"
 
 KINDS: dict[str, type[Entry]] = {
@@ -96,11 +98,12 @@ def document_of(entry: Entry) -> dict[str, Any]:
                 "step": entry.step,
                 **_parts_document(entry),
                 "tables": [table_document(t) for t in entry.tables],
-                "encodings": list(entry.encodings),
+                "encodings": encodings_document(entry.encodings),
                 "rows": entry.rows,
                 "raw_bytes": entry.raw_bytes,
                 "stored_bytes": entry.stored_bytes,
                 "stall_s": entry.stall_s,
+                "cut_at_s": entry.cut_at_s,
                 "directive": entry.directive,
                 "fingerprint": dict(entry.fingerprint),
                 "metadata": dict(entry.metadata),
@@ -110,6 +113,7 @@ def document_of(entry: Entry) -> dict[str, Any]:
             doc |= {
                 "replaces": entry.replaces,
                 "parts": [part_document(p) for p in entry.parts],
+                "encodings": encodings_document(entry.encodings),
                 "rows": entry.rows,
                 "stored_bytes": entry.stored_bytes,
             }
@@ -159,6 +163,10 @@ def table_document(table: TableSchema) -> dict[str, Any]:
         "dtype": table.dtype,
         "fields": [[f.name, f.kind, f.dtype] for f in table.fields],
     }
+
+
+def encodings_document(encodings: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    return {table: list(names) for table, names in encodings.items()}
 
 
 def seal(entry: Entry) -> Sealed:
@@ -285,6 +293,17 @@ def read_table(document: Any, where: str) -> TableSchema:
     return table
 
 
+def read_encodings(r: Reader) -> dict[str, tuple[str, ...]]:
+    """The encodings by table that a document says; raises `CorruptObject`."""
+    found = {}
+    for table, names in r.members("encodings"):
+        held = tuple(r.as_text(name, "encodings", _ENCODING) for name in r.as_list(names, "encodings"))
+        if not held or list(held) != sorted(set(held)):
+            r.fail("encodings of a table are none, or not distinct and in order")
+        found[table] = held
+    return found
+
+
 def _read_parts(r: Reader, *, ranks: bool) -> tuple[Part, ...]:
     parts = tuple(read_part(item, r.where) for item in r.items("parts"))
     if not parts:
@@ -338,11 +357,12 @@ def _checkpoint(r: Reader, common: dict[str, Any]) -> Entry:
         parts=() if listed else _read_parts(r, ranks=True),
         listed=listed,
         tables=tuple(read_table(item, r.where) for item in r.items("tables")),
-        encodings=r.texts("encodings"),
+        encodings=read_encodings(r),
         rows=r.integer("rows"),
         raw_bytes=r.integer("raw_bytes"),
         stored_bytes=r.integer("stored_bytes"),
         stall_s=r.number("stall_s"),
+        cut_at_s=r.number("cut_at_s"),
         directive=r.text("directive"),
         fingerprint=r.mapping("fingerprint"),
         metadata=r.mapping("metadata"),
@@ -364,6 +384,7 @@ def _compact(r: Reader, common: dict[str, Any]) -> Entry:
     entry = Compacted(
         replaces=r.integer("replaces"),
         parts=_read_parts(r, ranks=False),
+        encodings=read_encodings(r),
         rows=r.integer("rows"),
         stored_bytes=r.integer("stored_bytes"),
         **common,

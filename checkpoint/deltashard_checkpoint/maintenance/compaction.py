@@ -12,7 +12,7 @@ given up as debris, the log refuses the entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
@@ -33,6 +33,8 @@ class MovedRows:
     """What a mover has made durable under `data/compact-{token}/`."""
 
     parts: tuple[Part, ...]
+    encodings: Mapping[str, tuple[str, ...]]
+    """Of these rows, by table."""
     rows: int
     stored_bytes: int
 
@@ -78,6 +80,7 @@ def compact(
             at_s=0.0,
             replaces=seq,
             parts=moved.parts,
+            encodings=moved.encodings,
             rows=moved.rows,
             stored_bytes=moved.stored_bytes,
         )

@@ -108,7 +108,9 @@ def move_rows(
     part, stats = move_checkpoint(
         log, state, seq, links, log.store, target, cache=cache, give_way=give_way, deadline_s=deadline_s
     )
-    return MovedRows(parts=(part,), rows=stats.rows, stored_bytes=stats.stored_bytes)
+    return MovedRows(
+        parts=(part,), encodings=stats.encodings, rows=stats.rows, stored_bytes=stats.stored_bytes
+    )
 
 
 def move_checkpoint(  # noqa: PLR0913

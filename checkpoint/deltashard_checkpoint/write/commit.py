@@ -12,9 +12,10 @@ A LIST is what waiting costs. Names are sorted by rank, so a listing begins at t
 with the page that shows that it still is. And a process remembers how long after their beginnings cuts were committed
 (`CommitPace`): until then it looks at the log seldom.
 
-What a report says beside its name (schemas, encodings; rank 0's: directive, metadata, pins) is its bytes, whose hash is
-in the report's name. They are the same at every cut but for rank 0's, so `Sayings` remembers them: in the steady state,
-and if rank 0's pod does it, a commit gets no object at all. With one rank there is nobody to tell, and no report.
+What a report says beside its name (schemas, encodings; rank 0's: time of the cut, directive, metadata, pins) is its
+bytes, whose hash is in the report's name. They are the same at every cut but for rank 0's, so `Sayings` remembers them:
+in the steady state, and if rank 0's pod does it, a commit gets no object at all. With one rank there is nobody to tell,
+and no report.
 
 A rank that gives a cut up says so by an empty object, `{rank}-{token}-failed`. That is advice: who reads it stops
 waiting for a part that will not come. The entry alone decides.
@@ -39,11 +40,19 @@ from deltashard_checkpoint.backoff import Patience
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, content_digest, load
+from deltashard_checkpoint.format.index import all_encodings
 from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, index_key, parse_index_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Entry, Listed, Part
-from deltashard_checkpoint.log.entry_codec import box_document, read_box, read_table, table_document
+from deltashard_checkpoint.log.entry_codec import (
+    box_document,
+    encodings_document,
+    read_box,
+    read_encodings,
+    read_table,
+    table_document,
+)
 from deltashard_checkpoint.log.manifest import Manifest, manifest_key
 from deltashard_checkpoint.log.part_list import ListedPart
 from deltashard_checkpoint.log.replay import EntryRefused
@@ -155,12 +164,13 @@ class PartReport:
 
     part: Part
     tables: tuple[TableSchema, ...]
-    encodings: tuple[str, ...]
+    encodings: Mapping[str, tuple[str, ...]]
     rows: int
     raw_bytes: int
     stall_s: float
+    cut_at_s: float = 0.0
+    """Rank 0's counts, as do its directive, its fingerprint, and its metadata where ranks differ."""
     directive: str = ""
-    """Rank 0's counts, as do its fingerprint and metadata where ranks differ."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
@@ -201,9 +211,10 @@ class _Said:
     """What a report says beside its name."""
 
     tables: tuple[TableSchema, ...]
-    encodings: tuple[str, ...]
+    encodings: Mapping[str, tuple[str, ...]]
     boxes: tuple[Box, ...]
     """Without a layout only: with one they stand there."""
+    cut_at_s: float
     directive: str
     fingerprint: Mapping[str, str]
     metadata: Mapping[str, str]
@@ -471,11 +482,12 @@ class _Commit:
             step=self.step,
             parts=(report.part,),
             tables=tuple(sorted(report.tables, key=lambda table: table.fqn)),
-            encodings=tuple(sorted(report.encodings)),
+            encodings=report.encodings,
             rows=report.rows,
             raw_bytes=report.raw_bytes,
             stored_bytes=report.part.stored_bytes,
             stall_s=report.stall_s,
+            cut_at_s=report.cut_at_s,
             directive=report.directive,
             fingerprint=dict(report.fingerprint),
             metadata=dict(report.metadata),
@@ -544,11 +556,12 @@ class _Commit:
                 parts=parts,
                 listed=listed,
                 tables=tuple(tables[fqn] for fqn in sorted(tables)),
-                encodings=tuple(sorted({encoding for each in sayings for encoding in each.encodings})),
+                encodings=all_encodings(each.encodings for each in sayings),
                 rows=sum(r.rows for r in reports),
                 raw_bytes=sum(r.raw_bytes for r in reports),
                 stored_bytes=sum(r.stored_bytes for r in reports),
                 stall_s=max(r.stall_ms for r in reports) / 1000,
+                cut_at_s=first.cut_at_s,
                 directive=first.directive,
                 fingerprint=dict(first.fingerprint),
                 metadata=_merged([said.metadata for said in sayings]),
@@ -589,6 +602,7 @@ class _Commit:
             tables=report.tables,
             encodings=report.encodings,
             boxes=() if self.layout else part.boxes,
+            cut_at_s=report.cut_at_s if part.rank == 0 else 0,
             directive=report.directive if part.rank == 0 else "",
             fingerprint=report.fingerprint if part.rank == 0 else {},
             metadata=report.metadata,
@@ -601,8 +615,9 @@ class _Commit:
                 "run": self.log.run,
                 "world_size": self.world_size,
                 "tables": [table_document(table) for table in said.tables],
-                "encodings": list(said.encodings),
+                "encodings": encodings_document(said.encodings),
                 "boxes": [box_document(box) for box in said.boxes],
+                "cut_at_s": said.cut_at_s,
                 "directive": said.directive,
                 "fingerprint": dict(said.fingerprint),
                 "metadata": dict(said.metadata),
@@ -705,8 +720,9 @@ class _Commit:
             raise ForeignObject(f"the report is of {said}", where=key)
         found = _Said(
             tables=tuple(read_table(item, key) for item in r.items("tables")),
-            encodings=r.texts("encodings"),
+            encodings=read_encodings(r),
             boxes=tuple(read_box(r, item) for item in r.items("boxes")),
+            cut_at_s=r.number("cut_at_s"),
             directive=r.text("directive"),
             fingerprint=r.mapping("fingerprint"),
             metadata=r.mapping("metadata"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
@@ -84,7 +85,8 @@ class PartStats:
     """Of rows and blobs before encoding."""
     stored_bytes: int
     """Packs and index."""
-    encodings: tuple[str, ...]
+    encodings: Mapping[str, tuple[str, ...]]
+    """Of its rows, by table."""
     frames: int
     common_blobs: bool
     """Whether there are blobs for all ranks among it."""

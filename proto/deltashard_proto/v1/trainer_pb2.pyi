@@ -276,7 +276,7 @@ class SaveRequest(_message.Message):
         pls_target: float
         def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., pls_target: _Optional[float] = ...) -> None: ...
     class Seal(_message.Message):
-        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
+        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s", "cut_at_s")
         class MetadataEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +293,7 @@ class SaveRequest(_message.Message):
         PRECOPIED_ROWS_FIELD_NUMBER: _ClassVar[int]
         RECOPIED_ROWS_FIELD_NUMBER: _ClassVar[int]
         SLOWDOWN_S_FIELD_NUMBER: _ClassVar[int]
+        CUT_AT_S_FIELD_NUMBER: _ClassVar[int]
         rows: int
         raw_bytes: int
         stall_s: float
@@ -302,7 +303,8 @@ class SaveRequest(_message.Message):
         precopied_rows: int
         recopied_rows: int
         slowdown_s: float
-        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ..., precopied_rows: _Optional[int] = ..., recopied_rows: _Optional[int] = ..., slowdown_s: _Optional[float] = ...) -> None: ...
+        cut_at_s: float
+        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ..., precopied_rows: _Optional[int] = ..., recopied_rows: _Optional[int] = ..., slowdown_s: _Optional[float] = ..., cut_at_s: _Optional[float] = ...) -> None: ...
     class Abort(_message.Message):
         __slots__ = ("cause",)
         CAUSE_FIELD_NUMBER: _ClassVar[int]

@@ -83,6 +83,7 @@ class SealedSave:
     rows: int
     raw_bytes: int
     stall_s: float
+    cut_at_s: float
     metadata: dict[str, str]
     pins: tuple[str, ...]
     full: bool
@@ -318,6 +319,7 @@ class Save:
             rows=seal.rows,
             raw_bytes=seal.raw_bytes,
             stall_s=seal.stall_s,
+            cut_at_s=seal.cut_at_s,
             metadata=dict(seal.metadata),
             pins=tuple(sorted(set(seal.pins))),
             full=seal.full,

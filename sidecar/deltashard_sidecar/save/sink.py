@@ -142,6 +142,7 @@ class PartSink:
             rows=stats.rows,
             raw_bytes=stats.raw_bytes,
             stall_s=sealed.stall_s,
+            cut_at_s=sealed.cut_at_s,
             directive=self._cut.directive,
             fingerprint=self._who.fingerprint,
             metadata=self._metadata(sealed, baseline=part.covers is None),

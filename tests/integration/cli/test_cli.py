@@ -22,6 +22,7 @@ from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli.output import age, size
 
+from tests.support.checkpoint.run_builder import resealed
 from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
 from tests.support.command_line import Cli
 from tests.support.server.minio_server import free_port
@@ -84,7 +85,7 @@ def test_ls_of_a_root_and_of_a_run(cli: Cli, url: str, run: WrittenRun, tmp_path
         assert [one["kind"] for one in found["checkpoints"]] == ["full", "delta", "delta"]
         assert [one["chain"] for one in found["checkpoints"]] == [[2], [3, 2], [4, 3, 2]]
         assert found["checkpoints"][0]["pins"] == ["best"]
-        assert found["checkpoints"][2]["encodings"] == ["q8"]
+        assert found["checkpoints"][2]["encodings"] == {ITEMS.fqn: ["q8"]}
     code, text = cli("ls", at(url))
     assert code == 0
     assert "delta on 3" in text
@@ -101,9 +102,11 @@ def test_inspect(cli: Cli, url: str, run: WrittenRun) -> None:
         (HALF.fqn, HALF.rows, ["bf16"]),
     ]
     assert set(found["blobs"]) == {"dense/mlp.0.weight", "dense/odd", "meta", "optim/0"}
+    assert found["summary"]["cut_at_s"] == 1_700_000_000.25
     code, text = cli("inspect", url)
     assert code == 0
     assert ITEMS.fqn in text
+    assert "2023-11-14" in text
 
 
 def test_blobs_of_single_ranks_are_shown_checked_and_compared_but_not_taken_for_the_runs(
@@ -215,6 +218,18 @@ def test_a_broken_index(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
         assert problem["object"] == index.removeprefix(f"{RUN}/")
         assert problem["checkpoints"] == [3, 4]
         file_run.store.delete([index])
+
+
+def test_an_entry_that_says_other_encodings_than_its_indexes(
+    cli: Cli, file_url: str, file_run: WrittenRun
+) -> None:
+    key = f"{RUN}/{entry_key(4)}"
+    entry = json.loads(file_run.store.get(key))
+    assert entry["encodings"] == {ITEMS.fqn: ["q8"]}
+    file_run.store.put(key, resealed(entry | {"encodings": {ITEMS.fqn: ["q4", "q8"]}}))
+    (problem,) = answer(cli, "verify", file_url)["problems"]
+    assert (problem["object"], problem["checkpoints"]) == (entry_key(4), [4])
+    assert "encodings" in problem["what"]
 
 
 def test_a_gap_in_the_log(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
@@ -468,7 +483,11 @@ def test_compact(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
     moved = RunLog(run.store, RUN).refresh().compactions[4]
     packs = sum(i.size_bytes for i in run.store.list(f"{RUN}/{moved.parts[0].prefix}"))
     assert (found["rows"], found["stored_bytes"]) == (ITEMS.rows + HALF.rows, packs)
-    assert (found["kind"], found["covers"], found["encodings"]) == ("full", [], ["bf16", "fp32", "q8"])
+    assert (found["kind"], found["covers"], found["encodings"]) == (
+        "full",
+        [],
+        {ITEMS.fqn: ["fp32", "q8"], HALF.fqn: ["bf16"]},
+    )
     inspected = answer(cli, "inspect", url)
     assert inspected["summary"] == found
     assert found["raw_bytes"] == sum(part["raw_bytes"] for part in inspected["parts"]) > found["stored_bytes"]

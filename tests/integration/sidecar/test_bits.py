@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,12 @@ def stored(tmp_path: Path) -> dict[str, str]:
 
 def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Path) -> None:
     """One table at 2 bit, the other at 8: the rows come back so, the commit says so, a content hash agrees."""
-    loop, again = Loop(0), Loop(1)
+    loop, again, began_s = Loop(0), Loop(1), time.time()
     with make(loop, encoding="q2", tables={"small.weight": "q8"}, content_hash=True) as ckpt:
         loop.train(ckpt, 3)
-    assert set(newest(tmp_path).encodings) >= {"q2", "q8"}
+    entry = newest(tmp_path)
+    assert entry.encodings == {"large.weight": ("q2",), "small.weight": ("q8",)}
+    assert began_s <= entry.cut_at_s <= entry.at_s
     assert stored(tmp_path) == {"large": "q2", "small": "q8"}
     restored = make(again, encoding="q2", tables={"small.weight": "q8"}, content_hash=True).restore()
     assert restored is not None

@@ -79,7 +79,14 @@ class Run:
         part = Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=stored_bytes, covers=covers)
         return commits.PartReport(
             part=part,
-            **{"tables": (TABLE,), "encodings": ("q8",), "rows": 8, "raw_bytes": 64, "stall_s": 0.5, **more},
+            **{
+                "tables": (TABLE,),
+                "encodings": {"t": ("q8",)},
+                "rows": 8,
+                "raw_bytes": 64,
+                "stall_s": 0.5,
+                **more,
+            },
         )
 
     def commit(
@@ -100,7 +107,7 @@ class Run:
         def build(state: RunState, seq: int, writer: str) -> Entry:
             return Checkpoint(
                 seq=seq, previous="", writer=writer, at_s=0.0, attempt=attempt, cut=cut, step=step, parts=tuple(parts),
-                tables=(TABLE,), encodings=(), rows=0, raw_bytes=0, stored_bytes=1, stall_s=0.0,
+                tables=(TABLE,), encodings={}, rows=0, raw_bytes=0, stored_bytes=1, stall_s=0.0, cut_at_s=0.0,
             )  # fmt: skip
 
         sealed = self.append(build)
@@ -116,7 +123,8 @@ class Run:
 
         def build(_state: RunState, slot: int, writer: str) -> Entry:
             return Compacted(
-                seq=slot, previous="", writer=writer, at_s=0.0, replaces=seq, parts=(part,), rows=8, stored_bytes=9
+                seq=slot, previous="", writer=writer, at_s=0.0, replaces=seq, parts=(part,), rows=8, stored_bytes=9,
+                encodings={"t": ("q8",)},
             )  # fmt: skip
 
         self.append(build)

@@ -140,7 +140,7 @@ class WrittenRun:
         assert stats is not None
         report = PartReport(
             part=part, tables=(ITEMS, HALF), encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
-            stall_s=0.012, pins=pins, metadata=metadata or {}, directive=directive,
+            stall_s=0.012, cut_at_s=1_700_000_000.25, pins=pins, metadata=metadata or {}, directive=directive,
         )  # fmt: skip
         seq = commit_part(
             self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, report=report

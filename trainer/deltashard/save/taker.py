@@ -318,6 +318,7 @@ class SnapshotTaker:
             )
             seal = self._seal(flight, writer, content, copied)
             seal.stall_s = time.perf_counter() - began_s
+            seal.cut_at_s = time.time() - seal.stall_s
             stream.seal(seal)
             crash_point("cut.after_seal")
         except BaseException as error:

@@ -72,6 +72,10 @@ def newest(url: str, run: str = "ns/job") -> Checkpoint:
     return found
 
 
+def stored_as(entry: Checkpoint) -> set[str]:
+    return {name for names in entry.encodings.values() for name in names}
+
+
 def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Waiting, training, a commit, a killed trainer, a restore, a failed save, closed in order."""
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
@@ -166,7 +170,7 @@ def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server
         first.write_all()
         first.seal()
         trainer.committed(first.number)
-        assert newest(url).encodings == ("fp32",)
+        assert stored_as(newest(url)) == {"fp32"}
         assert KEY not in newest(url).metadata
         eventually(lambda: line[SAVE_AT_STEP] == 40, what="the timer follows")
         assert [p.encoding for p in trainer.policies] == ["q4"]
@@ -180,7 +184,7 @@ def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server
         cut.seal()
         trainer.committed(cut.number)
         entry = newest(url)
-        assert "q4" in entry.encodings
+        assert "q4" in stored_as(entry)
         assert "full" in entry.directive
         recorded = json.loads(entry.metadata[KEY])
         assert (recorded["generation"], recorded["workload"]) == (2, "w-1")
@@ -341,7 +345,7 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             )
             commit = ckpt.save().wait(DEADLINE_S)
             assert not commit.baseline, "another encoding is no reason for a whole baseline"
-            assert newest(url).encodings == ("q4",)
+            assert stored_as(newest(url)) == {"q4"}
             table.weight.data.add_(1.0)
             step(ckpt)
             assert ckpt.save().wait(DEADLINE_S).baseline, (

@@ -102,13 +102,13 @@ class Run:
         self.resumes = {a[0]: a[2:4] for a in fold.get("attempts", [])}
         self.aside, self.words = set(fold.get("aside", [])), {n: w for n, *w in fold.get("pins", [])}
         self.checkpoints = {e["seq"]: e for e in fold.get("checkpoints", [])}
-        self.compacted = {e["replaces"]: e["parts"] for e in fold.get("compactions", [])}
+        self.compacted = {e["replaces"]: e for e in fold.get("compactions", [])}
 
     def parts(self, c):
         """The parts that a live checkpoint is read from: its compaction's, its own, or those that a manifest lists."""
         e = self.checkpoints[c]
         if c in self.compacted or "parts" in e:
-            return self.compacted.get(c) or e["parts"]
+            return self.compacted.get(c, e)["parts"]
         prefix = f"data/{e['attempt']:020d}/{e['cut']:08d}/"
         data = (self.root / f"{prefix}{e['manifest']}.manifest").read_bytes()
         need(
@@ -171,7 +171,7 @@ class Run:
         elif kind == "compact":
             need(e["replaces"] in live, f"slot {seq} compacts what is not live")
             need("parts" in live[e["replaces"]], f"slot {seq} compacts what many ranks wrote")
-            self.compacted[e["replaces"]] = e["parts"]
+            self.compacted[e["replaces"]] = e
         elif kind == "retire":
             gone, stays = set(e["checkpoints"]), live.keys() - set(e["checkpoints"])
             needed = {d for c in stays - self.compacted.keys() for d in covers(live[c])}
@@ -180,7 +180,7 @@ class Run:
             self.aside -= gone
             self.words = {n: [at, None if c in gone else c] for n, (at, c) in self.words.items()}
             self.checkpoints = {c: e for c, e in live.items() if c in stays}
-            self.compacted = {c: parts for c, parts in self.compacted.items() if c in stays}
+            self.compacted = {c: e for c, e in self.compacted.items() if c in stays}
 
     def newest(self):
         """The checkpoint that a restore takes, and who has which pinned name."""
@@ -460,7 +460,12 @@ def restore_table(run, seq, table):
 def restore(run, seq):
     """(arrays, blobs) of a live checkpoint; arrays by `{table}` and `{table}.{field}`."""
     arrays, blobs, chunks = {}, {}, defaultdict(list)
-    for f in [f for part in run.parts(seq) for f in read_index(run, seq, part) if f["kind"] == 2]:
+    frames, encodings = [f for part in run.parts(seq) for f in read_index(run, seq, part)], defaultdict(set)
+    for f in (f for f in frames if f["kind"] == 1):
+        encodings[f["table"]].add(f["encoding"].decode())
+    said = run.compacted.get(seq, run.checkpoints[seq])["encodings"]
+    need(said == {name: sorted(held) for name, held in encodings.items()}, f"encodings of {seq} are others")
+    for f in (f for f in frames if f["kind"] == 2):
         chunks[f["name"].decode()].append((f["blob_offset"], read_frame(run, f), f["blob_bytes"]))
     for name, found in chunks.items():
         ends = [0, *(offset + len(chunk) for offset, chunk, _ in sorted(found))]

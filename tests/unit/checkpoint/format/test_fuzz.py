@@ -243,7 +243,7 @@ def test_mutated_log_entries_are_refused() -> None:
     entry = entries.Checkpoint(
         seq=5, previous="a" * 64, writer="w", at_s=1.5, attempt=3, cut=2, step=20, tables=(schema(),),
         parts=(entries.Part(rank=0, index_key=_index()[0], boxes=(whole(schema()),), stored_bytes=9, covers=1),),
-        encodings=("q8",), rows=3, raw_bytes=4, stored_bytes=5, stall_s=0.1, metadata={"auc": "0.8"}, pins=("best",),
+        encodings={"items": ("q8",)}, rows=3, raw_bytes=4, stored_bytes=5, stall_s=0.1, cut_at_s=1.5, metadata={"auc": "0.8"}, pins=("best",),
     )  # fmt: skip
     sealed = entry_codec.seal(entry)
 

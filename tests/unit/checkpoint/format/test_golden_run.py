@@ -251,7 +251,7 @@ def test_the_second_run_tells_how_shards_are_joined(store: Store) -> None:
 
 
 def members(value: object) -> set[str]:
-    """Names of all members of a JSON value, but for those of maps of the user's."""
+    """Names of all members of a JSON value, but for those of maps by the user's names."""
     if isinstance(value, list):
         return {name for each in value for name in members(each)}
     if not isinstance(value, dict):
@@ -259,7 +259,7 @@ def members(value: object) -> set[str]:
     inner = {
         name
         for key, each in value.items()
-        if key not in {"metadata", "fingerprint"}
+        if key not in {"metadata", "fingerprint", "encodings"}
         for name in members(each)
     }
     return set(value) | inner

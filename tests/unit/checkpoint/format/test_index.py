@@ -25,7 +25,10 @@ def test_the_golden_index_reads_and_writes_as_ever() -> None:
     key = object_key.index_key(attempt=3, cut=2, rank=1, token=TOKEN, xxh3=digest_hex(data))
     index = decode_index(data, key=key, run=RUN)
     assert index == golden_index()
-    assert index.encodings == ("bf16", "fp32", "q2", "q3", "q4", "q8")
+    assert index.encodings == {
+        "embeddings.items.weight": ("fp32", "q2", "q3", "q4", "q8"),
+        "half": ("bf16",),
+    }
     assert index.blobs == {"dense/mlp.0.weight": 400, "rng": 0}
 
 

@@ -114,6 +114,7 @@ def test_a_compaction_ends_the_chain_at_its_checkpoint():
             at_s=0.0,
             replaces=delta,
             parts=(whole,),
+            encodings={},
             rows=8,
             stored_bytes=1,
         )

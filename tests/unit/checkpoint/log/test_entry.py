@@ -66,6 +66,15 @@ listings = st.builds(
 )
 
 
+encodings = st.dictionaries(
+    names,
+    st.lists(st.sampled_from(["bf16", "q4", "q8"]), min_size=1, unique=True).map(
+        lambda each: tuple(sorted(each))
+    ),
+    max_size=3,
+)
+
+
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Checkpoint:
     attempt, cut = draw(st.integers(1, 10**9)), draw(st.integers(0, 10**8 - 1))
@@ -77,8 +86,8 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
     text = st.dictionaries(names, names, max_size=2)
     return Checkpoint(
         seq=draw(st.integers(1, 10**9)), attempt=attempt, cut=cut, step=draw(numbers), parts=parts, tables=draw(tables),
-        encodings=("q8",), rows=draw(numbers), raw_bytes=draw(numbers), stored_bytes=draw(numbers),
-        stall_s=draw(st.floats(0, 1e9)), directive=draw(names), fingerprint=draw(text), metadata=draw(text),
+        encodings=draw(encodings), rows=draw(numbers), raw_bytes=draw(numbers), stored_bytes=draw(numbers),
+        stall_s=draw(st.floats(0, 1e9)), cut_at_s=draw(st.floats(0, 1e10)), directive=draw(names), fingerprint=draw(text), metadata=draw(text),
         pins=tuple(draw(st.lists(names, max_size=2))), listed=listed, **COMMON,
     )  # fmt: skip
 
@@ -97,10 +106,12 @@ def an_example_of_each() -> list:
         AttemptOpened(seq=3, world_size=2, resumes_from=None, owner="me", **COMMON),
         AttemptOpened(seq=9, world_size=2, resumes_from=4, owner="you", takeover=True, voids=5, **COMMON),
         Checkpoint(
-            seq=5, attempt=3, cut=7, step=70, parts=(one,), tables=(), encodings=("q4", "q8"), rows=1, raw_bytes=2,
-            stored_bytes=3, stall_s=0.25, metadata={"loss": "0.5"}, pins=("best",), **COMMON,
+            seq=5, attempt=3, cut=7, step=70, parts=(one,), tables=(), encodings={"items": ("q4", "q8")}, rows=1, raw_bytes=2,
+            stored_bytes=3, stall_s=0.25, cut_at_s=1.8e9, metadata={"loss": "0.5"}, pins=("best",), **COMMON,
         ),
-        Compacted(seq=6, replaces=5, parts=(compact,), rows=1, stored_bytes=2, **COMMON),
+        Compacted(
+            seq=6, replaces=5, parts=(compact,), encodings={"items": ("q8",)}, rows=1, stored_bytes=2, **COMMON
+        ),
         Retired(seq=8, checkpoints=(5,), prefixes=(cut_prefix(3, 7),), **COMMON),
         Reclaimed(seq=9, through=8, **COMMON),
         Pinned(seq=20, name="paper \u2713", checkpoint=5, **COMMON),
@@ -108,8 +119,8 @@ def an_example_of_each() -> list:
         Rewound(seq=22, to=5, **COMMON),
         AttemptOpened(seq=11, world_size=4, resumes_from=5, owner="me", layout=LAYOUT, **COMMON),
         Checkpoint(
-            seq=12, attempt=11, cut=1, step=90, tables=(), encodings=("q8",), rows=1, raw_bytes=2, stored_bytes=3,
-            stall_s=0.5, listed=Listed(layout=LAYOUT, world_size=4, manifest=MANIFEST, covers=(None, 3, 12)), **COMMON,
+            seq=12, attempt=11, cut=1, step=90, tables=(), encodings={"items": ("q8",)}, rows=1, raw_bytes=2, stored_bytes=3,
+            stall_s=0.5, cut_at_s=0, listed=Listed(layout=LAYOUT, world_size=4, manifest=MANIFEST, covers=(None, 3, 12)), **COMMON,
         ),
     ]  # fmt: skip
 

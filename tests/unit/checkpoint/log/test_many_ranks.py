@@ -117,10 +117,11 @@ def _reports(run: Run, cut: int) -> list[PartReport]:
                 covers=None,
             ),
             tables=(TABLE,),
-            encodings=("fp32",),
+            encodings={"items": ("fp32",)},
             rows=20,
             raw_bytes=100,
             stall_s=0.25 * (rank + 1),
+            cut_at_s=1000.5 + rank,
         )
         for rank in range(2)
     ]
@@ -141,7 +142,8 @@ def test_a_pod_commits_all_its_ranks_at_once_and_needs_no_object_for_it(tmp_path
     for cut in (1, 2):
         done = _commit(run, _reports(run, cut), cut=cut, sayings=sayings)
         assert done.by_us
-    assert done.entry.stall_s == 0.5
+    assert (done.entry.stall_s, done.entry.cut_at_s) == (0.5, 1000.5)
+    assert done.entry.encodings == {"items": ("fp32",)}
     assert done.entry.rows == 40
     assert [key for key in gets if "/data/" in key] == []
 
@@ -259,8 +261,8 @@ def test_manifests_and_entries_read_back_as_they_were_written(layout: str, parts
 
 def _entry(listed: Listed | None) -> Checkpoint:
     return Checkpoint(
-        seq=7, previous="a" * 64, writer="w", at_s=0.0, attempt=3, cut=4, step=5, tables=(), encodings=(), rows=0,
-        raw_bytes=0, stored_bytes=0, stall_s=0.0, listed=listed,
+        seq=7, previous="a" * 64, writer="w", at_s=0.0, attempt=3, cut=4, step=5, tables=(), encodings={}, rows=0,
+        raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0, listed=listed,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def states(chance: random.Random) -> tuple[RunState, RunState]:
         )
         entries[seq] = Checkpoint(
             seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=seq, step=seq, listed=manifest.listed,
-            tables=(), encodings=(), rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0,
+            tables=(), encodings={}, rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0,
         )  # fmt: skip
     inline = {seq: replace(entry, listed=None, parts=tuple(listings[seq])) for seq, entry in entries.items()}
     return (
@@ -145,7 +145,7 @@ def test_of_thousands_of_ranks_a_chain_makes_the_parts_it_needs(monkeypatch: pyt
         entries[seq] = Checkpoint(
             seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=seq, step=seq,
             listed=Manifest(run=RUN, attempt=1, cut=seq, step=seq, layout=layout.digest, parts=listed).listed,
-            tables=(), encodings=(), rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0,
+            tables=(), encodings={}, rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0,
         )  # fmt: skip
     state = RunState(run=RUN, checkpoints=entries, listings=listings)
     made: list[int] = []

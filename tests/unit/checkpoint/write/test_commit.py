@@ -266,7 +266,7 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
     for cut in range(1, 6):
         counted = Counted(run)
         for rank, wait_s in ((1, 0.0), (0, 30.0)):
-            encodings = ("q8",) if rank == 0 else ("q4",)
+            encodings = {"t": ("q8",) if rank == 0 else ("q4",)}
             report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]], encodings=encodings)
             with suppress(PartsMissing):
                 done = commit_parts(

@@ -77,7 +77,11 @@ def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: P
         seen.append(frame.row_ids())
     assert sorted(np.concatenate(seen)) == list(range(4000))
     assert writer.stats is not None
-    assert (writer.stats.rows, writer.stats.encodings, writer.stats.frames) == (4000, ("q8",), 80)
+    assert (writer.stats.rows, writer.stats.encodings, writer.stats.frames) == (
+        4000,
+        {TABLE.fqn: ("q8",)},
+        80,
+    )
     assert part.stored_bytes == sum(map(len, packs.values())) + len(
         store.get(object_key.run_key(RUN, part.index_key))
     )

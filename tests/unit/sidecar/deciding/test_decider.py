@@ -33,8 +33,8 @@ def log_of(
 ) -> RunState:
     """A log whose newest commit has this metadata."""
     newest = Checkpoint(
-        seq=attempt + 1, previous="", writer="", at_s=0.0, attempt=attempt, cut=1, step=step, tables=(), encodings=(),
-        rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, directive=f"{reason}; x", metadata=metadata,
+        seq=attempt + 1, previous="", writer="", at_s=0.0, attempt=attempt, cut=1, step=step, tables=(), encodings={},
+        rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0, directive=f"{reason}; x", metadata=metadata,
     )  # fmt: skip
     return RunState(run="r", checkpoints={newest.seq: newest})
 

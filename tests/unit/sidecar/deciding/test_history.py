@@ -18,8 +18,8 @@ def attempt(last_seq: int | None, last_step: int | None, resumes: int | None = N
 
 def checkpoint(seq: int, directive: str, **fields: Any) -> Checkpoint:
     return Checkpoint(
-        seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=1, step=1, tables=(), encodings=(), rows=0,
-        raw_bytes=0, stored_bytes=0, stall_s=0.0, directive=directive, **fields,
+        seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=1, step=1, tables=(), encodings={}, rows=0,
+        raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0, directive=directive, **fields,
     )  # fmt: skip
 
 

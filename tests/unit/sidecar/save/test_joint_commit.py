@@ -17,7 +17,7 @@ from deltashard_sidecar.save.joint_commit import JointCommits
 def _report(rank: int, cut: int = 1) -> PartReport:
     key = index_key(attempt=1, cut=cut, rank=rank, token="a" * 16, xxh3=f"{rank:032x}")
     part = Part(rank=rank, index_key=key, boxes=(), stored_bytes=1, covers=None)
-    return PartReport(part=part, tables=(), encodings=(), rows=0, raw_bytes=0, stall_s=0.0)
+    return PartReport(part=part, tables=(), encodings={}, rows=0, raw_bytes=0, stall_s=0.0)
 
 
 class Pod:
