@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from deltashard_checkpoint.backoff import Backoff
 from deltashard_proto.v1 import fleet_pb2 as fleet
-from deltashard_sidecar.policy import Directive
 from deltashard_sidecar.telemetry.incident import Incidents
 from deltashard_sidecar.telemetry.metric import Metrics
 
@@ -17,7 +16,7 @@ class Side:
     def __init__(self) -> None:
         self.metrics = Metrics()
         self.incidents = Incidents(self.metrics)
-        self.directives: list[Directive] = []
+        self.directives: list[fleet.Directive] = []
         self.asked: list[fleet.SaveRequested] = []
         self.phase = fleet.PHASE_WAITING
 
