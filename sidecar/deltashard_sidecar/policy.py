@@ -5,10 +5,10 @@
 Policy and directive are the messages of proto/deltashard/v1: this module makes them of settings and of a commit's
 metadata, and checks them. Nothing changes one in place.
 
-A directive is whole: it replaces the one before, and its zero and empty fields keep what the pod started with. With
-`timers` its interval and its steps count as they are, so that a policy can go from seconds to steps and back under a
-run; both off is refused: no remote party may switch saving off. Only a newer generation counts, so late and
-repeated messages change nothing. The newest one rides in the metadata of every commit under `KEY`, with the workload it
+A directive replaces the one before. Its zero and empty fields keep what the pod started with, but for those that it
+names in `whole`: they count as they are, so that a policy can go from seconds to steps and back under a run. Both
+timers off is refused: no remote party may switch saving off. Only a newer generation counts, so late and repeated
+messages change nothing. The newest one rides in the metadata of every commit under `KEY`, with the workload it
 was given to: a sidecar of that workload that starts while no controller is there continues under it. A sidecar of
 another workload (a run continued by `run-id`) does not: its user chose again.
 
@@ -69,8 +69,8 @@ class InForce:
         if self.directive is None:
             return self.started_with
         asked = self.directive.policy
-        timers = {"every_s": asked.every_s, "every_steps": asked.every_steps}
-        return changed(self.started_with, **stated(asked) | (timers if self.directive.timers else {}))
+        whole = {name: getattr(asked, name) for name in self.directive.whole}
+        return changed(self.started_with, **stated(asked) | whole)
 
     @property
     def generation(self) -> int:
@@ -84,17 +84,17 @@ class InForce:
 
 def received(message: fleet.Directive, workload: str) -> fleet.Directive:
     """The directive of a message to a sidecar of `workload`; raises `BadDirective`."""
-    return _checked(
-        fleet.Directive(
-            generation=message.generation, policy=message.policy, timers=message.timers, workload=workload
-        )
-    )
+    directive = fleet.Directive()
+    directive.CopyFrom(message)
+    directive.workload = workload
+    return _checked(directive)
 
 
 def text_of(directive: fleet.Directive) -> str:
     """The text that `recorded` reads: a commit's metadata."""
     fields = {field.name: value for field, value in directive.ListFields()}
-    return json.dumps(fields | {"policy": stated(directive.policy)}, sort_keys=True, separators=(",", ":"))
+    fields |= {"policy": stated(directive.policy), "whole": list(directive.whole)}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
 def recorded(text: str) -> fleet.Directive:
@@ -115,7 +115,9 @@ def _checked(directive: fleet.Directive) -> fleet.Directive:
         raise BadDirective(error.what, where=error.where, remedy=error.remedy) from error
     if not 0 < directive.generation <= _MAX_INT or not directive.HasField("policy"):
         raise BadDirective("it has no generation or no policy", where=where)
-    if directive.timers and not directive.policy.every_s and not directive.policy.every_steps:
+    if unknown := set(directive.whole).difference(pb.Policy.DESCRIPTOR.fields_by_name):
+        raise BadDirective(f"it has unknown fields: {', '.join(sorted(unknown))[:80]}", where=where)
+    if {"every_s", "every_steps"} <= set(directive.whole) - stated(directive.policy).keys():
         raise BadDirective(
             "it would turn off every timer",
             where=where,

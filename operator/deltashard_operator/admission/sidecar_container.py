@@ -108,22 +108,13 @@ def profile_key(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
     return ", ".join(str(each) for each in said if each)
 
 
-def _choices(policy: Policy, place: Place) -> dict[str, str]:
-    """Settings of what is chosen while training runs; none where nothing is."""
-    found = {"DELTASHARD_TABLES": policy.tables}
-    if policy.goal != FIXED:
-        found |= {
-            "DELTASHARD_GOAL": policy.goal,
-            "DELTASHARD_LEAST_S": notes.seconds(policy.least_s) if policy.least_s else "",
-            "DELTASHARD_MOST_S": notes.seconds(policy.most_s) if policy.most_s else "",
-            "DELTASHARD_PROFILE_KEY": place.profile_key,
-        }
-    if policy.bits_goal:
-        found |= {
-            "DELTASHARD_BITS_GOAL": policy.bits_goal,
-            "DELTASHARD_LEAST_BITS": str(policy.least_bits or ""),
-        }
-    return found
+def _saving(policy: Policy, place: Place) -> dict[str, str]:
+    """Settings of how it saves: each field of the sidecar's policy is one of the same name."""
+    found = {
+        f"DELTASHARD_{field.name.upper()}": notes.seconds(value) if isinstance(value, float) else str(value)
+        for field, value in policy.saving.ListFields()
+    }
+    return found if policy.goal == FIXED else {**found, "DELTASHARD_PROFILE_KEY": place.profile_key}
 
 
 def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
@@ -135,11 +126,9 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "DELTASHARD_CACHE_DIR": CACHE_PATH + "/packs",
         "DELTASHARD_ARENA_BYTES": str(policy.arena_bytes),
         "DELTASHARD_CACHE_BYTES": str(place.volumes.cache_bytes),
-        "DELTASHARD_EVERY_S": notes.seconds(policy.every_s),
-        "DELTASHARD_EVERY_STEPS": str(policy.every_steps),
-        "DELTASHARD_ENCODING": policy.encoding,
-        "DELTASHARD_DIFFERENTIAL": policy.differential,
-        **_choices(policy, place),
+        "DELTASHARD_EVERY_S": "0",
+        "DELTASHARD_EVERY_STEPS": "0",
+        **_saving(policy, place),
         "DELTASHARD_KEEP_LAST": str(policy.keep_last),
         "DELTASHARD_TERM_DEADLINE_S": str(saving_s(place.grace_s)),
         "DELTASHARD_METRICS_PORT": str(place.metrics_port or -1),

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import structlog
 from deltashard_checkpoint.errors import DeltashardError
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
@@ -274,12 +275,12 @@ class Controller:
                 self.metrics.node_failures.labels(node).inc(n - entry.nodes.get(node, 0))
         entry.nodes = seen
 
-    def _decide(self, entry: Entry) -> sidecar_report.PolicyInForce | None:
+    def _decide(self, entry: Entry) -> pb.Policy | None:
         """What it shall do, computed when a policy or a wish changed."""
         run = entry.run
         if entry.decided is not None and entry.decided[:2] == (self._books.serial, run.wish):
             return entry.decided[2]
-        wanted: sidecar_report.PolicyInForce | None = None
+        wanted: pb.Policy | None = None
         spec = self._books.spec_of(run, self._defaults)
         if spec is not None:
             try:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deltashard_proto.v1 import trainer_pb2 as pb
+
 from deltashard_operator.controller.status import Pace, Served
-from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import Directive, RunKey
 from deltashard_operator.policy import workload_policy
 from deltashard_operator.policy.chart_defaults import Defaults
@@ -61,7 +62,7 @@ class Entry:
     busy: bool = False
     again_s: float = 0.0
     """Not to be looked at before, unless something happens."""
-    decided: tuple[int, Wish, sidecar_report.PolicyInForce | None] | None = None
+    decided: tuple[int, Wish, pb.Policy | None] | None = None
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Failures by node that are in the metrics."""
 

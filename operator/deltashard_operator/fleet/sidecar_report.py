@@ -17,7 +17,7 @@ import enum
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 from deltashard_checkpoint.deciding.precision import MAX_TABLES
@@ -42,15 +42,9 @@ MAX_INCIDENTS = 64
 """Incidents in a heartbeat; the sidecar keeps as many."""
 MAX_REASON = 512
 """Characters of each text of a decision."""
-NONE: Mapping[str, Any] = {
-    "goal": "fixed",
-    "least_s": 0.001,
-    "most_s": 365 * 86400.0,
-    "bits_goal": NO_BITS_RULE,
-    "least_bits": 2,
-    "tables": ",",
-}
-"""What a directive says of a policy's field for nothing: zero and empty fields keep what the pod was started with."""
+TIMERS = ("every_s", "every_steps")
+KEPT = ("encoding", "differential", "state_encoding")
+"""Fields of a policy that a directive leaves as the pod was started with, where they are empty."""
 SUBJECTS = ("interval", "bits")
 _LIMITS: Mapping[str, int] = {
     "run": 2 * MAX_NAME,
@@ -173,40 +167,6 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyInForce:
-    """How a run saves.
-
-    In a directive, an encoding or differential of "" keeps what the pod was started with, and so do timers that are
-    both 0; what is chosen, for what and within which bounds is as it says here, nothing included.
-    """
-
-    every_s: float = 0.0
-    every_steps: int = 0
-    encoding: str = ""
-    differential: str = ""
-    state_encoding: str = ""
-    goal: str = ""
-    """What the interval is chosen for; empty: it is fixed."""
-    least_s: float = 0.0
-    most_s: float = 0.0
-    bits_goal: str = ""
-    """What the bits are chosen for; empty: they are not."""
-    least_bits: int = 0
-    tables: str = ""
-    """Encodings of single tables, `table=encoding,...`."""
-
-    @property
-    def chooses_interval(self) -> bool:
-        """Whether the interval is chosen, so that `every_s` is only where it begins."""
-        return bool(self.goal)
-
-    @property
-    def timed(self) -> bool:
-        """Whether anything but a person or the pod's end makes it save."""
-        return bool(self.every_s or self.every_steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
     """Something people should hear of; ids rise by one within a process of the sidecar."""
 
@@ -257,7 +217,7 @@ class Heartbeat:
     """Whether its process has tried that the store creates only what is absent."""
     last_commit: Commit | None = None
     last_commit_at_s: float = 0.0
-    policy: PolicyInForce = PolicyInForce()
+    policy: trainer_wire.Policy = field(default_factory=trainer_wire.Policy)
     stored_bytes: int = 0
     checkpoints: int = 0
     restores: int = 0
@@ -281,15 +241,21 @@ class Directive:
     """What a run shall do from now on; replaces the one before. Generations start at 1 and rise."""
 
     generation: int
-    policy: PolicyInForce
+    policy: trainer_wire.Policy
 
     def message(self) -> wire.Directive:
-        found = {
-            each.name: getattr(self.policy, each.name) or NONE.get(each.name) for each in fields(self.policy)
-        }
-        return wire.Directive(
-            generation=self.generation, timers=self.policy.timed, policy=trainer_wire.Policy(**found)
-        )
+        return wire.Directive(generation=self.generation, policy=self.policy, whole=whole(self.policy))
+
+
+def timed(policy: trainer_wire.Policy) -> bool:
+    """Whether anything but a person or the pod's end makes it save."""
+    return bool(policy.every_s or policy.every_steps)
+
+
+def whole(policy: trainer_wire.Policy) -> list[str]:
+    """Fields that a directive with this policy states, zero and empty too: without a timer it states none of them."""
+    silent = KEPT if timed(policy) else (*KEPT, *TIMERS)
+    return [name for name in trainer_wire.Policy.DESCRIPTOR.fields_by_name if name not in silent]
 
 
 class Ledger(Protocol):
@@ -371,7 +337,7 @@ def _decisions(messages: Sequence[wire.Decision]) -> tuple[wire.Decision, ...]:
     found: dict[str, wire.Decision] = {}
     for each in messages[:MAX_INCIDENTS]:
         if each.subject in SUBJECTS and each.subject not in found:
-            texts = {field.name: _plain(field.name, value) for field, value in each.ListFields()}
+            texts = {known.name: _plain(known.name, value) for known, value in each.ListFields()}
             found[each.subject] = wire.Decision(**texts)
     return tuple(found.values())
 
@@ -390,9 +356,10 @@ def _sample(message: wire.StepSample) -> StepSample:
     return StepSample(at_s=_count(message.at_s), steps={rank: _count(step) for rank, step in told})
 
 
-def _policy(message: trainer_wire.Policy) -> PolicyInForce:
-    found = asdict(_value(PolicyInForce, message))
-    return PolicyInForce(**{name: value for name, value in found.items() if value != NONE.get(name)})
+def _policy(message: trainer_wire.Policy) -> trainer_wire.Policy:
+    found = {each.name: _plain(each.name, value) for each, value in message.ListFields()}
+    # The other word for no goal.
+    return trainer_wire.Policy(**{name: value for name, value in found.items() if value != NO_BITS_RULE})
 
 
 _PHASES = {wire.Phase.Value(f"PHASE_{each.name}"): each for each in Phase if each is not Phase.UNKNOWN}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from deltashard_checkpoint.vocabulary import (
@@ -26,6 +26,7 @@ from deltashard_checkpoint.vocabulary import (
     ENCODING_CHOICES,
     ENCODINGS,
 )
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
 from deltashard_operator.policy import store_spec
@@ -131,6 +132,15 @@ class Policy:
     run_id: str | None = None
     runs: str = ""
     """Whether the workload's pods are ranks of one run, or a run each; empty: nobody said."""
+
+    @property
+    def saving(self) -> pb.Policy:
+        """How its runs save: what their sidecars start with, and what a directive tells them."""
+        unused = {"goal", "least_s", "most_s"} if self.goal == FIXED else set()
+        if not self.bits_goal:
+            unused.add("least_bits")
+        names = {each.name for each in fields(self)}.intersection(pb.Policy.DESCRIPTOR.fields_by_name)
+        return pb.Policy(**{name: getattr(self, name) for name in names - unused})
 
 
 def not_found(name: str, *, default: bool) -> Refusal:

@@ -11,13 +11,15 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.vocabulary import bits_of
+from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision
+from google.protobuf.message import Message
 
-from deltashard_operator.fleet.sidecar_report import Measured, PolicyInForce
+from deltashard_operator.fleet.sidecar_report import Measured, timed
 from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import failure, phase, roll_call
 from deltashard_operator.run.condition import Condition
@@ -64,6 +66,7 @@ URGENT = frozenset({"losses", "failures", "conditions"})
 COMMIT = frozenset({"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks"})
 """... and those whose change is worth one within half a minute."""
 Document = dict[str, Any]
+M = TypeVar("M", bound=Message)
 
 
 def run_label(run_id: str) -> str:
@@ -99,7 +102,7 @@ def status(run: Run, now_s: float) -> Document:
     """The whole status; a field without a value is left out."""
     progress, tallies = run.progress, run.tallies
     policy = run.directed or progress.policy
-    timers = policy if policy.timed and not policy.chooses_interval else progress.policy
+    timers = policy if timed(policy) and not policy.goal else progress.policy
     seen, rates = run.incidents.evidence, run.rates
     begun = bool(run.started_at_s)
     roll = roll_call.of_run(run)
@@ -152,12 +155,12 @@ def status(run: Run, now_s: float) -> Document:
         "pending": _pending(run.incidents) or None,
         "crashes": _crashes(run) or None,
         "widestPods": run.width or None,
-        "decisions": [_decision(each) for each in run.decisions] or None,
+        "decisions": [_stated(each) for each in run.decisions] or None,
         "goal": next((each.goal for each in run.decisions if each.subject == "interval"), policy.goal)
         or None,
         "why": next((_short(each.why) for each in run.decisions if each.subject == "interval"), None),
         "measured": _measured(run.measured) if run.measured is not None else None,
-        "directed": _directed(run.directed) if run.directed is not None else None,
+        "directed": _stated(run.directed) if run.directed is not None else None,
         "startedAt": _time(run.started_at_s),
         "finishedAt": _time(run.finished_at_s) if run.finished else None,
         "finishedReason": run.finished or None,
@@ -202,6 +205,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
     pods = said.get("pods") or ()
     in_force = _policy_of(said)
     generation = int(said.get("directiveGeneration", 0))
+    directed = _known(pb.Policy, said["directed"]) if said.get("directed") else in_force
     kept = {  # sentences of troubles that no heartbeat repeats
         each["type"]: each.get("message") or each["reason"]
         for each in said.get("conditions") or ()
@@ -219,7 +223,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
         tallies=_tallies(said, losses, numbered),
         incidents=_incidents_of(said),
         width=int(said.get("widestPods", 0)),
-        decisions=tuple(map(_decision_of, said.get("decisions") or ())),
+        decisions=tuple(_known(Decision, each) for each in said.get("decisions") or ()),
         measured=_measured_of(said["measured"]) if said.get("measured") else None,
         progress=_progress_of(said, numbered, in_force),
         restores=int(said.get("restores", 0)),
@@ -236,7 +240,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
         finished=said.get("finishedReason", ""),
         finished_at_s=seconds_of(said.get("finishedAt")),
         generation=generation,
-        directed=_directed_of(said["directed"]) if said.get("directed") else in_force if generation else None,
+        directed=directed if generation else None,
         fenced=kept.get("Fenced", ""),
         tracking=kept.get("TrackingFault", ""),
         fell_back=kept.get("FellBack", ""),
@@ -267,8 +271,8 @@ def _reclaim_of(found: Mapping[str, Any]) -> Reclaim:
     )
 
 
-def _policy_of(said: Mapping[str, Any]) -> PolicyInForce:
-    return PolicyInForce(
+def _policy_of(said: Mapping[str, Any]) -> pb.Policy:
+    return pb.Policy(
         every_s=said.get("intervalMilliseconds", 0) / 1000 or float(said.get("intervalSeconds", 0)),
         every_steps=int(said.get("everySteps", 0)),
         encoding=said.get("encoding", ""),
@@ -276,7 +280,7 @@ def _policy_of(said: Mapping[str, Any]) -> PolicyInForce:
     )
 
 
-def _progress_of(said: Mapping[str, Any], numbered: Mapping[str, int], in_force: PolicyInForce) -> Progress:
+def _progress_of(said: Mapping[str, Any], numbered: Mapping[str, int], in_force: pb.Policy) -> Progress:
     return Progress(
         step=int(said.get("step", 0)),
         last_step=int(said.get("lastCommittedStep", 0)),
@@ -464,15 +468,6 @@ def _short(why: str) -> str:
     return why if len(why) <= MAX_WHY else why[: MAX_WHY - 1] + "…"
 
 
-def _decision(decision: Decision) -> Document:
-    return {field.name: value for field, value in decision.ListFields()}
-
-
-def _decision_of(found: Mapping[str, Any]) -> Decision:
-    known = Decision.DESCRIPTOR.fields_by_name
-    return Decision(**{name: value for name, value in found.items() if name in known})
-
-
 _MEASURED = {
     "step_s": "stepSeconds",
     "stall_s": "stallSeconds",
@@ -496,36 +491,14 @@ def _measured_of(found: Mapping[str, Any]) -> Measured:
     return Measured(saves=int(found.get("saves", 0)), **seconds)
 
 
-def _directed(policy: PolicyInForce) -> Document:
-    return _clipped(
-        {
-            "intervalMilliseconds": round(policy.every_s * 1000),
-            "everySteps": policy.every_steps,
-            "encoding": policy.encoding,
-            "differential": policy.differential,
-            "goal": policy.goal,
-            "leastMilliseconds": round(policy.least_s * 1000),
-            "mostMilliseconds": round(policy.most_s * 1000),
-            "precisionGoal": policy.bits_goal,
-            "leastBits": policy.least_bits,
-            "tables": policy.tables,
-        }
-    )
+def _known(message: type[M], found: Mapping[str, Any]) -> M:
+    """The message of what a status holds of it, by the names of its fields."""
+    names = message.DESCRIPTOR.fields_by_name
+    return message(**{name: value for name, value in found.items() if name in names})
 
 
-def _directed_of(found: Mapping[str, Any]) -> PolicyInForce:
-    return PolicyInForce(
-        every_s=found.get("intervalMilliseconds", 0) / 1000,
-        every_steps=int(found.get("everySteps", 0)),
-        encoding=found.get("encoding", ""),
-        differential=found.get("differential", ""),
-        goal=found.get("goal", ""),
-        least_s=found.get("leastMilliseconds", 0) / 1000,
-        most_s=found.get("mostMilliseconds", 0) / 1000,
-        bits_goal=found.get("precisionGoal", ""),
-        least_bits=int(found.get("leastBits", 0)),
-        tables=found.get("tables", ""),
-    )
+def _stated(message: Message) -> Document:
+    return {field.name: value for field, value in message.ListFields()}
 
 
 def _pods(run: Run) -> list[Document]:

@@ -19,6 +19,7 @@ from deltashard_checkpoint.deciding import evidence
 from deltashard_checkpoint.deciding.evidence import Rates
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 from deltashard_proto.cause import Cause
+from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision
 
 from deltashard_operator.fleet.sidecar_report import (
@@ -27,7 +28,6 @@ from deltashard_operator.fleet.sidecar_report import (
     Incident,
     IncidentKind,
     Measured,
-    PolicyInForce,
 )
 from deltashard_operator.run import failure, incident
 from deltashard_operator.run.condition import Condition
@@ -41,7 +41,6 @@ V = TypeVar("V")
 MAX_NAME = 63
 HORIZON_S = 86400.0
 """Restores are expected over the coming day of training."""
-NO_POLICY = PolicyInForce()
 NO_WISH = Wish()
 NO_INCIDENTS = Incidents()
 
@@ -85,7 +84,7 @@ class Progress:
     partial_recoveries: int = 0
     stored_bytes: int = 0
     checkpoints: int = 0
-    policy: PolicyInForce = NO_POLICY
+    policy: pb.Policy = field(default_factory=pb.Policy)
     """Policy in force, as the sidecars report it."""
 
     @property
@@ -170,7 +169,7 @@ class Run:
     finished_at_s: float = 0.0
     generation: int = 0
     """Generation of the newest directive."""
-    directed: PolicyInForce | None = None
+    directed: pb.Policy | None = None
     store: str = ""
     """Where its checkpoints are, by the word of the newest sidecar."""
     reclaim: Reclaim | None = None

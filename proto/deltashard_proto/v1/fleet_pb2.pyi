@@ -241,16 +241,16 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., reauthenticate_s: _Optional[float] = ...) -> None: ...
 
 class Directive(_message.Message):
-    __slots__ = ("generation", "policy", "timers", "workload")
+    __slots__ = ("generation", "policy", "whole", "workload")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    TIMERS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
     generation: int
     policy: _trainer_pb2.Policy
-    timers: bool
+    whole: _containers.RepeatedScalarFieldContainer[str]
     workload: str
-    def __init__(self, generation: _Optional[int] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., timers: _Optional[bool] = ..., workload: _Optional[str] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., whole: _Optional[_Iterable[str]] = ..., workload: _Optional[str] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ("welcome", "ack", "directive", "save_now")

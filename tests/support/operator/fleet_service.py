@@ -13,11 +13,12 @@ from typing import Any, Self
 import grpc
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.service import Fleet
-from deltashard_operator.fleet.sidecar_report import Heartbeat, Hello, Refused, Unknown
+from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello, Refused, Unknown
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import cluster_name
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.server.apiserver import Authority, Issued, Rest
 from tests.support.server.port import free_port
@@ -26,6 +27,10 @@ PATIENCE_S = 120.0
 """For what should take an instant, on a machine that has other things to do."""
 OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 """A pool of its own: streams of one test must not share a connection, as those of two pods do not."""
+
+
+def directive(generation: int, every_s: float = 60.0) -> Directive:
+    return Directive(generation=generation, policy=pb.Policy(every_s=every_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_operator.fleet.sidecar_report import (
     Heartbeat,
     Hello,
     Measured,
-    PolicyInForce,
     Rank,
     StepSample,
 )
@@ -17,11 +18,14 @@ from deltashard_operator.run.incident import Incidents, Pending, Times
 from deltashard_operator.run.observed_object import PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Progress, Report, Run, Taken
+from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision
+from google.protobuf.message import Message
 
+M = TypeVar("M", bound=Message)
 NOW_S = 1_000_000.0
 WORKLOAD = Workload(namespace="team", kind="Job", name="train", uid="u-1", api_version="batch/v1")
-CHOSEN = PolicyInForce(
+CHOSEN = pb.Policy(
     every_s=300.0,
     every_steps=7,
     encoding="q8",
@@ -57,9 +61,9 @@ DECISION = Decision(
 )
 
 
-def redecided(decision: Decision, **fields: str) -> Decision:
-    """The decision with other values of these fields."""
-    return Decision(**{field.name: value for field, value in decision.ListFields()} | fields)
+def changed(message: M, **fields: Any) -> M:
+    """The message with other values of these fields."""
+    return type(message)(**{field.name: value for field, value in message.ListFields()} | fields)
 
 
 def full_run() -> Run:

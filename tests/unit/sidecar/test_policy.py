@@ -10,6 +10,7 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.policy import BadDirective, InForce, received, recorded, text_of
 
+TIMERS = ("every_s", "every_steps")
 BASE = pb.Policy(every_s=300.0, encoding="q8", differential="intermittent", state_encoding="fp32")
 
 
@@ -30,10 +31,10 @@ def test_a_directive_lies_over_what_the_pod_was_started_with() -> None:
 def test_a_directive_of_timers_turns_one_of_them_off() -> None:
     """From seconds to steps and back, as a policy says; what is no timer is kept as ever."""
     held = InForce(started_with=BASE)
-    steps = fleet.Directive(generation=1, policy=pb.Policy(every_steps=20), timers=True)
+    steps = fleet.Directive(generation=1, policy=pb.Policy(every_steps=20), whole=TIMERS)
     held = held.after(received(steps, ""))
     assert (held.policy.every_s, held.policy.every_steps, held.policy.encoding) == (0.0, 20, "q8")
-    seconds = fleet.Directive(generation=2, policy=pb.Policy(every_s=60.0), timers=True)
+    seconds = fleet.Directive(generation=2, policy=pb.Policy(every_s=60.0), whole=TIMERS)
     held = InForce(started_with=pb.Policy(every_steps=20)).after(received(seconds, ""))
     assert (held.policy.every_s, held.policy.every_steps) == (60.0, 0)
 
@@ -41,9 +42,9 @@ def test_a_directive_of_timers_turns_one_of_them_off() -> None:
 def test_no_directive_turns_saving_off() -> None:
     """From whoever it comes: the controller, or a commit's metadata."""
     with pytest.raises(BadDirective, match="every timer"):
-        received(fleet.Directive(generation=1, policy=pb.Policy(encoding="q8"), timers=True), "")
+        received(fleet.Directive(generation=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
     with pytest.raises(BadDirective, match="every timer"):
-        recorded('{"generation": 1, "policy": {}, "timers": true, "workload": ""}')
+        recorded('{"generation": 1, "policy": {}, "whole": ["every_s", "every_steps"], "workload": ""}')
 
 
 def test_a_number_that_no_float_holds_is_refused() -> None:
@@ -66,11 +67,12 @@ def test_the_recorded_form_reads_back() -> None:
     message = fleet.Directive(generation=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
     directive = received(message, "uid-1")
     assert recorded(text_of(directive)) == directive
-    steps = fleet.Directive(generation=8, policy=pb.Policy(every_steps=5), timers=True)
+    steps = fleet.Directive(generation=8, policy=pb.Policy(every_steps=5), whole=TIMERS)
     assert recorded(text_of(received(steps, "uid-1"))) == received(steps, "uid-1")
     assert json.loads(text_of(directive)) == {
         "generation": 7,
         "policy": {"encoding": "q2", "every_s": 45.5},
+        "whole": [],
         "workload": "uid-1",
     }
 
@@ -108,6 +110,8 @@ def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
         '{"generation": 1, "policy": {"bogus": 1}, "workload": ""}',
         '{"generation": 1, "policy": [], "workload": ""}',
         '{"generation": 1, "policy": {}, "workload": 3}',
+        '{"generation": 1, "policy": {}, "whole": "every_s"}',
+        '{"generation": 1, "policy": {}, "whole": [1]}',
         '{"generation": 9223372036854775808, "policy": {}, "workload": ""}',
         '{"generation": 1, "policy": {"every_s": NaN}, "workload": ""}',
         "[" * 100_000,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.service import Fleet
-from deltashard_operator.fleet.sidecar_report import Directive, IncidentKind, Phase, PolicyInForce
+from deltashard_operator.fleet.sidecar_report import Directive, IncidentKind, Phase
 from deltashard_proto.v1 import fleet_pb2 as wire
+from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.fleet import fleet_stream
 from deltashard_sidecar.fleet.fleet_stream import Fleet as Client
@@ -53,7 +54,7 @@ def test_a_sidecar_and_the_controller_understand_each_other(
     async def scenario() -> None:
         async with serving(api, reauthenticate_s=1.0) as service:
             book, fleet = service.book, service.fleet
-            fleet.direct(key, Directive(generation=3, policy=PolicyInForce(every_s=7.0)))
+            fleet.direct(key, Directive(generation=3, policy=pb.Policy(every_s=7.0)))
             address = f"localhost:{fleet.port}"
             sidecar = connected(side, pod, address, service.authority.pem, tmp_path / "token")
             try:
@@ -92,7 +93,7 @@ def test_a_sidecar_and_the_controller_understand_each_other(
                 port = fleet.port
                 await fleet.stop(5.0)
                 again = Fleet(ledger=book, reviewer=service.reviewer, tls=service.tls, metrics=FleetMetrics())
-                again.direct(key, Directive(generation=4, policy=PolicyInForce(encoding="q8")))
+                again.direct(key, Directive(generation=4, policy=pb.Policy(encoding="q8")))
                 await again.start("127.0.0.1", port)
                 await eventually_async(
                     lambda: side.directives[-1].generation == 4, "the next one's directive"

@@ -15,7 +15,6 @@ import pytest
 from deltashard_operator.fleet import service as fleets
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.service import Files, Fleet, FleetUnavailable
-from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce
 from deltashard_proto.v1 import fleet_pb2 as wire
 from kubernetes import client
 
@@ -25,6 +24,7 @@ from tests.support.operator.fleet_service import (
     Book,
     Pod,
     Reporter,
+    directive,
     refused,
     request_token,
     serving,
@@ -50,10 +50,6 @@ def pod(rest: Rest) -> Pod:
 @pytest.fixture(scope="module")
 def token(rest: Rest, pod: Pod) -> str:
     return pod.token(rest)
-
-
-def directive(generation: int, every_s: float = 60.0) -> Directive:
-    return Directive(generation=generation, policy=PolicyInForce(every_s=every_s))
 
 
 def test_a_sidecar_reports_and_hears(api: client.ApiClient, pod: Pod, token: str) -> None:

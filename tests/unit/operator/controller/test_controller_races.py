@@ -15,13 +15,13 @@ from deltashard_operator.fleet.sidecar_report import (
     Heartbeat,
     Hello,
     Phase,
-    PolicyInForce,
     Rank,
     RunKey,
 )
 from deltashard_operator.kube.call import Answer
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import run_record
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, Api, checkpoint_run, controller_of, job, pod
@@ -127,9 +127,7 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
             workload_kind="Job", workload_name="train", workload_uid=UID,
         )  # fmt: skip
         controller.connected(hello)
-        in_force = PolicyInForce(
-            every_s=77.0, encoding="q8", differential="intermittent", state_encoding="fp32"
-        )
+        in_force = pb.Policy(every_s=77.0, encoding="q8", differential="intermittent", state_encoding="fp32")
         controller.reported(hello, Heartbeat(run="n/train", phase=Phase.TRAINING, attempt=1, policy=in_force))
 
         async def told_by_now() -> list[float]:
@@ -206,7 +204,7 @@ def test_failures_are_counted_and_the_charts_switch_ends_all_deciding(tmp_path: 
         await controller.watches.settle()
         hello = Hello(namespace="n", pod="train-x", pod_uid="p-1", process="p", workload_uid=UID)
         controller.connected(hello)
-        in_force = PolicyInForce(every_s=120.0, encoding="q8", differential="intermittent", goal="auto")
+        in_force = pb.Policy(every_s=120.0, encoding="q8", differential="intermittent", goal="auto")
         attempt = 0
 
         async def beat(attempt: int) -> None:

@@ -10,7 +10,7 @@ from deltashard_operator.run.watched_run import Run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.operator.full_run import full_run, redecided
+from tests.support.operator.full_run import changed, full_run
 
 RUN = {"namespace": "team", "run": "train"}
 
@@ -82,7 +82,7 @@ def test_there_are_as_many_series_of_a_decision_as_it_changed(history: list[tupl
     (made,) = run.decisions
     held, said = None, ""
     for value, figure in history:
-        now = redecided(made, value=value, why=f"because of {figure}", bound="")
+        now = changed(made, value=value, why=f"because of {figure}", bound="")
         one.run = replace(run, decisions=(now,))
         if value != held:
             held, said = value, now.why
@@ -94,10 +94,10 @@ def test_a_long_sentence_is_cut_and_a_run_that_is_gone_is_forgotten() -> None:
     one = OneRun(run)
     metrics.follow(one)
     (made,) = run.decisions
-    one.run = replace(run, decisions=(redecided(made, why="x" * 500, bound=""),))
+    one.run = replace(run, decisions=(changed(made, why="x" * 500, bound=""),))
     ((_, why),) = series(metrics)
     assert why == "x" * (MAX_WHY - 3) + "..."
     one.run = replace(run, finished="Completed")
     assert series(metrics) == set()
-    one.run = replace(run, decisions=(redecided(made, why="anew", bound=""),))
+    one.run = replace(run, decisions=(changed(made, why="anew", bound=""),))
     assert series(metrics) == {("4 min", "anew")}

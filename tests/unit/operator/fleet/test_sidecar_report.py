@@ -121,7 +121,7 @@ def assert_bounded(value: Any) -> None:
                 assert_bounded(each)
         case None:
             return
-        case wire.Decision():
+        case wire.Decision() | trainer_wire.Policy():
             for _, text in value.ListFields():
                 assert_bounded(text)
         case _:
@@ -226,14 +226,13 @@ def test_of_too_many_incidents_the_oldest_are_taken() -> None:
 
 def test_a_directive_goes_out_whole() -> None:
     """Every field of the policy."""
-    policy = sidecar_report.PolicyInForce(
+    policy = trainer_wire.Policy(
         every_s=90.0, every_steps=7, encoding="q4", differential="one-shot", state_encoding="bf16"
     )
     message = sidecar_report.Directive(generation=5, policy=policy).message()
-    assert (message.generation, message.timers) == (5, True)
-    assert (
-        not sidecar_report.Directive(generation=6, policy=sidecar_report.PolicyInForce(encoding="q8"))
-        .message()
-        .timers
-    )
+    assert message.generation == 5
+    stated = {"goal", "least_s", "most_s", "bits_goal", "least_bits", "tables"}
+    assert set(message.whole) == {"every_s", "every_steps", *stated}
+    untimed = sidecar_report.Directive(generation=6, policy=trainer_wire.Policy(encoding="q8")).message()
+    assert set(untimed.whole) == stated
     assert sidecar_report.heartbeat_of(wire.Heartbeat(policy=message.policy)).policy == policy

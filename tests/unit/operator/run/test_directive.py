@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_checkpoint.deciding.precision import encodings_of
-from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce, heartbeat_of
+from deltashard_operator.fleet.sidecar_report import Directive, heartbeat_of
 from deltashard_operator.kube.cluster_name import BITS, GOAL, INTERVAL
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run.directive import decided, differs
@@ -18,12 +16,13 @@ from deltashard_sidecar import policy as sidecar_policy
 from deltashard_sidecar.policy import InForce
 
 from tests.support.operator import sample
+from tests.support.operator.full_run import changed
 
 
 def test_a_run_does_what_its_policy_says_and_before_that_what_its_annotations_say() -> None:
     spec = {"intervalSeconds": 60, "bits": 4, "everySteps": 7, "differential": "full"}
     wanted = decided(spec, sample.DEFAULTS, Wish())
-    assert wanted == PolicyInForce(every_s=60.0, every_steps=7, encoding="q4", differential="full")
+    assert wanted == pb.Policy(every_s=60.0, every_steps=7, encoding="q4", differential="full")
     wish = Wish(overrides=((INTERVAL, "5m"), (BITS, "8")))
     assert decided(spec, sample.DEFAULTS, wish).every_s == 300.0
     assert decided(spec, sample.DEFAULTS, wish).encoding == "q8"
@@ -61,43 +60,38 @@ def test_the_word_of_an_annotation_ends_or_begins_a_goal() -> None:
 
 def test_a_chosen_interval_is_no_reason_for_a_directive_and_another_goal_is() -> None:
     wanted = decided(AUTO, sample.DEFAULTS, Wish())
-    in_force = replace(wanted, every_s=93.0)
+    in_force = changed(wanted, every_s=93.0)
     assert not differs(wanted, in_force)
-    assert differs(replace(wanted, goal=""), in_force), "the goal is off"
-    assert differs(replace(wanted, most_s=60.0), in_force)
-    assert differs(wanted, replace(in_force, goal="")), "the goal is new"
+    assert differs(changed(wanted, goal=""), in_force), "the goal is off"
+    assert differs(changed(wanted, most_s=60.0), in_force)
+    assert differs(wanted, changed(in_force, goal="")), "the goal is new"
 
 
 def test_chosen_bits_are_no_reason_for_a_directive_and_another_goal_is() -> None:
     wanted = decided({"precision": {"goal": "budget"}}, sample.DEFAULTS, Wish())
-    in_force = replace(wanted, encoding="q2")
+    in_force = changed(wanted, encoding="q2")
     assert not differs(wanted, in_force)
-    assert differs(replace(wanted, bits_goal=""), in_force), "the goal is off"
-    assert differs(replace(wanted, least_bits=4), in_force)
-    assert differs(replace(wanted, tables="a=q8"), in_force)
-    assert differs(wanted, replace(in_force, bits_goal=""))
+    assert differs(changed(wanted, bits_goal=""), in_force), "the goal is off"
+    assert differs(changed(wanted, least_bits=4), in_force)
+    assert differs(changed(wanted, tables="a=q8"), in_force)
+    assert differs(wanted, changed(in_force, bits_goal=""))
 
 
 def test_a_directive_ends_what_a_pod_was_started_with() -> None:
-    """Nothing at all would keep it."""
-    policy = Directive(generation=1, policy=PolicyInForce(every_s=60.0)).message().policy
-    assert (policy.goal, policy.bits_goal, policy.tables) == ("fixed", "fixed", ",")
-    assert encodings_of(policy.tables, where="test") == {}
-    assert (policy.least_s, policy.most_s, policy.least_bits) == (0.001, 365 * 86400.0, 2)
-    started = pb.Policy(goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget")
-    received = sidecar_policy.received(
-        Directive(generation=1, policy=PolicyInForce(every_s=60.0)).message(), "w"
+    """But for encodings, which it does not state."""
+    started = pb.Policy(
+        goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget", encoding="q8"
     )
+    received = sidecar_policy.received(Directive(generation=1, policy=pb.Policy(every_s=60.0)).message(), "w")
     found = InForce(started_with=started).after(received).policy
-    assert (found.goal, found.bits_goal, encodings_of(found.tables, where="test")) == ("fixed", "fixed", {})
-    assert (found.least_s, found.most_s) == (0.001, 365 * 86400.0)
+    assert found == pb.Policy(every_s=60.0, encoding="q8")
 
 
 def test_only_what_a_directive_can_say_is_compared() -> None:
-    in_force = PolicyInForce(every_s=60.0, every_steps=7, encoding="q4", differential="full")
+    in_force = pb.Policy(every_s=60.0, every_steps=7, encoding="q4", differential="full")
     assert not differs(in_force, in_force)
-    assert not differs(PolicyInForce(encoding="q4"), in_force), "no timer at all is no directive"
-    assert differs(PolicyInForce(every_s=60.0, encoding="q4"), in_force), "steps are off"
-    assert differs(PolicyInForce(every_steps=7, encoding="q4"), in_force), "the interval is off"
-    assert differs(PolicyInForce(every_s=61.0, encoding="q4"), in_force)
-    assert differs(PolicyInForce(encoding="q8"), in_force)
+    assert not differs(pb.Policy(encoding="q4"), in_force), "no timer at all is no directive"
+    assert differs(pb.Policy(every_s=60.0, encoding="q4"), in_force), "steps are off"
+    assert differs(pb.Policy(every_steps=7, encoding="q4"), in_force), "the interval is off"
+    assert differs(pb.Policy(every_s=61.0, encoding="q4"), in_force)
+    assert differs(pb.Policy(encoding="q8"), in_force)

@@ -12,7 +12,6 @@ from deltashard_operator.fleet.sidecar_report import (
     Hello,
     Incident,
     IncidentKind,
-    PolicyInForce,
     Rank,
 )
 from deltashard_operator.fleet.sidecar_report import Phase as At
@@ -21,6 +20,7 @@ from deltashard_operator.run.failure import Interruption, LossCause
 from deltashard_operator.run.incident import Incidents
 from deltashard_operator.run.observed_object import NodeView
 from deltashard_operator.run.watched_run import Run
+from deltashard_proto.v1 import trainer_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,7 +110,7 @@ def beat(run: Run, n: int, *, attempt: int, at_s: float, seq: int = 1, step: int
         run="team/train-u-1",
         attempt=10 * attempt,
         openings=attempt,
-        policy=PolicyInForce(every_s=60.0, encoding="q8"),
+        policy=pb.Policy(every_s=60.0, encoding="q8"),
         ranks=(Rank(rank=0, world_size=1, step=step),),  # whose they are does not matter here
         last_commit=Commit(seq=seq, attempt=10 * attempt, step=step),
     )
@@ -148,7 +148,7 @@ def test_32_pods_lost_at_once_are_one_failure_and_shrink_nothing() -> None:
         run="team/train-u-1",
         attempt=20,
         openings=2,
-        policy=PolicyInForce(every_s=60.0, encoding="q8"),
+        policy=pb.Policy(every_s=60.0, encoding="q8"),
         ranks=(Rank(rank=0, world_size=32, step=10),),
     )
     mine = replace(hello(0), pod_uid="q-0", process="t-0")

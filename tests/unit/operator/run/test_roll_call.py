@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet.sidecar_report import Commit, Heartbeat, Hello, PolicyInForce, Rank, StepSample
+from deltashard_operator.fleet.sidecar_report import Commit, Heartbeat, Hello, Rank, StepSample
 from deltashard_operator.fleet.sidecar_report import Phase as At
 from deltashard_operator.run import condition, judgement, roll_call, run_record, watched_run
 from deltashard_operator.run.observed_object import NodeView, PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 NOW_S = 1_000_000.0
 WORKLOAD = Workload(namespace="team", kind="Job", name="train", uid="u-1", api_version="batch/v1")
@@ -36,7 +37,7 @@ def said(
     n: int, *, step: int = 50, size: int = 4, phase: At = At.TRAINING, attempt: int = 7, **more: object
 ) -> Heartbeat:
     ranks = () if phase in {At.WAITING, At.CLOSED} else (Rank(rank=n, world_size=size, step=step),)
-    policy = PolicyInForce(every_s=60.0, encoding="q8")
+    policy = pb.Policy(every_s=60.0, encoding="q8")
     return Heartbeat(
         run="team/train-u-1", phase=phase, attempt=attempt, openings=1, ranks=ranks, policy=policy, **more
     )  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from deltashard_operator.fleet.sidecar_report import (
     Incident,
     IncidentKind,
     Measured,
-    PolicyInForce,
     Rank,
 )
 from deltashard_operator.fleet.sidecar_report import Phase as At
@@ -22,13 +21,14 @@ from deltashard_operator.run import phase as phases
 from deltashard_operator.run.observed_object import NodeView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
+from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision
 
-from tests.support.operator.full_run import full_run, redecided
+from tests.support.operator.full_run import changed, full_run
 from tests.unit.operator.run.observed import NOW_S, TRAIN, ended, job, pod
 
 NODES = {"node-a": NodeView(name="node-a", ready=True)}
-EVERY = PolicyInForce(every_s=60.0, encoding="q8", differential="intermittent")
+EVERY = pb.Policy(every_s=60.0, encoding="q8", differential="intermittent")
 
 
 def hello(uid: str = "p-1", process: str = "s-1") -> Hello:
@@ -341,11 +341,11 @@ def test_a_decision_is_shown_and_told_when_it_changes() -> None:
     assert (run.decisions, run.measured) == ((DECIDED,), Measured(cost_s=0.5))
     run, notices = watched_run.with_report(run, hello(), beat(seq=1, decisions=(DECIDED,)), NOW_S)
     assert not notices
-    changed = redecided(DECIDED, value="5 min", why="a save costs 1.5 s")
-    run, notices = watched_run.with_report(again(run), hello(), beat(seq=1, decisions=(changed,)), NOW_S)
+    later = changed(DECIDED, value="5 min", why="a save costs 1.5 s")
+    run, notices = watched_run.with_report(again(run), hello(), beat(seq=1, decisions=(later,)), NOW_S)
     assert [(each.reason, each.warning) for each in notices] == [("IntervalChanged", False)]
     assert notices[0].message == "interval: 3 min -> 5 min; a save costs 1.5 s"
-    shown = redecided(changed, would="9 min")
+    shown = changed(later, would="9 min")
     run, notices = watched_run.with_report(run, hello(), beat(seq=1, decisions=(shown,)), NOW_S)
     assert not notices, "what only would be is no news"
     run, notices = watched_run.with_report(run, hello(), beat(seq=1), NOW_S)
@@ -355,7 +355,7 @@ def test_a_decision_is_shown_and_told_when_it_changes() -> None:
 def test_of_several_that_decide_the_one_with_rank_0_counts() -> None:
     run = training(decisions=(DECIDED,))
     other = replace(
-        beat(seq=1, decisions=(redecided(DECIDED, value="9 min"),)),
+        beat(seq=1, decisions=(changed(DECIDED, value="9 min"),)),
         ranks=(Rank(rank=3, world_size=4, step=9),),
     )
     run, _ = watched_run.with_report(run, hello("p-2", "s-2"), other, NOW_S)
@@ -363,18 +363,18 @@ def test_of_several_that_decide_the_one_with_rank_0_counts() -> None:
 
 
 def test_a_chosen_interval_is_shown_and_not_where_it_began() -> None:
-    asked = PolicyInForce(every_s=300.0, encoding="q8", differential="intermittent", goal="auto")
-    chosen = replace(asked, every_s=93.4)
+    asked = pb.Policy(every_s=300.0, encoding="q8", differential="intermittent", goal="auto")
+    chosen = changed(asked, every_s=93.4)
     run = replace(training(policy=chosen), directed=asked, generation=2)
     status = run_record.status(run, NOW_S)
     assert (status["intervalSeconds"], status["goal"]) == (94, "auto")
     assert again(run).directed == asked
-    stated = replace(run, directed=replace(asked, goal=""))
+    stated = replace(run, directed=changed(asked, goal=""))
     assert run_record.status(stated, NOW_S)["intervalSeconds"] == 300
 
 
 def test_a_goal_that_cannot_be_had_is_a_condition_and_an_event_while_it_cannot() -> None:
-    unreachable = redecided(DECIDED, unreachable="at most 5 min of lost work cannot be had")
+    unreachable = changed(DECIDED, unreachable="at most 5 min of lost work cannot be had")
     run, _ = watched_run.with_report(training(), hello(), beat(seq=1, decisions=(unreachable,)), NOW_S)
     run, notices = judgement.judged(run, NODES, NOW_S)
     assert [each.reason for each in notices] == ["GoalUnreachable"]
@@ -606,7 +606,7 @@ def test_a_sidecar_that_calls_its_run_anything_costs_no_memory() -> None:
 )
 def test_an_interval_comes_back_from_a_status_as_it_was(every_s: float, shown: int) -> None:
     """What is wanted would differ from what was directed, and every new controller would direct it anew."""
-    wanted = replace(EVERY, every_s=every_s, every_steps=5)
+    wanted = changed(EVERY, every_s=every_s, every_steps=5)
     run = judged(replace(training(policy=EVERY), directed=wanted, generation=3))
     assert run_record.status(run, NOW_S)["intervalSeconds"] == shown
     found = again(run)

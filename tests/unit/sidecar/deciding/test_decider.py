@@ -46,11 +46,9 @@ class Life:
         self.rng = random.Random(seed)
         self.now_s, self.step, self.step_s, self.cut, self.partial = 1e9, 0, step_s, 0, False
         self.metrics = Metrics()
-        self.policy = pb.Policy(goal="auto", **said)  # type: ignore[arg-type]
-        config = settings.load(
-            ["--url", "memory://x", "--run", "r", "--dir", "/d", "--cache-dir", "/c"],
-            {"DELTASHARD_GOAL": "auto"},
-        )
+        self.policy = changed(pb.Policy(goal="auto"), **said)
+        needed = ["--url", "memory://x", "--run", "r", "--dir", "/d", "--cache-dir", "/c"]
+        config = settings.load(needed, {"DELTASHARD_GOAL": "auto"})
         self.decider = Decider(
             config, metrics=self.metrics, log=configure("error", run="r"), clock=lambda: self.now_s
         )
