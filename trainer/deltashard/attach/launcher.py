@@ -244,7 +244,6 @@ class ChildLauncher:
 
     @property
     def ready_path(self) -> Path:
-        """Written by the sidecar once it serves."""
         return self.runtime / "ready.json"
 
     @property

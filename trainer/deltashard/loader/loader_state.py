@@ -25,7 +25,6 @@ class LoaderState:
     """Of one loader; does nothing for one of another kind."""
 
     def __init__(self, access: LoaderAccess, report: Callable[..., None]) -> None:
-        """`report` takes the kind of a message and its fields."""
         self._access = access
         self._report = report
         self._due = 0.0

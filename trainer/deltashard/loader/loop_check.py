@@ -12,7 +12,6 @@ class LoopCheck:
     """Of one loader; some comparisons of integers per batch."""
 
     def __init__(self, report: Callable[..., None], *, pipelined: bool) -> None:
-        """`report` takes the kind of a message and its fields."""
         self._report = report
         self._pipelined = pipelined
         self._thread = threading.get_ident()

@@ -19,7 +19,6 @@ class Nesting:
     """
 
     def __init__(self, report: Callable[..., None]) -> None:
-        """`report` takes the kind of a message and its fields."""
         self._report = report
         self.inner: set[str] | None = None
         """Loaders that make one pass for each batch of this one; None: not seen yet."""
@@ -49,7 +48,6 @@ class Nesting:
         return any(other is each for each in self._in_turns)
 
     def other_begun(self, name: str) -> None:
-        """A pass over another loader begins while this one's is open."""
         self._begun[name] = self._begun.get(name, 0) + 1
 
     def delivered(self, made: LoaderPass, event: int, open_names: set[str]) -> None:

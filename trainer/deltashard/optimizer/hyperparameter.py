@@ -28,14 +28,13 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tup
     }
 
 
-def described(found: Mapping[str, tuple[Any, Any]]) -> str:
-    """Those differences in words; names that begin with "_" follow from others."""
-    return ", ".join(f"{name} {was!r} -> {now!r}" for name, (was, now) in found.items() if name[:1] != "_")
-
-
 def note(where: str, found: Mapping[str, tuple[Any, Any]], *, script: bool) -> list[str]:
-    """A sentence about the differences, if there are any; `script`: this script's values are in force."""
-    if not (words := described(found)):
+    """A sentence about the differences, if there are any; `script`: this script's values are in force.
+
+    Names that begin with "_" follow from others.
+    """
+    words = ", ".join(f"{name} {was!r} -> {now!r}" for name, (was, now) in found.items() if name[:1] != "_")
+    if not words:
         return []
     fate = (
         "this script's values are in force"

@@ -72,7 +72,6 @@ class Peers:
         self.close(leaving=True)
 
     def close(self, *, leaving: bool = False) -> None:
-        """Beat no more; `leaving`: in order."""
         if self._beats is not None:
             self._beats.close(leaving=leaving)
 

@@ -97,7 +97,6 @@ class Contents:
         return {key: _sum(hashes) for key, hashes in sorted(self._expected.items())}
 
     def dropped(self) -> None:
-        """The cut was not finished: what it would have renewed is as it was."""
         self._staged.clear()
 
     def restored(self, tracking: Tracking) -> dict[str, str]:

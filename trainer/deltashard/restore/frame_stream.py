@@ -195,7 +195,6 @@ class Arrivals:
 
     @property
     def rounded_state(self) -> Mapping[str, str]:
-        """Tables of whose optimizer state some was narrowed, and to which type."""
         return self._applier.narrowed
 
     def finish(self, plan: pb.RestoreReply.Plan) -> Blobs:

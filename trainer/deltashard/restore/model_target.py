@@ -163,14 +163,12 @@ class ModelTargets:
         return take
 
     def take_newer(self, applier: FrameApplier, frame: memoryview) -> None:
-        """Apply a frame of rows that are newer than all of the checkpoint."""
         by_target = {id(p.target): p for p in self.placed}
         for applied in applier.apply(frame, verify=True):
             placed = by_target[id(applied.target)]
             placed.newer[applied.rows - placed.target.box.row_start] = True
 
     def finish(self) -> None:
-        """All rows arrived: copy what was staged for other devices."""
         with torch.no_grad():
             for placed in self.placed:
                 for staging, live in placed.copies:

@@ -177,7 +177,6 @@ class KernelShard:
 
     @property
     def why_inexact(self) -> str | None:
-        """Why rows that nobody looked up may change, too; None: they cannot."""
         name = self.batch.optimizer
         return (
             None
@@ -186,7 +185,6 @@ class KernelShard:
         )
 
     def listen(self, updated: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Have `updated` called right after each update; returns what ends that."""
         return self.batch.listen(self._nth, updated)
 
 

@@ -70,7 +70,6 @@ class FusedView(OptimizerView):
     spread = True
 
     def __init__(self, others: Sequence[OptimizerView], inventory: Inventory) -> None:
-        """`others` are the views before this one."""
         super().__init__(len(others), FusedOptimizer(inventory), inventory.names, inventory.tables)
         self._others = others
         self.look_at_given()

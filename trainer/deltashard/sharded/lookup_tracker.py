@@ -21,7 +21,6 @@ class LookupTracker(Tracker):
     name = "lookups"
 
     def __init__(self, kernel: Kernel, marks: Marks, lost: Callable[[Exception], None]) -> None:
-        """`lost` is called with what kept rows from being marked, instead of raising into the backward pass."""
         self._marks = marks
         self._lost = lost
         self._end = kernel.listen(self._updated)

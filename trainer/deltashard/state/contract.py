@@ -55,7 +55,6 @@ class Contract:
     """One module with a state_dict of its own making, and what it says."""
 
     def __init__(self, path: str, module: nn.Module, why: str, inventory: Callable[[], Inventory]) -> None:
-        """`inventory` gives the model's tensors as of now."""
         self.path = path
         self.module = module
         self.why = why

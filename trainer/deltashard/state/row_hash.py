@@ -33,7 +33,6 @@ class Hashing:
     """
 
     def __init__(self, sections: Sequence[Tensor], seed: int) -> None:
-        """`seed` chooses the weights."""
         self.jobs: list[Callable[[], None]] = []
         self._home = sections[0].device
         self._parts: list[Callable[[], Tensor]] = []

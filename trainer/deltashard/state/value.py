@@ -229,7 +229,6 @@ def copy_tensor(target: torch.Tensor, value: object, *, where: str) -> None:
 
 
 def _members(container: Any) -> dict[Any, Any]:
-    """Key or position -> member, as of now."""
     return dict(container) if isinstance(container, Mapping) else dict(enumerate(container))
 
 

@@ -78,7 +78,6 @@ def in_graph(tensor: Tensor) -> bool:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until all streams of an accelerator are done with what they were given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -95,7 +95,6 @@ class StepClock:  # noqa: PLR0904
 
     @property
     def near(self) -> bool:
-        """Whether a save is due within as many steps as `look_ahead` was told."""
         return bool(self.step + self._ahead >= self._line[SAVE_AT_STEP])
 
     @property
@@ -123,7 +122,6 @@ class StepClock:  # noqa: PLR0904
         self._wake.clear()
 
     def pause(self, seconds: float) -> None:
-        """Wait for news since `expect`, so long at most."""
         self._wake.wait(seconds)
 
     def set(self, step: int) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deltashard.tracking.first_step import FirstStep
     from deltashard.tracking.gradient import GradientWatch
     from deltashard.tracking.tracked_table import TrackedTable
+    from deltashard.tracking.tracking import Tracking
 
 _GLOBAL_PRE = torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001 - torch offers no accessor
 _GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as above
@@ -57,7 +58,6 @@ class Steps:
         self.stepped = self.updated = False
 
     def update(self, *, begins: bool) -> None:
-        """A fused kernel begins to change rows, or has changed them."""
         self.updating, self.updated = begins, True
 
     def call_before_next(self, call: Callable[[], None]) -> None:
@@ -75,22 +75,14 @@ class Steps:
 class StepHooks:
     """Those of one optimizer."""
 
-    __slots__ = ("_handles", "_on_cuda", "_regrouped", "_sizes", "_steps", "_versions", "optimizer", "tables")
+    __slots__ = ("_handles", "_on_cuda", "_sizes", "_steps", "_tracking", "_versions", "optimizer", "tables")
 
-    def __init__(
-        self,
-        optimizer: Any,
-        steps: Steps,
-        *,
-        loaded: Callable[[Any], None],
-        regrouped: Callable[[Any], None],
-    ) -> None:
-        """Called with the optimizer: `loaded` after its `load_state_dict`, `regrouped` when its groups have grown."""
+    def __init__(self, optimizer: Any, tracking: Tracking) -> None:
         self.optimizer = optimizer
         self.tables: list[TrackedTable] = []
         """Those that it alone owns and that are tracked by gradients."""
-        self._steps = steps
-        self._regrouped = regrouped
+        self._tracking = tracking
+        self._steps = tracking.steps
         self._sizes = _sizes(optimizer)
         """How many parameters each of its groups had at the last look."""
         self._on_cuda = _on_cuda(optimizer)
@@ -99,7 +91,7 @@ class StepHooks:
         self._handles = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self.after),
-            optimizer.register_load_state_dict_post_hook(loaded),
+            optimizer.register_load_state_dict_post_hook(tracking.state_loaded),
         ]
 
     def watch(self, tables: list[TrackedTable]) -> None:
@@ -130,7 +122,7 @@ class StepHooks:
             self._rewritten()
         if _sizes(optimizer) != self._sizes:
             self._sizes = _sizes(optimizer)
-            self._regrouped(optimizer)
+            self._tracking.regrouped(optimizer)
         if self.tables:
             reason = why_inexact(optimizer) or why_not_alone(optimizer, args, kwargs)
             if reason is not None or not self._holds(TensorVersionSet.same):
@@ -218,5 +210,4 @@ def why_not_alone(
 
 
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a step's arguments, the optimizer itself first, have a closure."""
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None

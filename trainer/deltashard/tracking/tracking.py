@@ -162,11 +162,6 @@ class Tracking:  # noqa: PLR0904
         return [hooks.optimizer for hooks in self._hooks]
 
     @property
-    def stepped(self) -> bool:
-        """Whether an optimizer stepped since the last step boundary; true when none can be asked."""
-        return self.steps.stepped or not self._hooks
-
-    @property
     def has_gradients(self) -> bool:
         return any(param.grad is not None for params in _by_view(self.optimizers) for param in params)
 
@@ -364,18 +359,16 @@ class Tracking:  # noqa: PLR0904
             for optimizer in hookable(handed):
                 if id(optimizer) not in known:
                     known.add(id(optimizer))
-                    self._hooks.append(
-                        StepHooks(optimizer, self.steps, loaded=self._state_loaded, regrouped=self._regrouped)
-                    )
+                    self._hooks.append(StepHooks(optimizer, self))
 
-    def _state_loaded(self, optimizer: Any) -> None:
+    def state_loaded(self, optimizer: Any) -> None:
         if any(view.restoring for view in self.optimizers):
             return
         for table in self.tables:
             if table.sole is optimizer:
                 table.mark_outside()
 
-    def _regrouped(self, optimizer: Any) -> None:
+    def regrouped(self, optimizer: Any) -> None:
         """Parameters were added to a handed optimizer, which is about to step: it may change another's tables."""
         for table in self.tables:
             if table.sole is not optimizer and _owns(optimizer, table.param):

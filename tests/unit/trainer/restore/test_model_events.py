@@ -179,7 +179,7 @@ def test_an_optimizer_replaced_in_the_list_is_adopted(caplog: pytest.LogCaptureF
     script = trained(plan, 4)
     assert "an optimizer was replaced while training" in caplog.text
     script.optimizers[0].step()
-    assert script.tracking.stepped
+    assert script.tracking.steps.stepped
     assert [view.class_name for view in script.tracking.optimizers] == ["torch.optim.sgd.SGD"]
     check_exact(plan, 5)
 

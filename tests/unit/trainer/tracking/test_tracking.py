@@ -224,13 +224,13 @@ def test_stepped_tells_accumulation_from_steps():
         training, cutter = begin("sgd", "embedding", True)
         tracking = cutter.tracking
         training.accumulate()
-        assert not tracking.stepped
+        assert not tracking.steps.stepped
         training.scaled_skip()
-        assert not tracking.stepped
+        assert not tracking.steps.stepped
         training.train()
-        assert tracking.stepped
+        assert tracking.steps.stepped
         tracking.steps.done()
-        assert not tracking.stepped
+        assert not tracking.steps.stepped
 
 
 def test_a_copy_or_pickle_of_the_model_carries_no_tracking():
