@@ -47,31 +47,26 @@ class Blobs:
 
         What a rank said for itself comes before what rank 0 said for all.
         """
-        found: dict[str, dict[str, Any]] = {"dense": {}, "state": {}}
-        single: dict[str, Any] = {"rng": None, "loader": {}, "meta": {}}
         common, own = common_blobs(raw), own_blobs(rank, raw)
         content = decode_value(own["meta"]).get("content") if "meta" in own else None
-        for name, data in (common | {name: data for name, data in own.items() if name != "meta"}).items():
-            kind, _, key = name.partition("/")
-            if kind == "optim":
-                continue
-            value = decode_value(data)
-            if kind in found and key:
-                found[kind][key] = value
-            else:
-                single[name] = value
+        said = common | {name: data for name, data in own.items() if name != "meta"}
+        held = {name: decode_value(data) for name, data in said.items() if not name.startswith("optim/")}
+
+        def under(prefix: str) -> dict[str, Any]:
+            return {n.removeprefix(prefix): value for n, value in held.items() if n.startswith(prefix)}
+
         return cls(
-            dense=found["dense"],
+            dense=under("dense/"),
             optimizers={i: [decode_value(d) for d in said] for i, said in optimizer_parts(common).items()},
-            state=found["state"],
-            rng=single["rng"],
-            loaders=single["loader"],
+            state=under("state/"),
+            rng=held.get("rng"),
+            loaders=held.get("loader", {}),
             peers={
                 owner or 0: decode_value(data)
                 for (owner, name), data in ((parse_blob_name(stored), data) for stored, data in raw.items())
                 if name == "loader"
             },
-            meta=single["meta"],
+            meta=held.get("meta", {}),
             own_rng="rng" in own,
             own_content=content,
         )
@@ -278,7 +273,6 @@ class Blobs:
         return may_grow(name, value, live, self.meta.get("grown") or {}, tracking.model)
 
     def _misshapen(self, position: int, view: OptimizerView) -> list[str]:
-        """Parameters of an optimizer that had another shape when they were stored."""
         stored = next(iter(self.optimizers.get(position, ())), None)
         if stored is None:
             return []

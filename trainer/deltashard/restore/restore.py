@@ -81,12 +81,10 @@ class _Call:
     def unusual(self) -> str:
         """What makes this restore more than resuming after a crash; empty: nothing."""
         request = self.request
-        if request.which != "latest" or request.from_run:
-            return (
-                f"restore(which={request.which!r}) was called"
-                if not request.from_run
-                else "another run is read"
-            )
+        if request.from_run:
+            return "another run is read"
+        if request.which != "latest":
+            return f"restore(which={request.which!r}) was called"
         if request.weights_only or not request.strict or request.renames or request.takeover:
             return "restore() was called with more than its defaults"
         return "a checkpoint was not whole" if self.excluded else ""

@@ -127,7 +127,11 @@ class Marks:
         return row_kernel.find_rows(self._array, TOUCHED)
 
     def count(self, mode: Mode) -> int:
-        return self.rows if mode == "all" else self._count(mode)
+        if mode == "all":
+            return self.rows
+        if self._array is not None:
+            return row_kernel.count_rows(self._array, _SELECTS[mode])
+        return int(torch.count_nonzero(self.flags & _SELECTS[mode]))
 
     def find(self, mode: Mode, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Those of them in [start, stop), of a table on the CPU: int64 [n], ascending. Rows may be marked meanwhile."""
@@ -143,11 +147,6 @@ class Marks:
         settle(self.flags.device)
         yield
         settle(self.flags.device)
-
-    def counts(self) -> DirtyCounts:
-        return DirtyCounts(
-            commit=self._count("since_commit"), baseline=self._count("since_baseline"), total=self.rows
-        )
 
     def cut_taken(self, cut: int, *, full: bool) -> None:
         """Cut number `cut` copied this table's selection; `full`: of the mode "all", for every table."""
@@ -208,11 +207,6 @@ class Marks:
     def clean(self, ids: Tensor) -> Tensor:
         """Which of `ids` did not change since the last cut was taken: bool [n], where `ids` are."""
         return ((self.flags[ids] & FRESH) == 0).to(ids.device)
-
-    def _count(self, mode: Mode) -> int:
-        if self._array is not None:
-            return row_kernel.count_rows(self._array, _SELECTS[mode])
-        return int(torch.count_nonzero(self.flags & _SELECTS[mode]))
 
     def _keep(self, bits: int) -> None:
         if self._array is not None:

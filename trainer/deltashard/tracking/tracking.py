@@ -194,11 +194,11 @@ class Tracking:  # noqa: PLR0904
         self._look_at_state()
         self._look_at_hashes()
         self._index()
-        counts = [table.marks.counts() for table in self.saved]
+        marks = [table.marks for table in self.saved]
         return DirtyCounts(
-            commit=sum(c.commit for c in counts),
-            baseline=sum(c.baseline for c in counts),
-            total=sum(c.total for c in counts),
+            commit=sum(each.count("since_commit") for each in marks),
+            baseline=sum(each.count("since_baseline") for each in marks),
+            total=sum(each.rows for each in marks),
         )
 
     def _look_at_state(self) -> None:

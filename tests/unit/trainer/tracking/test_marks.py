@@ -191,7 +191,7 @@ def test_restored_rows_differ_from_the_baseline_only():
     marks.reseed(torch.tensor([2, 7]))
     assert selected(marks, "since_commit") == set()
     assert selected(marks, "since_baseline") == {2, 7}
-    assert marks.counts().baseline == 2
+    assert marks.count("since_baseline") == 2
     marks.reseed(None)
     assert marks.select("since_baseline").all
 
