@@ -1,12 +1,9 @@
-"""One rank of a few that save or load sharded state dicts with plain torch.distributed.checkpoint; nothing of ours.
+"""Ranks that save or load sharded state dicts with plain torch.distributed.checkpoint: scenarios for `rank_zygote`.
 
-Run as a script: `dcp_ranks.py WORKDIR RANK WORLD save|load`. Tensors come from `WORKDIR/whole.pt`, a dict of whole ones;
-`save` shards them, each in every way there is, into `WORKDIR/saved`; `load` reads `WORKDIR/exported` into shards of
-other sizes and compares them.
+Tensors come from `WORKDIR/whole.pt`, a dict of whole ones; `save` shards them, each in every way there is, into
+`WORKDIR/saved-KIND`; `load` reads `WORKDIR/exported` into shards of other sizes and compares them.
 """
 
-import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -16,6 +13,10 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.support.trainer.rank_zygote import serve
+
+KINDS = ("rows", "columns", "sharded", "plain", "replicated")
 
 
 def sharded(whole, kind, mesh, *, empty):
@@ -42,29 +43,23 @@ def same(whole, part):
     return torch.equal(part.full_tensor() if isinstance(part, DTensor) else part, whole)
 
 
-def main():
-    place, rank, world, what = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{place}/{what}.init", rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
-    whole = torch.load(place / "whole.pt", weights_only=True)
-    kinds = ("rows", "columns", "sharded", "plain", "replicated")
-    if what == "save":
-        held = {
-            kind: {name: sharded(each, kind, mesh, empty=False) for name, each in whole.items()}
-            for kind in kinds
-        }
-        for kind in kinds:
-            dcp.save({"model": held[kind], "step": 3}, checkpoint_id=place / f"saved-{kind}")
-    else:
-        for kind in kinds:
-            held = {name: sharded(each, kind, mesh, empty=True) for name, each in whole.items()}
-            dcp.load(held, checkpoint_id=place / "exported")
-            for name, each in whole.items():
-                assert same(each, held[name]), (kind, name)
-    (place / f"{what}-{rank}.done").touch()
-    dist.destroy_process_group()
+def save(_rank: int, workdir: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.load(workdir / "whole.pt", weights_only=True)
+    for kind in KINDS:
+        held = {name: sharded(each, kind, mesh, empty=False) for name, each in whole.items()}
+        dcp.save({"model": held, "step": 3}, checkpoint_id=workdir / f"saved-{kind}")
+
+
+def load(_rank: int, workdir: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.load(workdir / "whole.pt", weights_only=True)
+    for kind in KINDS:
+        held = {name: sharded(each, kind, mesh, empty=True) for name, each in whole.items()}
+        dcp.load(held, checkpoint_id=workdir / "exported")
+        for name, each in whole.items():
+            assert same(each, held[name]), (kind, name)
 
 
 if __name__ == "__main__":
-    main()
+    serve(globals())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
 from tests.support.command_line import Cli
+from tests.support.trainer.rank_zygote import RankZygote
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -139,21 +139,12 @@ def read_back(directory: Path) -> dict[str, Any]:
     return found
 
 
-def by_ranks(place: Path, world: int, what: str) -> None:
-    """The same work in `world` processes of plain torch."""
-    script = str(Path(__file__).parent / "dcp_ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(place), str(rank), str(world), what],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
-    assert all((place / f"{what}-{rank}.done").exists() for rank in range(world))
+@pytest.fixture(scope="module")
+def by_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Runs `save` or `load` of `dcp_ranks` in several processes of plain torch."""
+    zygote = RankZygote("tests.integration.cli.dcp_ranks")
+    yield zygote.run
+    zygote.close()
 
 
 # -- export -----------------------------------------------------------------------------------------------------
@@ -212,9 +203,10 @@ def opened(url: str, run: str) -> OpenCheckpoint:
 
 
 @pytest.mark.slow
-def test_many_ranks_load_what_one_process_exported(cli: Cli, tmp_path: Path) -> None:
+def test_many_ranks_load_what_one_process_exported(
+    by_ranks: Callable[..., list[Any]], cli: Cli, tmp_path: Path
+) -> None:
     """By plain dcp.load, into DTensors by rows and columns, ShardedTensors and whole tensors; tables came in shards."""
-    world = 3
     run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")
     base = run.save(step=1)
     run.save(run.train(), step=2, covers=base)
@@ -254,7 +246,7 @@ def test_many_ranks_load_what_one_process_exported(cli: Cli, tmp_path: Path) -> 
         f"optimizer.state.{ITEMS.fqn}.exp_avg": torch.from_numpy(items.fields["exp_avg"]),
     }
     torch.save(whole, tmp_path / "whole.pt")
-    by_ranks(tmp_path, world, "load")
+    by_ranks(tmp_path, 3, "load")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -397,7 +389,9 @@ def test_weights_alone_start_a_model_warm(cli: Cli, checkpointer: Checkpointers,
 
 
 @pytest.mark.slow
-def test_what_many_ranks_saved_is_imported(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_many_ranks_saved_is_imported(
+    by_ranks: Callable[..., list[Any]], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DTensors by rows and by columns, uneven ShardedTensors, replicas: the same run, bit for bit, each time.
 
     Tables come in ranges of a few rows, across the borders of pieces, each of which is read once.
