@@ -1,16 +1,14 @@
 """A small model of TorchRec, sharded in every way that runs on CPUs, and what its tracking must say after each step.
 
-`python -m tests.support.trainer.sharded_case OUT RANK WORLD STORE` runs every case of `cases(WORLD)` as one rank and
-writes {case: "" or what went wrong} to OUT. A rank whose case fails ends there: its peers would wait for it.
+A scenario for `rank_zygote`: `every_case` runs every case of `cases(WORLD)` as one rank and returns {case: "" or what
+went wrong}. A rank whose case fails ends there: its peers would wait for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -49,6 +47,8 @@ with warnings.catch_warnings():
 
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import Tensor, nn
+
+from tests.support.trainer.rank_zygote import serve
 
 COLUMNS = 32
 BAGS = {"tiny": (3, ("f3",)), "t0": (97, ("f0",)), "t1": (60, ("f1", "f2"))}
@@ -397,26 +397,20 @@ def _pipelined(case: Case, training: Training, rank: int) -> Iterator[tuple[int,
             yield ()
 
 
-def main() -> None:
-    """One rank of the run."""
-    out, rank, world, store = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    warnings.simplefilter("ignore")
+def every_case(rank: int, workdir: Path) -> dict[str, str]:
+    """One rank of the run; of what `cases` are."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # what torchrun says on hosts of two ranks
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     results: dict[str, str] = {}
-    for case in cases(world):
+    for case in cases(dist.get_world_size()):
         try:
             run(case)
             results[str(case)] = ""
         except Exception:
             results[str(case)] = traceback.format_exc()
             break
-        finally:
-            out.write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    serve(globals())
