@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from deltashard.attach import lifecycle
 
+from tests.support.forked_sidecar import forked_sidecars  # noqa: F401 - for all tests of this folder
+
 
 @pytest.fixture(autouse=True)
 def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

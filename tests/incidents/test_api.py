@@ -24,6 +24,11 @@ from tests.support.machine import limit_s
 SECRET = "the-corrected-secret"
 
 
+@pytest.fixture(autouse=True)
+def forked_sidecars() -> None:
+    """Spawned, as for users: the environment of the process is looked at."""
+
+
 def launcher(root: Path, **flags: object) -> ChildLauncher:
     return ChildLauncher(
         SidecarOptions(url=f"file://{root}/store", run="run", flags={"linger_s": 20.0, **flags})

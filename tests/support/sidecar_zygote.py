@@ -2,8 +2,9 @@
 
 What runs in the child is the real `main`, with its own arguments, environment, working directory and log. One request
 is one line of JSON on stdin, the answer one on stdout: `{"argv", "env", "cwd", "log", "constants"}` -> pid, `{"poll": pid}`
--> exit status or null. `constants` are values to take the place of a module's, `{"package.module.NAME": value}`. Nothing
-with threads is started before the fork.
+-> exit status or null. `constants` are values to take the place of a module's, `{"package.module.NAME": value}`. With
+`orphan` true the sidecar is no child of this process but of its nearest ancestor that adopts orphans. Nothing with
+threads is started before the fork.
 """
 
 import importlib
@@ -43,6 +44,25 @@ def child(request: dict) -> None:
         os._exit(status)
 
 
+def orphan(request: dict) -> int:
+    """The pid of a sidecar whose parent, a fork between, has ended."""
+    answer, answered = os.pipe()
+    between = os.fork()
+    if between == 0:
+        pid = os.fork()
+        if pid == 0:
+            os.close(answer)
+            os.close(answered)
+            child(request)
+        os.write(answered, str(pid).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    os.close(answered)
+    pid = int(os.read(answer, 32))
+    os.close(answer)
+    return pid
+
+
 def run() -> None:
     # All that a sidecar imports while it starts, and nothing else: a second of processor time each, otherwise.
     for name in ("main", "grpc_server", "sidecar", "arena.arena", "run.run", "telemetry.structured_logging"):
@@ -56,6 +76,8 @@ def run() -> None:
                 answer = os.waitstatus_to_exitcode(status) if pid else None
             except ChildProcessError:
                 answer = -1
+        elif request.get("orphan"):
+            answer = orphan(request)
         else:
             answer = os.fork()
             if answer == 0:
