@@ -199,27 +199,19 @@ def missing(state: RunState, seq: int, boxes: Iterable[Box]) -> tuple[Box, ...]:
     return tuple(box for held in pieces.loose.values() for box in held)
 
 
-def closure(state: RunState, seqs: Iterable[int]) -> frozenset[int]:
-    """`seqs` and every checkpoint their chains may read: what must stay live for them to stay restorable."""
+def closure(state: RunState, seqs: Iterable[int], *, written: bool = False) -> frozenset[int]:
+    """`seqs` and every checkpoint their chains may read: what must stay live for them to stay restorable.
+
+    `written`: through the parts as written: all that a reader who planned before a compaction may read.
+    """
     found: set[int] = set()
     stack = [seq for seq in seqs if seq in state.checkpoints]
     while stack:
         seq = stack.pop()
         if seq not in found:
             found.add(seq)
-            stack += () if seq in state.compactions else state.checkpoints[seq].covered
-    return frozenset(found)
-
-
-def written_closure(state: RunState, seqs: Iterable[int]) -> frozenset[int]:
-    """Like `closure`, but through the parts as written: all that a reader who planned before a compaction may read."""
-    found: set[int] = set()
-    stack = [seq for seq in seqs if seq in state.checkpoints]
-    while stack:
-        seq = stack.pop()
-        if seq not in found:
-            found.add(seq)
-            stack += [covers for covers in state.checkpoints[seq].covered if covers in state.checkpoints]
+            if written or seq not in state.compactions:
+                stack += [covers for covers in state.checkpoints[seq].covered if covers in state.checkpoints]
     return frozenset(found)
 
 

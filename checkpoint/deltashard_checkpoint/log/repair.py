@@ -175,11 +175,7 @@ def _base(log: RunLog, slots: dict[int, Slot]) -> RunState:
         except (FormatError, EnvironmentFault):
             continue
     owners = [entry.owner for entry in entries if isinstance(entry, (Genesis, AttemptOpened))]
-    return RunState(run=log.run, owner=owners[0] if owners and 0 not in _whole(slots) else "")
-
-
-def _whole(slots: dict[int, Slot]) -> set[int]:
-    return {seq for seq, slot in slots.items() if isinstance(slot, Sealed)}
+    return RunState(run=log.run, owner=owners[0] if owners and not isinstance(slots.get(0), Sealed) else "")
 
 
 def _advanced(state: RunState, slot: Sealed, lost: Iterable[int]) -> RunState | None:

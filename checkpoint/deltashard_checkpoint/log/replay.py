@@ -205,7 +205,7 @@ def judge(state: RunState, entry: Entry) -> None:  # noqa: C901
     when they fold; a rule that only one side kept would let a run's history mean two things.
     """
     if entry.seq != state.tip + 1:
-        raise InternalOrder(state, entry)
+        raise _refused(entry, f"it was folded after slot {state.tip}")
     void_before = isinstance(entry, AttemptOpened) and entry.voids is not None
     if entry.previous != state.tip_hash and not void_before:
         raise _refused(entry, "it does not follow the entry before it: `previous` is another hash")
@@ -233,13 +233,6 @@ def judge(state: RunState, entry: Entry) -> None:  # noqa: C901
                 raise _refused(entry, f"it speaks of slot {entry.through}, which is not before it")
         case Ignored() | Repaired():
             pass
-
-
-class InternalOrder(EntryRefused):
-    """The caller folds out of order."""
-
-    def __init__(self, state: RunState, entry: Entry) -> None:
-        super().__init__(f"slot {entry.seq} was folded after slot {state.tip}", where=f"run {state.run}")
 
 
 def _refused(entry: Entry, why: str) -> EntryRefused:
@@ -338,7 +331,7 @@ def _judge_retire(state: RunState, entry: Retired) -> None:
         raise _refused(entry, f"it retires {torn[0]}, which a remaining checkpoint's chain reads")
     if (loading := state.loading()) is not None:
         # Its trainers may be reading it this moment, by a plan made before any compaction since.
-        reading = chain.written_closure(state, (loading,))
+        reading = chain.closure(state, (loading,), written=True)
         if torn := sorted(reading & gone):
             raise _refused(
                 entry, f"it retires {torn[0]}, which the newest attempt, resuming from {loading}, may read"

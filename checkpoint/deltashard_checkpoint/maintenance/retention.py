@@ -17,7 +17,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.log.chain import closure, prefixes_of, written_closure
+from deltashard_checkpoint.log.chain import closure, prefixes_of
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Entry, Retired, cut_of
 from deltashard_checkpoint.log.replay import kept_back, over
@@ -112,7 +112,7 @@ def _asked(state: RunState, retention: Retention) -> dict[int, list[str]]:  # no
     # IMPORTANT: a trainer may still be loading what its attempt resumed from; until it has committed for itself, that
     # checkpoint is the only one it can come back to, read by whatever plan it made when it opened.
     if (loading := state.loading()) is not None:
-        for seq in written_closure(state, (loading,)):
+        for seq in closure(state, (loading,), written=True):
             said = "" if seq == loading else f", read with {loading}"
             keep(seq, f"resume point of attempt {state.attempt}, which has not committed yet{said}")
     chain = closure(state, (newest.seq,))
@@ -135,7 +135,7 @@ def _retirement(state: RunState, keep: AbstractSet[int], debris: Iterable[str]) 
     gone = tuple(sorted(state.checkpoints.keys() - keep))
     live = {prefix for seq in keep for prefix in prefixes_of(state, seq)}
     loading = state.loading()
-    reading = frozenset[int]() if loading is None else written_closure(state, (loading,))
+    reading = frozenset[int]() if loading is None else closure(state, (loading,), written=True)
     prefixes = set(state.superseded)
     for seq in gone:
         prefixes |= state.checkpoints[seq].prefixes
@@ -209,7 +209,7 @@ def needs(state: RunState, gone: AbstractSet[int]) -> dict[int, str]:
         if seq in gone:
             found.setdefault(seq, f"it is pinned {name}")
     if (loading := state.loading()) is not None:
-        for seq in written_closure(state, (loading,)) & gone:
+        for seq in closure(state, (loading,), written=True) & gone:
             found.setdefault(
                 seq, f"attempt {state.attempt} resumes from {loading}, and has not committed yet"
             )

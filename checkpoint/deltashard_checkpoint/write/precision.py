@@ -20,7 +20,7 @@ from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
-from deltashard_checkpoint.log.chain import written_closure
+from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import (
@@ -112,7 +112,7 @@ def held(state: RunState, seq: int) -> StoredPrecision | None:
         return recorded(said)
     found = [
         one
-        for at in sorted(written_closure(state, (seq,)))
+        for at in sorted(closure(state, (seq,), written=True))
         if (one := _of_entry(state.checkpoints[at])) is not None
     ]
     return reduce(coarser, found) if found else None
