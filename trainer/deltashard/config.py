@@ -75,41 +75,12 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        _check_state(self.state)
-        _check_place(self.url, self.run)
-        if self.sidecar is not None and not (
-            isinstance(self.sidecar, Mapping) and all(isinstance(name, str) for name in self.sidecar)
-        ):
-            raise _refusal(
-                "sidecar",
-                self.sidecar,
-                "a dict of settings by name",
-                'for example sidecar={"cache_bytes": "4GiB"}',
-            )
-        check_seconds("every_s", self.every_s, off="leave every_s= out to save by steps or on demand only")
-        check_seconds("grace_s", self.grace_s, off="grace_s=None leaves SIGTERM alone")
-        check_count(
-            "every_steps",
-            self.every_steps,
-            least=0,
-            remedy="leave every_steps= out to save by time or on demand only",
-        )
+        for name, (holds, takes, remedy) in _TAKES.items():
+            value = getattr(self, name)
+            if value is not None and not holds(value):
+                raise _refusal(name, value, takes, remedy)
         _check_goal(self.goal)
-        check_count("keep_last", self.keep_last, least=1, remedy="keep at least one checkpoint")
-        for name in ("fresh", "content_hash", "precopy"):
-            flag = getattr(self, name)
-            if flag is not None and not isinstance(flag, bool):
-                raise _refusal(name, flag, "True or False", f"leave {name}= out if in doubt")
         _check_recovery(self)
-        for name, takes in (
-            ("validate", "a function that returns a bool"),
-            ("on_event", "a function of (name, facts)"),
-        ):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise _refusal(
-                    name, getattr(self, name), takes, f"give the function itself, or leave {name}= out"
-                )
-        _check_bits(self.bits, self.tables)
         handed = optimizers_of(self.optimizer, self.model)
         if not isinstance(self.optimizer, list | Mapping):
             object.__setattr__(self, "optimizer", handed)
@@ -189,52 +160,97 @@ def check_model(model: object) -> None:
                 )
 
 
-def _check_state(state: object) -> None:
-    if state is None:
-        return
-    remedy = 'give names, for example state={"scheduler": scheduler}'
-    if not isinstance(state, Mapping):
-        raise _refusal("state", state, "a dict of objects by name", remedy)
-    for name in state:
-        if not isinstance(name, str):
-            raise _refusal("state", name, "names that are strings", remedy)
-
-
-def _check_place(url: object, run: object) -> None:
-    if url is not None and not (isinstance(url, os.PathLike) or (isinstance(url, str) and url.strip())):
-        raise _refusal(
-            "url",
-            url,
-            "text or a path",
-            'give "s3://bucket/prefix", "gs://...", "az://...", "file:///some/dir" or a directory',
-        )
-    if run is not None and not (isinstance(run, str) and run.strip()):
-        raise _refusal("run", run, "text", 'give the name of the training job, for example run="ads-ctr"')
-
-
 def check_seconds(name: str, value: object, *, off: str) -> None:
     """Raises `UserError` unless `value` is None or a finite number of seconds, 0 or more."""
-    if value is None:
-        return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Real)
-        or not math.isfinite(value)
-        or value < 0
-    ):
-        raise _refusal(name, value, "seconds: a finite number, 0 or more", off)
+    if value is not None and not _is_seconds(value):
+        raise _refusal(name, value, _SECONDS, off)
 
 
-def check_count(name: str, value: object, *, least: int, remedy: str) -> None:
-    """Raises `UserError` unless `value` is None or a whole number of at least `least`."""
-    if value is None:
-        return
+def _is_seconds(value: Any) -> bool:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
+
+
+def _is_count(value: Any, *, least: int) -> bool:
     try:
-        count = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        return not isinstance(value, bool) and operator.index(value) >= least
     except TypeError:
-        count = least - 1
-    if count < least or isinstance(value, bool):
-        raise _refusal(name, value, f"a whole number, {least} or more", remedy)
+        return False
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _names_strings(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _encodes_tables(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(name, str) and name for name in value)
+        and all(encoding in ENCODING_CHOICES for encoding in value.values())
+        and not any(sign in name for name in value for sign in ",=")
+    )
+
+
+_SECONDS = "seconds: a finite number, 0 or more"
+_TAKES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+    "state": (
+        _names_strings,
+        "a dict of objects by name",
+        'give names, for example state={"scheduler": scheduler}',
+    ),
+    "url": (
+        lambda url: isinstance(url, os.PathLike) or (isinstance(url, str) and bool(url.strip())),
+        "text or a path",
+        'give "s3://bucket/prefix", "gs://...", "az://...", "file:///some/dir" or a directory',
+    ),
+    "run": (
+        lambda run: isinstance(run, str) and bool(run.strip()),
+        "text",
+        'give the name of the training job, for example run="ads-ctr"',
+    ),
+    "sidecar": (
+        _names_strings,
+        "a dict of settings by name",
+        'for example sidecar={"cache_bytes": "4GiB"}',
+    ),
+    "every_s": (_is_seconds, _SECONDS, "leave every_s= out to save by steps or on demand only"),
+    "grace_s": (_is_seconds, _SECONDS, "grace_s=None leaves SIGTERM alone"),
+    "every_steps": (
+        lambda count: _is_count(count, least=0),
+        "a whole number, 0 or more",
+        "leave every_steps= out to save by time or on demand only",
+    ),
+    "keep_last": (
+        lambda count: _is_count(count, least=1),
+        "a whole number, 1 or more",
+        "keep at least one checkpoint",
+    ),
+    "fresh": (_is_flag, "True or False", "leave fresh= out if in doubt"),
+    "content_hash": (_is_flag, "True or False", "leave content_hash= out if in doubt"),
+    "precopy": (_is_flag, "True or False", "leave precopy= out if in doubt"),
+    "validate": (callable, "a function that returns a bool", "give the function itself, or leave it out"),
+    "on_event": (callable, "a function of (name, facts)", "give the function itself, or leave it out"),
+    "planned_steps": (
+        lambda count: _is_count(count, least=1),
+        "a whole number, 1 or more",
+        "give the steps of the whole run",
+    ),
+    "bits": (
+        lambda bits: bits in BITS_RULES,
+        '"budget" or "check-n-run"',
+        'encoding="q4" stores all tables with 4 bit; leave bits= out then',
+    ),
+    "tables": (
+        _encodes_tables,
+        "a dict of encodings by table",
+        f'{{"emb.user": "q8"}}, with one of {", ".join(ENCODING_CHOICES)}',
+    ),
+}
+"""By argument, unless it is None: whether a value can be meant, what it takes, and what to do instead."""
 
 
 def _check_goal(goal: object) -> None:
@@ -261,8 +277,6 @@ def _check_recovery(config: CheckpointConfig) -> None:
             '"full" or "partial"',
             'recovery="full" brings all ranks back to one checkpoint, bit for bit; leave it out if in doubt',
         )
-    if planned_steps is not None:
-        check_count("planned_steps", planned_steps, least=1, remedy="give the steps of the whole run")
     if recovery == "full":
         if pls_target is not None:
             raise UserError(
@@ -354,30 +368,6 @@ def _shown(value: object) -> str:
         if len(repr(value)) <= 80
         else f"a {type(value).__name__} of {len(repr(value))} characters"
     )
-
-
-def _check_bits(bits: object, tables: object) -> None:
-    if bits is not None and bits not in BITS_RULES:
-        raise _refusal(
-            "bits",
-            bits,
-            '"budget" or "check-n-run"',
-            'encoding="q4" stores all tables with 4 bit; leave bits= out then',
-        )
-    if tables is not None and not (
-        isinstance(tables, Mapping)
-        and all(
-            isinstance(name, str) and name and encoding in ENCODING_CHOICES
-            for name, encoding in tables.items()
-        )
-        and not any(sign in name for name in tables for sign in ",=")
-    ):
-        raise _refusal(
-            "tables",
-            tables,
-            "a dict of encodings by table",
-            f'{{"emb.user": "q8"}}, with one of {", ".join(ENCODING_CHOICES)}',
-        )
 
 
 def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
