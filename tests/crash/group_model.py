@@ -53,7 +53,7 @@ from deltashard.save.records import SaveRecords
 from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
 from deltashard.save.setback import Setbacks
-from deltashard.save.taker import CopiedRows, SnapshotTaker
+from deltashard.save.taker import SnapshotRows, SnapshotTaker
 from deltashard.save.wait import MESSAGE
 from deltashard.save.watchdog import Watchdog
 from deltashard.tracking import step_clock
@@ -340,10 +340,10 @@ class Parts(SnapshotTaker):
 
     member: Member
 
-    def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> CopiedRows:
+    def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> SnapshotRows:
         self.member.part(flight.cut, flight.step)
         flight.left()
-        return CopiedRows(mode="all")
+        return SnapshotRows(mode="all")
 
 
 @dataclass

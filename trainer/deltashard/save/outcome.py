@@ -116,7 +116,7 @@ class SnapshotOutcomes:
         if self._session.fenced is not None:
             self._clock.notice()  # every later step() raises as well
             self._requests.fail(self._session.fenced)
-            self.give_up(self._session.fenced)
+            self._give_up(self._session.fenced)
             raise self._session.fenced
 
     def _apply_notice(self, notice: pb.Notice) -> None:
@@ -224,10 +224,10 @@ class SnapshotOutcomes:
             return
         if failure.cause == "gone":
             self._lost = cut
-        self.give_up(failure)
+        self._give_up(failure)
         self._setbacks.failed(failure.cause, failure)
 
-    def give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
         """What is in flight, if anything, will not be heard of."""
         if (flight := self._flight) is not None:
             self._state.happen(SnapshotEvent.FAIL)
@@ -237,7 +237,7 @@ class SnapshotOutcomes:
         """Let go of all that is asked for or in flight; report, by `until_s`, what is wrong with the last snapshot."""
         self._requests.fail(SaveFailed("the checkpointer was closed", where="save"))
         self.precopy.close()
-        self.give_up(SaveFailed("not durable when the checkpointer was closed", where="save"))
+        self._give_up(SaveFailed("not durable when the checkpointer was closed", where="save"))
         self.report_inconsistent(until_s, last=True)
 
     def _enter(self, flight: Flight) -> None:

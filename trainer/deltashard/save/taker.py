@@ -58,7 +58,7 @@ log = logging.getLogger("deltashard")
 
 
 @dataclass(slots=True, kw_only=True)
-class CopiedRows:
+class SnapshotRows:
     """How the rows of a snapshot were copied."""
 
     mode: Mode
@@ -276,7 +276,7 @@ class SnapshotTaker:
         *,
         hold_s: float,
         latest_s: float,
-    ) -> CopiedRows:
+    ) -> SnapshotRows:
         cut = flight.cut
 
         def ended(failure: CutFailed | None) -> None:
@@ -388,9 +388,9 @@ class SnapshotTaker:
         cuts: Sequence[tuple[TrackedTable, TableCut]],
         ahead: Precopy | None,
         renewed: Mapping[TrackedTable, tuple[TableAhead, Renewed]],
-    ) -> CopiedRows:
+    ) -> SnapshotRows:
         """Copy the rows of every table, or what was not copied ahead of them."""
-        copied = CopiedRows(mode=mode, tables=[(table, mine) for table, (mine, _) in renewed.items()])
+        copied = SnapshotRows(mode=mode, tables=[(table, mine) for table, (mine, _) in renewed.items()])
         if ahead is not None:
             copied.ahead = ahead.hand_over(mine for mine, _ in renewed.values())
         for table, cut in cuts:
@@ -406,7 +406,7 @@ class SnapshotTaker:
         return copied
 
     def _seal(
-        self, flight: Flight, writer: BlockWriter, content: Mapping[str, str] | None, copied: CopiedRows
+        self, flight: Flight, writer: BlockWriter, content: Mapping[str, str] | None, copied: SnapshotRows
     ) -> pb.SaveRequest.Seal:
         metadata = flight.metadata | dict(self._metadata())
         if named := self._outcomes.inconsistent:
