@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from deltashard_checkpoint.backoff import Clocks
 from deltashard_checkpoint.format.blob_name import blob_name
-from deltashard_checkpoint.format.frame import ALIGN, FrameInfo, FrameKind
+from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
+from deltashard_checkpoint.format.frame_layout import ALIGN
 from deltashard_checkpoint.format.index import Index, Pack, Place, digest_hex, encode_index
 from deltashard_checkpoint.format.layout import Layout, TableShape
 from deltashard_checkpoint.format.object_key import index_key, pack_key

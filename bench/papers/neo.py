@@ -96,7 +96,7 @@ def _stored(folder: Path, run: str, encoding: str, state: str, rows: int) -> dic
         ckpt.save().wait(120)
     sizes: dict[str, int] = defaultdict(int)
     for info in _frames(folder / "store", run):
-        sizes[info.table.partition(".")[0]] += info.length
+        sizes[info.table.partition(".")[0]] += info.stored_bytes
     return {names[name]: sizes[name] / rows for name in names}
 
 

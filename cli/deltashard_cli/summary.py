@@ -206,7 +206,7 @@ def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Inde
                 fields=tuple(f"{spec.name}: {spec.kind} {spec.dtype}" for spec in schema.fields),
                 held_rows=sum(info.rows for info in places if info.kind is FrameKind.ROWS),
                 frames=len(places),
-                stored_bytes=sum(info.length for info in places),
+                stored_bytes=sum(info.stored_bytes for info in places),
                 encodings=tuple(sorted({info.encoding for info in places if info.encoding})),
             )
         )

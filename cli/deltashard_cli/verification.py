@@ -2,8 +2,8 @@
 
 Always: every log entry is read, its hash chain and the rules between entries are checked, and every folded state by its
 content; every index of every live checkpoint is read and checked against its name, its log entry and itself; every pack
-is there and has its size; every checkpoint has a complete plan. Deep: every frame is read, re-hashed and parsed,
-and every live checkpoint is restored, table by table, into memory.
+is there and has its size; every checkpoint has a complete plan. Deep: every frame and every tail is read, re-hashed and
+parsed, and every live checkpoint is restored, table by table, into memory.
 
 A problem names the object, what is wrong, and the checkpoints that need it. A store that cannot be reached is no
 problem of the run: that raises.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.errors import DeltashardError, FormatError
 from deltashard_checkpoint.format import typed_tree
-from deltashard_checkpoint.format.frame import checked_frame
-from deltashard_checkpoint.format.index import Index, Place, all_encodings
+from deltashard_checkpoint.format.frame import Frame
+from deltashard_checkpoint.format.index import Index, Piece, all_encodings
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
@@ -108,7 +108,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
         OpenCheckpoint(store=target.store, state=state, entry=entry, indexes=indexes) for entry in whole
     ]
     planned = [checkpoint for checkpoint in opened if _check_plan(checkpoint, problems)]
-    frames = sum(len(index.places) for index in indexes.values())
+    frames = sum(len(place.pieces) for index in indexes.values() for place in index.places)
     restored: list[int] = []
     if deep:
         hashed = _check_frames(target, indexes, needed_by, packs, problems)
@@ -297,18 +297,18 @@ def _check_frames(
 ) -> int:
     """Read, hash and parse every frame once; how many were whole."""
     jobs = [
-        (pack.key, [place for place in index.places if place.pack == number], needed_by[key][1])
+        (pack.key, pieces, needed_by[key][1])
         for key, index in indexes.items()
-        for number, pack in enumerate(index.packs)
+        for pack, pieces in index.pieces()
         if pack.key in packs
     ]
     whole = 0
-    total = sum(place.info.length for _, places, _ in jobs for place in places)
+    total = sum(piece.length for _, pieces, _ in jobs for piece in pieces)
     with progress("hashing frames", total) as advance, ThreadPoolExecutor(_READERS) as pool:
 
-        def check(job: tuple[str, list[Place], tuple[int, ...]]) -> tuple[int, Problems]:
-            key, places, seqs = job
-            return _check_pack(target.store, run_key(target.run, key), key, places, seqs, advance)
+        def check(job: tuple[str, list[Piece], tuple[int, ...]]) -> tuple[int, Problems]:
+            key, pieces, seqs = job
+            return _check_pack(target.store, run_key(target.run, key), key, pieces, seqs, advance)
 
         for count, found in pool.map(check, jobs):
             whole += count
@@ -317,51 +317,53 @@ def _check_frames(
 
 
 def _check_pack(
-    store: Store, key: str, name: str, places: Sequence[Place], seqs: tuple[int, ...], advance: Advance
+    store: Store, key: str, name: str, pieces: Sequence[Piece], seqs: tuple[int, ...], advance: Advance
 ) -> tuple[int, Problems]:
     problems = Problems()
     whole = 0
-    for batch in _batches(places):
+    for batch in _batches(pieces):
         start = batch[0].offset
-        buffer = memoryview(bytearray(batch[-1].offset + batch[-1].info.length - start))
+        buffer = memoryview(bytearray(batch[-1].offset + batch[-1].length - start))
         try:
             store.get_into(key, start, buffer)
         except (FormatError, ObjectNotFound) as error:
             problems.found(name, error.what, seqs)
             return whole, problems
-        for place in batch:
-            view = buffer[place.offset - start :][: place.info.length]
-            fault = _wrong(view, place)
+        for piece in batch:
+            view = buffer[piece.offset - start :][: piece.length]
+            fault = _wrong(view, piece)
             if fault is not None:  # once more from the store: the wrong bit may have been ours
-                store.get_into(key, place.offset, view)
-                fault = _wrong(view, place)
+                store.get_into(key, piece.offset, view)
+                fault = _wrong(view, piece)
             if fault is None:
                 whole += 1
             else:
-                subject = place.info.table or f"blob {place.info.name}"
-                what = f"frame at {place.offset} (+{place.info.length}) of {subject}: {fault.what}"
+                subject = piece.info.table or f"blob {piece.info.name}"
+                kind = "tail" if piece.tail else "frame"
+                what = f"{kind} at {piece.offset} (+{piece.length}) of {subject}: {fault.what}"
                 problems.found(name, what, seqs)
-            advance(place.info.length)
+            advance(piece.length)
     return whole, problems
 
 
-def _wrong(view: memoryview, place: Place) -> FormatError | None:
+def _wrong(view: memoryview, piece: Piece) -> FormatError | None:
     try:
-        frame = checked_frame(view, place.info)
-        if frame.table is not None:
-            frame.row_ids()
+        found = piece.check(view)
+        if isinstance(found, Frame) and found.table is not None:
+            found.row_ids()
     except FormatError as error:
         return error
     return None
 
 
-def _batches(places: Sequence[Place]) -> Iterator[list[Place]]:
-    batch: list[Place] = []
-    for place in sorted(places, key=lambda place: place.offset):
-        if batch and place.offset + place.info.length - batch[0].offset > _READ_BYTES:
+def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Neighbours in a pack, up to `_READ_BYTES` together."""
+    batch: list[Piece] = []
+    for piece in pieces:
+        if batch and piece.offset + piece.length - batch[0].offset > _READ_BYTES:
             yield batch
             batch = []
-        batch.append(place)
+        batch.append(piece)
     if batch:
         yield batch
 

@@ -4,9 +4,10 @@
                                                      -> straight into a block -> `filled` -> trainer applies -> `freed`
 
 Which request (a byte range of whole frames) lies in which block is fixed by the plan (`pack_blocks`, pure): in order, a
-block is closed when the next request does not fit. The last frame of each block says so, and the trainer sends the
-block back after applying it. Two blocks are always there for a restore, and a request never spans two, so a trainer
-that frees what it applied can never wait for a sidecar that waits for it.
+block is closed when the next request does not fit. The message with the last frame or tail of a block says so, and the
+trainer sends the block back after applying it. Two blocks are always there for a restore, no request spans two, and
+frames that await their tails are of one request: so a trainer that frees what it applied can never wait for a sidecar
+that waits for it.
 
 Only proof makes a checkpoint *invalid* (a hash wrong twice in the store, a confirmed 404); all else is *unavailable*,
 after retries under the restore's deadline.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from deltashard_checkpoint.crash_point import crash_point
@@ -48,23 +50,18 @@ class RestoreStopped(EnvironmentFault):
     """The trainer went away, or said nothing for too long, while frames waited for blocks."""
 
 
-def pack_blocks(lengths: Sequence[int], block_bytes: int) -> list[tuple[int, int, bool]]:
-    """For each request in order: (block number within this restore, offset, whether it is the last there). Pure.
+def pack_blocks(lengths: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
+    """For each request in order: (block number within this restore, offset). Pure.
 
     Offsets are aligned; a request is never split.
     """
-    places: list[tuple[int, int, bool]] = []
+    places: list[tuple[int, int]] = []
     block, at = 0, 0
     for length in lengths:
         if at and at + length > block_bytes:
-            number, offset, _ = places[-1]
-            places[-1] = (number, offset, True)
             block, at = block + 1, 0
-        places.append((block, at, False))
+        places.append((block, at))
         at += -(-length // ALIGN) * ALIGN
-    if places:
-        number, offset, _ = places[-1]
-        places[-1] = (number, offset, True)
     return places
 
 
@@ -106,7 +103,7 @@ class Restore:
         self._keeper = keeper
         self._log = log.bind(seq=want.seq, rank=who.rank)
         self._blocks: dict[int, int] = {}
-        self._places: list[tuple[int, int, bool]] = []
+        self._places: list[tuple[int, int]] = []
         self._next = 0
         self._position: dict[int, int] = {}
         self._over = threading.Event()
@@ -231,40 +228,46 @@ class Restore:
         self._places = pack_blocks([request.length for request in plan.requests], self._keeper.block_bytes)
         self._alive = alive
         fetched = fetcher.fetch(plan, self._destination)
+        left = Counter[int]()
+        for request, (number, _) in zip(plan.requests, self._places, strict=True):
+            left[number] += len(request.frames) + len(request.tails)
         batch: list[pb.RestoreReply.Filled] = []
-        sent = 0
         try:
             for frame in fetched:
-                number, offset, closes = self._places[sent]
-                sent += frame.last
                 info, planned = frame.planned.info, frame.planned
-                batch.append(
-                    pb.RestoreReply.Filled(
-                        block=self._blocks[number],
-                        offset=offset + planned.offset,
-                        frame=frame_message(info),
-                        seq=planned.seq,
-                        baseline=planned.baseline,
-                        table=None if planned.table is None else table_message(planned.table),
-                        after_blobs=planned.table is not None,
-                        last=closes and frame.last,
-                    )
+                number, offset = self._places[frame.request]
+                left[number] -= 1
+                filled = pb.RestoreReply.Filled(
+                    block=self._blocks[number],
+                    offset=offset + planned.offset,
+                    frame=frame_message(info),
+                    seq=planned.seq,
+                    baseline=planned.baseline,
+                    table=None if planned.table is None else table_message(planned.table),
+                    after_blobs=planned.table is not None,
+                    last=not left[number],
                 )
-                # The frames of one request are there together. None is kept back: the next one may be long in coming.
+                if frame.tail is not None:
+                    number, offset = self._places[frame.tail_request]
+                    left[number] -= 1
+                    filled.tail_block, filled.tail_offset = self._blocks[number], offset + frame.tail_offset
+                    filled.tail_last = not left[number]
+                batch.append(filled)
+                # Frames that are there are handed over. None is kept back: the next one may be long in coming.
                 if frame.last or len(batch) == BATCH_FRAMES:
                     yield pb.RestoreReply(batch=pb.RestoreReply.Batch(frames=batch))
                     crash_point("restore.first_filled")
                     batch.clear()
                 encoding = info.encoding or ("blob" if info.kind is FrameKind.BLOB else "tombstone")
                 metrics.rows.labels("out", encoding).inc(info.rows)
-                metrics.frame_bytes.labels("out", encoding).inc(info.length)
+                metrics.frame_bytes.labels("out", encoding).inc(len(frame.data) + len(frame.tail or b""))
         finally:
             fetched.close()  # type: ignore[attr-defined]  # a generator: waits for reads into our blocks
 
     def _destination(self, request: RangeRequest, *, wait: bool) -> memoryview | None:
         if self._over.is_set():
             raise RestoreStopped("the trainer wants no more of it", where="restore")
-        number, offset, _ = self._places[self._next]
+        number, offset = self._places[self._next]
         if number not in self._blocks:
             gives_up = self._gives_up if wait else _at_once()
             block = self._keeper.take_serving(self._who.local_rank, give_up=gives_up)

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from deltashard_checkpoint.format import frame as frames
-from deltashard_checkpoint.format import typed_tree
+from deltashard_checkpoint.format import frame_layout, typed_tree
 from deltashard_checkpoint.format.index import encode_index
 
 from tests.golden.golden_case import golden_index, golden_tree
@@ -26,7 +25,7 @@ from tests.golden.golden_run_3 import RUN_3, make_run_3
 from tests.golden.golden_run_4 import RUN_4, make_run_4
 from tests.support.checkpoint.sample import sample_frames
 
-HERE = Path(__file__).parent / f"v{frames.VERSION}"
+HERE = Path(__file__).parent / f"v{frame_layout.VERSION}"
 
 
 def main() -> None:
@@ -46,6 +45,8 @@ def write_pieces() -> None:
     """Frames, an index and a tree, each by itself."""
     for name, frame in sample_frames().items():
         (HERE / f"{name}.frame").write_bytes(frame.data)
+        if frame.tail is not None:
+            (HERE / f"{name}.tail").write_bytes(frame.tail)
     (HERE / "part.index").write_bytes(encode_index(golden_index()))
     (HERE / "state.tree").write_bytes(typed_tree.encode(golden_tree()).to_bytes())
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from deltashard_checkpoint.format import object_key, typed_tree
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
+from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.index import Index, Pack, Place, place_order
+from deltashard_checkpoint.format.schema import TableSchema
 
 from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
 
@@ -16,19 +20,40 @@ TOKEN = "0123456789abcdef"
 
 
 def golden_index() -> Index:
-    """An index over all sample frames, in one pack."""
-    places, tables, at = [], {}, 0
-    for frame in sample_frames().values():
-        places.append(Place(pack=0, offset=at, info=frame.info))
+    """An index over all sample frames, in one pack, and their tails in another."""
+    places, tables = sample_places(sample_frames().values())
+    return Index(
+        run=RUN, attempt=3, cut=2, step=20, rank=1, token=TOKEN, tables=tables, packs=sample_packs(places),
+        places=places, boxes=(whole(schema()),), covers=1, raw_bytes=12345,
+    )  # fmt: skip
+
+
+def sample_places(frames: Iterable[EncodedFrame]) -> tuple[tuple[Place, ...], tuple[TableSchema, ...]]:
+    """Places of frames one after another in a first pack, and of their tails in a second one; and their tables."""
+    places, tables, at, tail_at = [], {}, 0, 0
+    for frame in frames:
+        place = Place(pack=0, offset=at, info=frame.info)
         at += frame.info.length
-        table = parse_frame(frame.data).table
+        if frame.info.tail is not None:
+            place = replace(place, tail_pack=1, tail_offset=tail_at)
+            tail_at += frame.info.tail.length
+        places.append(place)
+        table = parse_frame(frame.data, frame.tail).table
         if table is not None and frame.info.kind is FrameKind.ROWS:
             tables[table.fqn] = table
-    return Index(
-        run=RUN, attempt=3, cut=2, step=20, rank=1, token=TOKEN, tables=tuple(tables.values()),
-        packs=(Pack(key=object_key.pack_key(attempt=3, cut=2, rank=1, token=TOKEN, n=0), bytes=at),),
-        places=tuple(sorted(places, key=place_order)), boxes=(whole(schema()),), covers=1, raw_bytes=12345,
-    )  # fmt: skip
+    return tuple(sorted(places, key=place_order)), tuple(tables.values())
+
+
+def sample_packs(places: Iterable[Place]) -> tuple[Pack, ...]:
+    """The packs of `sample_places`."""
+    pieces = [piece for place in places for piece in place.pieces]
+    return tuple(
+        Pack(
+            key=object_key.pack_key(attempt=3, cut=2, rank=1, token=TOKEN, n=0, state=bool(number)),
+            bytes=max(piece.offset + piece.length for piece in pieces if piece.pack == number),
+        )
+        for number in range(2)
+    )
 
 
 def golden_tree() -> dict[Any, Any]:

@@ -351,7 +351,7 @@ def _laid_over(tables: Sequence[TableSchema], base: Sequence[Held | None], share
                 new.fields[name][at] = values[at]
         # Oldest step first, and rows after tombstones: what comes last is what is seen.
         for each in sorted(share.frames, key=lambda f: (f.info.step, -f.info.kind)):
-            frame = parse_frame(each.data)
+            frame = parse_frame(each.data, each.tail)
             info, table = frame.info, schemas[frame.info.table]
             at, new = np.ix_(frame.row_ids(), np.arange(info.col_start, info.col_stop)), out[info.table]
             if info.kind is FrameKind.TOMBSTONE:

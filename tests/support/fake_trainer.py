@@ -510,7 +510,11 @@ class Trainer:
                             hold(count)
                         length = filled.frame.length
                         frame = bytes(self.arena.block(filled.block)[filled.offset : filled.offset + length])
-                        for applied in applier.apply(memoryview(frame)):
+                        tail = None
+                        if filled.HasField("tail_block"):
+                            held = self.arena.block(filled.tail_block)
+                            tail = bytes(held[filled.tail_offset :][: filled.frame.tail.length])
+                        for applied in applier.apply(frame, tail):
                             if not filled.baseline:
                                 table = next(
                                     t for t in self.model.tables if t.fqn == applied.target.schema.fqn
@@ -518,10 +522,9 @@ class Trainer:
                                 table.dirty.update(int(row) for row in applied.rows)
                         if filled.frame.name:
                             names.add(filled.frame.name)
-                        if filled.last:
-                            outbox.put(
-                                pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block]))
-                            )
+                        freed = [filled.block] * filled.last + [filled.tail_block] * filled.tail_last
+                        if freed:
+                            outbox.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=freed)))
                 elif kind == "failed":
                     raise SaveRefused(reply.failed.cause, reply.failed.message)
                 elif kind == "done":

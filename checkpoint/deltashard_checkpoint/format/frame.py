@@ -1,9 +1,12 @@
-"""Frames, the unit of everything stored: rows of one table shard, a chunk of a blob, or tombstones. Layout and parsing.
+"""Frames, the unit of everything stored: rows of one table shard, their tail, a chunk of a blob, or tombstones.
+
+Layout and parsing. Optimizer state of the rows of a frame is its *tail*, a frame too, in another pack: who wants
+weights alone reads no byte of it.
 
     offset size  header, little-endian, 64 bytes
          0    4  magic "DSFR"
          4    2  version, 1
-         6    1  kind: 1 rows, 2 blob, 3 tombstone
+         6    1  kind: 1 rows, 2 blob, 3 tombstone, 4 tail
          7    1  encoding of the weights (`vocabulary.ENCODINGS`), 0 where there are none
          8    1  kind of the row ids (`codecs.rowids`)
          9    1  exponent, signed
@@ -17,11 +20,12 @@
         40    8  0
         48   16  xxh3-128, big-endian, of bytes [0, 48) and [64, length)
 
-Then the sections, each at a multiple of 64 bytes with zeros between: meta | ids | scales | biases | codes | one per
-optimizer-state field | exceptions. A blob's are: meta | bytes. The meta section names the table, its shape, the column
-range and the fields (or the blob), so a frame can be read, and a pack salvaged, without any index. Sizes follow from
-rows, columns and types; they must add up to `length` exactly. The hash covers the header too, so one pass tells that a
-frame is what its index says.
+Then the sections, each at a multiple of 64 bytes with zeros between: meta | ids | scales | biases | codes | exceptions.
+A tail's are: meta | one per optimizer-state field, of the same rows in the same order; a blob's: meta | bytes. The meta
+section names the table, its shape and the column range (or the blob), so a frame can be read, and a pack salvaged,
+without any index. That of rows has length and hash of their tail, that of a tail the fields. Sizes follow from rows,
+columns and types; they must add up to `length` exactly. The hash covers the header too, so one pass tells that a frame
+is what its index says.
 
 Parsing copies nothing and believes nothing: bounds come before use, and every refusal is a `FormatError`. An older
 library refuses a newer version by name. Writing is in `frame_encoder`.
@@ -31,44 +35,56 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from deltashard_proto import arena_layout
 
 from deltashard_checkpoint.codecs import row_id
 from deltashard_checkpoint.codecs.encoding import MAX_COLUMNS, section_bytes
-from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, InternalBug, UnsupportedVersion
 from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.frame_layout import (
+    ALIGN,
+    BLOB_META,
+    DIGEST_AT,
+    HEADER,
+    HEADER_BYTES,
+    KIND_AT,
+    MAGIC,
+    MAX_BLOB_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_ROWS,
+    MAX_TABLE_ROWS,
+    TABLE_META,
+    TAIL_META,
+    VERSION,
+    MetaReader,
+    Sections,
+)
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.vocabulary import ENCODING_OF_CODE
 
-MAGIC = b"DSFR"
-VERSION = 1
-MAX_FRAME_BYTES = arena_layout.MAX_FRAME_BYTES
-"""A frame is never larger, so that one arena block always holds one."""
-ALIGN = 64
-HEADER = struct.Struct("<4sHBBBbHIIIIIQQ16s")
-HEADER_BYTES = 64
-DIGEST_AT = 48
-MAX_ROWS = MAX_FRAME_BYTES
-MAX_TABLE_ROWS = 1 << 48
-MAX_NAME_BYTES = 4096
-MAX_BLOB_BYTES = 1 << 44
-
-TABLE_META = struct.Struct("<QIBIIQQB")  # table rows, columns, dtype, column range, row min, row max, fields
-BLOB_META = struct.Struct("<QQQ")  # offset in the blob, bytes of the whole blob, bytes of this chunk
-
 
 class FrameKind(IntEnum):
-    """What a frame holds; the numbers are those of the index's `FrameKind`."""
+    """What a frame holds; the numbers are those of the index's `FrameKind`, which has no tails."""
 
     ROWS = 1
     BLOB = 2
     TOMBSTONE = 3
+    TAIL = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TailInfo:
+    """What a frame of rows, and its index, say of its tail."""
+
+    length: int
+    digest: bytes
+    """The tail's own xxh3-128, 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +105,23 @@ class FrameInfo:
     col_start: int = 0
     col_stop: int = 0
     encoding: str = ""
+    tail: TailInfo | None = None
+    """None: the rows have no optimizer state."""
     name: str = ""
     """Of the blob."""
     blob_offset: int = 0
     blob_bytes: int = 0
     """Of the whole blob."""
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of the frame and its tail."""
+        return self.length + (0 if self.tail is None else self.tail.length)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSection:
-    """One optimizer-state field of a row frame: values [rows] (row-wise) or [rows, columns], C order."""
+    """One optimizer-state field of a frame's rows: values [rows] (row-wise) or [rows, columns], C order."""
 
     spec: FieldSpec
     stored_dtype: str
@@ -117,7 +140,7 @@ class Frame:
 
     info: FrameInfo
     table: TableSchema | None
-    """Of the writer: shape, dtype and the fields that this frame holds. None for blobs."""
+    """Of the writer: shape, dtype, and fields of the tail where it was parsed, too. None for blobs."""
     ids_kind: int
     ids: memoryview
     exponent: int
@@ -126,6 +149,7 @@ class Frame:
     codes: memoryview
     exceptions: memoryview
     fields: tuple[FieldSection, ...]
+    """Of the tail; none where it was not parsed, too."""
     chunk: memoryview
     """A blob's bytes [info.blob_offset, + len(chunk)); empty otherwise."""
 
@@ -146,11 +170,6 @@ class Frame:
         return self.info.rows == self.info.row_max - self.info.row_min + 1
 
 
-def aligned(n: int) -> int:
-    """`n` rounded up to the section alignment."""
-    return -(-n // ALIGN) * ALIGN
-
-
 def digest_of(frame: memoryview) -> bytes:
     """xxh3-128 of a whole frame, its own digest left out. GB/s: one pass, and the interpreter is released."""
     state = xxhash.xxh3_128(frame[:DIGEST_AT])
@@ -164,74 +183,162 @@ def check_digest(frame: memoryview, digest: bytes) -> None:
         raise CorruptObject("a frame's bytes do not match its hash")
 
 
-def parse_frame(buffer: bytes | bytearray | memoryview, *, verify: bool = True) -> Frame:
-    """The frame that `buffer` starts with and ends with, without copying.
+FrameBytes = tuple[memoryview, memoryview | None]
+"""A frame and its tail."""
 
-    `verify=False` skips the hash for bytes that were just checked; everything else is checked always.
-    Raises `CorruptObject` or `UnsupportedVersion`.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """A parsed tail; its memoryviews look into the buffer that was parsed."""
+
+    info: TailInfo
+    step: int
+    rows: int
+    row_span: tuple[int, int]
+    """Least and greatest row, both inclusive."""
+    columns: tuple[int, int]
+    table: TableSchema
+    """Of the writer: shape, dtype and the fields that this tail holds."""
+    fields: tuple[FieldSection, ...]
+
+
+def parse_frame(
+    buffer: bytes | bytearray | memoryview,
+    tail: bytes | bytearray | memoryview | None = None,
+    *,
+    verify: bool = True,
+) -> Frame:
+    """The frame of rows, a blob or tombstones that fills `buffer`, with the `tail` of its rows, without copying.
+
+    `verify=False` skips the hashes for bytes that were just checked; everything else is checked always.
+    Raises `CorruptObject`, `UnsupportedVersion`, or `ForeignObject` for the tail of another frame.
     """
+    header, sections = _opened(buffer, verify=verify)
+    if header.kind is FrameKind.BLOB:
+        frame = _parse_blob(header, sections)
+    elif header.kind is FrameKind.TAIL:
+        raise CorruptObject("a tail lies where a frame of rows should")
+    else:
+        frame = _parse_rows(header, sections)
+    sections.end()
+    if tail is None:
+        return frame
+    found = parse_tail(tail, verify=verify)
+    _check_tail(found, frame.info)
+    if replace(found.table, fields=()) != frame.table:
+        raise ForeignObject(f"a tail and its frame differ in the shape of table {frame.info.table}")
+    return replace(frame, table=found.table, fields=found.fields)
+
+
+def parse_tail(buffer: bytes | bytearray | memoryview, *, verify: bool = True) -> Tail:
+    """The tail that fills `buffer`, as `parse_frame` does it."""
+    header, sections = _opened(buffer, verify=verify)
+    if header.kind is not FrameKind.TAIL:
+        raise CorruptObject("another frame lies where a tail should")
+    if header.encoding or header.ids_kind or header.exponent or header.ids_bytes or header.exceptions_bytes:
+        raise CorruptObject("a tail claims weights")
+    meta = MetaReader(sections.take(header.meta_bytes))
+    table, columns, row_span = _table_meta(meta)
+    _check_rows(header.rows, row_span, table.fqn)
+    specs, stored = _field_meta(meta, table.fqn)
+    width = columns[1] - columns[0]
+    fields = []
+    for spec, dtype in zip(specs, stored, strict=True):
+        data = sections.take(header.rows * spec.values(width) * element_type.by_name(dtype).itemsize_bytes)
+        fields.append(FieldSection(spec=spec, stored_dtype=dtype, data=data))
+    sections.end()
+    return Tail(
+        info=TailInfo(length=header.length, digest=header.digest), step=header.step, rows=header.rows,
+        row_span=row_span, columns=columns, table=replace(table, fields=specs), fields=tuple(fields),
+    )  # fmt: skip
+
+
+class _Header(NamedTuple):
+    kind: FrameKind
+    encoding: int
+    ids_kind: int
+    exponent: int
+    meta_bytes: int
+    ids_bytes: int
+    exceptions_bytes: int
+    rows: int
+    length: int
+    step: int
+    digest: bytes
+
+
+def _opened(buffer: bytes | bytearray | memoryview, *, verify: bool) -> tuple[_Header, Sections]:
     view = memoryview(buffer).cast("B").toreadonly()
     length = frame_length(view)
     if length != len(view):
         raise CorruptObject(f"frame of {length} bytes in {len(view)} bytes")
-    (_, _, kind_code, encoding_code, ids_kind, exponent, zero16, meta_bytes, ids_bytes, exceptions_bytes, rows, _,
+    (_, _, kind, encoding, ids_kind, exponent, zero16, meta_bytes, ids_bytes, exceptions_bytes, rows, _,
      step, zero64, digest) = HEADER.unpack_from(view)  # fmt: skip
     if verify:
         check_digest(view, digest)
-    if zero16 or zero64 or kind_code not in (1, 2, 3):
-        raise CorruptObject(f"frame of unknown kind {kind_code}, or reserved bytes are not zero")
-    kind = FrameKind(kind_code)
-    sections = _Sections(view)
-    meta = sections.take(meta_bytes)
-    if kind is FrameKind.BLOB:
-        if encoding_code or ids_kind or exponent or ids_bytes or exceptions_bytes or rows:
-            raise CorruptObject("a blob frame claims rows")
-        name, offset, blob_bytes, chunk_bytes = _blob_meta(meta)
-        chunk = sections.take(chunk_bytes)
-        sections.end()
-        info = FrameInfo(
-            kind=kind,
-            length=length,
-            digest=digest,
-            step=step,
-            name=name,
-            blob_offset=offset,
-            blob_bytes=blob_bytes,
-        )
-        none = view[:0]
-        return Frame(
-            info=info, table=None, ids_kind=0, ids=none, exponent=0, scales=none, biases=none, codes=none,
-            exceptions=none, fields=(), chunk=chunk,
-        )  # fmt: skip
-    table, stored, columns, (row_min, row_max) = _table_meta(meta)
-    width = columns[1] - columns[0]
-    if not 1 <= rows <= min(MAX_ROWS, row_max - row_min + 1):
-        raise CorruptObject(f"{rows} rows between {row_min} and {row_max}", where=table.fqn)
-    ids = sections.take(ids_bytes)
+    if zero16 or zero64 or kind not in (1, 2, 3, 4):
+        raise CorruptObject(f"frame of unknown kind {kind}, or reserved bytes are not zero")
+    header = _Header(
+        FrameKind(kind), encoding, ids_kind, exponent, meta_bytes, ids_bytes, exceptions_bytes, rows, length,
+        step, digest,
+    )  # fmt: skip
+    return header, Sections(view)
+
+
+def _parse_blob(header: _Header, sections: Sections) -> Frame:
+    if (
+        header.encoding
+        or header.ids_kind
+        or header.exponent
+        or header.ids_bytes
+        or header.exceptions_bytes
+        or header.rows
+    ):
+        raise CorruptObject("a blob frame claims rows")
+    name, offset, blob_bytes, chunk_bytes = _blob_meta(sections.take(header.meta_bytes))
+    info = FrameInfo(
+        kind=header.kind, length=header.length, digest=header.digest, step=header.step, name=name,
+        blob_offset=offset, blob_bytes=blob_bytes,
+    )  # fmt: skip
+    none = sections.take(0)
+    return Frame(
+        info=info, table=None, ids_kind=0, ids=none, exponent=0, scales=none, biases=none, codes=none,
+        exceptions=none, fields=(), chunk=sections.take(chunk_bytes),
+    )  # fmt: skip
+
+
+def _parse_rows(header: _Header, sections: Sections) -> Frame:
+    """Rows or tombstones."""
+    rows = header.rows
+    meta = MetaReader(sections.take(header.meta_bytes))
+    table, columns, row_span = _table_meta(meta)
+    tail_length, tail_digest = TAIL_META.unpack(meta.take(TAIL_META.size))
+    meta.end()
+    _check_rows(rows, row_span, table.fqn)
+    tail = TailInfo(length=tail_length, digest=tail_digest) if tail_length else None
+    if tail is None and any(tail_digest):
+        raise CorruptObject("the hash of a tail without length", where=table.fqn)
+    ids = sections.take(header.ids_bytes)
     encoding = ""
     scale_bytes = bias_bytes = code_bytes = 0
-    if kind is FrameKind.ROWS:
-        named = ENCODING_OF_CODE.get(encoding_code)
+    if header.kind is FrameKind.ROWS:
+        named = ENCODING_OF_CODE.get(header.encoding)
         if named is None:
-            raise CorruptObject(f"unknown encoding {encoding_code}", where=table.fqn)
+            raise CorruptObject(f"unknown encoding {header.encoding}", where=table.fqn)
         encoding = named.name
-        scale_bytes, bias_bytes, code_bytes = section_bytes(named, rows, width)
-    elif encoding_code or exponent or exceptions_bytes or stored:
-        raise CorruptObject("a tombstone claims weights or fields", where=table.fqn)
+        scale_bytes, bias_bytes, code_bytes = section_bytes(named, rows, columns[1] - columns[0])
+    elif header.encoding or header.exponent or header.exceptions_bytes or tail is not None:
+        raise CorruptObject("a tombstone claims weights or a tail", where=table.fqn)
     scales, biases, codes = sections.take(scale_bytes), sections.take(bias_bytes), sections.take(code_bytes)
-    fields = []
-    for spec, dtype in zip(table.fields, stored, strict=True):
-        data = sections.take(rows * spec.values(width) * element_type.by_name(dtype).itemsize_bytes)
-        fields.append(FieldSection(spec=spec, stored_dtype=dtype, data=data))
-    exceptions = sections.take(exceptions_bytes)
-    sections.end()
+    exceptions = sections.take(header.exceptions_bytes)
     info = FrameInfo(
-        kind=kind, length=length, digest=digest, step=step, table=table.fqn, row_min=row_min, row_max=row_max,
-        rows=rows, col_start=columns[0], col_stop=columns[1], encoding=encoding,
+        kind=header.kind, length=header.length, digest=header.digest, step=header.step, table=table.fqn,
+        row_min=row_span[0], row_max=row_span[1], rows=rows, col_start=columns[0], col_stop=columns[1],
+        encoding=encoding, tail=tail,
     )  # fmt: skip
     return Frame(
-        info=info, table=table, ids_kind=ids_kind, ids=ids, exponent=exponent, scales=scales, biases=biases,
-        codes=codes, exceptions=exceptions, fields=tuple(fields), chunk=view[:0],
+        info=info, table=table, ids_kind=header.ids_kind, ids=ids, exponent=header.exponent, scales=scales,
+        biases=biases, codes=codes, exceptions=exceptions, fields=(), chunk=ids[:0],
     )  # fmt: skip
 
 
@@ -252,8 +359,8 @@ def frame_length(view: memoryview) -> int:
     return int(length)
 
 
-def scan_pack(pack: bytes | bytearray | memoryview) -> Iterator[tuple[int, Frame]]:
-    """(offset, frame) of every frame of a pack, without an index: each header gives the next one's place.
+def scan_pack(pack: bytes | bytearray | memoryview) -> Iterator[tuple[int, Frame | Tail]]:
+    """(offset, frame or tail) of all of a pack, without an index: each header gives the next one's place.
 
     Raises like `parse_frame` where the pack stops being frames.
     """
@@ -261,7 +368,8 @@ def scan_pack(pack: bytes | bytearray | memoryview) -> Iterator[tuple[int, Frame
     at = 0
     while at < len(view):
         length = frame_length(view[at:])
-        yield at, parse_frame(view[at : at + length])
+        data = view[at : at + length]
+        yield at, parse_tail(data) if data[KIND_AT] == FrameKind.TAIL else parse_frame(data)
         at += length
 
 
@@ -285,59 +393,39 @@ def checked_frame(data: memoryview, expected: FrameInfo) -> Frame:
     return frame
 
 
-class _Sections:
-    """Consecutive 64-byte aligned sections after the header."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._at = HEADER_BYTES
-
-    def take(self, n: int) -> memoryview:
-        stop = self._at + n
-        end = aligned(stop)
-        if end > len(self._view):
-            raise CorruptObject(f"a section of {n} bytes does not fit into a frame of {len(self._view)}")
-        piece = self._view[self._at : stop]
-        if any(self._view[stop:end]):
-            raise CorruptObject("padding is not zero")
-        self._at = end
-        return piece
-
-    def end(self) -> None:
-        if self._at != len(self._view):
-            raise CorruptObject(f"{len(self._view) - self._at} bytes of a frame belong to no section")
+def checked_tail(data: memoryview, expected: FrameInfo) -> Tail:
+    """The tail in `data`, which is whole and that of the frame an index speaks of, as `checked_frame` does it."""
+    if expected.tail is None:
+        raise InternalBug("a tail of a frame that has none", where=expected.table)
+    check_digest(data, expected.tail.digest)
+    tail = parse_tail(data, verify=False)
+    _check_tail(tail, expected)
+    return tail
 
 
-class _Meta:
-    """Bounded reads from the meta section."""
+def _check_tail(tail: Tail, info: FrameInfo) -> None:
+    """Raise `ForeignObject` when a whole tail is not that of the frame."""
+    said = (
+        info.tail,
+        info.table,
+        info.step,
+        info.rows,
+        (info.row_min, info.row_max),
+        (info.col_start, info.col_stop),
+    )
+    if (tail.info, tail.table.fqn, tail.step, tail.rows, tail.row_span, tail.columns) != said:
+        raise ForeignObject(
+            f"a tail of table {tail.table.fqn!r} is not that of the frame of {info.table!r} it should belong to"
+        )
 
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._at = 0
 
-    def take(self, n: int) -> memoryview:
-        if n > len(self._view) - self._at:
-            raise CorruptObject("the meta section ends inside a value")
-        piece = self._view[self._at : self._at + n]
-        self._at += n
-        return piece
-
-    def name(self, length_format: str = "<H") -> str:
-        (n,) = struct.unpack(length_format, self.take(struct.calcsize(length_format)))
-        if not 0 < n <= MAX_NAME_BYTES:
-            raise CorruptObject(f"a name of {n} bytes")
-        try:
-            return bytes(self.take(n)).decode()
-        except UnicodeDecodeError:
-            raise CorruptObject("a name is not UTF-8") from None
-
-    def end(self) -> None:
-        if self._at != len(self._view):
-            raise CorruptObject("the meta section has bytes that mean nothing")
+def _check_rows(rows: int, row_span: tuple[int, int], where: str) -> None:
+    if not 1 <= rows <= min(MAX_ROWS, row_span[1] - row_span[0] + 1):
+        raise CorruptObject(f"{rows} rows between {row_span[0]} and {row_span[1]}", where=where)
 
 
 def _blob_meta(view: memoryview) -> tuple[str, int, int, int]:
-    meta = _Meta(view)
+    meta = MetaReader(view)
     name = meta.name()
     offset, blob_bytes, chunk_bytes = BLOB_META.unpack(meta.take(BLOB_META.size))
     meta.end()
@@ -346,11 +434,10 @@ def _blob_meta(view: memoryview) -> tuple[str, int, int, int]:
     return name, offset, blob_bytes, chunk_bytes
 
 
-def _table_meta(view: memoryview) -> tuple[TableSchema, list[str], tuple[int, int], tuple[int, int]]:
-    """(schema, stored dtype of each field, column range, (row min, row max))."""
-    meta = _Meta(view)
+def _table_meta(meta: MetaReader) -> tuple[TableSchema, tuple[int, int], tuple[int, int]]:
+    """(schema without fields, column range, (row min, row max))."""
     fqn = meta.name()
-    rows, columns, dtype, col_start, col_stop, row_min, row_max, n = TABLE_META.unpack(
+    rows, columns, dtype, col_start, col_stop, row_min, row_max = TABLE_META.unpack(
         meta.take(TABLE_META.size)
     )
     if not (rows <= MAX_TABLE_ROWS and columns <= MAX_COLUMNS and col_start < col_stop <= columns):
@@ -360,8 +447,14 @@ def _table_meta(view: memoryview) -> tuple[TableSchema, list[str], tuple[int, in
     weights = element_type.by_code(dtype).name
     if weights not in element_type.WEIGHT_DTYPES:
         raise CorruptObject(f"weights of type {weights}", where=fqn)
+    table = TableSchema(fqn=fqn, rows=rows, columns=columns, dtype=weights)
+    return table, (col_start, col_stop), (row_min, row_max)
+
+
+def _field_meta(meta: MetaReader, fqn: str) -> tuple[tuple[FieldSpec, ...], list[str]]:
+    """The fields of a tail, at least one, and the dtype that each is stored as; nothing may follow."""
     fields, stored = [], []
-    for _ in range(n):
+    for _ in range(meta.take(1)[0]):
         name = meta.name("<B")
         pointwise, logical, held = meta.take(3)
         if pointwise > 1:
@@ -374,7 +467,6 @@ def _table_meta(view: memoryview) -> tuple[TableSchema, list[str], tuple[int, in
             raise CorruptObject(f"{spec.dtype} stored as {stored[-1]}", where=f"{fqn}.{name}")
         fields.append(spec)
     meta.end()
-    if len({spec.name for spec in fields}) != len(fields):
-        raise CorruptObject("a field occurs twice", where=fqn)
-    table = TableSchema(fqn=fqn, rows=rows, columns=columns, dtype=weights, fields=tuple(fields))
-    return table, stored, (col_start, col_stop), (row_min, row_max)
+    if not fields or len({spec.name for spec in fields}) != len(fields):
+        raise CorruptObject("a tail has no field, or a field occurs twice", where=fqn)
+    return tuple(fields), stored

@@ -1,9 +1,9 @@
 """Making frames: rows of a table shard, or a chunk of a blob, into the bytes that `frame` parses.
 
-Weights are quantized straight into the frame's buffer; optimizer state is copied as it is (fp32 exact), point-wise
-float32 state as bfloat16 where the policy says so. Where an encoding would not make the rows smaller (tables of one or
-two columns), or cannot hold them (more NaN and Inf than its side list pays for), the frame is raw: a stored frame
-never takes more than the rows it holds, hence a record batch of `BATCH_BYTES` always fits one frame.
+Weights are quantized straight into the frame's buffer; optimizer state is copied as it is (fp32 exact) into that of its
+tail, point-wise float32 state as bfloat16 where the policy says so. Where an encoding would not make the rows smaller
+(tables of one or two columns), or cannot hold them (more NaN and Inf than its side list pays for), the frame is raw: a
+stored frame never takes more than the rows it holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from deltashard_checkpoint.codecs.encoding import effective_encoding, raw_encodi
 from deltashard_checkpoint.codecs.side_list import read_exceptions, write_exceptions
 from deltashard_checkpoint.errors import InternalBug
 from deltashard_checkpoint.format import element_type
-from deltashard_checkpoint.format.frame import (
+from deltashard_checkpoint.format.frame import Frame, FrameInfo, FrameKind, TailInfo
+from deltashard_checkpoint.format.frame_layout import (
     ALIGN,
     BLOB_META,
     DIGEST_AT,
@@ -35,16 +36,22 @@ from deltashard_checkpoint.format.frame import (
     MAX_ROWS,
     MAX_TABLE_ROWS,
     TABLE_META,
+    TAIL_META,
     VERSION,
-    Frame,
-    FrameInfo,
-    FrameKind,
     aligned,
 )
-from deltashard_checkpoint.format.row_block import EncodeOptions, FrameUnfit, RowBlock, raw_row_bytes
+from deltashard_checkpoint.format.row_block import (
+    EncodeOptions,
+    FrameUnfit,
+    RowBlock,
+    raw_row_bytes,
+    weight_row_bytes,
+)
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.vocabulary import ENCODINGS, Encoding, stored_state_dtype
 
+FRAME_WEIGHT_BYTES = 1 << 20
+"""Of the encoded weights of one frame at most: reading one row costs as much, and what an index says of the frame."""
 BLOB_CHUNK_BYTES = 4 << 20
 """A good chunk of a blob: large enough to stream, small enough to spread over ranks and threads."""
 
@@ -56,56 +63,59 @@ class EncodedFrame:
     info: FrameInfo
     data: memoryview
     """`info.length` bytes, in the caller's buffer if one was given."""
+    tail: memoryview | None = None
+    """The frame's tail, likewise: `info.tail.length` bytes."""
     raw_bytes: int
     """Of the rows and fields (or chunk) before encoding; ids not counted."""
 
 
-def rows_per_frame(table: TableSchema, columns: int) -> int:
-    """How many rows of `columns` columns, with their fields, fit one frame whatever their values and encoding."""
+def rows_per_frame(table: TableSchema, columns: int, encoding: Encoding) -> int:
+    """How many rows of `columns` columns make one frame of `FRAME_WEIGHT_BYTES`.
+
+    Fewer where the frame, if values keep it from being encoded, or its tail would not fit `MAX_FRAME_BYTES`.
+    """
     spare = MAX_FRAME_BYTES - aligned(_meta_bound(table)) - ALIGN * (8 + len(table.fields))
     ids = -(-table.rows.bit_length() // 7)  # a delta's worst case
-    return max(1, min(MAX_ROWS, spare // (raw_row_bytes(table, columns) + ids)))
+    raw = weight_row_bytes(table, columns)
+    state = raw_row_bytes(table, columns) - raw
+    stored = sum(section_bytes(effective_encoding(encoding, table.dtype, columns), 1, columns))
+    return max(1, min(MAX_ROWS, FRAME_WEIGHT_BYTES // stored, spare // max(raw + ids, state)))
 
 
 def frame_bound(table: TableSchema, columns: int, rows: int) -> int:
-    """A size of buffer that holds any frame of `rows` rows."""
+    """A size of buffer that holds any frame of `rows` rows and its tail."""
     ids = 8 + rows * 9
     sections = rows * raw_row_bytes(table, columns) + ids
-    return HEADER_BYTES + aligned(_meta_bound(table)) + aligned(sections) + ALIGN * (8 + len(table.fields))
+    around = HEADER_BYTES + aligned(_meta_bound(table)) + ALIGN * (8 + len(table.fields))
+    return aligned(sections) + 2 * around
 
 
 def encode_rows(
     block: RowBlock, options: EncodeOptions, *, step: int, out: bytearray | memoryview | None = None
 ) -> EncodedFrame:
-    """One frame of the rows of `block`, which are of `step`.
+    """One frame of the rows of `block`, which are of `step`, and its tail if they have state.
 
-    The frame lies in `out` (`frame_bound` bytes suffice), or in a fresh buffer. Raises `FrameUnfit` for more rows than
-    fit one frame, for rows that do not ascend, for names the format cannot hold and for a buffer that is too small;
+    Both lie in `out` (`frame_bound` bytes suffice), or in fresh buffers. Raises `FrameUnfit` for more rows than fit one
+    frame, for rows that do not ascend, for names the format cannot hold and for a buffer that is too small;
     `UnknownWord` for a state encoding that is none.
     """
-    table, n, width = block.schema, len(block), len(block.columns)
-    stored = [
-        stored_state_dtype(options.state_encoding, pointwise=spec.kind == "pointwise", dtype=spec.dtype)
-        for spec in table.fields
-    ]
+    table, n = block.schema, len(block)
     ids_kind, id_bytes = row_id.encode_ids(block.ids)
     columns, (row_min, row_max) = (block.columns.start, block.columns.stop), block.row_span
-    meta = _table_meta(table, stored, columns, (row_min, row_max))
-    fixed = [len(meta), len(id_bytes)]
-    weights = _encode_weights(block, options, fixed, _field_bytes(table, stored, n, width), out)
+    sealed = _encode_tail(block, options.state_encoding, step, out) if table.fields else None
+    tail, tail_data = sealed or (None, None)
+    if out is not None and tail is not None:
+        out = memoryview(out).cast("B")[tail.length :]
+    meta = _rows_meta(table, columns, (row_min, row_max), tail)
+    weights = _encode_weights(block, options, [len(meta), len(id_bytes)], out)
     parts, end = weights.layout.views(weights.room), weights.end
     parts[0][:] = meta
     parts[1][:] = id_bytes
-    for spec, dtype, part in zip(table.fields, stored, parts[5:], strict=True):
-        values = np.ascontiguousarray(block.fields[spec.name])
-        if dtype != spec.dtype:
-            values = quantizer.narrowed(values, dtype)
-        part[:] = memoryview(values.reshape(-1).view(np.uint8).data)
     weights.layout.clear_padding(weights.room)
     exceptions = weights.encoded.exceptions
-    tail = weights.room[weights.layout.end : end]
-    tail[: len(exceptions)] = exceptions
-    tail[len(exceptions) :] = bytes(len(tail) - len(exceptions))
+    last = weights.room[weights.layout.end : end]
+    last[: len(exceptions)] = exceptions
+    last[len(exceptions) :] = bytes(len(last) - len(exceptions))
     view = weights.room[:end]
     digest = _seal(
         view, kind=FrameKind.ROWS, encoding=weights.encoding.code, ids_kind=ids_kind,
@@ -115,8 +125,37 @@ def encode_rows(
     info = FrameInfo(
         kind=FrameKind.ROWS, length=end, digest=digest, step=step, table=table.fqn, row_min=row_min,
         row_max=row_max, rows=n, col_start=columns[0], col_stop=columns[1], encoding=weights.encoding.name,
+        tail=tail,
     )  # fmt: skip
-    return EncodedFrame(info=info, data=view, raw_bytes=block.raw_bytes)
+    return EncodedFrame(info=info, data=view, tail=tail_data, raw_bytes=block.raw_bytes)
+
+
+def _encode_tail(
+    block: RowBlock, state_encoding: str, step: int, out: bytearray | memoryview | None
+) -> tuple[TailInfo, memoryview]:
+    """The optimizer state of the rows, at the start of `out` or in a fresh buffer; raises `FrameUnfit`."""
+    table, n, width = block.schema, len(block), len(block.columns)
+    stored = [
+        stored_state_dtype(state_encoding, pointwise=spec.kind == "pointwise", dtype=spec.dtype)
+        for spec in table.fields
+    ]
+    meta = _tail_meta(table, stored, (block.columns.start, block.columns.stop), block.row_span)
+    sizes = [
+        n * spec.values(width) * element_type.by_name(dtype).itemsize_bytes
+        for spec, dtype in zip(table.fields, stored, strict=True)
+    ]
+    layout = _Layout([len(meta), *sizes])
+    _check_length(layout.end, n, table.fqn)
+    view = _room(out, layout.end, layout.end, table.fqn)[: layout.end]
+    parts = layout.views(view)
+    parts[0][:] = meta
+    for spec, dtype, part in zip(table.fields, stored, parts[1:], strict=True):
+        values = np.ascontiguousarray(block.fields[spec.name])
+        if dtype != spec.dtype:
+            values = quantizer.narrowed(values, dtype)
+        part[:] = memoryview(values.reshape(-1).view(np.uint8).data)
+    layout.clear_padding(view)
+    return _seal_tail(view, len(meta), n, step), view
 
 
 class _EncodedWeights(NamedTuple):
@@ -133,15 +172,11 @@ class _EncodedWeights(NamedTuple):
 
 
 def _encode_weights(
-    block: RowBlock,
-    options: EncodeOptions,
-    before: list[int],
-    after: list[int],
-    out: bytearray | memoryview | None,
+    block: RowBlock, options: EncodeOptions, before: list[int], out: bytearray | memoryview | None
 ) -> _EncodedWeights:
     """The weights under the chosen encoding, or raw where that would not be smaller or cannot hold them.
 
-    `before` and `after` are the bytes of the sections around theirs. Raises `FrameUnfit`.
+    `before` are the bytes of the sections before theirs. Raises `FrameUnfit`.
     """
     table, n, width = block.schema, len(block), len(block.columns)
     raw = raw_encoding(table.dtype)
@@ -150,7 +185,7 @@ def _encode_weights(
     chosen = effective_encoding(options.encoding, table.dtype, width)
     for encoding in (raw,) if chosen is raw else (chosen, raw):
         sizes = section_bytes(encoding, n, width)
-        layout = _Layout([*before, *sizes, *after])
+        layout = _Layout([*before, *sizes])
         spare = max(raw_bytes - sum(sizes), 0)  # the side list may take what the encoding saves
         room = _room(out, layout.end + aligned(spare), layout.end, table.fqn)
         scales, biases, codes = layout.views(room)[2:5]
@@ -160,60 +195,92 @@ def _encode_weights(
         end = layout.end + aligned(len(encoded.exceptions))
         if encoding is raw or (encoded.fits and end <= min(MAX_FRAME_BYTES, len(room))):
             break
-    if end > MAX_FRAME_BYTES:
-        raise FrameUnfit(
-            f"{n} rows make a frame of {end} bytes, at most {MAX_FRAME_BYTES} are allowed",
-            where=table.fqn,
-            remedy="split them: rows_per_frame, or encode_row_frames",
-        )
+    _check_length(end, n, table.fqn)
     return _EncodedWeights(encoding=encoding, encoded=encoded, layout=layout, room=room, end=end)
 
 
-def encode_row_frames(block: RowBlock, options: EncodeOptions, *, step: int) -> Iterator[EncodedFrame]:
-    """As many frames as the rows need, each in a fresh buffer; raises like `encode_rows`."""
-    limit = rows_per_frame(block.schema, len(block.columns))
-    for at in range(0, len(block), limit):
-        yield encode_rows(block[at : at + limit], options, step=step)
+def _check_length(end: int, rows: int, where: str) -> None:
+    if end > MAX_FRAME_BYTES:
+        raise FrameUnfit(
+            f"{rows} rows make a frame of {end} bytes, at most {MAX_FRAME_BYTES} are allowed",
+            where=where,
+            remedy="split them: encode_row_frames",
+        )
+
+
+def encode_row_frames(
+    block: RowBlock, options: EncodeOptions, *, step: int, out: bytearray | memoryview | None = None
+) -> Iterator[EncodedFrame]:
+    """As many frames as the rows need, alike in size; raises like `encode_rows`.
+
+    Each lies in fresh buffers, or all in `out`, one after the other: use a frame before asking for the next one.
+    """
+    limit = rows_per_frame(block.schema, len(block.columns), options.encoding)
+    rows = -(-len(block) // -(-len(block) // limit))
+    for at in range(0, len(block), rows):
+        yield encode_rows(block[at : at + rows], options, step=step, out=out)
 
 
 def take_rows(frame: Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
-    """The rows of a frame for which `keep` (bool [rows], at least one) is set, as encoded: nothing is decoded.
+    """The rows of a frame, parsed with its tail, for which `keep` (bool [rows], at least one) is set, as encoded.
 
-    Restoring the result gives, for these rows, bit for bit what restoring `frame` gives: scales, biases, codes, state
-    and exceptional rows are moved, encoding, exponent and step stay. Raises `CorruptObject` like `Frame.row_ids`.
+    Nothing is decoded. Restoring the result gives, for these rows, bit for bit what restoring `frame` gives: scales,
+    biases, codes, state and exceptional rows are moved, encoding, exponent and step stay. Raises `CorruptObject` like
+    `Frame.row_ids`.
     """
     info, table = frame.info, frame.table
     if table is None or keep.shape != (info.rows,) or not keep.any():
         raise InternalBug(f"take_rows with {keep.shape} of {info.rows} rows")
+    if (info.tail is not None) != bool(frame.fields):
+        raise InternalBug("take_rows of a frame without its tail")
     kept = frame.row_ids()[keep]
     n, width = len(kept), info.col_stop - info.col_start
     ids_kind, id_bytes = row_id.encode_ids(kept)
-    stored = [section.stored_dtype for section in frame.fields]
-    row_min, row_max = int(kept[0]), int(kept[-1])
-    meta = _table_meta(table, stored, (info.col_start, info.col_stop), (row_min, row_max))
-    sources = [frame.scales, frame.biases, frame.codes, *(section.data for section in frame.fields)]
-    sections = [np.frombuffer(data, np.uint8).reshape(info.rows, -1)[keep].reshape(-1) for data in sources]
+    columns, span = (info.col_start, info.col_stop), (int(kept[0]), int(kept[-1]))
+    tail, tail_data = _take_state(frame, keep, columns, span) if frame.fields else (None, None)
+    meta = _rows_meta(table, columns, span, tail)
+    sections = [_taken(data, info.rows, keep) for data in (frame.scales, frame.biases, frame.codes)]
     exceptions = b""
     if len(frame.exceptions):
         positions, values = read_exceptions(np.frombuffer(frame.exceptions, np.uint8), info.rows, width)
         mine = keep[positions]
         exceptions = write_exceptions((np.cumsum(keep) - 1)[positions[mine]], values[mine])
-    layout = _Layout([len(meta), len(id_bytes), *(section.size for section in sections), len(exceptions)])
-    if layout.end > MAX_FRAME_BYTES:
-        raise InternalBug(f"fewer rows make a larger frame: {layout.end} bytes of {info.length}")
-    view = memoryview(np.empty(layout.end, np.uint8).data)
-    contents: list[memoryview] = [memoryview(meta), memoryview(id_bytes)]
-    contents += [memoryview(section.data) for section in sections]
-    for part, data in zip(layout.views(view), [*contents, memoryview(exceptions)], strict=True):
-        part[:] = data
-    layout.clear_padding(view)
+    view = _filled([memoryview(meta), memoryview(id_bytes), *sections, memoryview(exceptions)])
+    if len(view) > MAX_FRAME_BYTES:
+        raise InternalBug(f"fewer rows make a larger frame: {len(view)} bytes of {info.length}")
     digest = _seal(
         view, kind=info.kind, encoding=ENCODINGS[info.encoding].code if info.encoding else 0, ids_kind=ids_kind,
         exponent=frame.exponent, meta=len(meta), ids=len(id_bytes), exceptions=len(exceptions), rows=n,
         step=info.step,
     )  # fmt: skip
-    moved = replace(info, length=layout.end, digest=digest, row_min=row_min, row_max=row_max, rows=n)
-    return EncodedFrame(info=moved, data=view, raw_bytes=raw_bytes_of(moved, table))
+    moved = replace(
+        info, length=len(view), digest=digest, row_min=span[0], row_max=span[1], rows=n, tail=tail
+    )
+    return EncodedFrame(info=moved, data=view, tail=tail_data, raw_bytes=raw_bytes_of(moved, table))
+
+
+def _take_state(
+    frame: Frame, keep: npt.NDArray[np.bool_], columns: tuple[int, int], span: tuple[int, int]
+) -> tuple[TailInfo, memoryview]:
+    assert frame.table is not None
+    meta = _tail_meta(frame.table, [section.stored_dtype for section in frame.fields], columns, span)
+    sections = [_taken(section.data, frame.info.rows, keep) for section in frame.fields]
+    view = _filled([memoryview(meta), *sections])
+    return _seal_tail(view, len(meta), int(keep.sum()), frame.info.step), view
+
+
+def _taken(section: memoryview, rows: int, keep: npt.NDArray[np.bool_]) -> memoryview:
+    return memoryview(np.frombuffer(section, np.uint8).reshape(rows, -1)[keep].reshape(-1).data)
+
+
+def _filled(sections: list[memoryview]) -> memoryview:
+    """A fresh frame of these sections, without header."""
+    layout = _Layout([len(section) for section in sections])
+    view = memoryview(np.empty(layout.end, np.uint8).data)
+    for part, data in zip(layout.views(view), sections, strict=True):
+        part[:] = data
+    layout.clear_padding(view)
+    return view
 
 
 def raw_bytes_of(info: FrameInfo, table: TableSchema) -> int:
@@ -325,38 +392,40 @@ def _seal(  # noqa: PLR0913
     return digest
 
 
-def _field_bytes(table: TableSchema, stored: list[str], n: int, width: int) -> list[int]:
-    return [
-        n * spec.values(width) * element_type.by_name(dtype).itemsize_bytes
-        for spec, dtype in zip(table.fields, stored, strict=True)
-    ]
+def _seal_tail(view: memoryview, meta: int, rows: int, step: int) -> TailInfo:
+    digest = _seal(view, kind=FrameKind.TAIL, meta=meta, rows=rows, step=step)
+    return TailInfo(length=len(view), digest=digest)
 
 
 def _meta_bound(table: TableSchema) -> int:
     names = 2 + len(table.fqn.encode()) + sum(4 + len(spec.name.encode()) for spec in table.fields)
-    return names + TABLE_META.size
+    return names + TABLE_META.size + TAIL_META.size
 
 
-def _table_meta(
-    table: TableSchema, stored: list[str], columns: tuple[int, int], rows: tuple[int, int]
-) -> bytes:
+def _table_meta(table: TableSchema, columns: tuple[int, int], rows: tuple[int, int]) -> bytes:
     fqn = table.fqn.encode()
     if not 0 < len(fqn) <= MAX_NAME_BYTES or len(table.fields) > 255 or table.rows > MAX_TABLE_ROWS:
         raise FrameUnfit(
             "a table's name, number of fields or rows exceed the format's limits", where=table.fqn[:80]
         )
-    pieces = [
-        struct.pack("<H", len(fqn)),
-        fqn,
-        TABLE_META.pack(
-            table.rows,
-            table.columns,
-            element_type.by_name(table.dtype).code,
-            *columns,
-            *rows,
-            len(table.fields),
-        ),
-    ]
+    dtype = element_type.by_name(table.dtype).code
+    return (
+        struct.pack("<H", len(fqn)) + fqn + TABLE_META.pack(table.rows, table.columns, dtype, *columns, *rows)
+    )
+
+
+def _rows_meta(
+    table: TableSchema, columns: tuple[int, int], rows: tuple[int, int], tail: TailInfo | None
+) -> bytes:
+    """Of rows, and of tombstones."""
+    named = TAIL_META.pack(0, bytes(16)) if tail is None else TAIL_META.pack(tail.length, tail.digest)
+    return _table_meta(table, columns, rows) + named
+
+
+def _tail_meta(
+    table: TableSchema, stored: list[str], columns: tuple[int, int], rows: tuple[int, int]
+) -> bytes:
+    pieces = [_table_meta(table, columns, rows), bytes((len(table.fields),))]
     for spec, dtype in zip(table.fields, stored, strict=True):
         name = spec.name.encode()
         if not 0 < len(name) < 256:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 from deltashard_proto.v1 import index_pb2
@@ -19,14 +20,21 @@ from deltashard_checkpoint.codecs.encoding import MAX_COLUMNS, section_bytes
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.format import element_type, object_key
 from deltashard_checkpoint.format.frame import (
+    Frame,
+    FrameInfo,
+    FrameKind,
+    Tail,
+    TailInfo,
+    checked_frame,
+    checked_tail,
+)
+from deltashard_checkpoint.format.frame_layout import (
     ALIGN,
     HEADER_BYTES,
     MAX_BLOB_BYTES,
     MAX_FRAME_BYTES,
     MAX_ROWS,
     MAX_TABLE_ROWS,
-    FrameInfo,
-    FrameKind,
 )
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.vocabulary import ENCODINGS
@@ -47,14 +55,42 @@ class Pack:
     bytes: int
 
 
+class Piece(NamedTuple):
+    """A frame, or a tail, as it lies in a pack."""
+
+    pack: int
+    """Position in `Index.packs`."""
+    offset: int
+    length: int
+    info: FrameInfo
+    """Of the frame."""
+    tail: bool
+
+    def check(self, data: memoryview) -> Frame | Tail:
+        """The frame, or the tail, in `data`; raises like `checked_frame` unless it is whole and what the index says."""
+        return checked_tail(data, self.info) if self.tail else checked_frame(data, self.info)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A frame and where it lies."""
+    """A frame and where it and its tail lie."""
 
     pack: int
     """Position in `Index.packs`."""
     offset: int
     info: FrameInfo
+    tail_pack: int = 0
+    """The like of the tail, if there is one."""
+    tail_offset: int = 0
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The frame and its tail."""
+        info = self.info
+        own = Piece(self.pack, self.offset, info.length, info, tail=False)
+        if info.tail is None:
+            return (own,)
+        return own, Piece(self.tail_pack, self.tail_offset, info.tail.length, info, tail=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +121,13 @@ class Index:
         """Encodings of its rows, sorted, by table."""
         held = {(p.info.table, p.info.encoding) for p in self.places if p.info.kind is FrameKind.ROWS}
         return all_encodings({table: (encoding,)} for table, encoding in held)
+
+    def pieces(self) -> list[tuple[Pack, list[Piece]]]:
+        """What lies in each pack, by offset."""
+        found: list[tuple[Pack, list[Piece]]] = [(pack, []) for pack in self.packs]
+        for piece in sorted((p for place in self.places for p in place.pieces), key=lambda p: p.offset):
+            found[piece.pack][1].append(piece)
+        return found
 
     @property
     def blobs(self) -> dict[str, int]:
@@ -131,6 +174,9 @@ def encode_index(index: Index) -> bytes:
         message.frames.append(frame_message(place.info, table=positions.get(place.info.table, 0)))
         message.frames[-1].pack = place.pack
         message.frames[-1].offset = place.offset
+        if place.info.tail is not None:
+            message.frames[-1].tail.pack = place.tail_pack
+            message.frames[-1].tail.offset = place.tail_offset
     return message.SerializeToString(deterministic=True)
 
 
@@ -164,6 +210,12 @@ def decode_index(data: bytes, *, key: str, run: str) -> Index:
             *((None, None, None) if compact else (index.attempt, index.cut, index.rank)),
         ):
             raise ForeignObject(f"index names a pack of another part: {pack.key}", where=key)
+    state = [object_key.is_state_pack(pack.key) for pack in index.packs]
+    if any(
+        state[place.pack] or (place.info.tail is not None and not state[place.tail_pack])
+        for place in index.places
+    ):
+        raise CorruptObject("a tail lies in a pack of frames, or a frame in one of tails", where=key)
     return index
 
 
@@ -251,7 +303,7 @@ def box_of(message: index_pb2.Box) -> Box:
 
 
 def frame_message(info: FrameInfo, *, table: int = 0) -> index_pb2.Frame:
-    """The protobuf form of a frame's description; `pack` and `offset` are the caller's to set."""
+    """The protobuf form of a frame's description; packs and offsets are the caller's to set."""
     return index_pb2.Frame(
         kind=index_pb2.FrameKind.Name(int(info.kind)),
         length=info.length,
@@ -267,6 +319,9 @@ def frame_message(info: FrameInfo, *, table: int = 0) -> index_pb2.Frame:
         name=info.name,
         blob_offset=info.blob_offset,
         blob_bytes=info.blob_bytes,
+        tail=None
+        if info.tail is None
+        else index_pb2.Tail(length=info.tail.length, xxh3_128=info.tail.digest),
     )
 
 
@@ -276,10 +331,13 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
     if m.kind not in (1, 2, 3):
         raise CorruptObject(f"frame of unknown kind {m.kind}")
     kind = FrameKind(m.kind)
-    if not HEADER_BYTES < m.length <= MAX_FRAME_BYTES or m.length % ALIGN:
-        raise CorruptObject(f"a frame cannot be {m.length} bytes long")
-    if len(m.xxh3_128) != 16:
-        raise CorruptObject("a frame's hash has not 16 bytes")
+    _check_stored(m)
+    tail: TailInfo | None = None
+    if m.HasField("tail"):
+        if kind is not FrameKind.ROWS:
+            raise CorruptObject(f"a {kind.name.lower()} frame with a tail")
+        _check_stored(m.tail)
+        tail = TailInfo(length=m.tail.length, digest=m.tail.xxh3_128)
     if kind is FrameKind.BLOB:
         if m.table or m.row_min or m.row_max or m.rows or m.col_start or m.col_stop or m.encoding:
             raise CorruptObject("a blob frame claims rows")
@@ -313,7 +371,16 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
     return FrameInfo(
         kind=kind, length=m.length, digest=m.xxh3_128, step=m.step, table=table.fqn, row_min=m.row_min,
         row_max=m.row_max, rows=m.rows, col_start=m.col_start, col_stop=m.col_stop, encoding=m.encoding,
+        tail=tail,
     )  # fmt: skip
+
+
+def _check_stored(message: index_pb2.Frame | index_pb2.Tail) -> None:
+    """Raise `CorruptObject` unless a frame or tail can have this length and hash."""
+    if not HEADER_BYTES < message.length <= MAX_FRAME_BYTES or message.length % ALIGN:
+        raise CorruptObject(f"a frame cannot be {message.length} bytes long")
+    if len(message.xxh3_128) != 16:
+        raise CorruptObject("a frame's hash has not 16 bytes")
 
 
 def _checked(message: index_pb2.Index) -> Index:
@@ -337,9 +404,19 @@ def _checked(message: index_pb2.Index) -> Index:
             raise CorruptObject(f"pack of {pack.bytes} bytes")
     places = []
     for frame in message.frames:
-        if frame.pack >= len(stored):
-            raise CorruptObject(f"frame in pack {frame.pack} of {len(stored)}")
-        places.append(Place(pack=frame.pack, offset=frame.offset, info=frame_info(frame, tables)))
+        if max(frame.pack, frame.tail.pack) >= len(stored):
+            raise CorruptObject(
+                f"frame in pack {frame.pack}, its tail in {frame.tail.pack}, of {len(stored)}"
+            )
+        places.append(
+            Place(
+                pack=frame.pack,
+                offset=frame.offset,
+                info=frame_info(frame, tables),
+                tail_pack=frame.tail.pack,
+                tail_offset=frame.tail.offset,
+            )
+        )
     if places != sorted(places, key=place_order):
         raise CorruptObject("frames are out of order")
     _check_places(places, stored)
@@ -360,14 +437,14 @@ def _checked(message: index_pb2.Index) -> Index:
 
 
 def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:
-    """Frames lie inside their packs and do not overlap; chunks of one blob agree on its size."""
+    """Frames and tails lie inside their packs and do not overlap; chunks of one blob agree on its size."""
     pack, end = -1, 0
-    for place in sorted(places, key=lambda p: (p.pack, p.offset)):
-        if place.pack != pack:
-            pack, end = place.pack, 0
-        if place.offset % ALIGN or place.offset < end:
-            raise CorruptObject(f"frames overlap or are not aligned at {place.offset} in pack {pack}")
-        end = place.offset + place.info.length
+    for piece in sorted((p for place in places for p in place.pieces), key=lambda p: (p.pack, p.offset)):
+        if piece.pack != pack:
+            pack, end = piece.pack, 0
+        if piece.offset % ALIGN or piece.offset < end:
+            raise CorruptObject(f"frames overlap or are not aligned at {piece.offset} in pack {pack}")
+        end = piece.offset + piece.length
         if end > stored[pack].bytes:
             raise CorruptObject(f"frame ends at {end}, its pack at {stored[pack].bytes}")
     sizes: dict[str, int] = {}

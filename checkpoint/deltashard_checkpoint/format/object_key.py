@@ -1,8 +1,9 @@
 """Names of a run's data objects: built here, parsed here, nowhere else.
 
     data/{attempt:020d}/{cut:08d}/{rank:05d}-{token}-{n:05d}.pack      frames of one rank of one cut
+    data/{attempt:020d}/{cut:08d}/{rank:05d}-{token}-s{n:05d}.pack     their tails: optimizer state
     data/{attempt:020d}/{cut:08d}/{rank:05d}-{token}-{xxh3}.index      their directory; the name carries its hash
-    data/compact-{token}/{n:05d}.pack  and  data/compact-{token}/{xxh3}.index   the same of a compaction
+    data/compact-{token}/{n:05d}.pack, s{n:05d}.pack and {xxh3}.index   the same of a compaction
 
 A compaction's token says the slot of the log at which it began (`compaction_token`): what is known of the run's past
 decides whether it may still be committed, as an attempt's number does for cuts.
@@ -25,12 +26,12 @@ RESERVED = frozenset({"cache", "closing", "data", "layout", "log", "probe"})
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*", re.ASCII)
 _TOKEN = re.compile(TOKEN_PATTERN, re.ASCII)
 _PACK = re.compile(
-    rf"data/([0-9]{{20}})/([0-9]{{8}})/([0-9]{{5}})-({TOKEN_PATTERN})-([0-9]{{5}})\.pack", re.ASCII
+    rf"data/([0-9]{{20}})/([0-9]{{8}})/([0-9]{{5}})-({TOKEN_PATTERN})-(s?)([0-9]{{5}})\.pack", re.ASCII
 )
 _INDEX = re.compile(
     rf"data/([0-9]{{20}})/([0-9]{{8}})/([0-9]{{5}})-({TOKEN_PATTERN})-([0-9a-f]{{32}})\.index", re.ASCII
 )
-_COMPACT_PACK = re.compile(rf"data/compact-({TOKEN_PATTERN})/([0-9]{{5}})\.pack", re.ASCII)
+_COMPACT_PACK = re.compile(rf"data/compact-({TOKEN_PATTERN})/(s?)([0-9]{{5}})\.pack", re.ASCII)
 _BEGUN = re.compile(r"data/compact-([0-9]{15})x[0-9a-f]{16}/", re.ASCII)
 _COMPACT_INDEX = re.compile(rf"data/compact-({TOKEN_PATTERN})/([0-9a-f]{{32}})\.index", re.ASCII)
 _LIMITS = (("attempt", 10**20), ("cut", 10**8), ("rank", 10**5), ("n", 10**5))
@@ -45,6 +46,8 @@ class PackKey:
     rank: int | None
     token: str
     n: int
+    state: bool
+    """Whether it has tails, not frames: packs of both kinds are counted by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +124,11 @@ def compaction_prefix(token: str) -> str:
     return f"data/compact-{token}/"
 
 
-def pack_key(*, attempt: int, cut: int, rank: int, token: str, n: int) -> str:
+def pack_key(*, attempt: int, cut: int, rank: int, token: str, n: int, state: bool = False) -> str:
+    """The n-th pack of frames of a rank's part of a cut, or (`state`) of their tails."""
     _check(rank=rank, n=n)
     _check_token(token)
-    return f"{cut_prefix(attempt, cut)}{rank:05d}-{token}-{n:05d}.pack"
+    return f"{cut_prefix(attempt, cut)}{rank:05d}-{token}-{'s' if state else ''}{n:05d}.pack"
 
 
 def index_key(*, attempt: int, cut: int, rank: int, token: str, xxh3: str) -> str:
@@ -134,9 +138,9 @@ def index_key(*, attempt: int, cut: int, rank: int, token: str, xxh3: str) -> st
     return f"{cut_prefix(attempt, cut)}{rank:05d}-{token}-{xxh3}.index"
 
 
-def compaction_pack_key(*, token: str, n: int) -> str:
+def compaction_pack_key(*, token: str, n: int, state: bool = False) -> str:
     _check(n=n)
-    return f"{compaction_prefix(token)}{n:05d}.pack"
+    return f"{compaction_prefix(token)}{'s' if state else ''}{n:05d}.pack"
 
 
 def compaction_index_key(*, token: str, xxh3: str) -> str:
@@ -147,11 +151,19 @@ def compaction_index_key(*, token: str, xxh3: str) -> str:
 def parse_pack_key(key: str) -> PackKey:
     """The parts of a pack's name; raises `CorruptObject` when it is none."""
     if match := _PACK.fullmatch(key):
-        attempt, cut, rank, token, n = match.groups()
-        return PackKey(attempt=int(attempt), cut=int(cut), rank=int(rank), token=token, n=int(n))
+        attempt, cut, rank, token, state, n = match.groups()
+        return PackKey(
+            attempt=int(attempt), cut=int(cut), rank=int(rank), token=token, n=int(n), state=bool(state)
+        )
     if match := _COMPACT_PACK.fullmatch(key):
-        return PackKey(attempt=None, cut=None, rank=None, token=match[1], n=int(match[2]))
+        token, state, n = match.groups()
+        return PackKey(attempt=None, cut=None, rank=None, token=token, n=int(n), state=bool(state))
     raise CorruptObject("not a pack's name", where=repr(key[:200]))
+
+
+def is_state_pack(key: str) -> bool:
+    """Whether a pack's name is that of one of tails."""
+    return parse_pack_key(key).state
 
 
 def parse_index_key(key: str) -> IndexKey:

@@ -31,7 +31,7 @@ from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.compaction import MovedRows, Mover
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, whole_tables
-from deltashard_checkpoint.restore.fetcher import Fetcher
+from deltashard_checkpoint.restore.fetcher import FetchedFrame, Fetcher
 from deltashard_checkpoint.restore.plan import restore_plan
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.write.part_writer import PartStats, PartTarget, PartWriter
@@ -139,12 +139,12 @@ def move_checkpoint(  # noqa: PLR0913
     with PartWriter(store, target, cache, deadline_s=deadline_s) as writer:
         for fetched in Fetcher(log.store, log.run, cache=cache, deadline_s=deadline_s).fetch(plan):
             give_way()
-            frame = parse_frame(fetched.data, verify=False)
+            frame = parse_frame(fetched.data, fetched.tail, verify=False)
             moved: EncodedFrame | None
             if frame.info.kind is FrameKind.BLOB:
                 moved = EncodedFrame(info=frame.info, data=fetched.data, raw_bytes=len(frame.chunk))
             else:
-                moved = _survivors(frame, fetched.data, provided.claim(frame))
+                moved = _survivors(frame, fetched, provided.claim(frame))
                 if moved is not None and frame.info.kind is FrameKind.TOMBSTONE and not target.compaction:
                     raise CompactionUnfit(
                         f"rows of {frame.info.table} are tombstones within the chain",
@@ -160,8 +160,13 @@ def move_checkpoint(  # noqa: PLR0913
     return part, stats
 
 
-def _survivors(frame: Frame, data: memoryview, mine: npt.NDArray[np.bool_]) -> EncodedFrame | None:
+def _survivors(frame: Frame, fetched: FetchedFrame, mine: npt.NDArray[np.bool_]) -> EncodedFrame | None:
     assert frame.table is not None
     if mine.all():
-        return EncodedFrame(info=frame.info, data=data, raw_bytes=raw_bytes_of(frame.info, frame.table))
+        return EncodedFrame(
+            info=frame.info,
+            data=fetched.data,
+            tail=fetched.tail,
+            raw_bytes=raw_bytes_of(frame.info, frame.table),
+        )
     return take_rows(frame, mine) if mine.any() else None

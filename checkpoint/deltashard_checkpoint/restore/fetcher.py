@@ -10,7 +10,8 @@ A restore falls back to an older checkpoint only for the former.
 Bytes may be fetched straight to where they are wanted (blocks of an arena): a `destination` gives memory for each
 request, in order; a request is at most one block long, and its frames lie in it at multiples of 64 bytes. It is asked
 without waiting while others are on their way, and to wait only when nothing else can move, so that a consumer which
-frees its memory as it goes never dead-locks the fetch.
+frees its memory as it goes never dead-locks the fetch. A frame is handed over with its tail: memory of the one request
+whose frames await theirs is kept meanwhile.
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ from deltashard_checkpoint.errors import (
     UnsupportedVersion,
 )
 from deltashard_checkpoint.format import object_key
-from deltashard_checkpoint.format.frame import checked_frame
+from deltashard_checkpoint.format.frame import checked_frame, checked_tail
 from deltashard_checkpoint.format.index import Pack
-from deltashard_checkpoint.restore.plan import MAX_REQUEST_BYTES, Plan, PlannedFrame, RangeRequest
+from deltashard_checkpoint.restore.plan import (
+    MAX_REQUEST_BYTES,
+    Plan,
+    PlannedFrame,
+    PlannedTail,
+    RangeRequest,
+)
 from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
 from deltashard_checkpoint.stores.deadline import deadline
@@ -62,14 +69,19 @@ class Destination(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedFrame:
-    """A frame's bytes, checked against what its index says: hash, kind, table, rows, columns, step, blob."""
+    """A frame and its tail, checked against what the index says: hash, kind, table, rows, columns, step, blob."""
 
     planned: PlannedFrame
     data: memoryview
-    request: RangeRequest
-    """`data` is bytes [planned.offset, + planned.info.length) of this request's memory."""
+    tail: memoryview | None
+    """None: it has none, or state is not wanted."""
+    request: int
+    """Position in the plan of the request in whose memory `data` lies."""
+    tail_request: int
+    tail_offset: int
+    """In the memory of that request."""
     last: bool
-    """Whether it is the last frame of its request: the memory may be freed once it is applied."""
+    """Whether no other frame is there yet: the next one may be long in coming."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +137,7 @@ class Fetcher:
         """
         until = time.monotonic() + self._deadline_s
         todo = deque(plan.requests)
+        arrivals = _Arrivals()
         under_way: deque[tuple[RangeRequest, memoryview, Future[None]]] = deque()
         ahead = 0
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="fetch")
@@ -143,11 +156,7 @@ class Fetcher:
                 except FutureTimeout:
                     raise self._too_late(request) from None
                 ahead -= request.length
-                for planned in request.frames:
-                    data = memory[planned.offset : planned.offset + planned.info.length]
-                    yield FetchedFrame(
-                        planned=planned, data=data, request=request, last=planned is request.frames[-1]
-                    )
+                yield from arrivals.take(request, memory)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -165,26 +174,30 @@ class Fetcher:
                 self._cache_bytes += request.length
             else:
                 self._store_bytes += request.length
-        for planned in request.frames:
-            # A wrong bit on the wire must not condemn a checkpoint: the store is always asked twice.
+        # A wrong bit on the wire must not condemn a checkpoint: the store is always asked twice.
+        pieces: tuple[PlannedFrame | PlannedTail, ...] = (*request.frames, *request.tails)
+        for planned in pieces:
             self._check(key, request, planned, memory, until, rereads=2 if cached else 1)
 
     def _check(
         self,
         key: str,
         request: RangeRequest,
-        planned: PlannedFrame,
+        planned: PlannedFrame | PlannedTail,
         memory: memoryview,
         until: float,
         *,
         rereads: int,
     ) -> None:
-        """Check a frame by its index; read a wrong one again from the store, then give the checkpoint up."""
-        place = memory[planned.offset : planned.offset + planned.info.length]
+        """Check a frame or a tail by its index; read a wrong one again from the store, then give the checkpoint up."""
+        place, check = (
+            memory[planned.span],
+            checked_tail if isinstance(planned, PlannedTail) else checked_frame,
+        )
         offset = request.offset + planned.offset
         for left in range(rereads, -1, -1):
             try:
-                checked_frame(place, planned.info)
+                check(place, planned.info)
             except UnsupportedVersion:
                 raise
             except FormatError as error:
@@ -208,7 +221,7 @@ class Fetcher:
 
     def _from_store_once(self, key: str, request: RangeRequest, out: memoryview, until: float) -> bool:
         """Fill `out`; whether that was with what another rank had read. Rows are no other rank's."""
-        if self._shared is None or any(planned.table is not None for planned in request.frames):
+        if self._shared is None or request.tails or any(each.table is not None for each in request.frames):
             self._from_store(key, request.offset, out, until)
             return False
         asked = False
@@ -252,6 +265,33 @@ class Fetcher:
             where=object_key.run_key(self._run, request.key),
             remedy="is the store reachable and fast enough?",
         )
+
+
+class _Arrivals:
+    """Frames that await their tails, in order."""
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._frames: deque[tuple[PlannedFrame, int, memoryview]] = deque()
+
+    def take(self, request: RangeRequest, memory: memoryview) -> Iterator[FetchedFrame]:
+        """The frames that are there, with their tails, now that the next request is."""
+        number = self._requests
+        self._requests += 1
+        self._frames.extend((planned, number, memory[planned.span]) for planned in request.frames)
+        tails = deque(request.tails)
+        while self._frames and (tails or not self._frames[0][0].state):
+            planned, at, data = self._frames.popleft()
+            tail = tails.popleft() if planned.state else None
+            yield FetchedFrame(
+                planned=planned,
+                data=data,
+                tail=None if tail is None else memory[tail.span],
+                request=at,
+                tail_request=number,
+                tail_offset=0 if tail is None else tail.offset,
+                last=not self._frames or (not tails and self._frames[0][0].state),
+            )
 
 
 def _memory(request: RangeRequest, destination: Destination | None, *, wait: bool) -> memoryview | None:

@@ -25,7 +25,13 @@ import numpy.typing as npt
 
 from deltashard_checkpoint.codecs import decoder, quantizer
 from deltashard_checkpoint.codecs.encoding import raw_encoding
-from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, InvalidCheckpoint, UserError
+from deltashard_checkpoint.errors import (
+    CorruptObject,
+    EnvironmentFault,
+    InternalBug,
+    InvalidCheckpoint,
+    UserError,
+)
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
@@ -36,6 +42,7 @@ from deltashard_checkpoint.vocabulary import encoding_named
 Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.int64]
+Buffer = bytes | bytearray | memoryview
 DEFAULT_MAX_BLOBS_BYTES = 1 << 37
 
 
@@ -94,15 +101,16 @@ class FrameApplier:
         self._max_blobs_bytes = max_blobs_bytes
 
     def apply(  # noqa: C901
-        self, frame: Frame | bytes | bytearray | memoryview, *, verify: bool = False
+        self, frame: Frame | Buffer, tail: Buffer | None = None, *, verify: bool = False
     ) -> tuple[Applied, ...]:
-        """Apply one frame (bytes are parsed; hash-checked too with `verify`); what it really wrote, per target.
+        """Apply one frame with its tail (bytes are parsed; hash-checked too with `verify`); what it wrote, per target.
 
+        Without its tail only weights are applied, to targets without fields.
         Frames of tables that are no target are passed over. Raises `FormatError` for bytes that are no frame and
         `SchemaMismatch` when the stored table does not fit the target.
         """
         if not isinstance(frame, Frame):
-            frame = parse_frame(frame, verify=verify)
+            frame = parse_frame(frame, tail, verify=verify)
         if frame.info.kind is FrameKind.BLOB:
             self._apply_blob(frame)
             return ()
@@ -147,7 +155,6 @@ class FrameApplier:
         return {name: blob.view for name, blob in self._blobs.items()}
 
     def missing(self) -> list[Box]:
-        """What no frame has provided yet, as boxes in the targets' coordinates."""
         return [box for tables in self._tables.values() for table in tables for box in table.missing()]
 
     def finish(self, *, initial: Iterable[Box] = (), blobs: Iterable[str] = ()) -> None:
@@ -174,6 +181,8 @@ class FrameApplier:
         stored = {spec.name: spec for spec in table.fields}
         faults: list[str] = []
         fatal = False
+        if target.fields and frame.info.tail is not None and not frame.fields:
+            raise InternalBug("a frame is applied to optimizer state without its tail", where=table.fqn)
         if table.columns != target.schema.columns:
             raise SchemaMismatch(
                 f"{table.columns} columns are stored, the model has {target.schema.columns}",
@@ -278,7 +287,6 @@ class _Table:
         return rows and info.col_start < box.col_stop and info.col_stop > box.col_start
 
     def needs(self, frame: Frame, ids: Rows) -> bool:
-        """Whether anything of the frame is not provided yet."""
         box, info = self.target.box, frame.info
         at = ids[(ids >= box.row_start) & (ids < box.row_stop)] - box.row_start
         start, stop = info.col_start - box.col_start, info.col_stop - box.col_start

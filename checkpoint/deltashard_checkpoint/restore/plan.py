@@ -3,6 +3,7 @@
 The log's chain (`chain.chain`) says which parts speak for which boxes, newest first; their indexes say which frames
 they have. A plan takes blobs first, from the newest checkpoint only, then the frames that meet a wanted box, newest
 checkpoint first and rows before tombstones within one; ranges that lie next to each other are put into one request.
+Tails follow the request of their frames, in the same order, unless weights alone are wanted.
 
 A plan that cannot succeed is refused before a byte is fetched, with what is missing: boxes that no baseline reaches,
 a baseline whose frames have fewer rows than its boxes, tables and fields that are not stored, shapes and types that
@@ -19,16 +20,17 @@ from dataclasses import dataclass, replace
 from deltashard_proto.cause import Cause
 
 from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
-from deltashard_checkpoint.format import element_type, frame
+from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.blob_name import is_read_by
 from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
+from deltashard_checkpoint.format.frame_layout import MAX_FRAME_BYTES
 from deltashard_checkpoint.format.index import Index, Place
 from deltashard_checkpoint.format.object_key import parse_index_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.chain import ChainLink, difference, intersection
 from deltashard_checkpoint.log.entry import Part
 
-MAX_REQUEST_BYTES = frame.MAX_FRAME_BYTES
+MAX_REQUEST_BYTES = MAX_FRAME_BYTES
 """Ranges are joined up to this size: one arena block, one prefetch unit. A store answers few large requests sooner."""
 MAX_GAP_BYTES = 64 << 10
 """Unneeded bytes between two frames that are cheaper to read than another request."""
@@ -73,17 +75,44 @@ class PlannedFrame:
     """Whether its part holds all rows; rows of other frames re-seed the since-baseline marks."""
     table: TableSchema | None
     """Of the writer; None for blobs."""
+    state: bool = False
+    """Whether its tail is read, too: by a request behind this one."""
+
+    @property
+    def span(self) -> slice:
+        """Its bytes in the request's range."""
+        return slice(self.offset, self.offset + self.info.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTail:
+    """The tail of one frame to fetch."""
+
+    info: FrameInfo
+    """Of the frame."""
+    offset: int
+    """Within the request's range."""
+    seq: int
+    """The checkpoint it comes from."""
+
+    @property
+    def span(self) -> slice:
+        """Its bytes in the request's range."""
+        assert self.info.tail is not None
+        return slice(self.offset, self.offset + self.info.tail.length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRequest:
-    """One byte range of one pack, with the frames in it, in order."""
+    """One byte range of one pack, with the frames, or the tails, in it, in order."""
 
     key: str
     """Of the pack, relative to the run's root."""
     offset: int
     length: int
-    frames: tuple[PlannedFrame, ...]
+    frames: tuple[PlannedFrame, ...] = ()
+    tails: tuple[PlannedTail, ...] = ()
+    """Of frames of requests before, in the order of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +123,7 @@ class Plan:
     chain: tuple[int, ...]
     """Seqs of the checkpoints that are read, newest first."""
     bytes: int
-    """Of all frames."""
+    """Of all frames and tails."""
     frames: int
     blobs: tuple[str, ...]
     """Names of the blobs that will be whole."""
@@ -192,7 +221,7 @@ def restore_plan(  # noqa: PLR0913
         raise IncompletePlan(f"checkpoint {seq} does not hold the blobs {absent_blobs}")
     for name, infos in held.items():
         _check_blob(name, infos)
-    requests = _Requests()
+    requests = _Requests(state=not weights_only)
     # Blobs first: a restore compares them with the program before rows change it. As they lie in the packs, so that
     # ranges join: each chunk says where in which blob it goes.
     for index, place in chunks:
@@ -216,41 +245,79 @@ def describe(boxes: Sequence[Box]) -> str:
     return ", ".join(texts) + (f" and {len(boxes) - 3} more" if len(boxes) > 3 else "")
 
 
-class _Requests:
-    """Frames joined into byte ranges as they come."""
+@dataclass(slots=True)
+class _Range:
+    """A request in the making."""
 
-    def __init__(self) -> None:
+    key: str
+    start: int
+    end: int
+
+    def takes(self, key: str, offset: int, length: int) -> bool:
+        """Whether bytes of a pack are read with these; the range has them then."""
+        gap = offset - self.end
+        if (
+            key != self.key
+            or not 0 <= gap <= MAX_GAP_BYTES
+            or offset + length - self.start > MAX_REQUEST_BYTES
+        ):
+            return False
+        self.end = offset + length
+        return True
+
+
+class _Requests:
+    """Frames joined into byte ranges as they come, and behind those of each range their tails."""
+
+    def __init__(self, *, state: bool) -> None:
         self.bytes = 0
         self.frames = 0
+        self._state = state
         self._requests: list[RangeRequest] = []
-        self._key = ""
-        self._start = self._end = 0
+        self._range = _Range("", 0, 0)
         self._frames: list[PlannedFrame] = []
+        self._tails: list[tuple[str, int, PlannedFrame]] = []
 
     def add(self, index: Index, place: Place, seq: int, table: TableSchema | None, *, baseline: bool) -> None:
         key, info = index.packs[place.pack].key, place.info
         self.bytes += info.length
         self.frames += 1
-        gap = place.offset - self._end
-        too_long = place.offset + info.length - self._start > MAX_REQUEST_BYTES
-        if key != self._key or not 0 <= gap <= MAX_GAP_BYTES or too_long:
+        if not self._range.takes(key, place.offset, info.length):
             self._close()
-            self._key, self._start = key, place.offset
-        offset = place.offset - self._start
-        self._frames.append(PlannedFrame(info=info, offset=offset, seq=seq, baseline=baseline, table=table))
-        self._end = place.offset + info.length
+            self._range = _Range(key, place.offset, place.offset + info.length)
+        planned = PlannedFrame(
+            info=info, offset=place.offset - self._range.start, seq=seq, baseline=baseline, table=table,
+            state=self._state and info.tail is not None,
+        )  # fmt: skip
+        self._frames.append(planned)
+        if planned.state:
+            self._tails.append((index.packs[place.tail_pack].key, place.tail_offset, planned))
 
     def done(self) -> tuple[RangeRequest, ...]:
         self._close()
         return tuple(self._requests)
 
     def _close(self) -> None:
-        if self._frames:
-            length = self._end - self._start
+        if not self._frames:
+            return
+        at = self._range
+        self._requests.append(
+            RangeRequest(key=at.key, offset=at.start, length=at.end - at.start, frames=tuple(self._frames))
+        )
+        joined: list[tuple[_Range, list[PlannedTail]]] = []
+        for key, offset, planned in self._tails:
+            assert planned.info.tail is not None
+            length = planned.info.tail.length
+            self.bytes += length
+            if not joined or not joined[-1][0].takes(key, offset, length):
+                joined.append((_Range(key, offset, offset + length), []))
+            at, tails = joined[-1]
+            tails.append(PlannedTail(info=planned.info, offset=offset - at.start, seq=planned.seq))
+        for at, tails in joined:
             self._requests.append(
-                RangeRequest(key=self._key, offset=self._start, length=length, frames=tuple(self._frames))
+                RangeRequest(key=at.key, offset=at.start, length=at.end - at.start, tails=tuple(tails))
             )
-            self._frames = []
+        self._frames, self._tails = [], []
 
 
 def _newest_schemas(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -> dict[str, TableSchema]:

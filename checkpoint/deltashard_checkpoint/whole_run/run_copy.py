@@ -35,8 +35,7 @@ from deltashard_checkpoint.errors import (
     UserError,
 )
 from deltashard_checkpoint.format.canonical_json import canonical, content_digest
-from deltashard_checkpoint.format.frame import checked_frame
-from deltashard_checkpoint.format.index import Index, Place, digest_hex
+from deltashard_checkpoint.format.index import Index, Piece, digest_hex
 from deltashard_checkpoint.format.layout import layout_key
 from deltashard_checkpoint.format.object_key import new_token, parse_index_key, validate_new_run
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
@@ -212,21 +211,19 @@ class _Put:
     def packs(self, indexes: Mapping[str, Index]) -> None:
         """Raises `InvalidCheckpoint` and store errors."""
         found = [
-            (pack.key, pack.bytes, [place for place in index.places if place.pack == number])
-            for index in indexes.values()
-            for number, pack in enumerate(index.packs)
+            (pack.key, pack.bytes, pieces) for index in indexes.values() for pack, pieces in index.pieces()
         ]
         with ThreadPoolExecutor(WORKERS, thread_name_prefix="copy") as pool:
             for _ in pool.map(lambda pack: self._pack(*pack), found):
                 pass
 
-    def _pack(self, key: str, size: int, places: Sequence[Place]) -> None:
+    def _pack(self, key: str, size: int, pieces: Sequence[Piece]) -> None:
         with self._room(size):
             buffer = bytearray(size)
-            if self._there.get(key) == size and self._holds(self._target, key, buffer, places):
+            if self._there.get(key) == size and self._holds(self._target, key, buffer, pieces):
                 self._count(size, put=False)
                 return
-            if not self._holds(self._source, key, buffer, places, strict=True):
+            if not self._holds(self._source, key, buffer, pieces, strict=True):
                 raise InvalidCheckpoint(
                     f"{key} is not what its index says: a frame does not match its hash",
                     where=self._source.key(key),
@@ -236,15 +233,15 @@ class _Put:
         self._count(size, put=True)
 
     def _holds(
-        self, log: RunLog, key: str, buffer: bytearray, places: Sequence[Place], *, strict: bool = False
+        self, log: RunLog, key: str, buffer: bytearray, pieces: Sequence[Piece], *, strict: bool = False
     ) -> bool:
-        """Read a pack into `buffer`; whether every frame of it is as its index says. `strict`: it must be there."""
+        """Read a pack into `buffer`; whether all in it is as its index says. `strict`: it must be there."""
         view = memoryview(buffer)
         for _ in range(2):  # the wrong bit may have been ours, or the network's
             try:
                 log.store.get_into(log.key(key), 0, view)
-                for place in places:
-                    checked_frame(view[place.offset :][: place.info.length], place.info)
+                for piece in pieces:
+                    piece.check(view[piece.offset :][: piece.length])
             except ObjectNotFound as error:
                 if strict:
                     raise InvalidCheckpoint(f"{key} does not exist", where=log.key(key)) from error

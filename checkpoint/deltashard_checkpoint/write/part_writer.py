@@ -1,9 +1,10 @@
 """Writing one rank's part of a cut (or a compaction): frames in, packs uploaded in parallel, the index last.
 
-`add` places a frame into the pack being filled, a file in the cache directory, and returns; a full pack is uploaded
-from a mapping of that file by one of a few threads while the next one fills. So the heap holds nothing, a slow store
-costs disk and not training time, and what is being uploaded cannot change. Packs that cannot be uploaded pile up in
-the cache until its budget is full of them; then `add` waits for one to get through, under a deadline, and fails.
+`add` places a frame into the pack being filled, a file in the cache directory, and its tail into another: weights and
+optimizer state lie in packs of their own, in the same order. A full pack is uploaded from a mapping of that file by one
+of a few threads while the next one fills. So the heap holds nothing, a slow store costs disk and not training time, and
+what is being uploaded cannot change. Packs that cannot be uploaded pile up in the cache until its budget is full of
+them; then `add` waits for one to get through, under a deadline, and fails.
 
 `finish` waits for the uploads and puts the index, whose name carries its hash. Until then nothing refers to the packs;
 a part that fails leaves garbage under its cut's prefix and nothing else; one that finds the store full deletes its own.
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -99,8 +100,11 @@ class _Filling:
     """A pack between its creation and its upload."""
 
     number: int
+    """Position among all packs of the part."""
     key: str
     spool: PackSpool
+    state: bool
+    """Whether it has tails."""
     writers: int = 0
     full: bool = False
     places: list[Place] = field(default_factory=list)
@@ -123,12 +127,13 @@ class PartWriter:
         self.target = target
         self._store = store
         self._cache = cache
-        self._pack_bytes = min(pack_bytes, cache.budget_bytes)
+        # One of each kind is being filled while another is on its way.
+        self._pack_bytes = min(pack_bytes, cache.budget_bytes // 4)
         self._deadline_at_s = time.monotonic() + deadline_s
         self._placing = threading.Lock()  # held while a place is chosen, possibly waiting for room
         self._state = threading.Lock()  # guards everything below; never held while waiting
         self._packs: list[_Filling] = []
-        self._filling: _Filling | None = None
+        self._filling: dict[bool, _Filling | None] = {False: None, True: None}
         self._puts: list[Future[None]] = []
         self._failure: BaseException | None = None
         self._ended = False
@@ -137,19 +142,21 @@ class PartWriter:
         self.stats: PartStats | None = None
 
     def add(self, frame: EncodedFrame) -> None:
-        """Append a whole frame; its buffer may be reused when this returns.
+        """Append a whole frame and its tail; their buffer may be reused when this returns.
 
         Raises `CacheFull` when there is no room and none came in time, `UploadFailed` when an earlier pack failed, and
         `PartAborted`.
         """
-        filling, offset = self._place(frame)
-        try:
-            filling.spool.write(offset, frame.data)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._written(filling)
+        pieces = self._place(frame)
+        with contextlib.ExitStack() as written:
+            for filling, _, _ in pieces:
+                written.callback(self._written, filling)
+            try:
+                for filling, offset, data in pieces:
+                    filling.spool.write(offset, data)
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def finish(self) -> Part:
         """Wait for all uploads, put the index, and say what the log entry must know; `stats` is set.
@@ -164,11 +171,8 @@ class PartWriter:
 
     def _finish(self) -> Part:
         with self._placing:
-            with self._state:
-                filling, self._filling = self._filling, None
-                ready = self._mark_full(filling)
-            if ready and filling is not None:
-                self._upload(filling)
+            for state in self._filling:
+                self._close(state)
         with self._state:
             self._raise_if_ended()
             if any(not pack.spool.closed for pack in self._packs):
@@ -255,39 +259,62 @@ class PartWriter:
     def _stopped(self) -> bool:
         return self._ended or self._failure is not None
 
-    def _place(self, frame: EncodedFrame) -> tuple[_Filling, int]:
-        """A place in the pack being filled, or in a new one."""
-        length = frame.info.length
-        if length != len(frame.data) or length > self._pack_bytes:
+    def _place(self, frame: EncodedFrame) -> list[tuple[_Filling, int, memoryview]]:
+        """Places of the frame and its tail in the packs being filled, or in new ones, and their bytes."""
+        info = frame.info
+        lengths = [info.length] if info.tail is None else [info.length, info.tail.length]
+        data = [frame.data] if frame.tail is None else [frame.data, frame.tail]
+        if lengths != [len(each) for each in data] or max(lengths) > self._pack_bytes:
             raise InternalBug(
-                f"frame of {length} bytes in a buffer of {len(frame.data)}, packs of {self._pack_bytes}"
+                f"frame of {lengths} bytes in buffers of {[len(each) for each in data]}, packs of {self._pack_bytes}"
             )
         with self._placing:
-            filling = self._filling
-            offset = filling.spool.reserve(length) if filling is not None else None
-            if filling is None or offset is None:
-                with self._state:
-                    self._raise_if_ended()
-                    self._filling = None
-                    ready = self._mark_full(filling)
-                if ready and filling is not None:
-                    self._upload(filling)
-                filling = self._new_pack()
-                offset = filling.spool.reserve(length)
-                assert offset is not None
+            spots = [self._reserve(length, state=kind > 0) for kind, length in enumerate(lengths)]
             with self._state:
                 self._raise_if_ended()
-                filling.writers += 1
-                filling.places.append(Place(pack=filling.number, offset=offset, info=frame.info))
+                (filling, offset), (tail, tail_offset) = spots[0], spots[-1]
+                for each, _ in spots:
+                    each.writers += 1
+                place = Place(pack=filling.number, offset=offset, info=info)
+                if info.tail is not None:
+                    place = replace(place, tail_pack=tail.number, tail_offset=tail_offset)
+                filling.places.append(place)
                 self._raw_bytes += frame.raw_bytes
+        return [(*spot, each) for spot, each in zip(spots, data, strict=True)]
+
+    def _reserve(self, length: int, *, state: bool) -> tuple[_Filling, int]:
+        """A place in a pack of frames, or of tails (`state`). Called with the lock of places."""
+        filling = self._filling[state]
+        offset = filling.spool.reserve(length) if filling is not None else None
+        if filling is None or offset is None:
+            with self._state:
+                self._raise_if_ended()
+            self._close(state)
+            filling = self._new_pack(state=state)
+            offset = filling.spool.reserve(length)
+            assert offset is not None
         return filling, offset
 
-    def _new_pack(self) -> _Filling:
-        t, number = self.target, len(self._packs)
+    def _close(self, state: bool) -> None:
+        """No more for the pack of this kind that is being filled: upload it, or leave that to its last writer."""
+        with self._state:
+            filling, self._filling[state] = self._filling[state], None
+            if filling is None:
+                return
+            filling.full = True
+            ready = filling.writers == 0
+        if ready:
+            self._upload(filling)
+
+    def _new_pack(self, *, state: bool) -> _Filling:
+        t = self.target
+        number, n = len(self._packs), sum(pack.state is state for pack in self._packs)
         if t.compaction:
-            key = object_key.compaction_pack_key(token=t.token, n=number)
+            key = object_key.compaction_pack_key(token=t.token, n=n, state=state)
         else:
-            key = object_key.pack_key(attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, n=number)
+            key = object_key.pack_key(
+                attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, n=n, state=state
+            )
         try:
             spool = self._cache.create(
                 object_key.run_key(t.run, key),
@@ -299,23 +326,16 @@ class PartWriter:
             with self._state:
                 self._raise_if_ended()  # the reason why there is no room
             raise
-        filling = _Filling(number, key, spool)
+        filling = _Filling(number, key, spool, state)
         with self._state:
             self._packs.append(filling)
             ended = self._ended
             if not ended:
-                self._filling = filling
+                self._filling[state] = filling
         if ended:
             self._discard(filling)
             raise PartAborted("the part was given up", where=self._where)
         return filling
-
-    def _mark_full(self, filling: _Filling | None) -> bool:
-        """No more frames for this pack; whether it can be uploaded at once. Called with the state lock."""
-        if filling is None:
-            return False
-        filling.full = True
-        return filling.writers == 0
 
     def _written(self, filling: _Filling) -> None:
         with self._state:

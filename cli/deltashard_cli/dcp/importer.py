@@ -419,7 +419,6 @@ def _frames(
     }
     row_bytes = raw_row_bytes(table, table.columns)
     rows_at_once = max(1, _RANGE_BYTES // row_bytes)
-    most = frame_encoder.rows_per_frame(table, table.columns)
     options = EncodeOptions(encoding=ENCODINGS[_ENCODING_OF[table.dtype]])
     for start in range(0, table.rows, rows_at_once):
         stop = min(start + rows_at_once, table.rows)
@@ -429,6 +428,5 @@ def _frames(
             weights.take(start, stop),
             {name: rows.take(start, stop) for name, rows in fields.items()},
         )
-        for at in range(0, len(block), most):
-            yield frame_encoder.encode_rows(block[at : at + most], options, step=step)
+        yield from frame_encoder.encode_row_frames(block, options, step=step)
         advance((stop - start) * row_bytes)

@@ -64,8 +64,20 @@ class Pack(_message.Message):
     bytes: int
     def __init__(self, key: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
+class Tail(_message.Message):
+    __slots__ = ("pack", "offset", "length", "xxh3_128")
+    PACK_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    XXH3_128_FIELD_NUMBER: _ClassVar[int]
+    pack: int
+    offset: int
+    length: int
+    xxh3_128: bytes
+    def __init__(self, pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ...) -> None: ...
+
 class Frame(_message.Message):
-    __slots__ = ("kind", "pack", "offset", "length", "xxh3_128", "step", "table", "row_min", "row_max", "rows", "col_start", "col_stop", "encoding", "name", "blob_offset", "blob_bytes")
+    __slots__ = ("kind", "pack", "offset", "length", "xxh3_128", "step", "table", "row_min", "row_max", "rows", "col_start", "col_stop", "encoding", "name", "blob_offset", "blob_bytes", "tail")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PACK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +94,7 @@ class Frame(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     BLOB_OFFSET_FIELD_NUMBER: _ClassVar[int]
     BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
     kind: FrameKind
     pack: int
     offset: int
@@ -98,7 +111,8 @@ class Frame(_message.Message):
     name: str
     blob_offset: int
     blob_bytes: int
-    def __init__(self, kind: _Optional[_Union[FrameKind, str]] = ..., pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ..., step: _Optional[int] = ..., table: _Optional[int] = ..., row_min: _Optional[int] = ..., row_max: _Optional[int] = ..., rows: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., encoding: _Optional[str] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
+    tail: Tail
+    def __init__(self, kind: _Optional[_Union[FrameKind, str]] = ..., pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ..., step: _Optional[int] = ..., table: _Optional[int] = ..., row_min: _Optional[int] = ..., row_max: _Optional[int] = ..., rows: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., encoding: _Optional[str] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., tail: _Optional[_Union[Tail, _Mapping]] = ...) -> None: ...
 
 class Index(_message.Message):
     __slots__ = ("format", "run", "attempt", "cut", "step", "rank", "token", "tables", "packs", "frames", "boxes", "covers", "raw_bytes", "kind")

@@ -5,6 +5,8 @@ The rule is `maintenance.synthetic`; nothing here asks the store.
 
 from __future__ import annotations
 
+import itertools
+
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.format.object_key import (
     compaction_pack_key,
@@ -78,11 +80,14 @@ class SyntheticBaselines:
         found = 0
         for part in {link.part for link in chain(state, seq)}:
             key = parse_index_key(part.index_key)
-            for n in range(part.stored_bytes // self._settings.pack_bytes + 2):
+            most = part.stored_bytes // self._settings.pack_bytes + 2
+            for n, kind in itertools.product(range(most), (False, True)):
                 name = (
-                    compaction_pack_key(token=key.token, n=n)
+                    compaction_pack_key(token=key.token, n=n, state=kind)
                     if key.attempt is None or key.cut is None or key.rank is None
-                    else pack_key(attempt=key.attempt, cut=key.cut, rank=key.rank, token=key.token, n=n)
+                    else pack_key(
+                        attempt=key.attempt, cut=key.cut, rank=key.rank, token=key.token, n=n, state=kind
+                    )
                 )
                 found += self._cache.bytes_of(run_key(state.run, name))
         return found

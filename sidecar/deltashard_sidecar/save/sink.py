@@ -1,7 +1,7 @@
 """Where the batches of one save go: encoded into frames, spooled into packs, uploaded, committed.
 
-Each encoding thread has one buffer and reuses it: a frame's bytes are in a pack file when `add` returns, so the memory
-of encoding is one frame (8 MiB and a little) a thread, whatever the size of the cut.
+Each encoding thread has one buffer and reuses it: a frame and its tail are in pack files when `add` returns, so the
+memory of encoding is one frame with its tail a thread, whatever the size of the cut.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from dataclasses import replace
 
 from deltashard_checkpoint.deciding import cost, harm
 from deltashard_checkpoint.errors import DeltashardError
-from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
+from deltashard_checkpoint.format.frame_encoder import (
+    encode_blob,
+    encode_row_frames,
+    frame_bound,
+    rows_per_frame,
+)
 from deltashard_checkpoint.format.row_block import EncodeOptions
 from deltashard_checkpoint.log.commit_log import LogRemoved
 from deltashard_checkpoint.log.entry import Part
@@ -98,19 +103,23 @@ class PartSink:
         encoding = encoding_named(self._cut.precision.of_table(block.schema.fqn))
         if self._cut.samples:
             self._run.bits.errors.offer(block)
-        started_s = time.thread_time()
-        frame = encode_rows(
-            block,
-            EncodeOptions(encoding=encoding, state_encoding=self._cut.precision.state),
-            step=self._cut.step,
-            out=_buffer(frame_bound(block.schema, len(block.columns), len(block))),
+        options = EncodeOptions(
+            encoding=encoding,
+            state_encoding=self._cut.precision.state,
         )
-        self._run.measured.encoded(frame.raw_bytes, time.thread_time() - started_s)
-        self._writer.add(frame)
-        metrics, held = self._run.metrics, frame.info.encoding
-        metrics.rows.labels("in", held).inc(len(block))
-        metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
-        metrics.frame_bytes.labels("in", held).inc(frame.info.length)
+        columns = len(block.columns)
+        rows = min(len(block), rows_per_frame(block.schema, columns, encoding))
+        out = _buffer(frame_bound(block.schema, columns, rows))
+        metrics = self._run.metrics
+        began_s = time.thread_time()
+        for frame in encode_row_frames(block, options, step=self._cut.step, out=out):
+            self._run.measured.encoded(frame.raw_bytes, time.thread_time() - began_s)
+            self._writer.add(frame)
+            held = frame.info.encoding
+            metrics.rows.labels("in", held).inc(frame.info.rows)
+            metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
+            metrics.frame_bytes.labels("in", held).inc(frame.info.stored_bytes)
+            began_s = time.thread_time()
 
     def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
         frame = encode_blob(

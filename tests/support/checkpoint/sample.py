@@ -286,9 +286,8 @@ def tombstone(table: TableSchema, ids: np.ndarray, *, step: int) -> EncodedFrame
     from deltashard_checkpoint.format.frame import FrameInfo
 
     kind, id_bytes = row_id.encode_ids(ids)
-    bare = TableSchema(fqn=table.fqn, rows=table.rows, columns=table.columns, dtype=table.dtype)
     row_min, row_max = int(ids[0]), int(ids[-1])
-    meta = frame_encoder._table_meta(bare, [], (0, table.columns), (row_min, row_max))
+    meta = frame_encoder._rows_meta(table, (0, table.columns), (row_min, row_max), None)
     layout = frame_encoder._Layout([len(meta), len(id_bytes)])
     view = memoryview(bytearray(layout.end))
     for part, data in zip(layout.views(view), (meta, id_bytes), strict=True):

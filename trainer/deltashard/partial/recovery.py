@@ -23,6 +23,7 @@ from deltashard_checkpoint.format.blob_name import (
     optimizer_parts,
     own_blobs,
 )
+from deltashard_checkpoint.format.frame import FrameBytes
 from deltashard_checkpoint.format.typed_tree import EncodedTree
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -273,7 +274,7 @@ class PartialRestorePlan:
         except (DeltashardError, OSError, ValueError, KeyError) as error:
             raise self._unread(error) from error
 
-    def frames(self) -> Iterator[memoryview]:
+    def frames(self) -> Iterator[FrameBytes]:
         replicated = frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
         if self._mine is not None:
             sharded = frozenset(t.fqn for t in self._program.tracking.tables) - replicated

@@ -1,6 +1,6 @@
 """A staged part: what a survivor held, as one file on this machine, written at once and never read as a commit.
 
-    frames    rows and blobs, as in any pack (`format.frame`), each with its hash
+    frames    rows, each with its tail behind it, and blobs (`format.frame`), each with its hash
     facts     JSON of `rule.Staged` and of the boxes
     trailer   bytes of the facts (u64 little-endian), their xxh3-128, magic
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError
-from deltashard_checkpoint.format.frame import scan_pack
+from deltashard_checkpoint.format.frame import Frame, FrameBytes, scan_pack
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.restore.frame_applier import FrameApplier
@@ -54,6 +54,8 @@ def write(home: Path, staged: Staged, frames: Iterable[EncodedFrame], *, boxes: 
     with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         for frame in frames:
             file.write(frame.data)
+            if frame.tail is not None:
+                file.write(frame.tail)
         held = {"staged": dataclasses.asdict(staged), "boxes": [dataclasses.asdict(box) for box in boxes]}
         facts = json.dumps(held, sort_keys=True).encode()
         file.write(facts)
@@ -79,20 +81,26 @@ class PartFrames:
 
     def __init__(self, data: memoryview) -> None:
         """Raises `CorruptObject` for bytes that are no whole frames."""
-        self._frames = [(f.info, data[at : at + f.info.length]) for at, f in scan_pack(data)]
+        self._frames = [
+            (each.info, data[at : at + each.info.stored_bytes])
+            for at, each in scan_pack(data)
+            if isinstance(each, Frame)
+        ]
 
-    def frames(self, tables: frozenset[str]) -> Iterator[memoryview]:
-        return (frame for info, frame in self._frames if info.table in tables)
+    def frames(self, tables: frozenset[str]) -> Iterator[FrameBytes]:
+        for info, data in self._frames:
+            if info.table in tables:
+                yield data[: info.length], None if info.tail is None else data[info.length :]
 
     def carried(self, tables: frozenset[str]) -> list[memoryview]:
-        """Frames that are of use to other ranks: all blobs, and rows of `tables`, which every rank has."""
-        return [frame for info, frame in self._frames if info.name or info.table in tables]
+        """Frames with their tails that are of use to other ranks: all blobs, and rows of `tables`, which each has."""
+        return [data for info, data in self._frames if info.name or info.table in tables]
 
     def blobs(self) -> dict[str, memoryview]:
         applier = FrameApplier([])
-        for info, frame in self._frames:
+        for info, data in self._frames:
             if info.name:
-                applier.apply(frame)
+                applier.apply(data)
         applier.finish()
         return applier.blobs
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from deltashard_checkpoint.codecs import row_kernel
 from deltashard_checkpoint.format import element_type
-from deltashard_checkpoint.format.frame_encoder import encode_rows
+from deltashard_checkpoint.format.frame_encoder import encode_row_frames
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
@@ -71,12 +71,13 @@ class Contents:
         local = replace(schema, rows=n, columns=box.col_stop - box.col_start)
         applier = FrameApplier([target := _scratch(local)])
         fields = {spec.name: values for spec, values in zip(schema.fields, sections[1:], strict=True)}
-        frame = encode_rows(
+        frames = encode_row_frames(
             RowBlock.of_whole_rows(local, range(n), sections[0], fields),
             EncodeOptions(encoding=encoding_named(encoding), state_encoding=state_encoding),
             step=0,
         )
-        applier.apply(frame.data)
+        for frame in frames:
+            applier.apply(frame.data, frame.tail)
         hashes = _hashes(target.weights, [target.fields[spec.name] for spec in schema.fields])
         where: npt.NDArray[np.int64] | slice = (
             slice(ids.start - box.row_start, ids.stop - box.row_start)

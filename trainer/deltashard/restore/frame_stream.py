@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.format.frame import FrameBytes
 from deltashard_checkpoint.format.index import box_message, box_of
 from deltashard_checkpoint.restore.frame_applier import FrameApplier
 from deltashard_checkpoint.vocabulary import ENCODINGS
@@ -45,9 +46,11 @@ class Received:
 
 
 def read_frames(
-    link: Link, want: pb.RestoreRequest.Want, take: Callable[[memoryview, pb.RestoreReply.Filled], None]
+    link: Link,
+    want: pb.RestoreRequest.Want,
+    take: Callable[[memoryview, memoryview | None, pb.RestoreReply.Filled], None],
 ) -> tuple[pb.RestoreReply.Plan, pb.RestoreReply.Done]:
-    """Run one Restore call; `take` gets every frame's bytes, valid only during the call.
+    """Run one Restore call; `take` gets the bytes of every frame, and of its tail, valid only during the call.
 
     Raises:
         InvalidCheckpoint: the checkpoint's bytes are wrong or gone for sure: fall back.
@@ -71,10 +74,16 @@ def read_frames(
                 plan = reply.plan
             elif kind == "batch":
                 for filled in reply.batch.frames:
-                    block = link.arena.block(filled.block)
-                    take(block[filled.offset : filled.offset + filled.frame.length], filled)
-                    if filled.last:
-                        out.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block])))
+                    frame = _bytes(link, filled.block, filled.offset, filled.frame.length)
+                    tail = (
+                        _bytes(link, filled.tail_block, filled.tail_offset, filled.frame.tail.length)
+                        if filled.HasField("tail_block")
+                        else None
+                    )
+                    take(frame, tail, filled)
+                    freed = [filled.block] * filled.last + [filled.tail_block] * filled.tail_last
+                    if freed:
+                        out.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=freed)))
             elif kind == "done":
                 return plan, reply.done
             elif kind == "failed":
@@ -98,6 +107,10 @@ def read_frames(
     raise SidecarGone("the sidecar ended the restore without a result", where=f"checkpoint {want.seq}")
 
 
+def _bytes(link: Link, block: int, offset: int, length: int) -> memoryview:
+    return link.arena.block(block)[offset : offset + length]
+
+
 def _drain(call: Any) -> None:
     timer = threading.Timer(DRAIN_DEADLINE_S, call.cancel)
     timer.daemon = True
@@ -119,12 +132,13 @@ def read_checkpoint(
     judge: Callable[[Mapping[str, memoryview]], Blobs],
     *,
     rank: int = 0,
-    newer: Callable[[], Iterable[memoryview]] = tuple,
+    newer: Callable[[], Iterable[FrameBytes]] = tuple,
 ) -> Received:
     """Read a checkpoint in one stream: blobs, then rows, which are scattered into the targets.
 
     `judge` gets the blobs, whole, while rows are on their way already, and before a byte of the model changes: it
-    places the targets, or raises. `newer` gives frames of rows that are newer than all of the checkpoint.
+    places the targets, or raises. `newer` gives frames of rows, with their tails, that are newer than all of the
+    checkpoint.
     Raises as `read_frames` does, or for rows and blobs that never came.
     """
     want = pb.RestoreRequest.Want(
@@ -161,7 +175,7 @@ class Arrivals:
         self,
         targets: ModelTargets,
         judge: Callable[[Mapping[str, memoryview]], Blobs],
-        newer: Callable[[], Iterable[memoryview]] = tuple,
+        newer: Callable[[], Iterable[FrameBytes]] = tuple,
     ) -> None:
         self._targets = targets
         self._newer = newer
@@ -170,7 +184,7 @@ class Arrivals:
         self._blobs: Blobs | None = None
         self.rounded: dict[str, str] = {}
 
-    def take(self, frame: memoryview, filled: pb.RestoreReply.Filled) -> None:
+    def take(self, frame: memoryview, tail: memoryview | None, filled: pb.RestoreReply.Filled) -> None:
         if not filled.HasField("table"):
             self._dense.apply(frame)
             return
@@ -183,7 +197,7 @@ class Arrivals:
                 )
             self._begin_rows()
         self._note(filled.table.fqn, filled.table.dtype, filled.frame.encoding)
-        self._rows(frame, filled)
+        self._rows(frame, tail, filled)
 
     def _note(self, table: str, dtype: str, encoding: str) -> None:
         stored = ENCODINGS.get(encoding)  # empty: rows that are gone
@@ -213,6 +227,6 @@ class Arrivals:
             [placed.target for placed in targets.placed], mapping=targets.renames, strict=targets.strict
         )
         self._rows = targets.taker(self._applier)
-        for frame in self._newer():
-            targets.take_newer(self._applier, frame)
+        for frame, tail in self._newer():
+            targets.take_newer(self._applier, frame, tail)
         return self._blobs

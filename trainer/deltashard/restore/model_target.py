@@ -145,14 +145,16 @@ class ModelTargets:
         for table, held in self._tables:
             self.placed.append(self._place(table, held, frozenset(strangers)))
 
-    def taker(self, applier: FrameApplier) -> Callable[[memoryview, pb.RestoreReply.Filled], None]:
+    def taker(
+        self, applier: FrameApplier
+    ) -> Callable[[memoryview, memoryview | None, pb.RestoreReply.Filled], None]:
         """The consumer of frames: decode, scatter, note what came from deltas."""
         by_target = {id(p.target): p for p in self.placed}
         first = True
 
-        def take(frame: memoryview, filled: pb.RestoreReply.Filled) -> None:
+        def take(frame: memoryview, tail: memoryview | None, filled: pb.RestoreReply.Filled) -> None:
             nonlocal first
-            for applied in applier.apply(frame):
+            for applied in applier.apply(frame, tail):
                 if not filled.baseline:
                     placed = by_target[id(applied.target)]
                     placed.from_deltas[applied.rows - placed.target.box.row_start] = True
@@ -162,9 +164,9 @@ class ModelTargets:
 
         return take
 
-    def take_newer(self, applier: FrameApplier, frame: memoryview) -> None:
+    def take_newer(self, applier: FrameApplier, frame: memoryview, tail: memoryview | None) -> None:
         by_target = {id(p.target): p for p in self.placed}
-        for applied in applier.apply(frame, verify=True):
+        for applied in applier.apply(frame, tail, verify=True):
             placed = by_target[id(applied.target)]
             placed.newer[applied.rows - placed.target.box.row_start] = True
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from deltashard_checkpoint.format.frame import FrameBytes
 from deltashard_checkpoint.format.typed_tree import EncodedTree
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -39,7 +40,7 @@ class PartialRestore(Protocol):
     def overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
         """The checkpoint's blobs `raw` with what is newer; raises `RunWentOn` where all ranks are to ask again."""
 
-    def frames(self) -> Iterator[memoryview]:
+    def frames(self) -> Iterator[FrameBytes]:
         """Rows that are newer than the checkpoint's."""
 
     def applied(self) -> None:

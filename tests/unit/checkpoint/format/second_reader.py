@@ -21,7 +21,7 @@ import xxhash
 KINDS = ("genesis", "attempt", "checkpoint", "compact", "retire", "reclaim", "repair", "pin", "rewind")
 INDEX = "format run attempt cut step rank token tables* packs* frames* boxes* covers raw_bytes kind"
 FRAME = "kind pack offset length hash step table row_min row_max rows col_start col_stop encoding name "
-FRAME += "blob_offset blob_bytes"
+FRAME += "blob_offset blob_bytes unused_17 unused_18 tail"
 DTYPES = "float32 float16 bfloat16 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 "
 DTYPES += "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
 DTYPES = ["", *DTYPES.split()]  # the first four are also what raw encodings of these numbers hold
@@ -311,6 +311,11 @@ def read_index(run, c, part):
     frames = [decode_message(frame, FRAME) for frame in index["frames"]]
     for f in frames:
         f["pack"], f["table"] = packs[f["pack"]], None if f["kind"] == 2 else tables[f["table"]]
+        if f["tail"]:
+            f["tail"] = decode_message(f["tail"], "pack offset length hash")
+            f["tail"]["pack"] = packs[f["tail"]["pack"]]
+            need(re.search(r"[-/]s\d{5}\.pack$", f["tail"]["pack"]), "a tail among frames")
+        need(not re.search(r"[-/]s\d{5}\.pack$", f["pack"]), "a frame among tails")
     return sorted(frames, key=lambda f: (-f["step"], f["kind"], f["pack"], f["offset"]))
 
 
@@ -350,25 +355,49 @@ def dequantize(at, bits, exponent, count, width):
     return np.where(words >> 8 == 0x7D, constant.view("f4"), codes.astype("f4") * s + b)
 
 
-def read_frame(run, f):
-    """A frame: a blob's chunk, or (rows, values by field, "": weights); tombstones have no values."""
+def open_frame(run, f):
+    """The bytes of a frame or a tail, behind the header; and the header."""
     with (run.root / f["pack"]).open("rb") as file:
         file.seek(f["offset"])
         data = file.read(f["length"])
     digest = xxhash.xxh3_128_digest(data[:48] + data[64:])
     need(len(data) == f["length"] and data[48:64] == digest == f["hash"], "a frame without its hash")
     at = io.BytesIO(data)
-    magic, version, kind, encoding, form, exponent, *header = unpack(at, "4sHBBBbHIIIIIQQ16s")
-    _, _, ids, extra, count, _, step, _, _ = header
-    need((magic, version) == (b"DSFR", 1) and encoding <= 8 and form <= 2, "a newer frame")
+    magic, version, *header = unpack(at, "4sHBBBbHIIIIIQQ16s")
+    need((magic, version) == (b"DSFR", 1), "a newer frame")
+    return at, header
+
+
+def read_tail(run, f, count, table):
+    """Optimizer state of the rows of a frame, by field; `table` is what both say of table, columns and rows."""
+    at, (kind, _, _, _, _, _, _, _, rows, _, step, _, _) = open_frame(run, f["tail"])
+    need((kind, rows, step) == (4, count, f["step"]), "a tail of another frame")
+    said = (at.read(*unpack(at, "H")), *unpack(at, "QIBIIQQ"))
+    need(said == table, "a tail of other rows")
+    specs = [(at.read(*unpack(at, "B")).decode(), *unpack(at, "BBB")) for _ in range(*unpack(at, "B"))]
+    section(at, 0)
+    values = {}
+    for name, pointwise, real, stored in specs:
+        found = array(at, STORAGE[DTYPES[stored]], count, *[said[5] - said[4]] * pointwise)
+        values[name] = convert(found, DTYPES[stored], DTYPES[real])
+    need(not at.read(), "more in a tail than it says")
+    return values
+
+
+def read_frame(run, f):
+    """A frame: a blob's chunk, or (rows, values by field, "": weights); tombstones have no values."""
+    at, (kind, encoding, form, exponent, _, _, ids, extra, count, _, step, _, _) = open_frame(run, f)
+    need(encoding <= 8 and form <= 2, "a newer frame")
     need((kind, step) == (f["kind"], f["step"]), "a frame that is not as its index says")
-    at.read(*unpack(at, "H"))  # the name, as in the index
+    name = at.read(*unpack(at, "H"))
     if kind == 2:
         _, _, size = unpack(at, "QQQ")
         section(at, 0)
         return section(at, size)
-    _, _, dtype, c0, c1, _, _, number = unpack(at, "QIBIIQQB")
-    specs = [(at.read(*unpack(at, "B")).decode(), *unpack(at, "BBB")) for _ in range(number)]
+    table = (name, *unpack(at, "QIBIIQQ"))
+    _, _, _, dtype, c0, c1, _, _ = table
+    tail = f["tail"] or {"length": 0, "hash": bytes(16)}
+    need(unpack(at, "I16s") == (tail["length"], tail["hash"]), "a frame of another tail")
     section(at, 0)
     if form == 2:
         rows = np.cumsum([varint(at) + (i > 0) for i in range(count)])
@@ -385,15 +414,12 @@ def read_frame(run, f):
     else:
         weights = array(at, STORAGE[raw], count, width)
     values = {"": convert(weights, raw, dtype).copy()}
-    for name, pointwise, real, stored in specs:
-        found = array(at, STORAGE[DTYPES[stored]], count, *[width] * pointwise)
-        values[name] = convert(found, DTYPES[stored], DTYPES[real])
     if extra:
         n, size = unpack(at, "II")
         where = np.frombuffer(section(at, 4 * n, 8), "u4")
         values[""][where] = convert(array(at, f"f{size}", n, width), f"float{8 * size}", dtype)
     need(not at.read(), "more in a frame than it says")
-    return rows, values
+    return rows, values | (read_tail(run, f, count, table) if f["tail"] else {})
 
 
 def find_frames(run, seq, table):

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
-from deltashard_checkpoint.format import frame as frames
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, InternalBug, UnsupportedVersion
 from deltashard_checkpoint.format import frame_encoder
-from deltashard_checkpoint.format.frame import check_info, digest_of, parse_frame, scan_pack
+from deltashard_checkpoint.format.frame import check_info, checked_tail, digest_of, parse_frame, scan_pack
 from deltashard_checkpoint.format.frame_encoder import (
+    FRAME_WEIGHT_BYTES,
     encode_blob_frames,
     encode_row_frames,
     encode_rows,
 )
-from deltashard_checkpoint.format.row_block import EncodeOptions, FrameUnfit, RowBlock
+from deltashard_checkpoint.format.frame_layout import MAX_FRAME_BYTES
+from deltashard_checkpoint.format.row_block import EncodeOptions, FrameUnfit, RowBlock, stored_row_bytes
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.vocabulary import ENCODINGS
@@ -35,19 +36,22 @@ def test_todays_writer_makes_the_golden_bytes_of_version_1(name: str) -> None:
     frame = sample_frames()[name]
     assert bytes(frame.data) == golden
     assert parse_frame(golden).info == frame.info
+    tail = GOLDEN / f"{name}.tail"
+    assert tail.exists() == (frame.tail is not None)
+    if frame.tail is not None:
+        assert bytes(frame.tail) == tail.read_bytes()
 
 
 def test_a_parsed_frame_looks_into_the_buffer_and_copies_nothing() -> None:
     """Zero copy: sections are views of what was given."""
     frame = Model(schema()).frames(range(20), encoding="q8")[0]
-    parsed = parse_frame(frame.data)
-    for section in (parsed.codes, parsed.scales, parsed.fields[0].data):
-        assert np.shares_memory(np.frombuffer(section, np.uint8), np.frombuffer(frame.data, np.uint8))
-    for section in (parsed.scales, parsed.codes, *(f.data for f in parsed.fields)):
-        offset = (
-            np.frombuffer(section, np.uint8).ctypes.data - np.frombuffer(frame.data, np.uint8).ctypes.data
-        )
-        assert offset % 64 == 0
+    parsed = parse_frame(frame.data, frame.tail)
+    state = [field.data for field in parsed.fields]
+    for data, sections in ((frame.data, [parsed.codes, parsed.scales]), (frame.tail, state)):
+        buffer = np.frombuffer(data, np.uint8)
+        for section in (np.frombuffer(each, np.uint8) for each in sections):
+            assert np.shares_memory(section, buffer)
+            assert (section.ctypes.data - buffer.ctypes.data) % 64 == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,7 +75,7 @@ def test_any_rows_survive_the_round_trip(
     frame = encode_rows(
         model.block(ids), EncodeOptions(encoding=ENCODINGS[encoding], state_encoding=state), step=seed
     )
-    parsed = parse_frame(frame.data)
+    parsed = parse_frame(frame.data, frame.tail)
     assert parsed.info == frame.info
     assert parsed.table == table
     np.testing.assert_array_equal(parsed.row_ids(), ids)
@@ -84,7 +88,7 @@ def test_any_rows_survive_the_round_trip(
     np.testing.assert_allclose(
         target.fields["exp_avg"][ids], model.fields["exp_avg"][ids], rtol=0 if state == "fp32" else 2**-8
     )
-    assert frame.info.length <= frame.raw_bytes + 64 * 10 + 9 * len(ids) + 200
+    assert frame.info.stored_bytes <= frame.raw_bytes + 64 * 20 + 9 * len(ids) + 400
 
 
 @pytest.mark.parametrize("encoding", ["fp32", "q8", "q2"])
@@ -94,15 +98,16 @@ def test_encoding_into_the_callers_buffer_gives_the_same_bytes(encoding: str) ->
     model = Model(table)
     block, options = model.block(range(30)), EncodeOptions(encoding=ENCODINGS[encoding])
     room = bytearray(b"\xaa" * frame_encoder.frame_bound(table, 8, 30))
-    inside = encode_rows(block, options, step=1, out=room)
-    assert bytes(inside.data) == bytes(encode_rows(block, options, step=1).data)
-    assert np.shares_memory(np.frombuffer(inside.data, np.uint8), np.frombuffer(room, np.uint8))
+    inside, fresh = encode_rows(block, options, step=1, out=room), encode_rows(block, options, step=1)
+    assert (bytes(inside.data), bytes(inside.tail)) == (bytes(fresh.data), bytes(fresh.tail))
+    for data in (inside.data, inside.tail):
+        assert np.shares_memory(np.frombuffer(data, np.uint8), np.frombuffer(room, np.uint8))
     with pytest.raises(FrameUnfit, match="bytes for a frame"):
         encode_rows(block, options, step=1, out=bytearray(100))
 
 
 def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
-    """No frame exceeds 8 MiB; all rows are there once."""
+    """No frame has more than 1 MiB of weights, and they are alike; all rows are there once."""
     table = TableSchema(
         fqn="wide",
         rows=4000,
@@ -117,12 +122,62 @@ def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
             RowBlock.of_whole_rows(table, range(100, 1300), weights, {"m": weights}), exact, step=1
         )
     )
-    assert len(found) == 3
-    assert all(frame.info.length <= frames.MAX_FRAME_BYTES for frame in found)
+    assert {frame.info.rows for frame in found} == {120}
+    assert all(frame.info.rows * 8192 <= FRAME_WEIGHT_BYTES for frame in found)
     assert found[0].info.row_min == 100
     assert sum(f.info.rows for f in found) == 1200
     with pytest.raises(FrameUnfit, match="split them"):
         encode_rows(RowBlock.of_whole_rows(table, range(1200), weights, {"m": weights}), exact, step=1)
+
+
+@pytest.mark.parametrize(("encoding", "rows"), [("q8", 1 << 20), ("q2", 1 << 20)])
+def test_a_frame_is_cut_where_its_weights_or_its_tail_would_be_too_large(encoding: str, rows: int) -> None:
+    """Also where more state, or raw weights, belong to 1 MiB of encoded ones than a frame holds."""
+    for fields in ((), (FieldSpec(name="m", kind="pointwise", dtype="float64"),)):
+        table = TableSchema(fqn="t", rows=rows, columns=32, dtype="float32", fields=fields)
+        n = frame_encoder.rows_per_frame(table, 32, ENCODINGS[encoding])
+        stored = stored_row_bytes(table, 32, ENCODINGS[encoding], "fp32") - 256 * len(fields)
+        raw, state = (
+            32 * 4 + 3,
+            32 * 8 * len(fields),
+        )  # of a row that cannot be encoded, with its id; of its tail
+        limits = FRAME_WEIGHT_BYTES // stored, MAX_FRAME_BYTES // max(raw, state)
+        assert n <= min(limits) <= 1.01 * n
+
+
+def test_only_the_tail_that_a_frame_names_is_its_tail() -> None:
+    """A tail of other rows, of another step, of other values, and the frame itself are refused."""
+    model = Model(schema())
+    one = model.frames(range(5))[0]
+    parse_frame(one.data, one.tail)
+    checked_tail(one.tail, one.info)
+    others = [model.frames(range(6))[0], model.frames(range(5), step=2)[0]]
+    model.fields["sum"][3] += 1
+    others.append(model.frames(range(5))[0])
+    assert bytes(others[-1].tail) != bytes(one.tail)
+    for other in others:
+        with pytest.raises(ForeignObject, match="is not that of the frame"):
+            parse_frame(one.data, other.tail)
+        with pytest.raises(CorruptObject, match="hash"):
+            checked_tail(other.tail, one.info)
+    with pytest.raises(CorruptObject, match="another frame lies"):
+        parse_frame(one.data, one.data)
+    with pytest.raises(CorruptObject, match="a tail lies"):
+        parse_frame(one.tail)
+
+
+def test_weights_alone_are_read_without_the_tail_and_state_never_is() -> None:
+    table = schema()
+    frame = Model(table).frames(range(5))[0]
+    weights = np.zeros((200, 8), np.float32)
+    FrameApplier([TableTarget(schema=table, box=whole(table), weights=weights)]).apply(frame.data)
+    assert weights[:5].any()
+    fields = {"sum": np.zeros(200, np.float32)}
+    wanted = FrameApplier(
+        [TableTarget(schema=table, box=whole(table), weights=weights, fields=fields)], strict=False
+    )
+    with pytest.raises(InternalBug, match="without its tail"):
+        wanted.apply(frame.data)
 
 
 def test_rows_that_an_encoding_cannot_hold_are_stored_raw() -> None:
@@ -146,13 +201,13 @@ def test_blobs_come_in_chunks_and_may_be_empty() -> None:
     assert [f.info.blob_offset for f in found] == [0, 4096, 8192]
     applier = FrameApplier([])
     for frame in (*reversed(found), *encode_blob_frames(name="none", data=b"", step=3)):
-        applier.apply(frame.data, verify=True)
+        applier.apply(frame.data, frame.tail, verify=True)
     applier.finish(blobs=["rng", "none"])
     assert applier.blobs["rng"] == data
     with pytest.raises(CorruptObject, match="twice"):
-        applier.apply(found[0].data)
+        applier.apply(found[0].data, found[0].tail)
     lacking = FrameApplier([])
-    lacking.apply(found[0].data)
+    lacking.apply(found[0].data, found[0].tail)
     with pytest.raises(Exception, match="incomplete: \\['rng'\\]"):
         lacking.finish()
 
@@ -185,9 +240,15 @@ def test_a_frame_that_is_not_the_one_spoken_of_is_foreign() -> None:
 
 
 def test_a_pack_is_salvaged_without_its_index() -> None:
-    """Headers chain frame to frame, and say table, rows and fields by themselves."""
+    """Headers chain frame to frame, and say table, rows and fields by themselves; tails are found by their hashes."""
     samples = list(sample_frames().values())
     pack = b"".join(bytes(frame.data) for frame in samples)
     assert [frame.info for _, frame in scan_pack(pack)] == [frame.info for frame in samples]
+    tails = b"".join(bytes(frame.tail) for frame in samples if frame.tail is not None)
+    found = [tail for _, tail in scan_pack(tails)]
+    assert [tail.info for tail in found] == [
+        frame.info.tail for frame in samples if frame.info.tail is not None
+    ]
+    assert all(tail.table.fields == schema().fields for tail in found)
     with pytest.raises(CorruptObject):
         list(scan_pack(pack[:-64]))

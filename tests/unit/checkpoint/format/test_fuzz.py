@@ -17,28 +17,22 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import xxhash
-from deltashard_checkpoint.errors import FormatError
+from deltashard_checkpoint.errors import ForeignObject, FormatError
 from deltashard_checkpoint.format import canonical_json, object_key, typed_tree
-from deltashard_checkpoint.format import frame as frames
 from deltashard_checkpoint.format import index as indexes
-from deltashard_checkpoint.format.frame import FrameKind, parse_frame
-from deltashard_checkpoint.format.index import (
-    Index,
-    Pack,
-    Place,
-    decode_index,
-    encode_index,
-    parse_index,
-    place_order,
-)
+from deltashard_checkpoint.format.frame import FrameKind, parse_frame, parse_tail
+from deltashard_checkpoint.format.frame_layout import HEADER_BYTES
+from deltashard_checkpoint.format.index import decode_index, encode_index, parse_index
 from deltashard_checkpoint.log import entry as entries
 from deltashard_checkpoint.log import entry_codec
 from deltashard_checkpoint.restore.frame_applier import BlobsTooLarge, FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import SchemaMismatch
 
+from tests.golden.golden_case import TOKEN, golden_index
 from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
 
 SAMPLES = {name: bytes(frame.data) for name, frame in sample_frames().items()}
+TAILS = [bytes(frame.tail) for frame in sample_frames().values() if frame.tail is not None]
 LIMIT_BYTES = 192 << 20
 """No single decoding may hold more: MAX_ROWS ids of 8 bytes, twice, and some."""
 
@@ -89,7 +83,7 @@ def _mutate(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
 def _sealed_frame(data: bytes, rng: random.Random) -> bytes:
     """The frame with its length (mostly) and hash made right again."""
     out = bytearray(data)
-    if len(out) < frames.HEADER_BYTES:
+    if len(out) < HEADER_BYTES:
         return data
     if rng.random() < 0.8:
         out += bytes(-len(out) % 64)
@@ -120,11 +114,11 @@ def _survives(count: int, seed: int, attempt: Callable[[random.Random], bool]) -
     return accepted
 
 
-def _applier() -> FrameApplier:
+def _applier(*, state: bool) -> FrameApplier:
     table = schema()
     target = TableTarget(
         schema=table, box=whole(table), weights=np.zeros((200, 8), np.float32),
-        fields={"sum": np.zeros(200, np.float32), "exp_avg": np.zeros((200, 8), np.float32)},
+        fields={"sum": np.zeros(200, np.float32), "exp_avg": np.zeros((200, 8), np.float32)} if state else {},
     )  # fmt: skip
     return FrameApplier([target], strict=False, max_blobs_bytes=1 << 20)
 
@@ -143,20 +137,48 @@ def test_mutated_frames_are_refused_by_hash() -> None:
     _survives(8000, 1, attempt)
 
 
+def test_mutated_tails_are_refused_by_hash_and_behind_it_by_name() -> None:
+    """Parsed by itself; and with a frame only the very tail that it names is."""
+    by_tail = {bytes(each.tail): each for each in sample_frames().values() if each.tail is not None}
+
+    def attempt(rng: random.Random) -> bool:
+        data = rng.choice(TAILS)
+        mutated = _mutate(rng, data, TAILS)
+        with suppress(FormatError):
+            parse_tail(mutated)
+            assert mutated in TAILS, "a mutated tail was accepted"
+        sealed = _sealed_frame(mutated, rng)
+        tail = parse_tail(sealed)
+        for section in tail.fields:
+            assert len(section.values(tail.rows)) == tail.rows
+        frame = by_tail[data]
+        with suppress(FormatError):
+            parse_frame(frame.data, sealed)
+            assert sealed == data, "a frame took a tail that it does not name"
+        return True
+
+    assert _survives(4000, 6, attempt) > 200
+
+
 @pytest.mark.slow
 def test_frames_with_a_valid_hash_decode_or_are_refused_by_name() -> None:
     """Behind the hash: parsing, row ids, decoding and scattering of hostile fields."""
     others = list(SAMPLES.values())
+    by_digest = {tail[48:64]: tail for tail in TAILS}
 
     def attempt(rng: random.Random) -> bool:
-        frame = parse_frame(_sealed_frame(_mutate(rng, rng.choice(others), others), rng))
+        data = _sealed_frame(_mutate(rng, rng.choice(others), others), rng)
+        frame = parse_frame(data)
+        if frame.info.tail is not None and (tail := by_digest.get(frame.info.tail.digest)) is not None:
+            with suppress(ForeignObject):
+                frame = parse_frame(data, tail)
         if frame.info.kind is not FrameKind.BLOB:
             ids = frame.row_ids()
             assert len(ids) == frame.info.rows
             assert (np.diff(ids) > 0).all()
         # Whole frames of another table shape, or huge blobs, are the caller's to refuse.
         with suppress(SchemaMismatch, BlobsTooLarge):
-            _applier().apply(frame)
+            _applier(state=frame.info.tail is None or bool(frame.fields)).apply(frame)
         return True
 
     accepted = _survives(9000, 2, attempt)
@@ -164,24 +186,9 @@ def test_frames_with_a_valid_hash_decode_or_are_refused_by_name() -> None:
 
 
 def _index() -> tuple[str, bytes]:
-    places, at = [], 0
-    for frame in sample_frames().values():
-        places.append(Place(pack=0, offset=at, info=frame.info))
-        at += frame.info.length
-    tables = {
-        f.table.fqn: f.table
-        for f in (parse_frame(d) for d in SAMPLES.values())
-        if f.table and f.info.kind is FrameKind.ROWS
-    }
-    index = Index(
-        run=RUN, attempt=3, cut=2, step=20, rank=1, token="0123456789abcdef", tables=tuple(tables.values()),
-        packs=(Pack(key=object_key.pack_key(attempt=3, cut=2, rank=1, token="0123456789abcdef", n=0), bytes=at),),
-        places=tuple(sorted(places, key=place_order)), boxes=(whole(schema()),), covers=1, raw_bytes=12345,
-    )  # fmt: skip
+    index = golden_index()
     data = encode_index(index)
-    key = object_key.index_key(
-        attempt=3, cut=2, rank=1, token="0123456789abcdef", xxh3=indexes.digest_hex(data)
-    )
+    key = object_key.index_key(attempt=3, cut=2, rank=1, token=TOKEN, xxh3=indexes.digest_hex(data))
     assert decode_index(data, key=key, run=RUN) == index
     return key, data
 
@@ -198,7 +205,8 @@ def test_mutated_indexes_are_refused_or_mean_what_they_say() -> None:
         index = parse_index(mutated)
         assert parse_index(encode_index(index)) == index
         for place in index.places:
-            assert place.offset + place.info.length <= index.packs[place.pack].bytes
+            for piece in place.pieces:
+                assert piece.offset + piece.length <= index.packs[piece.pack].bytes
         return True
 
     _survives(5000, 3, attempt)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deltashard_checkpoint.errors import UnsupportedVersion
-from deltashard_checkpoint.format.frame import Frame, FrameKind, scan_pack
+from deltashard_checkpoint.format.frame import Frame, FrameInfo, TailInfo, parse_frame, scan_pack
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import (
     AttemptOpened,
@@ -223,8 +223,11 @@ def test_a_part_of_an_unknown_kind_refuses_its_checkpoint_and_not_the_run(
 def rows_of_run_2(attempt: int, cut: int) -> list[Frame]:
     """Row frames of a cut, by rank."""
     packs = sorted((GOLDEN / RUN_2 / "data" / f"{attempt:020d}" / f"{cut:08d}").glob("*.pack"))
-    frames = [frame for pack in packs for _, frame in scan_pack(pack.read_bytes())]
-    return [frame for frame in frames if frame.info.kind is FrameKind.ROWS]
+    data = [pack.read_bytes() for pack in packs]
+    stored = [(found.info, each[at:][: found.info.length]) for each in data for at, found in scan_pack(each)]
+    tails = {info.digest: each for info, each in stored if isinstance(info, TailInfo)}
+    rows = [(info, each) for info, each in stored if isinstance(info, FrameInfo) and info.tail is not None]
+    return [parse_frame(each, tails[info.tail.digest]) for info, each in rows]
 
 
 def test_the_second_run_tells_rounding_once_from_rounding_twice(store: Store) -> None:

@@ -64,7 +64,7 @@ class Written:
         target = target_of(self.model.table, wants[0].boxes[0], fields=True)
         applier = FrameApplier([target])
         for fetched in Fetcher(self.run.store, RUN).fetch(plan):
-            applier.apply(fetched.data)
+            applier.apply(fetched.data, fetched.tail)
         applier.finish(blobs=plan.blobs)
         found = {name: values.tobytes() for name, values in target.fields.items()}
         found |= {name: bytes(blob) for name, blob in applier.blobs.items()}

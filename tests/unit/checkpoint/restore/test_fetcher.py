@@ -11,7 +11,7 @@ import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format import object_key
-from deltashard_checkpoint.format.frame import parse_frame
+from deltashard_checkpoint.format.frame import frame_length, parse_frame, parse_tail
 from deltashard_checkpoint.restore import checkpoint_reader
 from deltashard_checkpoint.restore.fetcher import Fetcher, warm_cache
 from deltashard_checkpoint.restore.plan import Plan, RangeRequest
@@ -35,13 +35,15 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
-def _plan(run: Run) -> Plan:
+def _plan(run: Run, *, weights_only: bool = False) -> Plan:
     wants = checkpoint_reader.whole_tables([run.model.table])
-    return checkpoint_reader.plan_restore(run.store, run.log.refresh(), run.log.state.newest().seq, wants)
+    return checkpoint_reader.plan_restore(
+        run.store, run.log.refresh(), run.log.state.newest().seq, wants, weights_only=weights_only
+    )
 
 
 def _frames(fetcher: Fetcher, plan: Plan) -> list[bytes]:
-    return [bytes(fetched.data) for fetched in fetcher.fetch(plan)]
+    return [bytes(fetched.data) + bytes(fetched.tail or b"") for fetched in fetcher.fetch(plan)]
 
 
 def test_bytes_come_from_the_cache_first_and_are_the_same_from_the_store(run: Run) -> None:
@@ -61,7 +63,31 @@ def test_frames_come_in_the_plans_order(run: Run) -> None:
     expected = [frame.info for request in plan.requests for frame in request.frames]
     found = list(Fetcher(run.store, RUN).fetch(plan))
     assert [parse_frame(f.data).info for f in found] == expected
-    assert [f.last for f in found] == [f is r.frames[-1] for r in plan.requests for f in r.frames]
+    assert [None if f.tail is None else parse_tail(f.tail).info for f in found] == [i.tail for i in expected]
+    # Frames wait for their tails, and those of one range of tails come together.
+    assert [f.last for f in found] == [
+        each is (r.tails or r.frames)[-1]
+        for r in plan.requests
+        for each in r.tails or [frame for frame in r.frames if not frame.state]
+    ]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "another"])
+def test_a_tail_that_is_wrong_in_the_store_is_invalid_where_state_is_wanted(run: Run, damage: str) -> None:
+    """Damaged, short, absent, or that of other rows; weights alone are read all the same."""
+    key = next(info.key for info in run.store.list(RUN) if "-s" in info.key and info.key.endswith(".pack"))
+    data = bytearray(run.store.get(key))
+    first = frame_length(memoryview(data))
+    if damage == "gone":
+        run.store.delete([key])
+    elif damage == "another":  # whole, and of other rows: the two first ones change places
+        second = frame_length(memoryview(data)[first:])
+        run.store.put(key, bytes(data[first : first + second] + data[:first] + data[first + second :]))
+    else:
+        run.store.put(key, _flip(data) if damage == "flip" else bytes(data[:1000]))
+    with pytest.raises(InvalidCheckpoint, match=r"-s00000\.pack"):
+        _frames(Fetcher(run.store, RUN), _plan(run))
+    assert _frames(Fetcher(run.store, RUN), _plan(run, weights_only=True))
 
 
 def test_a_damaged_cache_costs_a_read_and_nothing_else(run: Run) -> None:
@@ -163,12 +189,19 @@ def test_bytes_land_directly_in_a_destination_of_two_blocks(run: Run) -> None:
     expected = _frames(Fetcher(run.store, RUN), plan)
     arena = Arena(max(request.length for request in plan.requests))
     found = []
+    left = [len(request.frames) + len(request.tails) for request in plan.requests]
     for fetched in Fetcher(run.store, RUN, cache=run.cache).fetch(plan, arena):
-        block = arena.lent[id(fetched.request)]
-        assert np.shares_memory(np.frombuffer(block, np.uint8), np.frombuffer(fetched.data, np.uint8))
-        found.append(bytes(fetched.data))
-        if fetched.last:
-            arena.back(fetched.request)
+        pieces = [(fetched.request, fetched.data)]
+        if fetched.tail is not None:
+            pieces.append((fetched.tail_request, fetched.tail))
+        for number, data in pieces:
+            block = arena.lent[id(plan.requests[number])]
+            assert np.shares_memory(np.frombuffer(block, np.uint8), np.frombuffer(data, np.uint8))
+        found.append(b"".join(bytes(data) for _, data in pieces))
+        for number, _ in pieces:
+            left[number] -= 1
+            if not left[number]:
+                arena.back(plan.requests[number])
     assert found == expected
     assert arena.least == 0
 

@@ -11,18 +11,22 @@ import pytest
 from deltashard_checkpoint.codecs import quantizer
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.frame import parse_frame
-from deltashard_checkpoint.format.frame_encoder import encode_rows
+from deltashard_checkpoint.format.frame_encoder import EncodedFrame, encode_rows
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore import checkpoint_reader
-from deltashard_checkpoint.restore.fetcher import Fetcher
-from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.restore.fetcher import FetchedFrame, Fetcher
+from deltashard_checkpoint.restore.frame_applier import Applied, FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import SchemaMismatch, Want
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.sample import RUN, Model, Run, box, schema, tombstone, whole
+
+
+def _apply(applier: FrameApplier, frame: EncodedFrame | FetchedFrame) -> tuple[Applied, ...]:
+    return applier.apply(frame.data, frame.tail)
 
 
 def _target(table: TableSchema, held: Box | None = None, dtype=np.float32) -> TableTarget:
@@ -84,7 +88,7 @@ def test_state_that_was_narrowed_is_named_where_it_is_wanted() -> None:
         options = EncodeOptions(encoding=ENCODINGS["fp32"], state_encoding=state_encoding)
         frame = encode_rows(model.block(range(10)), options, step=1)
         applier = FrameApplier([target])
-        applier.apply(frame.data)
+        _apply(applier, frame)
         return applier.narrowed
 
     target = _target(table)
@@ -125,7 +129,7 @@ def test_restore_goes_to_any_other_sharding(tmp_path: Path, before: str, after: 
         )
         applier = FrameApplier([target])
         for fetched in Fetcher(run.store, RUN).fetch(plan):
-            applier.apply(fetched.data)
+            _apply(applier, fetched)
         applier.finish()
         _assert_equal(target, model)
 
@@ -140,10 +144,10 @@ def test_a_newer_frame_of_one_column_shard_does_not_hide_the_other_columns() -> 
     model.weights[3, :2] = 77
     model.fields["sum"][3] = 100
     applier = FrameApplier([target := _target(table)])
-    applied = applier.apply(model.frames(np.array([3]), left, step=2)[0].data)
+    applied = _apply(applier, model.frames(np.array([3]), left, step=2)[0])
     assert [list(a.rows) for a in applied] == [[3]]
     for frame in old:
-        applier.apply(frame.data)
+        _apply(applier, frame)
     applier.finish()
     weights[3, :2] = 77
     np.testing.assert_array_equal(target.weights, weights)
@@ -158,7 +162,7 @@ def test_row_wise_state_is_copied_when_columns_are_split() -> None:
     model = Model(schema(rows=10, columns=8))
     target = _target(model.table, box(model.table, 2, 9, 5, 7))
     applier = FrameApplier([target])
-    applier.apply(model.frames(range(10))[0].data)
+    _apply(applier, model.frames(range(10))[0])
     applier.finish()
     _assert_equal(target, model)
 
@@ -195,7 +199,7 @@ def test_integer_row_state_takes_the_newest_value() -> None:
     )
     applier = FrameApplier([target])
     for each in (frame(0, 2, 9), frame(2, 4, 5), frame(0, 4, 1)):
-        applier.apply(each.data)
+        _apply(applier, each)
     applier.finish()
     assert list(target.fields["step"]) == [9] * 4
 
@@ -204,20 +208,20 @@ def test_only_rows_really_written_are_returned() -> None:
     """Re-seeding marks rows of delta frames that came into the model, and no others."""
     model = Model(schema(rows=50))
     applier = FrameApplier([_target(model.table, box(model.table, 10, 40, 0, 8))])
-    newer = applier.apply(model.frames(np.array([5, 12, 13, 45]))[0].data)
-    older = applier.apply(model.frames(np.array([12, 13, 14, 39, 40]))[0].data)
+    newer = _apply(applier, model.frames(np.array([5, 12, 13, 45]))[0])
+    older = _apply(applier, model.frames(np.array([12, 13, 14, 39, 40]))[0])
     assert [list(a.rows) for a in (*newer, *older)] == [[12, 13], [14, 39]]
-    assert applier.apply(model.frames(np.array([13, 14]))[0].data) == ()
-    assert applier.apply(Model(schema("other")).frames(range(5))[0].data) == ()
+    assert _apply(applier, model.frames(np.array([13, 14]))[0]) == ()
+    assert _apply(applier, Model(schema("other")).frames(range(5))[0]) == ()
 
 
 def test_a_tombstone_hides_older_rows_and_not_its_own_checkpoint() -> None:
     """Rows are applied before tombstones of the same checkpoint, so a row beats its tombstone; older rows do not."""
     model = Model(schema(rows=20))
     applier = FrameApplier([target := _target(model.table)])
-    applier.apply(model.frames(np.array([4, 5]))[0].data)
-    applier.apply(tombstone(model.table, np.array([5, 6], np.int64), step=2).data)
-    applier.apply(model.frames(range(20))[0].data)
+    _apply(applier, model.frames(np.array([4, 5]))[0])
+    _apply(applier, tombstone(model.table, np.array([5, 6], np.int64), step=2))
+    _apply(applier, model.frames(range(20))[0])
     applier.finish()
     expected = model.weights.copy()
     expected[6] = 0
@@ -230,7 +234,7 @@ def test_what_was_not_provided_is_named() -> None:
     """A hole is an error with rows and columns, never zeros."""
     model = Model(schema(rows=20))
     applier = FrameApplier([_target(model.table)])
-    applier.apply(model.frames(np.arange(20)[np.arange(20) != 7])[0].data)
+    _apply(applier, model.frames(np.arange(20)[np.arange(20) != 7])[0])
     with pytest.raises(InvalidCheckpoint, match=r"items.weight\[7:8, 0:8\]"):
         applier.finish()
     assert applier.missing() == [box(model.table, 7, 8, 0, 8)]
@@ -242,7 +246,7 @@ def test_quantized_rows_restore_within_a_step_of_their_range(encoding: str) -> N
     """Lossy encodings lose what they may and no more; state is exact; a bf16 model gets converted rows if it asks."""
     model = Model(schema(rows=64, columns=32))
     applier = FrameApplier([target := _target(model.table)])
-    applier.apply(model.frames(range(64), encoding=encoding, search=quantizer.PLAIN)[0].data)
+    _apply(applier, model.frames(range(64), encoding=encoding, search=quantizer.PLAIN)[0])
     applier.finish()
     spread = model.weights.max(axis=1, keepdims=True) - model.weights.min(axis=1, keepdims=True)
     assert (
@@ -258,7 +262,8 @@ def test_another_dtype_or_an_absent_field_needs_strict_false() -> None:
         fqn=model.table.fqn, rows=10, columns=8, dtype="float16",
         fields=(*model.table.fields, FieldSpec(name="new", kind="rowwise", dtype="float32")),
     )  # fmt: skip
-    frame = parse_frame(model.frames(range(10))[0].data)
+    encoded = model.frames(range(10))[0]
+    frame = parse_frame(encoded.data, encoded.tail)
 
     def target() -> TableTarget:
         made = _target(grown)
@@ -298,7 +303,7 @@ def test_a_strided_target_and_several_boxes_of_one_table() -> None:
     lefts = TableTarget(schema=table, box=box(table, 0, 30, 0, 4), weights=wide[:, 3:7])
     rights = TableTarget(schema=table, box=box(table, 10, 20, 4, 8), weights=wide[10:20, 10:14])
     applier = FrameApplier([lefts, rights])
-    assert len(applier.apply(model.frames(range(30))[0].data)) == 2
+    assert len(_apply(applier, model.frames(range(30))[0])) == 2
     applier.finish()
     np.testing.assert_array_equal(wide[:, 3:7], model.weights[:, :4])
     np.testing.assert_array_equal(wide[10:20, 10:14], model.weights[10:20, 4:])
@@ -375,7 +380,7 @@ def test_rowwise_state_of_any_splits_is_one_sum_or_the_value_that_all_say(
                 for f in SPLIT.fields
             },
         )
-        applier.apply(encode_rows(block, EncodeOptions(encoding=ENCODINGS["fp32"]), step=1).data)
+        _apply(applier, encode_rows(block, EncodeOptions(encoding=ENCODINGS["fp32"]), step=1))
     assert not open_.any()
     applier.finish()
     for row, found in enumerate(shares):

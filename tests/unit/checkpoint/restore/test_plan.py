@@ -28,14 +28,21 @@ TOKEN = "0123456789abcdef"
 def _part(
     table: TableSchema, frames, *, seq: int, covers: int | None, gap: int = 0, boxes=None
 ) -> tuple[ChainLink, Index]:
-    places, at = [], 0
+    places, at, tail_at = [], 0, 0
     for frame in frames:
-        places.append(Place(pack=0, offset=at, info=frame.info))
+        place = Place(pack=0, offset=at, info=frame.info)
         at += frame.info.length + gap
+        if frame.info.tail is not None:
+            place = replace(place, tail_pack=1, tail_offset=tail_at)
+            tail_at += frame.info.tail.length + gap
+        places.append(place)
     boxes = tuple(boxes or (whole(table),))
     index = Index(
         run=RUN, attempt=1, cut=seq, step=seq, rank=0, token=TOKEN, tables=(table,),
-        packs=(Pack(key=object_key.pack_key(attempt=1, cut=seq, rank=0, token=TOKEN, n=0), bytes=at + 1),),
+        packs=tuple(
+            Pack(key=object_key.pack_key(attempt=1, cut=seq, rank=0, token=TOKEN, n=0, state=state), bytes=end + 1)
+            for state, end in ((False, at), (True, tail_at))
+        ),
         places=tuple(places), boxes=boxes, covers=covers, raw_bytes=0,
     )  # fmt: skip
     key = object_key.index_key(attempt=1, cut=seq, rank=0, token=TOKEN, xxh3=f"{seq:032x}")
@@ -74,8 +81,19 @@ def test_newest_first_rows_before_tombstones_and_neighbours_joined() -> None:
     )
     assert plan.chain == (2, 1)
     assert plan.frames == 15
-    assert len(plan.requests) == 3, "rows, the tombstone that lies before them, the baseline"
+    assert [(len(each.frames), len(each.tails)) for each in plan.requests] == [
+        (4, 0), (0, 4), (1, 0), (10, 0), (0, 10)
+    ], "rows and their tails, the tombstone that lies before them, the baseline and its tails"  # fmt: skip
     assert plan.range_bytes == plan.bytes
+
+
+def test_weights_alone_are_read_without_a_byte_of_state() -> None:
+    model = Model(schema())
+    part = _part(model.table, model.frames(range(200), per_frame=20), seq=1, covers=None)
+    plan = _plan([part], [_want(model.table)], weights_only=True)
+    assert not any(each.tails or object_key.is_state_pack(each.key) for each in plan.requests)
+    assert plan.bytes == sum(place.info.length for place in part[1].places)
+    assert not any(frame.state for each in plan.requests for frame in each.frames)
 
 
 def test_a_compactions_frames_go_by_their_steps() -> None:
@@ -111,14 +129,20 @@ def test_requests_cover_exactly_the_frames_and_stay_small(gap: int, per_frame: i
     table = model.table
     part = _part(table, model.frames(range(200), per_frame=per_frame), seq=1, covers=None, gap=gap)
     plan = _plan([part], [_want(table)])
-    places = iter(part[1].places)
+    places, tails = iter(part[1].places), iter(part[1].places)
     for request in plan.requests:
         assert request.length <= plans.MAX_REQUEST_BYTES
+        for tail in request.tails:
+            place = next(tails)
+            assert (request.key, tail.info) == (part[1].packs[1].key, place.info)
+            assert request.offset + tail.offset == place.tail_offset
+            assert tail.offset + tail.info.tail.length <= request.length
         for frame in request.frames:
             assert request.offset + frame.offset == next(places).offset
             assert frame.offset % 64 == 0
             assert frame.offset + frame.info.length <= request.length
-    assert (len(plan.requests) == plan.frames) is (gap > plans.MAX_GAP_BYTES or plan.frames == 1)
+    assert next(places, None) is next(tails, None) is None
+    assert (len(plan.requests) == 2 * plan.frames) is (gap > plans.MAX_GAP_BYTES or plan.frames == 1)
 
 
 def test_a_box_that_no_baseline_reaches_is_refused_by_rows_and_columns() -> None:

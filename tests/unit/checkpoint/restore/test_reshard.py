@@ -97,7 +97,7 @@ def test_any_history_restores_to_any_sharding(
         plan = checkpoint_reader.plan_restore(run.store, state, seq, [Want(schema=TABLE, boxes=tuple(after))])
         applier = FrameApplier(targets)
         for fetched in Fetcher(run.store, RUN, cache=run.cache).fetch(plan):
-            applier.apply(fetched.data)
+            applier.apply(fetched.data, fetched.tail)
         applier.finish()
         run.cache.close()
     for target in targets:

@@ -16,11 +16,11 @@ def test_rows_before_blobs_are_an_older_sidecars() -> None:
     """Nothing was judged yet, so nothing of the model may change; and the checkpoint is not to blame."""
     arrivals = Arrivals(targets=None, judge=None)
     with pytest.raises(RestoreFailed, match="older than this library"):
-        arrivals.take(memoryview(b""), _row(after_blobs=False))
+        arrivals.take(memoryview(b""), None, _row(after_blobs=False))
 
 
 def test_rows_of_a_checkpoint_without_blobs_are_not_taken() -> None:
     """It is not whole: an older one may be."""
     arrivals = Arrivals(targets=None, judge=None)
     with pytest.raises(InvalidCheckpoint, match="rng"):
-        arrivals.take(memoryview(b""), _row(after_blobs=True))
+        arrivals.take(memoryview(b""), None, _row(after_blobs=True))
