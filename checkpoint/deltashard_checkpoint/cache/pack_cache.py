@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,28 +79,53 @@ class PackCache:
         wait_s: float = 0.0,
         stopped: Callable[[], bool] = lambda: False,
     ) -> PackSpool:
-        """A new pinned pack file for `key`, with `capacity_bytes` of the budget set aside for it.
+        """A new pinned pack file for `key`, as `create_all` makes several."""
+        return self.create_all([key], capacity_bytes=capacity_bytes, wait_s=wait_s, stopped=stopped)[0]
+
+    def create_all(
+        self,
+        keys: Sequence[str],
+        *,
+        capacity_bytes: int,
+        wait_s: float = 0.0,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> list[PackSpool]:
+        """New pinned pack files, with `capacity_bytes` of the budget set aside for each: all of them, or none.
 
         Evicts as needed; where pins leave no room, waits up to `wait_s` for one to end (or for `stopped()`, looked at
-        after `wake`). Raises `CacheFull`.
+        after `wake`). Who waits must hold no pack that is being filled: writers could wait for one another. Raises
+        `CacheFull`.
         """
-        name = _name(key)
+        names = [_name(key) for key in keys]
+        wanted = capacity_bytes * len(keys)
         deadline = time.monotonic() + wait_s
         with self._changed:
-            if name in self._entries:
-                raise InternalBug(f"pack {key} exists in the cache already: names are never reused")
-            while not self._evict(self.budget_bytes - capacity_bytes):
+            if taken := [key for key, name in zip(keys, names, strict=True) if name in self._entries]:
+                raise InternalBug(f"pack {taken[0]} exists in the cache already: names are never reused")
+            while not self._evict(self.budget_bytes - wanted):
                 left = deadline - time.monotonic()
-                if left <= 0 or stopped() or capacity_bytes > self.budget_bytes:
+                if left <= 0 or stopped() or wanted > self.budget_bytes:
                     raise CacheFull(
                         f"the cache budget of {self.budget_bytes} bytes is full of packs that are not uploaded yet",
                         where=str(self.directory),
                         remedy="is the store reachable? A larger cache budget bridges longer outages",
                     )
                 self._changed.wait(left)
-            self._entries[name] = _Entry(capacity_bytes, 1)
-            self._used_bytes += capacity_bytes
-        path = self.directory / f"{name}.spool"
+            self._entries |= {name: _Entry(capacity_bytes, 1) for name in names}
+            self._used_bytes += wanted
+        spools: list[PackSpool] = []
+        try:
+            for key, name in zip(keys, names, strict=True):
+                spools.append(self._spool(key, self.directory / f"{name}.spool", capacity_bytes))
+        except BaseException:
+            for name in names[len(spools) :]:
+                self._forget(name)
+            for spool in spools:
+                self.discard(spool)
+            raise
+        return spools
+
+    def _spool(self, key: str, path: Path, capacity_bytes: int) -> PackSpool:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             try:
@@ -109,11 +134,7 @@ class PackCache:
                 self._take_again()
                 fd = os.open(path, flags, 0o640)
         except OSError as error:
-            self._forget(name)
             raise disk_error(error, path) from error
-        except BaseException:
-            self._forget(name)
-            raise
         return PackSpool(key=key, path=path, fd=fd, capacity_bytes=capacity_bytes, make_room=self._make_room)
 
     def seal(self, spool: PackSpool) -> None:

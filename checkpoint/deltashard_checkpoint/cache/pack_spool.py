@@ -64,13 +64,16 @@ class PackSpool:
         self._make_room = make_room
         self._closing = threading.Lock()
 
+    def fits(self, length: int) -> bool:
+        """Whether there is a place of `length` bytes (rounded up to 64)."""
+        return self.size_bytes + -(-length // ALIGN) * ALIGN <= self.capacity_bytes
+
     def reserve(self, length: int) -> int | None:
         """Offset of a fresh place of `length` bytes (rounded up to 64), or None when the pack is too full for it."""
-        offset = self.size_bytes
-        end = offset + -(-length // ALIGN) * ALIGN
-        if end > self.capacity_bytes:
+        if not self.fits(length):
             return None
-        self.size_bytes = end
+        offset = self.size_bytes
+        self.size_bytes += -(-length // ALIGN) * ALIGN
         return offset
 
     def write(self, offset: int, data: memoryview) -> None:

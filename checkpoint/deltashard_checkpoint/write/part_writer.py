@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
@@ -27,7 +27,7 @@ from typing import Self
 from deltashard_proto.cause import Cause
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
-from deltashard_checkpoint.cache.pack_spool import PACK_BYTES, PackSpool
+from deltashard_checkpoint.cache.pack_spool import PACK_BYTES, CacheFull, PackSpool
 from deltashard_checkpoint.crash_point import crash_point, is_armed
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, InternalBug
 from deltashard_checkpoint.format import object_key
@@ -269,7 +269,7 @@ class PartWriter:
                 f"frame of {lengths} bytes in buffers of {[len(each) for each in data]}, packs of {self._pack_bytes}"
             )
         with self._placing:
-            spots = [self._reserve(length, state=kind > 0) for kind, length in enumerate(lengths)]
+            spots = self._reserve(lengths)
             with self._state:
                 self._raise_if_ended()
                 (filling, offset), (tail, tail_offset) = spots[0], spots[-1]
@@ -282,18 +282,37 @@ class PartWriter:
                 self._raw_bytes += frame.raw_bytes
         return [(*spot, each) for spot, each in zip(spots, data, strict=True)]
 
-    def _reserve(self, length: int, *, state: bool) -> tuple[_Filling, int]:
-        """A place in a pack of frames, or of tails (`state`). Called with the lock of places."""
-        filling = self._filling[state]
-        offset = filling.spool.reserve(length) if filling is not None else None
-        if filling is None or offset is None:
+    def _reserve(self, lengths: Sequence[int]) -> list[tuple[_Filling, int]]:
+        """Places for a frame, and for its tail if it has one. Called with the lock of places.
+
+        Room in the cache is waited for while no pack is being filled: writers of one cache, each with one kind of pack
+        and in want of the other, would wait for one another.
+        """
+        kinds = [False, True][: len(lengths)]
+        wanted = []
+        for state, length in zip(kinds, lengths, strict=True):
+            filling = self._filling[state]
+            if filling is None or not filling.spool.fits(length):
+                wanted.append(state)
+        if wanted:
             with self._state:
                 self._raise_if_ended()
-            self._close(state)
-            filling = self._new_pack(state=state)
-            offset = filling.spool.reserve(length)
+            for state in wanted:
+                self._close(state)
+            try:
+                self._open_packs(wanted, wait_s=0.0)
+            except CacheFull:
+                for state in self._filling:
+                    self._close(state)
+                self._open_packs(kinds, wait_s=self._deadline_at_s - time.monotonic())
+        spots = []
+        for state, length in zip(kinds, lengths, strict=True):
+            filling = self._filling[state]
+            offset = None if filling is None else filling.spool.reserve(length)
+            assert filling is not None
             assert offset is not None
-        return filling, offset
+            spots.append((filling, offset))
+        return spots
 
     def _close(self, state: bool) -> None:
         """No more for the pack of this kind that is being filled: upload it, or leave that to its last writer."""
@@ -306,36 +325,41 @@ class PartWriter:
         if ready:
             self._upload(filling)
 
-    def _new_pack(self, *, state: bool) -> _Filling:
-        t = self.target
-        number, n = len(self._packs), sum(pack.state is state for pack in self._packs)
-        if t.compaction:
-            key = object_key.compaction_pack_key(token=t.token, n=n, state=state)
-        else:
-            key = object_key.pack_key(
-                attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, n=n, state=state
-            )
+    def _open_packs(self, kinds: Sequence[bool], *, wait_s: float) -> None:
+        """Begin a pack of frames (False), of tails (True), or both; raises `CacheFull` where there is no room."""
+        number = len(self._packs)
+        keys = [self._pack_key(state) for state in kinds]
         try:
-            spool = self._cache.create(
-                object_key.run_key(t.run, key),
+            spools = self._cache.create_all(
+                [object_key.run_key(self.target.run, key) for key in keys],
                 capacity_bytes=self._pack_bytes,
-                wait_s=self._deadline_at_s - time.monotonic(),
+                wait_s=wait_s,
                 stopped=self._stopped,
             )
         except EnvironmentFault:
             with self._state:
                 self._raise_if_ended()  # the reason why there is no room
             raise
-        filling = _Filling(number, key, spool, state)
+        opened = [
+            _Filling(number + n, key, spool, state)
+            for n, (key, spool, state) in enumerate(zip(keys, spools, kinds, strict=True))
+        ]
         with self._state:
-            self._packs.append(filling)
+            self._packs += opened
             ended = self._ended
             if not ended:
-                self._filling[state] = filling
+                self._filling |= {filling.state: filling for filling in opened}
         if ended:
-            self._discard(filling)
+            for filling in opened:
+                self._discard(filling)
             raise PartAborted("the part was given up", where=self._where)
-        return filling
+
+    def _pack_key(self, state: bool) -> str:
+        t = self.target
+        n = sum(pack.state is state for pack in self._packs)
+        if t.compaction:
+            return object_key.compaction_pack_key(token=t.token, n=n, state=state)
+        return object_key.pack_key(attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, n=n, state=state)
 
     def _written(self, filling: _Filling) -> None:
         with self._state:

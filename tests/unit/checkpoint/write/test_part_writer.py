@@ -16,6 +16,7 @@ from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.format.index import decode_index
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore
 from deltashard_checkpoint.stores.url import open_store
@@ -55,6 +56,23 @@ def _write(writer: PartWriter) -> None:
     for frame in Model(TABLE).frames(range(4000), per_frame=50):
         writer.add(frame)
     writer.finish()
+
+
+def test_writers_of_one_small_cache_do_not_wait_for_one_another(tmp_path: Path) -> None:
+    """Four ranks with two kinds of packs each, and room for four packs: each gets its turn."""
+    store, frames = MemoryStore(), Model(TABLE).frames(range(4000), per_frame=50, encoding="q8")
+    assert all(frame.tail is not None for frame in frames)
+    largest = max(len(each) for frame in frames for each in (frame.data, frame.tail) if each is not None)
+
+    def write(rank: int) -> Part:
+        target = _target(rank=rank, token=f"{TOKEN}{rank}")
+        with PartWriter(store, target, cache, deadline_s=120.0) as writer:
+            for frame in frames:
+                writer.add(frame)
+            return writer.finish()
+
+    with PackCache(tmp_path / "cache", budget_bytes=8 * largest) as cache, ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(write, range(4)))) == 4
 
 
 def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: PackCache) -> None:
@@ -160,7 +178,7 @@ def test_when_the_store_comes_back_the_part_goes_on(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=work)
         thread.start()
-        eventually(lambda: len(list(tmp_path.glob("*.pack"))) == 3)
+        eventually(lambda: len(list(tmp_path.glob("*.pack"))) == 4)
         assert store.wait_stalled()
         assert not done.is_set()
         store.release()
