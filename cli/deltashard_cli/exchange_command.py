@@ -59,7 +59,7 @@ def export(
         require_torch("export for DCP", "export to .safetensors, which needs nothing")
 
     def write(checkpoint: OpenCheckpoint) -> Written:
-        with progress("exporting", bytes_of(checkpoint)) as advance:
+        with progress("exporting", bytes_of(checkpoint, fields=state)) as advance:
             if kind == "dcp":
                 from deltashard_cli.dcp.writer import export_dcp
 

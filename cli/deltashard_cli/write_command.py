@@ -34,8 +34,9 @@ def restore(url: str, directory: Path, run: str | None, which: str, *, as_json: 
     report(using(find_run(url, run), which, write), as_json=as_json)
 
 
-def bytes_of(checkpoint: OpenCheckpoint) -> int:
-    return checkpoint.plan(checkpoint.entry.tables, blobs=True).bytes
+def bytes_of(checkpoint: OpenCheckpoint, *, fields: bool = True) -> int:
+    """What reading all of a checkpoint fetches; `fields`: with optimizer state."""
+    return checkpoint.plan(checkpoint.entry.tables, blobs=True, fields=fields).bytes
 
 
 def report(written: Written, *, as_json: bool) -> None:

@@ -32,6 +32,7 @@ KEY = "deltashard/directive"
 """Name in a commit's metadata; the prefix `deltashard/` is not the user's."""
 MAX_TEXT = 4096
 _MAX_INT = (1 << 63) - 1
+_TIMERS = {"every_s", "every_steps"}
 
 
 class BadDirective(UserError):
@@ -69,7 +70,7 @@ class InForce:
         if self.directive is None:
             return self.started_with
         asked = self.directive.policy
-        whole = {name: getattr(asked, name) for name in self.directive.whole}
+        whole = {name: getattr(asked, name) for name in _whole(self.directive)}
         return changed(self.started_with, **stated(asked) | whole)
 
     @property
@@ -80,6 +81,11 @@ class InForce:
     def after(self, directive: fleet.Directive) -> InForce:
         """What holds after `directive` came: itself when that is not newer."""
         return replace(self, directive=directive) if directive.generation > self.generation else self
+
+
+def _whole(directive: fleet.Directive) -> set[str]:
+    """Fields that count as they are, of those that this version knows: a newer controller may name others."""
+    return set(directive.whole).intersection(pb.Policy.DESCRIPTOR.fields_by_name)
 
 
 def received(message: fleet.Directive, workload: str) -> fleet.Directive:
@@ -99,25 +105,28 @@ def text_of(directive: fleet.Directive) -> str:
 
 def recorded(text: str) -> fleet.Directive:
     """The directive in a commit's metadata; raises `BadDirective`: any writer of the bucket may have written it."""
+    unreadable = BadDirective("the recorded directive cannot be read", where=KEY)
     try:
-        directive = fleet.Directive(**json.loads(text[: MAX_TEXT + 1]))
+        held = json.loads(text[: MAX_TEXT + 1])
+        directive = fleet.Directive(**held)
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise BadDirective("the recorded directive cannot be read", where=KEY) from None
+        raise unreadable from None
+    if isinstance(held.get("whole"), str):  # a message takes it for the list of its letters
+        raise unreadable
     return _checked(directive)
 
 
 def _checked(directive: fleet.Directive) -> fleet.Directive:
     where = f"directive {directive.generation}"
+    whole = _whole(directive)
     try:
-        for name, value in stated(directive.policy).items():
-            check(name, value, where=where)
+        for name in whole | stated(directive.policy).keys():
+            check(name, getattr(directive.policy, name), where=where)
     except UserError as error:
         raise BadDirective(error.what, where=error.where, remedy=error.remedy) from error
     if not 0 < directive.generation <= _MAX_INT or not directive.HasField("policy"):
         raise BadDirective("it has no generation or no policy", where=where)
-    if unknown := set(directive.whole).difference(pb.Policy.DESCRIPTOR.fields_by_name):
-        raise BadDirective(f"it has unknown fields: {', '.join(sorted(unknown))[:80]}", where=where)
-    if {"every_s", "every_steps"} <= set(directive.whole) - stated(directive.policy).keys():
+    if whole & _TIMERS and not stated(directive.policy).keys() & _TIMERS:
         raise BadDirective(
             "it would turn off every timer",
             where=where,

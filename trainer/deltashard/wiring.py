@@ -228,8 +228,8 @@ class Wiring:
             self.records.term.remove()
         if self.conductor is not None:
             self.conductor.close()
-        self.taker.close()
         try:
+            self.taker.close()
             self.outcomes.close(until_s=min(until_s, time.monotonic() + LEAVE_S / 2))
         finally:
             self.session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))

@@ -95,6 +95,11 @@ class PartStats:
     """Their keys, relative to the run's root."""
 
 
+def pack_size(pack_bytes: int, cache: PackCache) -> int:
+    """Bytes of a pack where `pack_bytes` are asked for: one of each kind is filled while another is on its way."""
+    return min(pack_bytes, cache.budget_bytes // 4)
+
+
 @dataclass(slots=True)
 class _Filling:
     """A pack between its creation and its upload."""
@@ -127,8 +132,7 @@ class PartWriter:
         self.target = target
         self._store = store
         self._cache = cache
-        # One of each kind is being filled while another is on its way.
-        self._pack_bytes = min(pack_bytes, cache.budget_bytes // 4)
+        self._pack_bytes = pack_size(pack_bytes, cache)
         self._deadline_at_s = time.monotonic() + deadline_s
         self._placing = threading.Lock()  # held while a place is chosen, possibly waiting for room
         self._state = threading.Lock()  # guards everything below; never held while waiting

@@ -26,6 +26,8 @@ from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL, NO_BITS_RULE
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
+from deltashard_operator.policy.workload_policy import OFFERED
+
 T = TypeVar("T")
 RunKey = tuple[str, str]
 """(namespace, workload UID): the pods that train together, and what one directive is for."""
@@ -43,7 +45,7 @@ MAX_INCIDENTS = 64
 MAX_REASON = 512
 """Characters of each text of a decision."""
 TIMERS = ("every_s", "every_steps")
-KEPT = ("encoding", "differential", "state_encoding")
+KEPT = ("encoding", "differential")
 """Fields of a policy that a directive leaves as the pod was started with, where they are empty."""
 SUBJECTS = ("interval", "bits")
 _LIMITS: Mapping[str, int] = {
@@ -255,7 +257,7 @@ def timed(policy: trainer_wire.Policy) -> bool:
 def whole(policy: trainer_wire.Policy) -> list[str]:
     """Fields that a directive with this policy states, zero and empty too: without a timer it states none of them."""
     silent = KEPT if timed(policy) else (*KEPT, *TIMERS)
-    return [name for name in trainer_wire.Policy.DESCRIPTOR.fields_by_name if name not in silent]
+    return sorted(OFFERED.difference(silent))
 
 
 class Ledger(Protocol):

@@ -139,8 +139,11 @@ class Policy:
         unused = {"goal", "least_s", "most_s"} if self.goal == FIXED else set()
         if not self.bits_goal:
             unused.add("least_bits")
-        names = {each.name for each in fields(self)}.intersection(pb.Policy.DESCRIPTOR.fields_by_name)
-        return pb.Policy(**{name: getattr(self, name) for name in names - unused})
+        return pb.Policy(**{name: getattr(self, name) for name in OFFERED - unused})
+
+
+OFFERED = {each.name for each in fields(Policy)}.intersection(pb.Policy.DESCRIPTOR.fields_by_name)
+"""Fields of a sidecar's policy that a CheckpointPolicy says: those that have its field's name."""
 
 
 def not_found(name: str, *, default: bool) -> Refusal:

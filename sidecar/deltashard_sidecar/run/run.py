@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -435,14 +435,17 @@ class Run:
             )
         except DeltashardError:
             return  # the restore will say what is wrong
-        ahead = self._reading.submit(
-            load_indexes,
-            self.store,
-            state.run,
-            parts,
-            deadline_s=AHEAD_DEADLINE_S,
-            shared=self.shared(who),
-        )
+        try:
+            ahead = self._reading.submit(
+                load_indexes,
+                self.store,
+                state.run,
+                parts,
+                deadline_s=AHEAD_DEADLINE_S,
+                shared=self.shared(who),
+            )
+        except RuntimeError:
+            return  # the process ends
         with self._lock:
             self._ahead[who.id] = ahead
 
@@ -459,7 +462,7 @@ class Run:
             ahead = self._ahead.pop(who.id, None)
         try:
             return None if ahead is None else ahead.result(2 * AHEAD_DEADLINE_S)
-        except (DeltashardError, TimeoutError):
+        except (Exception, CancelledError):  # noqa: BLE001 - the restore reads them again, and says what is wrong
             return None
 
     def closing(self, attempt: int, *, begun: bool) -> None:

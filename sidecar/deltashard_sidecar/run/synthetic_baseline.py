@@ -20,6 +20,7 @@ from deltashard_checkpoint.maintenance import synthetic
 from deltashard_checkpoint.maintenance.compaction import compactable
 from deltashard_checkpoint.vocabulary import OVER_NEWEST
 from deltashard_checkpoint.write.differential import History
+from deltashard_checkpoint.write.part_writer import pack_size
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.run.measured_rate import MeasuredRates
@@ -80,7 +81,7 @@ class SyntheticBaselines:
         found = 0
         for part in {link.part for link in chain(state, seq)}:
             key = parse_index_key(part.index_key)
-            most = part.stored_bytes // self._settings.pack_bytes + 2
+            most = part.stored_bytes // pack_size(self._settings.pack_bytes, self._cache) + 2
             for n, kind in itertools.product(range(most), (False, True)):
                 name = (
                     compaction_pack_key(token=key.token, n=n, state=kind)

@@ -45,6 +45,19 @@ def test_no_directive_turns_saving_off() -> None:
         received(fleet.Directive(generation=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
     with pytest.raises(BadDirective, match="every timer"):
         recorded('{"generation": 1, "policy": {}, "whole": ["every_s", "every_steps"], "workload": ""}')
+    with pytest.raises(BadDirective, match="every timer"):
+        received(fleet.Directive(generation=1, policy=pb.Policy(), whole=["every_s"]), "")
+
+
+@pytest.mark.parametrize("name", ["encoding", "state_encoding", "differential"])
+def test_no_directive_leaves_a_save_without_a_word_it_needs(name: str) -> None:
+    with pytest.raises(BadDirective, match=name):
+        received(fleet.Directive(generation=1, policy=pb.Policy(every_s=60.0), whole=[name]), "")
+
+
+def test_a_field_that_only_a_newer_controller_knows_is_ignored() -> None:
+    directive = fleet.Directive(generation=1, policy=pb.Policy(every_s=60.0), whole=[*TIMERS, "newer"])
+    assert InForce(started_with=BASE).after(received(directive, "")).policy.every_s == 60.0
 
 
 def test_a_number_that_no_float_holds_is_refused() -> None:

@@ -1,7 +1,7 @@
 """A staged part: what a survivor held, as one file on this machine, written at once and never read as a commit.
 
     frames    rows, each with its tail behind it, and blobs (`format.frame`), each with its hash
-    facts     JSON of `rule.Staged` and of the boxes
+    facts     JSON of `rule.Staged`, of the boxes, and of the bytes of all frames
     trailer   bytes of the facts (u64 little-endian), their xxh3-128, magic
 
 It is written beside, synced, and renamed: a file of this name is whole, or a hash says that it is not. No store and
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError
-from deltashard_checkpoint.format.frame import Frame, FrameBytes, scan_pack
+from deltashard_checkpoint.format.frame import Frame, FrameBytes, FrameInfo, TailInfo, scan_pack
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.restore.frame_applier import FrameApplier
@@ -56,7 +56,11 @@ def write(home: Path, staged: Staged, frames: Iterable[EncodedFrame], *, boxes: 
             file.write(frame.data)
             if frame.tail is not None:
                 file.write(frame.tail)
-        held = {"staged": dataclasses.asdict(staged), "boxes": [dataclasses.asdict(box) for box in boxes]}
+        held = {
+            "staged": dataclasses.asdict(staged),
+            "boxes": [dataclasses.asdict(box) for box in boxes],
+            "frame_bytes": file.tell(),
+        }
         facts = json.dumps(held, sort_keys=True).encode()
         file.write(facts)
         file.write(_TRAILER.pack(len(facts), xxhash.xxh3_128_digest(facts), MAGIC))
@@ -81,11 +85,18 @@ class PartFrames:
 
     def __init__(self, data: memoryview) -> None:
         """Raises `CorruptObject` for bytes that are no whole frames."""
-        self._frames = [
-            (each.info, data[at : at + each.info.stored_bytes])
-            for at, each in scan_pack(data)
-            if isinstance(each, Frame)
-        ]
+        self._frames: list[tuple[FrameInfo, memoryview]] = []
+        expected: TailInfo | None = None
+        for at, each in scan_pack(data):
+            if isinstance(each, Frame):
+                whole, expected = expected is None, each.info.tail
+                self._frames.append((each.info, data[at : at + each.info.stored_bytes]))
+            else:
+                whole, expected = each.info == expected, None
+            if not whole:
+                raise CorruptObject("a frame and its tail do not belong together", where="a staged part")
+        if expected is not None:
+            raise CorruptObject("it ends before a frame's tail", where="a staged part")
 
     def frames(self, tables: frozenset[str]) -> Iterator[FrameBytes]:
         for info, data in self._frames:
@@ -126,6 +137,8 @@ class StagedPart(PartFrames):
             held = json.loads(facts)
             self.staged = Staged(**held["staged"])
             self.boxes = tuple(Box(**box) for box in held["boxes"])
+            if held["frame_bytes"] != facts_at:
+                raise CorruptObject("its frames are not all there", where=str(path))
         except (ValueError, TypeError, KeyError) as error:  # another version's
             raise CorruptObject(f"it says what no part says: {error}", where=str(path)) from None
         super().__init__(view[:facts_at])

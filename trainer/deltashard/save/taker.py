@@ -182,12 +182,12 @@ class SnapshotTaker:
     ) -> None:
         """One snapshot, over by `latest_s` (monotonic), whatever happens; `cut`: its number, by the group's order.
 
-        After SIGTERM it is over within the grace.
+        After SIGTERM it is over within the grace, while that lasts: a program that lives on saves as before.
 
         Raises `FencedError`, and what the user's own signal handler raises.
         """
-        if self._term is not None and self._term.until_s is not None:
-            latest_s = min(latest_s, self._term.until_s)
+        if self._term is not None and (left_s := self._term.left_s):
+            latest_s = min(latest_s, time.monotonic() + left_s)
         try:
             self._take(link, reason, urgent=urgent, latest_s=latest_s, cut=cut)
         except CutFailed as failure:

@@ -138,15 +138,13 @@ def _untag(tag: str, value: Any) -> object:
     )
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object, within: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """Tensors of nested mappings, lists and tuples; `within`: ids of those around, which `value` may hold again."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in within:
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each, within | {id(value)})
 
 
 def encode_value(value: object) -> typed_tree.EncodedTree:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from deltashard.attach.launcher import normal_url, staged_dir
+from deltashard_checkpoint.format.frame import frame_length, parse_frame
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
@@ -187,6 +188,13 @@ def _corrupt(home: Path) -> None:
     path.write_bytes(data)
 
 
+def _shorter(home: Path) -> None:
+    path = home / "rank-1.part"
+    data = path.read_bytes()
+    first = parse_frame(data[: frame_length(memoryview(data))])
+    path.write_bytes(data[first.info.stored_bytes :])
+
+
 def _foreign(home: Path) -> None:
     shutil.copy(home / "rank-0.part", home / "rank-2.part")
 
@@ -196,6 +204,7 @@ def _foreign(home: Path) -> None:
     [
         (_torn, {}, "rank 1's staged part: it does not end as a staged part does"),
         (_corrupt, {}, "rank 1's staged part: a frame's bytes do not match its hash"),
+        (_shorter, {}, "rank 1's staged part: its frames are not all there"),
         (_foreign, {}, "rank 2's staged part: it is rank 0's"),
         (None, {"pls_target": 1e-4}, "beyond its target of 0.0001"),
         (None, {"planned_steps": 1}, "beyond its target"),
@@ -203,7 +212,7 @@ def _foreign(home: Path) -> None:
         (None, {"recovery": "'full'", "pls_target": None, "planned_steps": None}, ""),
         (shutil.rmtree, {}, "no rank has staged anything"),
     ],
-    ids=["torn", "corrupt", "foreign", "target", "planned", "which", "full", "nothing"],
+    ids=["torn", "corrupt", "shorter", "foreign", "target", "planned", "which", "full", "nothing"],
 )
 def test_whatever_is_unclear_brings_all_back(
     run: Run, crashed: Path, tamper: Callable[[Path], None] | None, options: dict[str, Any], why: str
