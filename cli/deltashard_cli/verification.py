@@ -268,7 +268,7 @@ def _check_packs(
 def _check_encodings(
     state: RunState, live: Iterable[int], indexes: Mapping[str, Index], problems: Problems
 ) -> None:
-    """Whoever reads a checkpoint may rely on what its entry says of the encodings of its rows."""
+    """A reader of a checkpoint may rely on what its entry says of the encodings of its rows."""
     for seq in sorted(live):
         entry = state.compactions.get(seq, state.checkpoints[seq])
         keys = [part.index_key for part in parts_of(state, seq)] if _is_listed(state, seq) else []

@@ -105,7 +105,6 @@ class Restore:
         self._blocks: dict[int, int] = {}
         self._places: list[tuple[int, int]] = []
         self._next = 0
-        self._position: dict[int, int] = {}
         self._over = threading.Event()
         self._clean = False
         self._heard_s = time.monotonic()

@@ -66,14 +66,16 @@ class PackSpool:
 
     def fits(self, length: int) -> bool:
         """Whether there is a place of `length` bytes (rounded up to 64)."""
-        return self.size_bytes + -(-length // ALIGN) * ALIGN <= self.capacity_bytes
+        return self._end(length) <= self.capacity_bytes
+
+    def _end(self, length: int) -> int:
+        return self.size_bytes + -(-length // ALIGN) * ALIGN
 
     def reserve(self, length: int) -> int | None:
         """Offset of a fresh place of `length` bytes (rounded up to 64), or None when the pack is too full for it."""
         if not self.fits(length):
             return None
-        offset = self.size_bytes
-        self.size_bytes += -(-length // ALIGN) * ALIGN
+        offset, self.size_bytes = self.size_bytes, self._end(length)
         return offset
 
     def write(self, offset: int, data: memoryview) -> None:

@@ -203,14 +203,15 @@ def decode_index(data: bytes, *, key: str, run: str) -> Index:
     if here != named:
         raise ForeignObject(f"index of (token, attempt, cut, rank) {here}", where=key)
     compact = name.attempt is None
+    state = []
     for pack in index.packs:
         parsed = object_key.parse_pack_key(pack.key)
+        state.append(parsed.state)
         if (parsed.token, parsed.attempt, parsed.cut, parsed.rank) != (
             index.token,
             *((None, None, None) if compact else (index.attempt, index.cut, index.rank)),
         ):
             raise ForeignObject(f"index names a pack of another part: {pack.key}", where=key)
-    state = [object_key.is_state_pack(pack.key) for pack in index.packs]
     if any(
         state[place.pack] or (place.info.tail is not None and not state[place.tail_pack])
         for place in index.places

@@ -161,11 +161,6 @@ def parse_pack_key(key: str) -> PackKey:
     raise CorruptObject("not a pack's name", where=repr(key[:200]))
 
 
-def is_state_pack(key: str) -> bool:
-    """Whether a pack's name is that of one of tails."""
-    return parse_pack_key(key).state
-
-
 def parse_index_key(key: str) -> IndexKey:
     """The parts of an index's name; raises `CorruptObject` when it is none."""
     if match := _INDEX.fullmatch(key):

@@ -48,8 +48,8 @@ FORMAT = 1
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{1,128}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_DTYPE = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
-_ENCODING = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
+_WORD = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
+"""Name of a dtype or of an encoding."""
 _UPGRADE = "upgrade deltashard to the version that wrote it; if none did, see `deltashard repair`"
 
 KINDS: dict[str, type[Entry]] = {
@@ -280,13 +280,13 @@ def read_table(document: Any, where: str) -> TableSchema:
         if kind not in get_args(FieldKind):
             r.fail("field kind is unknown")
         fields.append(
-            FieldSpec(name=r.as_text(name, "field"), kind=kind, dtype=r.as_text(dtype, "dtype", _DTYPE))
+            FieldSpec(name=r.as_text(name, "field"), kind=kind, dtype=r.as_text(dtype, "dtype", _WORD))
         )
     table = TableSchema(
         fqn=r.text("fqn"),
         rows=r.integer("rows"),
         columns=r.integer("columns"),
-        dtype=r.text("dtype", _DTYPE),
+        dtype=r.text("dtype", _WORD),
         fields=tuple(fields),
     )
     r.end()
@@ -297,7 +297,7 @@ def read_encodings(r: Reader) -> dict[str, tuple[str, ...]]:
     """The encodings by table that a document says; raises `CorruptObject`."""
     found = {}
     for table, names in r.members("encodings"):
-        held = tuple(r.as_text(name, "encodings", _ENCODING) for name in r.as_list(names, "encodings"))
+        held = tuple(r.as_text(name, "encodings", _WORD) for name in r.as_list(names, "encodings"))
         if not held or list(held) != sorted(set(held)):
             r.fail("encodings of a table are none, or not distinct and in order")
         found[table] = held

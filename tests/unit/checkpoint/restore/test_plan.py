@@ -91,7 +91,7 @@ def test_weights_alone_are_read_without_a_byte_of_state() -> None:
     model = Model(schema())
     part = _part(model.table, model.frames(range(200), per_frame=20), seq=1, covers=None)
     plan = _plan([part], [_want(model.table)], weights_only=True)
-    assert not any(each.tails or object_key.is_state_pack(each.key) for each in plan.requests)
+    assert not any(each.tails or object_key.parse_pack_key(each.key).state for each in plan.requests)
     assert plan.bytes == sum(place.info.length for place in part[1].places)
     assert not any(frame.state for each in plan.requests for frame in each.frames)
 

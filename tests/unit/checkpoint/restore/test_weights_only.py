@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from deltashard_checkpoint.format.frame_encoder import encode_row_frames
-from deltashard_checkpoint.format.object_key import is_state_pack
+from deltashard_checkpoint.format.object_key import parse_pack_key
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
@@ -35,7 +35,7 @@ class CountingStore(MemoryStore):
         self.read = {False: 0, True: 0}
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        self.read[is_state_pack(key[len(RUN) + 1 :])] += len(out)
+        self.read[parse_pack_key(key[len(RUN) + 1 :]).state] += len(out)
         super().get_into(key, offset, out)
 
 
