@@ -196,7 +196,7 @@ def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Inde
     own = [indexes[part.index_key] for part in parts]
     tables = []
     for schema in entry.tables:
-        places = [p.info for index in own for p in index.places if p.info.table == schema.fqn]
+        places = [p for index in own for p in index.places if p.info.table == schema.fqn]
         tables.append(
             TableSummary(
                 table=schema.fqn,
@@ -204,10 +204,10 @@ def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Inde
                 columns=schema.columns,
                 dtype=schema.dtype,
                 fields=tuple(f"{spec.name}: {spec.kind} {spec.dtype}" for spec in schema.fields),
-                held_rows=sum(info.rows for info in places if info.kind is FrameKind.ROWS),
+                held_rows=sum(p.rows for p in places if p.info.kind is FrameKind.ROWS),
                 frames=len(places),
-                stored_bytes=sum(info.stored_bytes for info in places),
-                encodings=tuple(sorted({info.encoding for info in places if info.encoding})),
+                stored_bytes=sum(p.info.stored_bytes for p in places),
+                encodings=tuple(sorted({p.info.encoding for p in places if p.info.encoding})),
             )
         )
     return Inspection(

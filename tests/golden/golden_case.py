@@ -22,6 +22,7 @@ TOKEN = "0123456789abcdef"
 def golden_index() -> Index:
     """An index over all sample frames, in one pack, and their tails in another."""
     places, tables = sample_places(sample_frames().values())
+    places = (replace(places[0], since=1, again=2), *places[1:])
     return Index(
         run=RUN, attempt=3, cut=2, step=20, rank=1, token=TOKEN, tables=tables, packs=sample_packs(places),
         places=places, boxes=(whole(schema()),), covers=1, raw_bytes=12345,

@@ -82,6 +82,15 @@ class Place:
     tail_pack: int = 0
     """The like of the tail, if there is one."""
     tail_offset: int = 0
+    since: int | None = None
+    """Seq of a checkpoint: every row of the part that changed since it is in a frame that says so. A hint."""
+    again: int = 0
+    """Of its rows, those that another frame of the part has too."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that it adds to those of the part's other frames."""
+        return self.info.rows - self.again
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -113,8 +122,8 @@ class Index:
 
     @property
     def rows(self) -> int:
-        """Rows in all row frames (a row in two column shards counts twice)."""
-        return sum(p.info.rows for p in self.places if p.info.kind is FrameKind.ROWS)
+        """Rows in all row frames, each once (a row in two column shards counts twice)."""
+        return sum(p.rows for p in self.places if p.info.kind is FrameKind.ROWS)
 
     @property
     def encodings(self) -> dict[str, tuple[str, ...]]:
@@ -177,6 +186,9 @@ def encode_index(index: Index) -> bytes:
         if place.info.tail is not None:
             message.frames[-1].tail.pack = place.tail_pack
             message.frames[-1].tail.offset = place.tail_offset
+        if place.since is not None:
+            message.frames[-1].since = place.since
+        message.frames[-1].again = place.again
     return message.SerializeToString(deterministic=True)
 
 
@@ -409,6 +421,7 @@ def _checked(message: index_pb2.Index) -> Index:
             raise CorruptObject(
                 f"frame in pack {frame.pack}, its tail in {frame.tail.pack}, of {len(stored)}"
             )
+        _check_hint(frame)
         places.append(
             Place(
                 pack=frame.pack,
@@ -416,6 +429,8 @@ def _checked(message: index_pb2.Index) -> Index:
                 info=frame_info(frame, tables),
                 tail_pack=frame.tail.pack,
                 tail_offset=frame.tail.offset,
+                since=frame.since if frame.HasField("since") else None,
+                again=frame.again,
             )
         )
     if places != sorted(places, key=place_order):
@@ -435,6 +450,14 @@ def _checked(message: index_pb2.Index) -> Index:
         covers=message.covers if message.HasField("covers") else None,
         raw_bytes=message.raw_bytes,
     )
+
+
+def _check_hint(message: index_pb2.Frame) -> None:
+    """Raise `CorruptObject` unless a frame can say this of the rows that it shares with the part's other frames."""
+    if message.HasField("since") and message.kind != index_pb2.FRAME_KIND_ROWS:
+        raise CorruptObject("a frame without rows says since when they changed")
+    if message.again > (message.rows if message.HasField("since") else 0):
+        raise CorruptObject(f"{message.again} of {message.rows} rows of a frame are in others too")
 
 
 def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:

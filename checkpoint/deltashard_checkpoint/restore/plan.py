@@ -402,6 +402,7 @@ def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -
 
     Tombstones count for nothing in what a trainer wrote: a few bytes name any number of them, and restores give memory
     for each row. A compaction has those of the deltas that it replaces, in place of their rows.
+    Rows that a frame repeats are counted where they are first.
     """
     for link in links:
         if link.part.covers is not None:
@@ -414,7 +415,7 @@ def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -
         for place in indexes[link.part.index_key].places:
             if place.info.kind is FrameKind.TOMBSTONE and not compacted:
                 continue
-            held[place.info.table] += place.info.rows * (place.info.col_stop - place.info.col_start)
+            held[place.info.table] += place.rows * (place.info.col_stop - place.info.col_start)
         for table in {box.table for box in link.boxes}:
             if held[table] < area[table]:
                 raise InvalidCheckpoint(

@@ -145,13 +145,15 @@ class PartWriter:
         self._pool = ThreadPoolExecutor(uploads, thread_name_prefix="upload")
         self.stats: PartStats | None = None
 
-    def add(self, frame: EncodedFrame) -> None:
+    def add(self, frame: EncodedFrame, *, since: int | None = None, again: int = 0) -> None:
         """Append a whole frame and its tail; their buffer may be reused when this returns.
+
+        `since` and `again` are what the index says of it (`Place`).
 
         Raises `CacheFull` when there is no room and none came in time, `UploadFailed` when an earlier pack failed, and
         `PartAborted`.
         """
-        pieces = self._place(frame)
+        pieces = self._place(frame, since=since, again=again)
         with contextlib.ExitStack() as written:
             for filling, _, _ in pieces:
                 written.callback(self._written, filling)
@@ -263,7 +265,9 @@ class PartWriter:
     def _stopped(self) -> bool:
         return self._ended or self._failure is not None
 
-    def _place(self, frame: EncodedFrame) -> list[tuple[_Filling, int, memoryview]]:
+    def _place(
+        self, frame: EncodedFrame, *, since: int | None, again: int
+    ) -> list[tuple[_Filling, int, memoryview]]:
         """Places of the frame and its tail in the packs being filled, or in new ones, and their bytes."""
         info = frame.info
         lengths = [info.length] if info.tail is None else [info.length, info.tail.length]
@@ -279,7 +283,7 @@ class PartWriter:
                 (filling, offset), (tail, tail_offset) = spots[0], spots[-1]
                 for each, _ in spots:
                     each.writers += 1
-                place = Place(pack=filling.number, offset=offset, info=info)
+                place = Place(pack=filling.number, offset=offset, info=info, since=since, again=again)
                 if info.tail is not None:
                     place = replace(place, tail_pack=tail.number, tail_offset=tail_offset)
                 filling.places.append(place)

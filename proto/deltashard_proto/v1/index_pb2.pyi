@@ -77,7 +77,7 @@ class Tail(_message.Message):
     def __init__(self, pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("kind", "pack", "offset", "length", "xxh3_128", "step", "table", "row_min", "row_max", "rows", "col_start", "col_stop", "encoding", "name", "blob_offset", "blob_bytes", "tail")
+    __slots__ = ("kind", "pack", "offset", "length", "xxh3_128", "step", "table", "row_min", "row_max", "rows", "col_start", "col_stop", "encoding", "name", "blob_offset", "blob_bytes", "since", "again", "tail")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PACK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,8 @@ class Frame(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     BLOB_OFFSET_FIELD_NUMBER: _ClassVar[int]
     BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     TAIL_FIELD_NUMBER: _ClassVar[int]
     kind: FrameKind
     pack: int
@@ -111,8 +113,10 @@ class Frame(_message.Message):
     name: str
     blob_offset: int
     blob_bytes: int
+    since: int
+    again: int
     tail: Tail
-    def __init__(self, kind: _Optional[_Union[FrameKind, str]] = ..., pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ..., step: _Optional[int] = ..., table: _Optional[int] = ..., row_min: _Optional[int] = ..., row_max: _Optional[int] = ..., rows: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., encoding: _Optional[str] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., tail: _Optional[_Union[Tail, _Mapping]] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[FrameKind, str]] = ..., pack: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., xxh3_128: _Optional[bytes] = ..., step: _Optional[int] = ..., table: _Optional[int] = ..., row_min: _Optional[int] = ..., row_max: _Optional[int] = ..., rows: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., encoding: _Optional[str] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., since: _Optional[int] = ..., again: _Optional[int] = ..., tail: _Optional[_Union[Tail, _Mapping]] = ...) -> None: ...
 
 class Index(_message.Message):
     __slots__ = ("format", "run", "attempt", "cut", "step", "rank", "token", "tables", "packs", "frames", "boxes", "covers", "raw_bytes", "kind")

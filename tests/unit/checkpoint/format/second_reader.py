@@ -21,7 +21,7 @@ import xxhash
 KINDS = ("genesis", "attempt", "checkpoint", "compact", "retire", "reclaim", "repair", "pin", "rewind")
 INDEX = "format run attempt cut step rank token tables* packs* frames* boxes* covers raw_bytes kind"
 FRAME = "kind pack offset length hash step table row_min row_max rows col_start col_stop encoding name "
-FRAME += "blob_offset blob_bytes unused_17 unused_18 tail"
+FRAME += "blob_offset blob_bytes since again tail"
 DTYPES = "float32 float16 bfloat16 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 "
 DTYPES += "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
 DTYPES = ["", *DTYPES.split()]  # the first four are also what raw encodings of these numbers hold

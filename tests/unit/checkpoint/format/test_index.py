@@ -59,6 +59,7 @@ def _set(path: str, value: object):
         _set("tables.1.fqn", "embeddings.items.weight"), _set("boxes.0.row_stop", 201), _set("boxes.0.col_start", 8),
         _set("boxes.0.table", "other"), _set("packs.0.bytes", 64), _set("packs.0.bytes", 0), _set("packs.0.key", "../x.pack"),
         _set("frames.12.blob_offset", 401), _set("frames.12.rows", 1), _set("frames.12.name", ""),
+        _set("frames.12.since", 1), _set("frames.0.again", 1 << 20), _set("frames.1.again", 1),
     ],
 )  # fmt: skip
 def test_what_no_index_may_say_is_refused(change) -> None:

@@ -168,6 +168,20 @@ def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid() -> None:
         _plan([_part(model.table, model.frames(range(190)), seq=1, covers=None)], [_want(model.table)])
 
 
+def test_rows_that_a_frame_repeats_count_for_nothing_in_a_baseline() -> None:
+    """Ten rows are missing, and ten are there twice."""
+    model = Model(schema())
+    link, index = _part(
+        model.table, [*model.frames(range(190)), *model.frames(range(10))], seq=1, covers=None
+    )
+    _plan([(link, index)], [_want(model.table)])
+    *places, last = index.places
+    index = replace(index, places=(*places, replace(last, since=0, again=10)))
+    assert index.rows == 190
+    with pytest.raises(InvalidCheckpoint, match="1520 of 1600 weights"):
+        _plan([(link, index)], [_want(model.table)])
+
+
 def test_tombstones_count_for_nothing_in_a_baseline() -> None:
     """A few bytes name any number of them; memory is given by what a baseline is taken to hold."""
     model = Model(schema())
