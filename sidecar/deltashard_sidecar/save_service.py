@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.write.precision import encoded_alike
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -22,6 +23,7 @@ from deltashard_sidecar.maintenance import Housekeeping
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.policy import chooses_bits, text_of
 from deltashard_sidecar.run.bit_choice import Ranks
+from deltashard_sidecar.run.run import Holding
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Cut, Save
@@ -234,6 +236,7 @@ class SaveService:
             precision=holding.precision,
             chain_precision=holding.chain_precision,
             increments=holding.increments,
+            since=self._since(session, attempt, begin, holding),
             samples=chooses_bits(policy) and (session.who.rank == 0 or ranks.here),
             layout=session.attempt.layout,
             follows=None if in_force.directive is None else text_of(in_force.directive),
@@ -241,6 +244,18 @@ class SaveService:
             if session.who.rank == 0
             else None,
         )
+
+    def _since(
+        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, holding: Holding
+    ) -> int | None:
+        """The trainer's newest commit, if the cut says which of its rows changed since; None: it does not."""
+        commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
+        # IMPORTANT: who asks for all rows may not vouch for its marks.
+        if commit is None or begin.full or commit == holding.covers:
+            return None
+        state = self._run.log_of(session.who).state
+        alike = encoded_alike(state, attempt, commit, tables=session.who.tables, precision=holding.precision)
+        return commit if alike else None
 
     def _ranks(self, session: Session) -> Ranks:
         others = (s.who for s in self._sessions.all() if s.attempt.number == session.attempt.number)

@@ -20,6 +20,7 @@ from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
+from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
@@ -116,6 +117,32 @@ def held(state: RunState, seq: int) -> StoredPrecision | None:
         if (one := _of_entry(state.checkpoints[at])) is not None
     ]
     return reduce(coarser, found) if found else None
+
+
+def encoded_alike(
+    state: RunState, attempt: int, seq: int, *, tables: Iterable[TableSchema], precision: StoredPrecision
+) -> bool:
+    """Whether a row of `tables` that `attempt` encodes with `precision` is as in checkpoint `seq` if it did not change.
+
+    So it is if that row was encoded from the same values in the same way: by this attempt, for what another one wrote
+    was decoded since, with these encodings, and with what does not depend on the frame's other rows.
+    """
+    schemas = {table.fqn: table for table in tables}
+    if seq not in state.checkpoints or any(_bits(name) < 8 for name in precision.weights.values()):
+        return False
+    for at in closure(state, (seq,), written=True):
+        entry, said = state.checkpoints[at], held(state, at)
+        if (
+            entry.attempt != attempt
+            or at in state.compactions
+            or not state.checkpoints.keys() >= {*entry.covered}
+            or said is None
+            or said.state != precision.state
+            or any(schemas.get(table.fqn, table) != table for table in entry.tables)
+            or any(names != (precision.of_table(table),) for table, names in entry.encodings.items())
+        ):
+            return False
+    return True
 
 
 def raised(asked: StoredPrecision, stored: StoredPrecision | None) -> str:

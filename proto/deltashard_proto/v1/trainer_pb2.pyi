@@ -207,7 +207,7 @@ class OpenReply(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., unopened: _Optional[str] = ...) -> None: ...
 
 class RowBatch(_message.Message):
-    __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop")
+    __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop", "fresh")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,7 @@ class RowBatch(_message.Message):
     ROW_START_FIELD_NUMBER: _ClassVar[int]
     COL_START_FIELD_NUMBER: _ClassVar[int]
     COL_STOP_FIELD_NUMBER: _ClassVar[int]
+    FRESH_FIELD_NUMBER: _ClassVar[int]
     block: int
     offset: int
     table: int
@@ -224,7 +225,8 @@ class RowBatch(_message.Message):
     row_start: int
     col_start: int
     col_stop: int
-    def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., table: _Optional[int] = ..., rows: _Optional[int] = ..., contiguous: _Optional[bool] = ..., row_start: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ...) -> None: ...
+    fresh: bool
+    def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., table: _Optional[int] = ..., rows: _Optional[int] = ..., contiguous: _Optional[bool] = ..., row_start: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., fresh: _Optional[bool] = ...) -> None: ...
 
 class BlobChunk(_message.Message):
     __slots__ = ("block", "offset", "length", "name", "blob_offset", "blob_bytes")
@@ -346,7 +348,7 @@ class SaveRequest(_message.Message):
 class SaveReply(_message.Message):
     __slots__ = ("begun", "blocks", "staged", "failed", "prepared")
     class Begun(_message.Message):
-        __slots__ = ("covers", "encoding", "stall_budget_s", "state_encoding", "rebased", "encodings")
+        __slots__ = ("covers", "encoding", "stall_budget_s", "state_encoding", "rebased", "encodings", "fresh_first")
         class EncodingsEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -360,13 +362,15 @@ class SaveReply(_message.Message):
         STATE_ENCODING_FIELD_NUMBER: _ClassVar[int]
         REBASED_FIELD_NUMBER: _ClassVar[int]
         ENCODINGS_FIELD_NUMBER: _ClassVar[int]
+        FRESH_FIRST_FIELD_NUMBER: _ClassVar[int]
         covers: int
         encoding: str
         stall_budget_s: float
         state_encoding: str
         rebased: bool
         encodings: _containers.ScalarMap[str, str]
-        def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ..., rebased: _Optional[bool] = ..., encodings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+        fresh_first: bool
+        def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ..., rebased: _Optional[bool] = ..., encodings: _Optional[_Mapping[str, str]] = ..., fresh_first: _Optional[bool] = ...) -> None: ...
     class Prepared(_message.Message):
         __slots__ = ("covers", "refused")
         COVERS_FIELD_NUMBER: _ClassVar[int]

@@ -47,6 +47,8 @@ class Rows:
     """Where ids, weights and each field begin, in bytes from the start of the batch."""
     length: int
     """Bytes of the whole batch."""
+    fresh: bool = False
+    """Whether all of them changed since the trainer's newest commit."""
 
     def block(self, data: memoryview) -> RowBlock:
         """The rows themselves: views of `data`, the bytes of the whole batch; raises `BadBatch` for ids elsewhere."""
@@ -127,6 +129,7 @@ def rows_of(
         within=within,
         offsets=tuple(offsets),
         length=length,
+        fresh=d.fresh,
     )
 
 

@@ -72,6 +72,8 @@ class Cut:
     """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
     follows: str | None = None
     """The controller's directive in force, as it is recorded with the commit."""
+    since: int | None = None
+    """Seq of the trainer's newest commit, if rows that changed since it are wanted apart from the others."""
     profile: str | None = None
     """What this sidecar measured and decided, as it is recorded with the commit."""
 
@@ -200,6 +202,7 @@ class Save:
             state_encoding=self.cut.precision.state,
             encodings=self.cut.precision.named,
             rebased=self.cut.rebased,
+            fresh_first=self.cut.since is not None,
         )
         yield pb.SaveReply(begun=begun)
         while (reply := self._outbox.get()) is not None:

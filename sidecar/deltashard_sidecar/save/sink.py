@@ -114,7 +114,7 @@ class PartSink:
         began_s = time.thread_time()
         for frame in encode_row_frames(block, options, step=self._cut.step, out=out):
             self._run.measured.encoded(frame.raw_bytes, time.thread_time() - began_s)
-            self._writer.add(frame)
+            self._writer.add(frame, since=self._cut.since if batch.fresh else None)
             held = frame.info.encoding
             metrics.rows.labels("in", held).inc(frame.info.rows)
             metrics.raw_bytes.labels(held).inc(frame.raw_bytes)

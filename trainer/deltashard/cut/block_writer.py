@@ -201,20 +201,21 @@ class BlockWriter:
         self._threads = 0
         self.copied = CopiedRows()
 
-    def table(self, cut: TableCut, *, start: int = 0) -> None:
+    def table(self, cut: TableCut, *, start: int = 0, fresh: bool = False) -> None:
         """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`).
 
-        `start`: of a selection of all rows, only those from this one on.
+        `start`: of a selection of all rows, only those from this one on. `fresh`: whether all of them changed since the
+        newest commit.
         """
         self._parts, self._cut = parts_of(cut), cut
-        for batch in self.batches(cut, start=start):
+        for batch in self.batches(cut, start=start, fresh=fresh):
             if batch is not None:
                 self._send(batch.message, batch.target)
             self._count()
         if self._observe is not None:
             self.flush()  # the observer looks at this table's parts
 
-    def batches(self, cut: TableCut, *, start: int = 0) -> Iterator[Batch | None]:
+    def batches(self, cut: TableCut, *, start: int = 0, fresh: bool = False) -> Iterator[Batch | None]:
         """Copy one table's rows batch by batch, each when it is asked for; None: it is on its way from a device."""
         parts = parts_of(cut)
         widths = tuple(_width(part) for part in parts)
@@ -234,6 +235,7 @@ class BlockWriter:
                     row_start=first + begin if ids is None else 0,
                     col_start=cut.box.col_start,
                     col_stop=cut.box.col_stop,
+                    fresh=fresh,
                 )
             )
             chosen = None if ids is None else ids[at_row : at_row + rows]

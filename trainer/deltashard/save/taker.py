@@ -303,7 +303,9 @@ class SnapshotTaker:
             writer = self._writer(link, stream, until_s, ahead, begun)
             if ahead is not None and ahead.mode != mode:
                 renewed = {}
-            copied = self._write_tables(writer, mode, cuts, ahead, renewed)
+            copied = self._write_tables(
+                writer, mode, cuts, ahead, renewed, fresh_first=begun.fresh_first and not renewed
+            )
             content = None if self._contents is None else self._content(self._contents, writer)
             for name, tree in self.capture.blobs(flight.step, content):
                 writer.blob(name, tree)
@@ -388,8 +390,13 @@ class SnapshotTaker:
         cuts: Sequence[tuple[TrackedTable, TableCut]],
         ahead: Precopy | None,
         renewed: Mapping[TrackedTable, tuple[TableAhead, Renewed]],
+        *,
+        fresh_first: bool,
     ) -> SnapshotRows:
-        """Copy the rows of every table, or what was not copied ahead of them."""
+        """Copy the rows of every table, or what was not copied ahead of them.
+
+        `fresh_first`: of each table what changed since the newest commit by itself, and then the rest.
+        """
         copied = SnapshotRows(mode=mode, tables=[(table, mine) for table, (mine, _) in renewed.items()])
         if ahead is not None:
             copied.ahead = ahead.hand_over(mine for mine, _ in renewed.values())
@@ -399,6 +406,11 @@ class SnapshotTaker:
                 copied.full &= mine.whole
                 copied.again += now.again
                 writer.table(now.rest, start=now.start)
+            elif fresh_first:
+                fresh, older = table.marks.select("since_commit"), table.marks.select_older(mode)
+                copied.full &= mode == "all" or table.marks.count(mode) == table.marks.rows
+                writer.table(replace(cut, selection=fresh), fresh=True)
+                writer.table(replace(cut, selection=older))
             else:
                 selection = table.prepare_cut(mode)
                 copied.full &= selection.all

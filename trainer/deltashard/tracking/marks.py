@@ -117,6 +117,13 @@ class Marks:
             return RowSelection(all=True, ids=None)
         return RowSelection(all=False, ids=ids)
 
+    def select_older(self, mode: Mode) -> RowSelection:
+        """What `select` has and `select("since_commit")` has not."""
+        older = (self.flags & _SELECTS["since_commit"]) == 0
+        if mode != "all":
+            older &= (self.flags & _SELECTS[mode]) != 0
+        return RowSelection(all=False, ids=torch.nonzero(older).view(-1))
+
     def watch(self) -> None:
         """From now on `touched` tells what changes."""
         self._keep(0xFF ^ TOUCHED)

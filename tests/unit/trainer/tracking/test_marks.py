@@ -71,6 +71,11 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
                     model.baseline = max(model.baseline, what)
         assert selected(marks, "since_commit") >= model.since(model.commit), (kind, what)
         assert selected(marks, "since_baseline") >= model.since(model.baseline), (kind, what)
+        fresh = selected(marks, "since_commit")
+        for mode in ("since_baseline", "all"):
+            older = set(marks.select_older(mode).ids.tolist())
+            assert not older & fresh, (kind, what)
+            assert older | fresh >= selected(marks, mode), (kind, what)
     return marks, model
 
 

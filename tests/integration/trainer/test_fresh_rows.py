@@ -1,0 +1,157 @@
+"""What a part says is new in it (`since`), with a real sidecar: enough for who has the checkpoint before, and true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import numpy as np
+import pytest
+import torch
+from deltashard_checkpoint.format.frame import FrameKind, parse_frame
+from deltashard_checkpoint.format.index import Index, Place, decode_index
+from deltashard_checkpoint.format.object_key import run_key
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.url import open_store
+from torch import nn
+
+from tests.support.checkpointers import Make, checkpointers, leave
+
+ROWS, DIM = 500, 8
+TABLES = ("large", "small")
+
+
+class Loop:
+    """Two tables; steps write rows that a test names."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.net: Any = nn.ModuleDict(
+            {
+                "large": nn.Embedding(ROWS, DIM, sparse=True),
+                "small": nn.Embedding(ROWS // 5, DIM, sparse=True),
+            }
+        )
+        self.optimizer = deltashard.optim.RowWiseAdagrad(self.net.parameters(), lr=0.1)
+
+    def step(self, ckpt: deltashard.Checkpointer, rng: np.random.Generator) -> None:
+        ids = torch.from_numpy(rng.integers(ROWS, size=6))
+        self.optimizer.zero_grad()
+        loss = self.net["large"](ids).square().sum() + self.net["small"](ids // 5).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        ckpt.step()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    with checkpointers(tmp_path, monkeypatch, keep_last=100, precopy=False) as build:
+        yield build
+
+
+def _index(store: Store, key: str) -> Index:
+    return decode_index(bytes(store.get(run_key("r", key))), key=key, run="r")
+
+
+def _rows(store: Store, index: Index, place: Place) -> np.ndarray:
+    data = bytes(store.get(run_key("r", index.packs[place.pack].key)))
+    return parse_frame(memoryview(data)[place.offset : place.offset + place.info.length], None).row_ids()
+
+
+def _values(folder: Path, seq: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    found = {}
+    with deltashard.open_checkpoint(folder, "r", which=f"seq:{seq}") as stored:
+        for table in TABLES:
+            rows = ROWS if table == "large" else ROWS // 5
+            read = stored.rows(f"{table}.weight", torch.arange(rows))
+            found[table] = read.weights.numpy().copy(), read.state["sum"].numpy().reshape(rows).copy()
+    return found
+
+
+def _check(folder: Path) -> list[int]:
+    """Whatever says `since` is true; returns the checkpoints of which a part does."""
+    store = open_store(f"file://{folder}")
+    entries = RunLog(store, "r").refresh().checkpoints
+    said = []
+    for seq, entry in entries.items():
+        (part,) = entry.parts
+        index = _index(store, part.index_key)
+        places = [place for place in index.places if place.info.kind is FrameKind.ROWS]
+        marked = {place.since for place in places} - {None}
+        if not marked:
+            continue
+        (since,) = marked
+        assert since is not None
+        assert since < seq
+        said.append(seq)
+        before, now = _values(folder, since), _values(folder, seq)
+        for table in TABLES:
+            differ = np.zeros(len(now[table][0]), bool)
+            for was, value in zip(before[table], now[table], strict=True):
+                differ |= (was != value).reshape(len(was), -1).any(axis=1)
+            mine = [place for place in places if place.info.table == f"{table}.weight"]
+            fresh = [_rows(store, index, place) for place in mine if place.since is not None]
+            others = [_rows(store, index, place) for place in mine if place.since is None]
+            assert set(np.flatnonzero(differ)) <= set(np.concatenate([*fresh, []]).astype(int)), (seq, table)
+            assert not differ[np.concatenate([*others, []]).astype(int)].any(), (seq, table)
+    return said
+
+
+@pytest.mark.parametrize("encoding", ["fp32", "q8"])
+@pytest.mark.parametrize("differential", ["one-shot", "intermittent", "full"])
+def test_what_changed_since_the_commit_before_is_in_frames_that_say_so(
+    make: Make, tmp_path: Path, encoding: str, differential: str
+) -> None:
+    rng = np.random.default_rng(3)
+    loop = Loop()
+    ckpt = make(loop, encoding=encoding, differential=differential)
+    ckpt.restore()
+    for _ in range(6):
+        for _ in range(rng.integers(1, 4)):
+            loop.step(ckpt, rng)
+        ckpt.save().wait(60)
+    said = _check(tmp_path / "store")
+    assert (
+        said
+        == sorted(RunLog(open_store(f"file://{tmp_path / 'store'}"), "r").refresh().checkpoints)[
+            (1 if differential == "full" else 2) :
+        ]
+    ), "all but the first baseline, and the delta that covers it"
+
+
+@pytest.mark.parametrize(("encoding", "differential"), [("q4", "one-shot"), ("fp32", "consecutive")])
+def test_it_is_left_out_where_it_would_not_hold_or_says_nothing(
+    make: Make, tmp_path: Path, encoding: str, differential: str
+) -> None:
+    """The exponent of q4 is the frame's, so that a row may decode otherwise beside others; `covers` says it."""
+    rng = np.random.default_rng(3)
+    loop = Loop()
+    ckpt = make(loop, encoding=encoding, differential=differential)
+    ckpt.restore()
+    for _ in range(4):
+        loop.step(ckpt, rng)
+        ckpt.save().wait(60)
+    assert _check(tmp_path / "store") == []
+
+
+def test_an_attempt_says_it_of_what_it_encoded_itself(make: Make, tmp_path: Path) -> None:
+    """What it restored was decoded from what another one wrote, and may be encoded otherwise now."""
+    rng = np.random.default_rng(3)
+    first = Loop()
+    ckpt = make(first, encoding="q8", differential="one-shot")
+    ckpt.restore()
+    for _ in range(3):
+        first.step(ckpt, rng)
+        ckpt.save().wait(60)
+    leave(ckpt)
+    before = _check(tmp_path / "store")
+    again = Loop()
+    ckpt = make(again, encoding="q8", differential="one-shot")
+    ckpt.restore()
+    for _ in range(3):
+        again.step(ckpt, rng)
+        ckpt.save().wait(60)
+    assert _check(tmp_path / "store") == before
