@@ -119,9 +119,13 @@ class Marks:
 
     def select_older(self, mode: Mode) -> RowSelection:
         """What `select` has and `select("since_commit")` has not."""
-        older = (self.flags & _SELECTS["since_commit"]) == 0
+        # On the CPU by numpy: torch's threads would wait for cores that others have, and training for them.
+        flags = self.flags if self._array is None else self._array
+        older = (flags & _SELECTS["since_commit"]) == 0
         if mode != "all":
-            older &= (self.flags & _SELECTS[mode]) != 0
+            older &= (flags & _SELECTS[mode]) != 0
+        if isinstance(older, np.ndarray):
+            return RowSelection(all=False, ids=torch.from_numpy(np.flatnonzero(older)))
         return RowSelection(all=False, ids=torch.nonzero(older).view(-1))
 
     def watch(self) -> None:
