@@ -25,14 +25,10 @@ from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.stores.abc import Buffer, ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import (
-    LIST_PAGE,
-    CommitPace,
-    Committed,
-    PartReport,
-    Sayings,
-    commit_parts,
-)
+from deltashard_checkpoint.write.commit import Committed, commit_parts
+from deltashard_checkpoint.write.commit_wait import CommitPace
+from deltashard_checkpoint.write.cut_reports import LIST_PAGE
+from deltashard_checkpoint.write.report import PartReport, ReportBodyCache
 
 RUN = "ranks"
 COLUMNS = 64
@@ -330,7 +326,7 @@ class Group:
         ).attempt
         self.opened_s = time.monotonic() - begun_s
         self.logs = [first.fork() for _ in range(scale.pods)]
-        self.sayings = [Sayings() for _ in range(scale.pods)]
+        self.bodies = [ReportBodyCache() for _ in range(scale.pods)]
         self.paces = [CommitPace() for _ in range(scale.pods)]
         self._shapes: dict[tuple[bool, bool, bool], tuple[int, int, int]] = {}
         self.index_bytes: dict[int, int] = {}
@@ -405,7 +401,7 @@ class Group:
                 world_size=self.scale.ranks,
                 reports=self.reports(number_, cut),
                 layout=self.digest,
-                sayings=self.sayings[number_],
+                bodies=self.bodies[number_],
                 pace=self.paces[number_],
                 since_s=ends[number_],
             )

@@ -41,7 +41,7 @@ from deltashard_checkpoint.restore.plan import Want
 from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.write.commit import LIST_PAGE
+from deltashard_checkpoint.write.cut_reports import LIST_PAGE
 from measuring import Row, limit, memory_bytes
 from rank_world import DENSE_OWNERS, FULL, RUN, SMALL, Cut, Group, Scale, owners
 

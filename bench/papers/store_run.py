@@ -1,8 +1,8 @@
 """A run of tables in memory, saved by the product's own write path, and every byte counted that lands in the store.
 
 What a sidecar does with a cut, without a sidecar: `differential.decide` says which rows, frames are encoded, a
-`PartWriter` puts packs and index, `commit_part` the log's entry; then retention and garbage collection. The store is in
-memory and counts what is put into it. Marks are one bit a row, cleared when the log has what they stand for.
+`PartWriter` puts packs and index, `commit_parts` the log's entry; then retention and garbage collection. The store is
+in memory and counts what is put into it. Marks are one bit a row, cleared when the log has what they stand for.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from deltashard_checkpoint.stores.abc import Buffer
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS, INCREMENTS_KEY
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_checkpoint.write.differential import decide, history, increments_text
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_checkpoint.write.precision import StoredPrecision
+from deltashard_checkpoint.write.report import PartReport
 
 RUN = "papers"
 POLICIES = ("full", "one-shot", "consecutive", "intermittent")
@@ -185,8 +186,8 @@ class StoreRun:
             part=part, tables=schemas, encodings=stats.encodings, rows=stats.rows,
             raw_bytes=stats.raw_bytes, stall_s=0.0, metadata=metadata,
         )  # fmt: skip
-        return commit_part(
-            self.log, attempt=self.attempt, cut=cut, step=cut, world_size=1, report=report
+        return commit_parts(
+            self.log, attempt=self.attempt, cut=cut, step=cut, world_size=1, reports=[report]
         ).entry
 
     def _chain_bytes(self) -> int:

@@ -18,7 +18,7 @@ from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, Form
 from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.stores.abc import AccessDenied
 from deltashard_checkpoint.write.attempt import NothingRestorable
-from deltashard_checkpoint.write.commit import FencedError
+from deltashard_checkpoint.write.fencing import FencedError
 from deltashard_proto.cause import to_metadata
 from deltashard_proto.message_limit import MESSAGE_OPTIONS
 from deltashard_proto.v1 import trainer_pb2 as pb

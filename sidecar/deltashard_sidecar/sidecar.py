@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
-from deltashard_checkpoint.write.commit import FencedError
+from deltashard_checkpoint.write.fencing import FencedError
 from deltashard_proto.arena_layout import LINES
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb

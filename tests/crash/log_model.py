@@ -1,6 +1,6 @@
 """A world in which everything about a run may go wrong, and the reference that knows what must be true all the same.
 
-The code under test is the real one: `RunLog`, `open_attempt`, `commit_part`, retention, gc, compaction, over the real
+The code under test is the real one: `RunLog`, `open_attempt`, `commit_parts`, retention, gc, compaction, over the real
 faulty store. Every process is a greenlet that stops before each store call; a seeded scheduler decides who goes on, who is
 killed there, who becomes a zombie, and when time passes. So a schedule is one number, and repeats exactly.
 
@@ -78,7 +78,10 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write import commit
+from deltashard_checkpoint.write.commit import commit_parts
+from deltashard_checkpoint.write.cut_reports import Abandoned
+from deltashard_checkpoint.write.fencing import FencedError
+from deltashard_checkpoint.write.report import PartReport
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 
@@ -709,27 +712,27 @@ class World:
         def work() -> None:
             rank.staged(job)
             part = self.put_part(names, rank.rank, rank.boxes, job.covers, job.cells)
-            report = commit.PartReport(
+            report = PartReport(
                 part=part, tables=(TABLE,), encodings={TABLE.fqn: ("fp32",)}, rows=len(job.cells), raw_bytes=8, stall_s=0.0,
                 pins=("best",) if job.cut % 4 == 3 else (),
             )  # fmt: skip
             log = self.log(rank.state if self.random.random() < 0.7 else None)
             try:
-                done = commit.commit_part(
+                done = commit_parts(
                     log,
                     attempt=gang.attempt,
                     cut=job.cut,
                     step=job.step,
                     world_size=world_size,
-                    report=report,
+                    reports=[report],
                     layout=gang.layout,
                     deadline_s=20.0,
                 )
-            except commit.FencedError:
+            except FencedError:
                 gang.fenced = True
                 self.counts.fenced += 1
                 return
-            except commit.Abandoned as error:
+            except Abandoned as error:
                 self.counts.abandoned += 1
                 if "covers" in str(error):
                     rank.forget()

@@ -24,7 +24,8 @@ from deltashard_checkpoint.log.manifest import Manifest
 from deltashard_checkpoint.maintenance import garbage_collection, retention
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write import commit
+from deltashard_checkpoint.write import commit, cut_reports
+from deltashard_checkpoint.write.fencing import FencedError
 
 from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
 
@@ -248,18 +249,18 @@ def _judge_without_fence(state: run_state.RunState, entry: Any) -> None:
     _judge_checkpoint(replace(state, attempt=entry.attempt), entry)
 
 
-def _settled_without_fence(self: Any, state: run_state.RunState) -> Any:
-    return _settled(self, replace(state, attempt=self.attempt))
+def _settled_without_fence(cut: Any, state: run_state.RunState) -> Any:
+    return _settled(cut, replace(state, attempt=cut.attempt))
 
 
-_settled = commit._Commit.settled
+_settled = commit._settled
 
 
-def _settled_in_any_order(self: Any, state: run_state.RunState) -> Any:
-    if entry := state.commit_of(self.attempt, self.cut):
+def _settled_in_any_order(cut: Any, state: run_state.RunState) -> Any:
+    if entry := state.commit_of(cut.attempt, cut.cut):
         return commit.Committed(seq=entry.seq, entry=entry, by_us=False)
-    if state.attempt is not None and state.attempt > self.attempt:
-        raise commit.FencedError(self.attempt, state.attempt, self.log.run)
+    if state.attempt is not None and state.attempt > cut.attempt:
+        raise FencedError(cut.attempt, state.attempt, cut.log.run)
     return None
 
 
@@ -357,14 +358,14 @@ class _AnyStep(int):
         return False
 
 
-_report_named = commit._named
-_object_put = commit._put
+_report_named = cut_reports.parse_report_name
+_object_put = commit.put_own
 _manifest_listed: Any = Manifest.listed
 _layout_boxes_of = Layout.boxes_of
 
 
-def _named_at_any_step(key: str) -> Any:
-    found = _report_named(key)
+def _named_at_any_step(text: str) -> Any:
+    found = _report_named(text)
     return None if found is None else replace(found, step=_AnyStep(found.step))
 
 
@@ -497,7 +498,7 @@ MUTANTS = (
         marked=False,
         patches=(
             (replay, "_judge_checkpoint", _judge_without_fence),
-            (commit._Commit, "settled", _settled_without_fence),
+            (commit, "_settled", _settled_without_fence),
         ),
     ),
     Mutant(
@@ -513,7 +514,7 @@ MUTANTS = (
         marked=False,
         patches=(
             (replay, "_judge_checkpoint", _judge_in_any_order),
-            (commit._Commit, "settled", _settled_in_any_order),
+            (commit, "_settled", _settled_in_any_order),
         ),
     ),
     Mutant(
@@ -600,7 +601,7 @@ MUTANTS = (
         name="ranks: a cut of two steps",
         rule="ranks that cut at different steps make no checkpoint",
         marked=True,
-        patches=((commit, "_named", _named_at_any_step),),
+        patches=((cut_reports, "parse_report_name", _named_at_any_step),),
     ),
     Mutant(
         name="ranks: a gap in the layout",
@@ -618,7 +619,7 @@ MUTANTS = (
         name="ranks: the manifest behind the entry",
         rule="an entry names only what is durable: a manifest is put before its checkpoint",
         marked=False,
-        patches=((commit, "_put", _put_no_manifest),),
+        patches=((commit, "put_own", _put_no_manifest),),
     ),
     Mutant(
         name="ranks: an entry says that all parts are whole",

@@ -21,8 +21,9 @@ from deltashard_checkpoint.maintenance import compaction, garbage_collection, re
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write import commit
+from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.report import PartReport
 
 ROWS, COLUMNS = 64, 8
 TABLE = TableSchema(fqn="items", rows=ROWS, columns=COLUMNS, dtype="float32")
@@ -44,13 +45,13 @@ def save(
 ) -> int:
     """One whole save of one rank, as a sidecar does it."""
     report = written(directory, log, attempt, cut, step, rows, covers)
-    return commit.commit_part(log, attempt=attempt, cut=cut, step=step, world_size=1, report=report).seq
+    return commit_parts(log, attempt=attempt, cut=cut, step=step, world_size=1, reports=[report]).seq
 
 
 def written(
     directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None, *,
     rank: int = 0, box: Box = BOX,
-) -> commit.PartReport:  # fmt: skip
+) -> PartReport:  # fmt: skip
     """A rank's part, on the store."""
     token = new_token()
     target = PartTarget(
@@ -76,7 +77,7 @@ def written(
             writer.add(frame)
         part, stats = writer.finish(), writer.stats
     assert stats is not None
-    return commit.PartReport(
+    return PartReport(
         part=part,
         tables=(TABLE,),
         encodings=stats.encodings,
@@ -112,7 +113,7 @@ def save_two_ranks(directory: Path, log: RunLog, step: int = 5) -> int:
         )
         for rank, half in enumerate(HALVES)
     ]
-    return commit.commit_parts(
+    return commit_parts(
         log, attempt=attempt, cut=1, step=step, world_size=2, reports=reports, layout=layout.digest
     ).seq  # fmt: skip
 

@@ -14,9 +14,11 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
-from deltashard_checkpoint.write import commit
+from deltashard_checkpoint.write import commit_wait
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import Abandoned, Committed, GivenUp, Sayings, commit_parts, give_up
+from deltashard_checkpoint.write.commit import Committed, commit_parts
+from deltashard_checkpoint.write.cut_reports import Abandoned, GivenUp, abandon_part
+from deltashard_checkpoint.write.report import ReportBodyCache
 
 from tests.support.checkpoint.run_builder import Run, rows
 
@@ -36,14 +38,14 @@ def test_ranks_that_commit_at_once_make_one_checkpoint_of_one_step_or_none(
     stores: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every pod lists at once, so each round is a race. In some a rank is a step ahead, or gives the cut up."""
-    monkeypatch.setattr(commit, "FOLLOWERS_WAIT_S", 0.0)
+    monkeypatch.setattr(commit_wait, "FOLLOWERS_WAIT_S", 0.0)
     chance = random.Random(4)
     layout = Layout.of(WORLD, {"t": (8, 2)}, dict(enumerate(BOXES)))
     logs = [RunLog(store, "job") for store in stores]
     attempt = open_attempt(
         logs[0], owner="me", world_size=WORLD, layout=layout.data, closing_wait_s=0.0
     ).attempt
-    sayings = [Sayings() for _ in range(WORLD)]
+    bodies = [ReportBodyCache() for _ in range(WORLD)]
     reports, committed, covers = Run(), {}, [None] * WORLD
 
     def one(rank: int, cut: int, what: str, barrier: threading.Barrier) -> Committed | Abandoned:
@@ -54,11 +56,13 @@ def test_ranks_that_commit_at_once_make_one_checkpoint_of_one_step_or_none(
         barrier.wait(timeout=60)
         try:
             if what == "gives up" and odd:
-                give_up(logs[rank], attempt=attempt, cut=cut, rank=rank, token=f"{rank:016x}", deadline_s=30)
+                abandon_part(
+                    logs[rank], attempt=attempt, cut=cut, rank=rank, token=f"{rank:016x}", deadline_s=30
+                )
                 return Abandoned("gave it up", where="")
             return commit_parts(
                 logs[rank], attempt=attempt, cut=cut, step=10 * cut + (what == "is ahead" and odd), world_size=WORLD,
-                reports=[report], layout=layout.digest, sayings=sayings[rank], deadline_s=60,
+                reports=[report], layout=layout.digest, bodies=bodies[rank], deadline_s=60,
             )  # fmt: skip
         except Abandoned as error:
             return error

@@ -50,8 +50,9 @@ from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import PartReport, PartsMissing, commit_part
+from deltashard_checkpoint.write.commit import PartsMissing, commit_parts
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.report import PartReport
 
 from tests.golden.golden_case import golden_tree
 from tests.support.checkpoint.sample import box, fixed, tombstone, whole
@@ -256,8 +257,8 @@ class Writer:
             )  # fmt: skip
             # All but the last find that a part is missing, and would wait for it.
             with suppress(PartsMissing):
-                done = commit_part(
-                    self.log, attempt=self.attempt, cut=self.cut, step=self.step, world_size=self.world_size, report=report,
+                done = commit_parts(
+                    self.log, attempt=self.attempt, cut=self.cut, step=self.step, world_size=self.world_size, reports=[report],
                     layout=self.layout, deadline_s=600.0 if rank == len(shares) - 1 else 0.0,
                 )  # fmt: skip
         assert done is not None

@@ -26,7 +26,7 @@ chain reads an excluded one, and another attempt is opened that names what was r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -58,7 +58,7 @@ from deltashard_checkpoint.log.entry import (
 from deltashard_checkpoint.log.repair import LogMovedOn, NothingToRepair, Salvage, repair, salvage
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectNotFound, StoreUnavailable
-from deltashard_checkpoint.write.commit import FencedError, TakenOver
+from deltashard_checkpoint.write.fencing import FencedError, displacement
 
 _MARKER = re.compile(r"closing/(\d{20})/[0-9a-z-]{1,64}", re.ASCII)
 CLOSING_WAIT_S = 60.0
@@ -409,26 +409,6 @@ def _put_layout(log: RunLog, layout: Layout, deadline_s: float) -> None:
             continue
         break
     crash_point("layout.after_put")
-
-
-def displacement(state: RunState, workload: str, pod: str, took_part: int = 0) -> FencedError | None:
-    """The refusal of a workload, or pod, that held this run once and was followed by another one. Pure.
-
-    A pod of a group is not followed by the pods that open attempts in which it takes part.
-    """
-    if lost := _followed({n: opened.workload for n, opened in state.attempts.items()}, workload):
-        return TakenOver(*lost, state.run, workload=state.attempts[lost[1]].workload)
-    pods = {n: opened.pod for n, opened in state.attempts.items()}
-    if (lost := _followed(pods, pod)) and lost[1] > took_part:
-        return FencedError(*lost, state.run, pod=state.attempts[lost[1]].pod)
-    return None
-
-
-def _followed(names: Mapping[int, str], mine: str) -> tuple[int, int] | None:
-    """(the last attempt of `mine`, the newer one of somebody else), if there are both; attempts of nobody count not."""
-    own = [number for number, name in names.items() if mine and name == mine]
-    newest = max((number for number, name in names.items() if name), default=-1)
-    return (max(own), newest) if own and newest > max(own) else None
 
 
 def _genesis(state: RunState, seq: int, writer: str, owner: str) -> Genesis:

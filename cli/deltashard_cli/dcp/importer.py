@@ -22,8 +22,9 @@ from deltashard_checkpoint.format.schema import Box, FieldKind, FieldSpec, Table
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.report import PartReport
 
 from deltashard_cli.dcp.reader import (
     Array,
@@ -195,12 +196,12 @@ def import_draft(
         part = writer.finish()
     stats = writer.stats
     assert stats is not None
-    done = commit_part(
+    done = commit_parts(
         log, attempt=attempt, cut=1, step=wish.step, world_size=1,
-        report=PartReport(
+        reports=[PartReport(
             part=part, tables=made.tables, encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
             stall_s=0.0, directive="full", metadata={"imported": SOURCE},
-        ),
+        )],
     )  # fmt: skip
     return done.seq, stats.stored_bytes
 

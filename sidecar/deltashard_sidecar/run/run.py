@@ -46,9 +46,10 @@ from deltashard_checkpoint.write.attempt import (
     select,
     unmark_closing,
 )
-from deltashard_checkpoint.write.commit import CommitPace, Sayings
+from deltashard_checkpoint.write.commit_wait import CommitPace
 from deltashard_checkpoint.write.differential import Decision, History
 from deltashard_checkpoint.write.precision import OTHERS, StoredPrecision
+from deltashard_checkpoint.write.report import ReportBodyCache
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
@@ -149,7 +150,7 @@ class Run:
         self.log = RunLog(self.store, self.identity.run)
         self.removal = RemovedRun()
         self.token = new_token()
-        self.sayings = Sayings()
+        self.report_bodies = ReportBodyCache()
         self.pace = CommitPace()
         self.metrics = metrics
         self._shared = SharedReads()

@@ -2,7 +2,7 @@
 
 Each rank's save ends in a thread of its own, which comes here with its report. All but the last wait for what becomes
 of the call that the last one makes. A rank whose save fails takes the cut away from the others of its pod, who then
-have nothing to wait for, and tells the other pods (`commit.give_up`); none of this pod's parts was told of until then,
+have nothing to wait for, and tells the other pods (`abandon_part`); none of this pod's parts was reported until then,
 so no peer can have committed them.
 """
 
@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from deltashard_checkpoint.write.commit import Committed, GivenUp, PartReport, PartsMissing
+from deltashard_checkpoint.write.commit import Committed, PartsMissing
+from deltashard_checkpoint.write.cut_reports import GivenUp
+from deltashard_checkpoint.write.report import PartReport
 
 LOOK_AGAIN_S = 0.2
 """Between looks at which ranks are still expected: one may be gone without a word."""

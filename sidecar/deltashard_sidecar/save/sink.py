@@ -25,8 +25,10 @@ from deltashard_checkpoint.format.row_block import EncodeOptions
 from deltashard_checkpoint.log.commit_log import LogRemoved
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, PLS_KEY, PRECISION_KEY, encoding_named
-from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
+from deltashard_checkpoint.write.commit import Committed, commit_parts
+from deltashard_checkpoint.write.cut_reports import abandon_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.report import PartReport
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -217,7 +219,7 @@ class PartSink:
             world_size=self._who.world_size,
             reports=reports,
             layout=self._cut.layout,
-            sayings=self._run.sayings,
+            bodies=self._run.report_bodies,
             pace=self._run.pace if self._cut.reason in PERIODIC else None,
             since_s=time.monotonic() - self._begun_s,
             deadline_s=deadline_s,
@@ -260,7 +262,7 @@ def decline(
 
     def tell() -> None:
         with contextlib.suppress(DeltashardError):  # only advice: who waits has a deadline
-            give_up(
+            abandon_part(
                 log, attempt=attempt, cut=cut, rank=who.rank, token=run.token, deadline_s=GIVE_UP_DEADLINE_S
             )
 

@@ -18,7 +18,7 @@ from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import FencedError
+from deltashard_checkpoint.write.fencing import FencedError
 
 from tests.support.checkpoint.written_run import WrittenRun
 from tests.support.command_line import Cli

@@ -23,7 +23,8 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write import commit as commits
+from deltashard_checkpoint.write.commit import commit_parts
+from deltashard_checkpoint.write.report import PartReport
 
 TABLE = TableSchema(fqn="t", rows=8, columns=2, dtype="float32")
 TOKEN = "00000000aaaaaaaa"
@@ -73,11 +74,11 @@ class Run:
     def report(
         self, attempt: int, cut: int, covers: int | None = None, *, rank: int = 0, boxes: Sequence[Box] = (WHOLE,),
         stored_bytes: int = 100, token: str = TOKEN, **more: Any,
-    ) -> commits.PartReport:  # fmt: skip
+    ) -> PartReport:  # fmt: skip
         key = index_key(attempt=attempt, cut=cut, rank=rank, token=token, xxh3=f"{cut:032x}")
         self.memory.put(f"job/{key}", b"index")
         part = Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=stored_bytes, covers=covers)
-        return commits.PartReport(
+        return PartReport(
             part=part,
             **{
                 "tables": (TABLE,),
@@ -93,9 +94,9 @@ class Run:
         self, attempt: int, cut: int, covers: int | None = None, *, step: int | None = None, **more: Any
     ) -> int:
         self.step += 1
-        done = commits.commit_part(
+        done = commit_parts(
             self.log, attempt=attempt, cut=cut, step=self.step if step is None else step, world_size=1,
-            report=self.report(attempt, cut, covers, **more),
+            reports=[self.report(attempt, cut, covers, **more)],
         )  # fmt: skip
         return done.seq
 

@@ -21,8 +21,9 @@ from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.report import PartReport
 
 RUN = "team/run-1"
 
@@ -204,9 +205,9 @@ class Run:
         from concurrent.futures import ThreadPoolExecutor
 
         def commit(each: PartReport) -> int:
-            return commit_part(
+            return commit_parts(
                 RunLog(self.store, RUN), attempt=self.attempt, cut=self.cut, step=step,
-                world_size=self.world_size, report=each, layout=self.layout, deadline_s=30,
+                world_size=self.world_size, reports=[each], layout=self.layout, deadline_s=30,
             ).seq  # fmt: skip
 
         with ThreadPoolExecutor(len(reports)) as pool:

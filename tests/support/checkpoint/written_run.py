@@ -16,8 +16,9 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.report import PartReport
 
 ITEMS = TableSchema(
     fqn="embeddings.items.weight",
@@ -142,8 +143,8 @@ class WrittenRun:
             part=part, tables=(ITEMS, HALF), encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
             stall_s=0.012, cut_at_s=1_700_000_000.25, pins=pins, metadata=metadata or {}, directive=directive,
         )  # fmt: skip
-        seq = commit_part(
-            self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, report=report
+        seq = commit_parts(
+            self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, reports=[report]
         ).seq
         self.saved[seq] = (
             LiveTable(ITEMS, self.items.weights.copy(), {k: v.copy() for k, v in self.items.fields.items()}),

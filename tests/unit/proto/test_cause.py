@@ -27,7 +27,7 @@ from deltashard_checkpoint.stores.abc import (
     StoreFull,
     StoreUnavailable,
 )
-from deltashard_checkpoint.write.commit import Abandoned
+from deltashard_checkpoint.write.cut_reports import Abandoned
 from deltashard_checkpoint.write.part_writer import NoRoom, UploadFailed
 from deltashard_operator.fleet.sidecar_report import heartbeat_of
 from deltashard_proto.cause import METADATA, Cause, from_metadata, heard, to_metadata

@@ -23,7 +23,9 @@ from deltashard_checkpoint.maintenance.retention import Retention, retire
 from deltashard_checkpoint.stores.abc import AccessDenied, ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import Sayings, _Commit
+from deltashard_checkpoint.write.commit import checkpoint_of
+from deltashard_checkpoint.write.cut_reports import CutReports
+from deltashard_checkpoint.write.report import ReportBodyCache
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,8 +106,11 @@ def test_losing_a_slot_builds_the_entry_anew_on_top_of_the_winner():
 
 
 def run_checkpoint(run, attempt, cut, seq, writer):
-    commit = _Commit(run.log, attempt, cut, cut, 1, "", Sayings())
-    return commit.entry_alone(run.report(attempt, cut), seq, writer)
+    reports = CutReports(
+        run.log, attempt=attempt, cut=cut, step=cut, world_size=1, layout="", bodies=ReportBodyCache()
+    )
+    reports.add(run.report(attempt, cut))
+    return replace(checkpoint_of(reports, reports.all()), seq=seq, writer=writer)
 
 
 def test_an_unavailable_store_is_waited_for_and_then_named():

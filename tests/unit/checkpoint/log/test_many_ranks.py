@@ -22,15 +22,9 @@ from deltashard_checkpoint.log.replay import EntryRefused, advance
 from deltashard_checkpoint.maintenance.compaction import compact, compactable
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import (
-    Abandoned,
-    GivenUp,
-    PartReport,
-    PartsMissing,
-    Sayings,
-    commit_parts,
-    give_up,
-)
+from deltashard_checkpoint.write.commit import PartsMissing, commit_parts
+from deltashard_checkpoint.write.cut_reports import Abandoned, GivenUp, abandon_part
+from deltashard_checkpoint.write.report import PartReport, ReportBodyCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,9 +132,9 @@ def test_a_pod_commits_all_its_ranks_at_once_and_needs_no_object_for_it(tmp_path
     gets: list[str] = []
     get = run.store.get
     run.store.get = lambda key: gets.append(key) or get(key)  # type: ignore[method-assign]
-    sayings = Sayings()
+    bodies = ReportBodyCache()
     for cut in (1, 2):
-        done = _commit(run, _reports(run, cut), cut=cut, sayings=sayings)
+        done = _commit(run, _reports(run, cut), cut=cut, bodies=bodies)
         assert done.by_us
     assert (done.entry.stall_s, done.entry.cut_at_s) == (0.5, 1000.5)
     assert done.entry.encodings == {"items": ("fp32",)}
@@ -151,11 +145,11 @@ def test_a_pod_commits_all_its_ranks_at_once_and_needs_no_object_for_it(tmp_path
 def test_who_gives_a_cut_up_is_not_waited_for_and_a_commit_that_happened_is_adopted(tmp_path: Path) -> None:
     run = Run(tmp_path, world_size=2, layout=HALVES)
     reports = _reports(run, 1)
-    give_up(run.log, attempt=run.attempt, cut=1, rank=1, token="a" * 16, deadline_s=5)
+    abandon_part(run.log, attempt=run.attempt, cut=1, rank=1, token="a" * 16, deadline_s=5)
     with pytest.raises(GivenUp, match="rank 1"):
         _commit(run, reports[:1], cut=1)
     seq = _commit(run, reports, cut=1).seq  # its part came after all, and a peer saw it
-    give_up(run.log, attempt=run.attempt, cut=1, rank=0, token="b" * 16, deadline_s=5)
+    abandon_part(run.log, attempt=run.attempt, cut=1, rank=0, token="b" * 16, deadline_s=5)
     assert _commit(run, reports[:1], cut=1).seq == seq
 
 

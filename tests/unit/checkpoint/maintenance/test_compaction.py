@@ -17,8 +17,9 @@ from deltashard_checkpoint.maintenance.retention import Retention, append_retire
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.vocabulary import ENCODINGS
-from deltashard_checkpoint.write import commit as commits
+from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.report import PartReport
 
 from tests.support.checkpoint.run_builder import Run
 
@@ -82,12 +83,12 @@ class Job:
                     ):
                         writer.add(frame)
                 part, stats = writer.finish(), writer.stats
-            report = commits.PartReport(
+            report = PartReport(
                 part=part, tables=(TABLE,), encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
                 stall_s=0.0,
             )  # fmt: skip
             reports.append(report)
-        return commits.commit_parts(
+        return commit_parts(
             self.run.log,
             attempt=self.attempt,
             cut=self.cut,

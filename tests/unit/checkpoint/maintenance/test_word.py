@@ -21,7 +21,7 @@ from deltashard_checkpoint.maintenance.retention import (
     retire_these,
 )
 from deltashard_checkpoint.write.attempt import NothingRestorable, mark_closing, select
-from deltashard_checkpoint.write.commit import FencedError
+from deltashard_checkpoint.write.fencing import FencedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -23,7 +23,7 @@ from deltashard_checkpoint.write.attempt import (
     select,
     unmark_closing,
 )
-from deltashard_checkpoint.write.commit import FencedError, TakenOver
+from deltashard_checkpoint.write.fencing import FencedError, TakenOver
 
 from tests.support.checkpoint.run_builder import Run, resealed, rows
 
@@ -123,7 +123,7 @@ def test_a_fallbacks_lineage_does_not_claim_what_it_did_not_load():
     first = run.open().attempt
     old, bad = run.commit(first, 1), run.commit(first, 2)
     second = run.open(exclude=[bad]).attempt
-    from deltashard_checkpoint.write.commit import Abandoned
+    from deltashard_checkpoint.write.cut_reports import Abandoned
 
     with pytest.raises(Abandoned, match=f"covers {bad}"):
         run.commit(second, 1, bad)

@@ -9,17 +9,12 @@ from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.write import commit as commits
-from deltashard_checkpoint.write.commit import (
-    Abandoned,
-    FencedError,
-    GivenUp,
-    PartsMissing,
-    Sayings,
-    commit_part,
-    commit_parts,
-    give_up,
-)
+from deltashard_checkpoint.write import commit_wait, cut_reports
+from deltashard_checkpoint.write.commit import PartsMissing, _create, commit_parts
+from deltashard_checkpoint.write.commit_wait import CommitPace
+from deltashard_checkpoint.write.cut_reports import Abandoned, CutReports, GivenUp, abandon_part
+from deltashard_checkpoint.write.fencing import FencedError
+from deltashard_checkpoint.write.report import ReportBodyCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,13 +26,13 @@ HALVES = [rows(0, 4), rows(4, 8)]
 def commit(run: Run, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more):
     options = {"deadline_s": more.pop("deadline_s", 30.0), "layout": more.pop("layout", "")}
     report = run.report(attempt, cut, covers, rank=rank, boxes=[HALVES[rank]], **more)
-    return commit_part(
+    return commit_parts(
         log or run.reader(),
         attempt=attempt,
         cut=cut,
         step=step,
         world_size=2,
-        report=report,
+        reports=[report],
         **options,
     )
 
@@ -74,15 +69,16 @@ def test_the_last_rank_commits_and_a_waiting_rank_finds_the_entry():
     assert (entry.directive, entry.pins, entry.tables) == ("q8 timer", ("best",), (TABLE,))
 
 
-def _work(log, attempt):
-    return commits._Commit(log, attempt, 1, 7, 2, "", commits.Sayings())
+def _work(log, attempt, **more) -> CutReports:
+    options = {"step": 7, "world_size": 2, "layout": "", **more}
+    return CutReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
 
 
 def test_any_rank_commits_when_the_last_finisher_died_before_the_entry():
     run = Run()
     attempt = run.open(world_size=2).attempt
     report = run.report(attempt, 1, rank=1, boxes=[HALVES[1]])
-    commits._put(run.log, *_work(run.log, attempt).document(report), run.log.patience(1))
+    _work(run.log, attempt).put(report, run.log.patience(1))
     assert commit(run, attempt, 0).by_us
 
 
@@ -164,13 +160,13 @@ def test_a_rank_that_reported_twice_counts_once():
     for token in (TOKEN, "bbbbbbbbbbbbbbbb"):
         report = run.report(attempt, 1, rank=0, boxes=[HALVES[0]], token=token)
         with pytest.raises(PartsMissing):
-            commit_part(
+            commit_parts(
                 run.reader(),
                 attempt=attempt,
                 cut=1,
                 step=7,
                 world_size=2,
-                report=report,
+                reports=[report],
                 deadline_s=1.0,
             )
     entry = commit(run, attempt, 1).entry
@@ -192,7 +188,7 @@ def test_a_report_of_another_run_is_foreign():
     assert list(work.missing()) == [1]
     work._found[1] = work._found[0]
     with pytest.raises(ForeignObject):
-        work.create(log.patience(1))
+        _create(work, log.patience(1))
 
 
 def test_a_single_rank_writes_no_report():
@@ -262,7 +258,7 @@ def told(rank: int) -> dict:
 def test_a_commit_reads_what_is_new_once_and_then_names_only():
     """Schemas and encodings are the same from cut to cut: after the first one only names are looked at."""
     run, attempt = laid_out()
-    sayings = [Sayings(), Sayings()]
+    bodies = [ReportBodyCache(), ReportBodyCache()]
     for cut in range(1, 6):
         counted = Counted(run)
         for rank, wait_s in ((1, 0.0), (0, 30.0)):
@@ -271,7 +267,7 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
             with suppress(PartsMissing):
                 done = commit_parts(
                     run.reader(), attempt=attempt, cut=cut, step=cut, world_size=2, reports=(report,),
-                    layout=LAYOUT.digest, sayings=sayings[rank], deadline_s=wait_s,
+                    layout=LAYOUT.digest, bodies=bodies[rank], deadline_s=wait_s,
                 )  # fmt: skip
         assert done.entry.cut == cut
         assert len(counted.gets) == (cut == 1)
@@ -315,8 +311,8 @@ def test_a_commit_that_a_peer_made_is_adopted_though_another_report_does_not_agr
     )  # fmt: skip
     odd = run.report(attempt, 1, rank=1, boxes=[HALVES[1]], token="0" * 8)
     other = {"step": 8, "layout": LAYOUT.digest} if which == "step" else {"step": 7, "layout": "0" * 32}
-    work = commits._Commit(run.log, attempt, 1, other["step"], 2, other["layout"], Sayings())
-    commits._put(run.log, *work.document(odd), run.log.patience(1))
+    work = _work(run.log, attempt, **other)
+    work.put(odd, run.log.patience(1))
     log = run.reader()
     refresh, looks = log.refresh, []
 
@@ -337,7 +333,7 @@ def uncommitted(state, attempt: int) -> dict:
 
 def test_who_gives_up_is_named_and_a_part_that_came_counts_all_the_same():
     run, attempt = laid_out()
-    give_up(run.log, attempt=attempt, cut=1, rank=1, token=TOKEN, deadline_s=1.0)
+    abandon_part(run.log, attempt=attempt, cut=1, rank=1, token=TOKEN, deadline_s=1.0)
     begun = run.time.now_s
     with pytest.raises(GivenUp, match="rank 1 gave this cut up"):
         commit(run, attempt, 0, layout=LAYOUT.digest)
@@ -383,7 +379,7 @@ def test_a_report_whose_bytes_are_not_what_its_name_says_is_never_believed(bad):
 
 
 class Pages:
-    """Requests of listings under `data/`: a page of `commits.LIST_PAGE` names each, asked for when it is needed."""
+    """Requests of listings under `data/`: a page of `cut_reports.LIST_PAGE` names each, asked for when it is needed."""
 
     def __init__(self, run: Run) -> None:
         self.count = 0
@@ -398,9 +394,9 @@ class Pages:
 
     def _names(self, found):
         found = list(found)
-        for at in range(0, max(1, len(found)), commits.LIST_PAGE):
+        for at in range(0, max(1, len(found)), cut_reports.LIST_PAGE):
             self.count += 1
-            yield from found[at : at + commits.LIST_PAGE]
+            yield from found[at : at + cut_reports.LIST_PAGE]
 
 
 def many(world: int) -> tuple[Run, Layout]:
@@ -415,14 +411,14 @@ def columns(rank: int) -> Box:
 
 def put_report(run: Run, work, attempt: int, rank: int, **more) -> None:
     report = run.report(attempt, 1, rank=rank, boxes=[columns(rank)], **more)
-    commits._put(run.log, *work.document(report), run.log.patience(1))
+    work.put(report, run.log.patience(1))
 
 
 def test_a_look_that_is_too_early_is_one_page_and_what_was_seen_is_not_listed_again(monkeypatch):
-    monkeypatch.setattr(commits, "LIST_PAGE", 4)
+    monkeypatch.setattr(cut_reports, "LIST_PAGE", 4)
     run, layout = many(20)
     attempt = run.open(world_size=20, layout=layout.data).attempt
-    work = commits._Commit(run.log, attempt, 1, 7, 20, layout.digest, Sayings())
+    work = _work(run.log, attempt, world_size=20, layout=layout.digest)
     pages = Pages(run)
     costs = []
     for arriving in ([0, 1, *range(3, 18)], [2], [19], [18]):
@@ -437,7 +433,7 @@ def test_a_look_that_is_too_early_is_one_page_and_what_was_seen_is_not_listed_ag
         ([18], 1),
         ([], 1),
     ]
-    assert work.create(run.log.patience(1)).by_us
+    assert _create(work, run.log.patience(1)).by_us
 
 
 @given(st.data())
@@ -446,10 +442,10 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
     """Reports come in any order between looks, some twice, among words of who gave up before and names of nobody."""
     world = data.draw(st.integers(2, 12), label="world")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commits, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
+        patch.setattr(cut_reports, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
         run, layout = many(world)
         attempt = run.open(world_size=world, layout=layout.data).attempt
-        work = commits._Commit(run.log, attempt, 1, 7, world, layout.digest, Sayings())
+        work = _work(run.log, attempt, world_size=world, layout=layout.digest)
         pages = Pages(run)
         order = data.draw(st.permutations(range(world)), label="order")
         there: set[int] = set()
@@ -457,7 +453,7 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
             for token in data.draw(st.sampled_from([["a" * 8], ["b" * 8], ["c" * 8, "0" * 8]])):
                 put_report(run, work, attempt, rank, token=token)
             if data.draw(st.booleans(), label="it had given up before"):
-                give_up(run.log, attempt=attempt, cut=1, rank=rank, token=TOKEN, deadline_s=1.0)
+                abandon_part(run.log, attempt=attempt, cut=1, rank=rank, token=TOKEN, deadline_s=1.0)
             if data.draw(st.booleans(), label="junk"):
                 name = data.draw(st.text("0123456789-x", min_size=1, max_size=7))
                 run.memory.put(f"job/{cut_prefix(attempt, 1)}part/{name}", b"")
@@ -470,16 +466,16 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
         assert list(work.missing()) == []
         names = len(list(run.memory.list(f"job/{cut_prefix(attempt, 1)}part/")))
         before = pages.count
-        fresh = commits._Commit(run.log, attempt, 1, 7, world, layout.digest, Sayings())
+        fresh = _work(run.log, attempt, world_size=world, layout=layout.digest)
         assert list(fresh.missing()) == []
-        assert pages.count - before <= names // commits.LIST_PAGE + 2
-        assert fresh.create(run.log.patience(1)).entry.world_size == world
+        assert pages.count - before <= names // cut_reports.LIST_PAGE + 2
+        assert _create(fresh, run.log.patience(1)).entry.world_size == world
 
 
 def test_who_knows_how_long_a_cut_takes_looks_seldom_before():
     """Rank 1 finishes 25 s after rank 0, each time: then rank 0's pod asks a few times, and hears of it soon."""
     run, attempt = laid_out()
-    pace, sayings = [commits.CommitPace(), commits.CommitPace()], [Sayings(), Sayings()]
+    pace, bodies = [CommitPace(), CommitPace()], [ReportBodyCache(), ReportBodyCache()]
     counted = Requests(run)
     costs, late_s = [], []
     for cut in range(1, 5):
@@ -488,7 +484,7 @@ def test_who_knows_how_long_a_cut_takes_looks_seldom_before():
             report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]])
             return commit_parts(
                 run.reader(), attempt=attempt, cut=cut, step=cut, world_size=2, reports=(report,),
-                layout=LAYOUT.digest, sayings=sayings[rank], pace=pace[rank], since_s=since_s,
+                layout=LAYOUT.digest, bodies=bodies[rank], pace=pace[rank], since_s=since_s,
             )  # fmt: skip
 
         before, begun = counted.lists, run.time.now_s
@@ -525,7 +521,7 @@ def _uncounted(counted: Requests, one, since_s: float) -> None:
 def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_within_seconds():
     """Both ranks believe that a cut takes an hour."""
     run, attempt = laid_out()
-    pace = commits.CommitPace()
+    pace = CommitPace()
     pace.learn(True, 3600.0)
     begun, ends = run.time.now_s, []
 
@@ -541,6 +537,6 @@ def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_wit
     one(0, 0.0)
     (second, by_us, at_s), (first, _, heard_s) = ends
     assert (second, by_us, first) == (1, True, 0)
-    assert at_s <= 3 + commits.FOLLOWERS_WAIT_S
-    assert heard_s <= at_s + commits.SELDOM_S
+    assert at_s <= 3 + commit_wait.FOLLOWERS_WAIT_S
+    assert heard_s <= at_s + commit_wait.SELDOM_S
     assert pace.usual_s(True) <= heard_s

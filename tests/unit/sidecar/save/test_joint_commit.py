@@ -10,7 +10,9 @@ import pytest
 from deltashard_checkpoint.format.object_key import index_key
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.write.commit import Committed, GivenUp, PartReport, PartsMissing
+from deltashard_checkpoint.write.commit import Committed, PartsMissing
+from deltashard_checkpoint.write.cut_reports import GivenUp
+from deltashard_checkpoint.write.report import PartReport
 from deltashard_sidecar.save.joint_commit import JointCommits
 
 

@@ -1,0 +1,213 @@
+"""What one rank reports of its part of a cut: an object that the commit of all ranks' parts is made from.
+
+Its name has all that has to agree and to add up (`ReportName`): rank, step, layout, covers, rows, bytes, stall, and the
+hashes of the index and of the report's bytes. The bytes (`ReportBody`) have the rest: schemas, encodings; of rank 0
+the time of the cut, directive, metadata and pins. They are the same at every cut but for rank 0's, so they are
+remembered by their hash (`ReportBodyCache`).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deltashard_checkpoint.errors import ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, parse_index_key
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.entry import Part
+from deltashard_checkpoint.log.entry_codec import (
+    box_document,
+    encodings_document,
+    read_box,
+    read_encodings,
+    read_table,
+    table_document,
+)
+
+FORMAT = 1
+_CACHED_BODIES = 1 << 14
+_NUMBER = "(0|[1-9][0-9]{0,18})"
+_NAME = re.compile(
+    rf"([0-9]{{5}})-({TOKEN_PATTERN})-{_NUMBER}-([0-9a-f]{{32}}|x)-({_NUMBER}|x)-"
+    rf"{_NUMBER}-{_NUMBER}-{_NUMBER}-{_NUMBER}-([0-9a-f]{{32}})-([0-9a-f]{{32}})\.part",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReport:
+    """What one rank's part brings into the entry."""
+
+    part: Part
+    tables: tuple[TableSchema, ...]
+    encodings: Mapping[str, tuple[str, ...]]
+    rows: int
+    raw_bytes: int
+    stall_s: float
+    cut_at_s: float = 0.0
+    """Rank 0's counts, as do its directive, its fingerprint, and its metadata where ranks differ."""
+    directive: str = ""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    pins: tuple[str, ...] = ()
+    common_blobs: bool = True
+    """Whether the part may hold blobs for all ranks: where it does not, no other rank reads its index for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportBody:
+    """The bytes of a report."""
+
+    tables: tuple[TableSchema, ...]
+    encodings: Mapping[str, tuple[str, ...]]
+    boxes: tuple[Box, ...]
+    """Without a layout only: with one they stand there."""
+    cut_at_s: float
+    directive: str
+    fingerprint: Mapping[str, str]
+    metadata: Mapping[str, str]
+    pins: tuple[str, ...]
+    common_blobs: bool
+
+    @classmethod
+    def of(cls, report: PartReport, *, layout: str) -> ReportBody:
+        first = report.part.rank == 0
+        return cls(
+            tables=report.tables,
+            encodings=report.encodings,
+            boxes=() if layout else report.part.boxes,
+            cut_at_s=report.cut_at_s if first else 0,
+            directive=report.directive if first else "",
+            fingerprint=report.fingerprint if first else {},
+            metadata=report.metadata,
+            pins=report.pins,
+            common_blobs=report.common_blobs,
+        )
+
+    def encode(self, run: str, world_size: int) -> bytes:
+        return canonical(
+            {
+                "format": FORMAT,
+                "run": run,
+                "world_size": world_size,
+                "tables": [table_document(table) for table in self.tables],
+                "encodings": encodings_document(self.encodings),
+                "boxes": [box_document(box) for box in self.boxes],
+                "cut_at_s": self.cut_at_s,
+                "directive": self.directive,
+                "fingerprint": dict(self.fingerprint),
+                "metadata": dict(self.metadata),
+                "pins": list(self.pins),
+                "blobs": self.common_blobs,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, run: str, world_size: int, *, where: str) -> ReportBody:
+        """Raises `CorruptObject`, `UnsupportedVersion`, and `ForeignObject` for another run or world size."""
+        r = Reader(load(data, where), where)
+        if r.integer("format") != FORMAT:
+            raise UnsupportedVersion("report of another format", where=where, remedy="upgrade deltashard")
+        if (found := (r.text("run"), r.integer("world_size"))) != (run, world_size):
+            raise ForeignObject(f"the report is of {found}", where=where)
+        body = cls(
+            tables=tuple(read_table(item, where) for item in r.items("tables")),
+            encodings=read_encodings(r),
+            boxes=tuple(read_box(r, item) for item in r.items("boxes")),
+            cut_at_s=r.number("cut_at_s"),
+            directive=r.text("directive"),
+            fingerprint=r.mapping("fingerprint"),
+            metadata=r.mapping("metadata"),
+            pins=r.texts("pins"),
+            common_blobs=r.boolean("blobs"),
+        )
+        r.end()
+        return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportName:
+    """The name of a report under its cut's `part/`."""
+
+    rank: int
+    token: str
+    step: int
+    layout: str
+    """Digest; empty: none."""
+    covers: int | None
+    rows: int
+    raw_bytes: int
+    stored_bytes: int
+    stall_ms: int
+    xxh3: str
+    """Of the index's bytes."""
+    body: str
+    """SHA-256 of the report's bytes, the first 32 digits."""
+
+    @classmethod
+    def of(cls, report: PartReport, *, step: int, layout: str, body: str) -> ReportName:
+        part, index = report.part, parse_index_key(report.part.index_key)
+        return cls(
+            rank=part.rank,
+            token=index.token,
+            step=step,
+            layout=layout,
+            covers=part.covers,
+            rows=report.rows,
+            raw_bytes=report.raw_bytes,
+            stored_bytes=part.stored_bytes,
+            stall_ms=round(report.stall_s * 1000),
+            xxh3=index.xxh3,
+            body=body,
+        )
+
+    @property
+    def text(self) -> str:
+        covers = "x" if self.covers is None else self.covers
+        return (
+            f"{self.rank:05d}-{self.token}-{self.step}-{self.layout or 'x'}-{covers}-"
+            f"{self.rows}-{self.raw_bytes}-{self.stored_bytes}-{self.stall_ms}-{self.xxh3}-{self.body}.part"
+        )
+
+
+def parse_report_name(text: str) -> ReportName | None:
+    """None for any other name."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        return None
+    rank, token, step, layout, covers, _, rows, raw_bytes, stored_bytes, stall_ms, xxh3, body = match.groups()
+    return ReportName(
+        rank=int(rank),
+        token=token,
+        step=int(step),
+        layout="" if layout == "x" else layout,
+        covers=None if covers == "x" else int(covers),
+        rows=int(rows),
+        raw_bytes=int(raw_bytes),
+        stored_bytes=int(stored_bytes),
+        stall_ms=int(stall_ms),
+        xxh3=xxh3,
+        body=body,
+    )
+
+
+class ReportBodyCache:
+    """Bodies of reports by their hash, as far as this process has read or written them; for all cuts of one run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bodies: dict[str, ReportBody] = {}
+
+    def get(self, digest: str) -> ReportBody | None:
+        with self._lock:
+            return self._bodies.get(digest)
+
+    def put(self, digest: str, body: ReportBody) -> None:
+        """The oldest is forgotten when there are too many."""
+        with self._lock:
+            self._bodies[digest] = body
+            while len(self._bodies) > _CACHED_BODIES:
+                del self._bodies[next(iter(self._bodies))]
