@@ -16,8 +16,8 @@ from typing import NoReturn, TypeVar
 import grpc
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UserError
 from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.selection import NothingRestorable
 from deltashard_checkpoint.stores.abc import AccessDenied
-from deltashard_checkpoint.write.attempt import NothingRestorable
 from deltashard_checkpoint.write.fencing import FencedError
 from deltashard_proto.cause import to_metadata
 from deltashard_proto.message_limit import MESSAGE_OPTIONS

@@ -34,7 +34,7 @@ from deltashard_checkpoint.log.entry import Entry, Reclaimed, cut_of, entry_key,
 from deltashard_checkpoint.log.replay import forgettable, kept_back, over
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
-from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, marked_attempt
+from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, marked_attempt
 
 DEFAULT_GRACE_S = 600.0
 COMPACTION_PATIENCE_S = 24 * 3600.0

@@ -17,7 +17,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import AttemptOpened, Sealed
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, closing_key
+from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, closing_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

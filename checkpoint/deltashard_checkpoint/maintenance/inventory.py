@@ -20,7 +20,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.garbage_collection import Graces, spent_markers, why_not_debris
 from deltashard_checkpoint.maintenance.retention import Retention, reasons, retire
 from deltashard_checkpoint.stores.abc import ObjectInfo
-from deltashard_checkpoint.write.attempt import marked_attempt
+from deltashard_checkpoint.write.closing import marked_attempt
 
 
 class Fate(StrEnum):

@@ -27,13 +27,13 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.log.selection import select
 from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import Plan, Want, restore_plan
 from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 from deltashard_checkpoint.stores.deadline import deadline
-from deltashard_checkpoint.write.attempt import select
 
 Array = npt.NDArray[np.generic]
 T = TypeVar("T")

@@ -21,6 +21,7 @@ from deltashard_checkpoint.log.commit_log import stopped
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.log.selection import select
 from deltashard_checkpoint.restore.checkpoint_reader import (
     TableArrays,
     load_indexes,
@@ -32,7 +33,6 @@ from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import Plan, Want
 from deltashard_checkpoint.stores.abc import Store
-from deltashard_checkpoint.write.attempt import select
 
 Rows = npt.NDArray[np.int64]
 Advance = Callable[[int], None]

@@ -12,7 +12,7 @@ from deltashard_checkpoint.log.entry import prefix_of, seq_of
 from deltashard_checkpoint.log.folded_state import fold_of
 from deltashard_checkpoint.log.listing import REMOVAL, Hint, listing
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
-from deltashard_checkpoint.write.attempt import marked_attempt
+from deltashard_checkpoint.write.closing import marked_attempt
 
 
 class Remains(StrEnum):

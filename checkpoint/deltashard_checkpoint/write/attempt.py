@@ -5,9 +5,8 @@ at that very slot: if an older trainer (a zombie) commits first, its entry has t
 checkpoint and resumes from it; if the opener wins, the zombie finds a higher attempt and is fenced. One total order,
 no leases, no clocks.
 
-A sidecar whose pod is being terminated with a save still uploading leaves a marker under `closing/`; an opener waits
-for it, bounded, because that save is worth waiting for. A marker nobody removed (killed meanwhile) costs one bound at
-most.
+A sidecar whose pod is being terminated with a save still uploading leaves a marker (`write.closing`); an opener waits
+for it. A marker that was not removed (its process was killed) costs one bound at most.
 
 A run with a name of the user's (`run-id`) may be handed from one workload to the next: each enters with its first
 attempt. A workload that another one displaced does not come back by itself (`TakenOver`), nor does a pod that another
@@ -25,19 +24,16 @@ chain reads an excluded one, and another attempt is opened that names what was r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 
-from deltashard_checkpoint.backoff import Patience
 from deltashard_checkpoint.crash_point import crash_point
-from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, UserError
+from deltashard_checkpoint.errors import CorruptObject, UserError
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import new_token, validate_new_run
-from deltashard_checkpoint.log.chain import CheckpointNotFound, closure, those_live
 from deltashard_checkpoint.log.commit_log import (
     DEFAULT_DEADLINE_S,
     LogGap,
@@ -57,12 +53,10 @@ from deltashard_checkpoint.log.entry import (
 )
 from deltashard_checkpoint.log.repair import LogMovedOn, NothingToRepair, Salvage, repair, salvage
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.stores.abc import ObjectNotFound, StoreUnavailable
+from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, closing, wait_for_closing
 from deltashard_checkpoint.write.fencing import FencedError, displacement
-
-_MARKER = re.compile(r"closing/(\d{20})/[0-9a-z-]{1,64}", re.ASCII)
-CLOSING_WAIT_S = 60.0
-"""How long an opener waits for a save that a terminating pod still uploads, and how old a marker may be."""
 
 
 class Overtaken(FencedError):
@@ -102,10 +96,6 @@ class OwnerMismatch(UserError):
     """The run belongs to another owner."""
 
 
-class NothingRestorable(EnvironmentFault):
-    """Checkpoints were committed, but every one of them is excluded as invalid."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """An attempt that is ours."""
@@ -124,47 +114,6 @@ class Opened:
     """Slots [first, stop) of the log that could not be read and count for nothing from now on: commits may be lost."""
     damage: str = ""
     """With `voided`: what is wrong with the log, for people."""
-
-
-def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) -> Checkpoint | None:
-    """The checkpoint that `which` means: "latest", "none", "seq:N", "step:N" or "pin:NAME". Pure.
-
-    `exclude` takes away every checkpoint whose chain reads an excluded one. None only for "none", or for "latest" when
-    nothing was ever committed.
-    Raises `CheckpointNotFound`, `NothingRestorable`, or `UserError` for an unknown `which`.
-    """
-    where = f"run {state.run}"
-    if which == "none":
-        return None
-    excluded = frozenset(exclude)
-    usable = [c for seq, c in sorted(state.checkpoints.items()) if not closure(state, (seq,)) & excluded]
-    kind, _, value = which.partition(":")
-    if which == "latest":
-        if current := [c for c in usable if c.seq not in state.aside]:
-            return current[-1]
-        if not state.committed:
-            return None
-        raise NothingRestorable(
-            f"{state.committed} checkpoints were committed, none of the "
-            f"{len(state.checkpoints.keys() - state.aside)} live ones is valid",
-            where=where,
-            remedy="`deltashard verify` tells what is broken; restore(fresh=True) starts anew"
-            + (f"; {usable[-1].seq} is valid, but set aside by a rewind: rewind to it" if usable else ""),
-        )
-    if kind == "pin":
-        bearers = state.bearers(value)
-        found = sorted((c for c in usable if c.seq in bearers), key=lambda c: bearers.index(c.seq))
-    elif kind in {"seq", "step"} and value.isascii() and value.isdigit():
-        found = [c for c in usable if (c.seq if kind == "seq" else c.step) == int(value)]
-        # Of one step there may be several: the one of the line that goes on, before those that a rewind set aside.
-        found.sort(key=lambda c: (c.seq not in state.aside, c.seq))
-    else:
-        raise UserError(
-            f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
-        )
-    if not found:
-        raise CheckpointNotFound(f"no live, valid checkpoint {which}", where=where, remedy=those_live(usable))
-    return found[-1]
 
 
 def open_attempt(  # noqa: PLR0913
@@ -415,30 +364,6 @@ def _genesis(state: RunState, seq: int, writer: str, owner: str) -> Genesis:
     return Genesis(seq=seq, previous="", writer=writer, at_s=0.0, run=state.run, owner=owner)
 
 
-# Saves that a terminating pod still uploads
-
-
-def closing_key(attempt: int, name: str) -> str:
-    """Key of a marker, relative to the run's root; `name` tells the attempt's processes apart (rank and token)."""
-    return f"closing/{attempt:020d}/{name}"
-
-
-def marked_attempt(key: str) -> int | None:
-    """The attempt a marker's key (relative to the run's root) speaks of; None for any other key."""
-    match = _MARKER.fullmatch(key)
-    return int(match[1]) if match else None
-
-
-def mark_closing(log: RunLog, attempt: int, name: str) -> None:
-    """Say that this process's save is still uploading though its pod is terminating."""
-    log.store.put(log.key(closing_key(attempt, name)), b"")
-
-
-def unmark_closing(log: RunLog, attempt: int, name: str) -> None:
-    """Say that it has ended, committed or not."""
-    log.store.delete([log.key(closing_key(attempt, name))])
-
-
 def _look(
     log: RunLog, opener: _Opener, closing_wait_s: float, deadline_s: float
 ) -> tuple[RunState, bool, Salvage | None]:
@@ -449,9 +374,9 @@ def _look(
     """
     if not log.concurrent:
         state, mended = _mended(log, opener, deadline_s)
-        return state, _closing(log, closing_wait_s), mended
+        return state, closing(log, closing_wait_s), mended
     with ThreadPoolExecutor(1, thread_name_prefix="closing") as pool:
-        marked = pool.submit(copy_context().run, _closing, log, closing_wait_s)
+        marked = pool.submit(copy_context().run, closing, log, closing_wait_s)
         state, mended = _mended(log, opener, deadline_s)
         return state, marked.result(), mended
 
@@ -500,25 +425,3 @@ def _mended(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[RunState, 
             raise
         log.forget()
         return log.refresh(deadline_s=patience.left_s), found
-
-
-def wait_for_closing(log: RunLog, *, bound_s: float) -> float:
-    """Wait until no young marker is left, at most `bound_s`; the seconds spent.
-
-    Only a courtesy: nothing but the waiting depends on markers, so a store that does not answer here is passed over.
-    """
-    patience: Patience = log.patience(bound_s)
-    while _closing(log, bound_s):
-        if not patience.pause():
-            break
-    return patience.spent_s
-
-
-def _closing(log: RunLog, bound_s: float) -> bool:
-    """Whether a young marker is there, or may be for all that the store says."""
-    try:
-        marks = list(log.store.list(log.key("closing/")))
-        now_s = log.store.now_s() if marks else 0.0
-    except StoreUnavailable:
-        return True
-    return any(now_s - mark.modified_at_s < bound_s for mark in marks)

@@ -29,6 +29,7 @@ from deltashard_checkpoint.log.commit_log import LogRemoved, RunLog, stopped
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.log.selection import select
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
 from deltashard_checkpoint.restore.fetcher import warm_cache
 from deltashard_checkpoint.restore.shared_read import SharedReads
@@ -37,15 +38,8 @@ from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PLS_KEY
 from deltashard_checkpoint.write import differential, precision
-from deltashard_checkpoint.write.attempt import (
-    CLOSING_WAIT_S,
-    ResumeBasis,
-    mark_closing,
-    open_attempt,
-    read_unopened,
-    select,
-    unmark_closing,
-)
+from deltashard_checkpoint.write.attempt import ResumeBasis, open_attempt, read_unopened
+from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, mark_closing, unmark_closing
 from deltashard_checkpoint.write.commit_wait import CommitPace
 from deltashard_checkpoint.write.differential import Decision, History
 from deltashard_checkpoint.write.precision import OTHERS, StoredPrecision

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
-from deltashard_checkpoint.write.attempt import mark_closing, wait_for_closing
+from deltashard_checkpoint.write.closing import mark_closing, wait_for_closing
 from minio.error import S3Error
 from torch import nn
 

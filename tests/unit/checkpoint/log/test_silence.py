@@ -19,7 +19,8 @@ from deltashard_checkpoint.maintenance import garbage_collection
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.memory import MemoryStore
-from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, mark_closing, open_attempt
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, mark_closing
 from deltashard_cli.main import cli
 
 from tests.crash import log_victim

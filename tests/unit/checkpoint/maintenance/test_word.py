@@ -8,6 +8,7 @@ from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import LogStopped
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.replay import EntryRefused
+from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.maintenance.holder import RunHeld, holder
 from deltashard_checkpoint.maintenance.retention import (
@@ -20,7 +21,7 @@ from deltashard_checkpoint.maintenance.retention import (
     reasons,
     retire_these,
 )
-from deltashard_checkpoint.write.attempt import NothingRestorable, mark_closing, select
+from deltashard_checkpoint.write.closing import mark_closing
 from deltashard_checkpoint.write.fencing import FencedError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -10,19 +10,15 @@ from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, LogWentBack
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.log.replay import EntryRefused
+from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.maintenance import retention
 from deltashard_checkpoint.maintenance.garbage_collection import collect, data_objects, debris
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write.attempt import (
-    NothingRestorable,
-    OwnerMismatch,
-    mark_closing,
-    select,
-    unmark_closing,
-)
+from deltashard_checkpoint.write.attempt import OwnerMismatch
+from deltashard_checkpoint.write.closing import mark_closing, unmark_closing
 from deltashard_checkpoint.write.fencing import FencedError, TakenOver
 
 from tests.support.checkpoint.run_builder import Run, resealed, rows

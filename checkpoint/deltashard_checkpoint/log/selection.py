@@ -1,0 +1,55 @@
+"""Which checkpoint a restore means: the newest, a number, a step or a pin's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deltashard_checkpoint.errors import EnvironmentFault, UserError
+from deltashard_checkpoint.log.chain import CheckpointNotFound, closure, those_live
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.run_state import RunState
+
+
+class NothingRestorable(EnvironmentFault):
+    """Checkpoints were committed, but every one of them is excluded as invalid."""
+
+
+def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) -> Checkpoint | None:
+    """The checkpoint that `which` means: "latest", "none", "seq:N", "step:N" or "pin:NAME".
+
+    `exclude` takes away every checkpoint whose chain reads an excluded one. None only for "none", or for "latest" when
+    nothing was ever committed.
+    Raises `CheckpointNotFound`, `NothingRestorable`, or `UserError` for an unknown `which`.
+    """
+    where = f"run {state.run}"
+    if which == "none":
+        return None
+    excluded = frozenset(exclude)
+    usable = [c for seq, c in sorted(state.checkpoints.items()) if not closure(state, (seq,)) & excluded]
+    kind, _, value = which.partition(":")
+    if which == "latest":
+        if current := [c for c in usable if c.seq not in state.aside]:
+            return current[-1]
+        if not state.committed:
+            return None
+        raise NothingRestorable(
+            f"{state.committed} checkpoints were committed, none of the "
+            f"{len(state.checkpoints.keys() - state.aside)} live ones is valid",
+            where=where,
+            remedy="`deltashard verify` tells what is broken; restore(fresh=True) starts anew"
+            + (f"; {usable[-1].seq} is valid, but set aside by a rewind: rewind to it" if usable else ""),
+        )
+    if kind == "pin":
+        bearers = state.bearers(value)
+        found = sorted((c for c in usable if c.seq in bearers), key=lambda c: bearers.index(c.seq))
+    elif kind in {"seq", "step"} and value.isascii() and value.isdigit():
+        found = [c for c in usable if (c.seq if kind == "seq" else c.step) == int(value)]
+        # Of one step there may be several: the one of the line that goes on, before those that a rewind set aside.
+        found.sort(key=lambda c: (c.seq not in state.aside, c.seq))
+    else:
+        raise UserError(
+            f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
+        )
+    if not found:
+        raise CheckpointNotFound(f"no live, valid checkpoint {which}", where=where, remedy=those_live(usable))
+    return found[-1]
