@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import deltashard
 import pytest
 import torch
-from deltashard.errors import SaveFailed
+from deltashard.errors import SaveFailed, WaitError
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -28,8 +28,11 @@ class Hooks:
         self.judge: BaseException | None = None
         self.listener: BaseException | None = None
         self.signal: signal.Signals | None = None
+        self.inner: Callable[[], object] | None = None
 
     def get(self) -> int:
+        if self.inner is not None:
+            self.inner()
         if self.signal is not None:
             signal.raise_signal(self.signal)
         if self.getter is not None:
@@ -165,3 +168,57 @@ def test_training_without_step_is_said_at_close(loop: Loop, caplog: pytest.LogCa
     loop.ckpt.close()
     assert "step() was never called" in caplog.text
     assert "nothing_saved" in events
+
+
+@pytest.mark.parametrize("asked_by", ["getter", "handler"])
+def test_a_save_from_within_a_save_is_that_save(loop: Loop, hooks: Hooks, asked_by: str) -> None:
+    """By a getter, or a signal's handler: the outer snapshot is whole, and none is asked for beside it."""
+    asked: list[deltashard.SaveHandle] = []
+    refused: list[WaitError] = []
+
+    def ask() -> None:
+        asked.append(loop.ckpt.save("within"))
+        asked.append(loop.ckpt.save("pinned", pin="within"))
+        try:
+            asked[0].wait()
+        except WaitError as error:
+            refused.append(error)
+        with pytest.raises(SaveFailed, match="takes no pin"):
+            asked[1].wait()
+
+    loop.step()
+    if asked_by == "getter":
+        hooks.inner = ask
+    else:
+        signal.signal(signal.SIGUSR1, lambda *_: ask())
+        hooks.signal = signal.SIGUSR1
+    outer = loop.ckpt.save("outer")
+    hooks.signal, hooks.inner = None, None
+    commit = outer.wait(60)
+    assert asked[0].wait(60) == commit
+    assert len(asked) == 2
+    assert "is being copied" in str(refused[0])
+    assert loop.ckpt.stats.failures.total() == 0
+    loop.step()
+    assert loop.ckpt.save().wait(60).step == commit.step + 1
+    assert loop.ckpt.stats.commits == 2
+
+
+def test_an_interrupt_within_the_end_of_a_copy_puts_no_later_save_off(
+    loop: Loop, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C, say, while the first error is handled."""
+    outcomes = loop.ckpt._outcomes
+    real = outcomes.not_taken
+
+    def interrupted(*_: object, **__: object) -> None:
+        monkeypatch.setattr(outcomes, "not_taken", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outcomes, "not_taken", interrupted)
+    loop.step()
+    hooks.getter = IndexError("in a getter")
+    with pytest.raises(KeyboardInterrupt):
+        loop.ckpt.save()
+    hooks.getter = None
+    assert loop.ckpt.save().wait(60).step == loop.ckpt.steps

@@ -56,6 +56,7 @@ class LastSnapshot:
 
     def finish(self, until_s: float) -> None:
         """Make the last step boundary durable by `until_s` (monotonic), or raise."""
+        self._outcomes.end_copy()  # a signal's handler closes in the middle of it
         self._outcomes.drain(until_s)
         self._outcomes.apply()
         self._requests.refuse_unbound(self._clock.step)

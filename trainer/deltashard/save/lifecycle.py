@@ -1,8 +1,9 @@
 """The snapshots of one Checkpointer as a machine: where the current one stands, and what may happen to it. Pure.
 
 `TABLE` lists for every state which events may happen and where they lead; any other raises `IllegalEvent`. There is one
-snapshot at a time: while it is STAGED no other is begun, neither ahead nor at once. What is asked for meanwhile waits
-in `request`, and why it waits is the table of `wait`.
+snapshot at a time: while it is COPYING or STAGED no other is begun, neither ahead nor at once. What is asked for while
+it is STAGED waits in `request`, and why it waits is the table of `wait`. What a getter of `state=` or a signal's
+handler asks for while it is COPYING is that snapshot itself.
 
 - IDLE: none was taken yet, or what was copied ahead of one was dropped.
 - PRECOPY: rows are copied ahead of a snapshot that is near, while training continues.

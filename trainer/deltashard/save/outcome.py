@@ -89,6 +89,11 @@ class SnapshotOutcomes:
         return self._state.now is SnapshotPhase.STAGED
 
     @property
+    def copying(self) -> Flight | None:
+        """The snapshot that is being copied; only a getter of `state=` and a signal's handler run meanwhile."""
+        return self._last if self._state.now is SnapshotPhase.COPYING else None
+
+    @property
     def _flight(self) -> Flight | None:
         """The snapshot that is in flight."""
         return self._last if self.in_flight else None
@@ -194,13 +199,18 @@ class SnapshotOutcomes:
 
     def not_taken(self, flight: Flight, error: BaseException, *, again: bool) -> None:
         """It could not be copied; `again`: what was asked for stays asked for."""
-        if self._state.now is SnapshotPhase.COPYING:  # not where it was interrupted before that
+        if self.copying is not None:  # not where it was interrupted before that
             self._state.happen(SnapshotEvent.FAIL)
         self.precopy.drop("no cut")
         if again:
             self._requests.put_back(flight.handles)
         else:
             flight.failed(error if isinstance(error, Exception) else SaveFailed("interrupted", where="save"))
+
+    def end_copy(self) -> None:
+        """Nothing is copied any more: left as it is, a copy that was interrupted would put off every later snapshot."""
+        if (flight := self.copying) is not None:
+            self.not_taken(flight, SaveFailed("interrupted", where="save"), again=False)
 
     def _committed(self, commit: Commit) -> None:
         if commit.attempt != self._attempt.number or not self._base.is_news(commit.seq):

@@ -20,7 +20,7 @@ from deltashard.group.conductor import Conductor
 from deltashard.program import TrainingLoop
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.save.coordinator import SnapshotCoordinator
-from deltashard.save.handle import SaveHandle
+from deltashard.save.handle import Flight, SaveHandle
 from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
 from deltashard.save.taker import SnapshotTaker
@@ -70,6 +70,9 @@ class SaveLoop:
     def ask(self, handle: SaveHandle) -> None:
         """`save()`: cut at once if the program stands at the end of a step, else by the next `step()`."""
         mine = threading.current_thread() is self._thread
+        if mine and (flight := self._outcomes.copying) is not None:
+            self._ask_within(flight, handle)
+            return
         here = mine and self._taker.gate().not_at_boundary is None
         if here and handle.exact:
             handle.asked_step = self._clock.step
@@ -81,6 +84,20 @@ class SaveLoop:
         self._clock.notice()
         if here:
             self.boundary(at_step=False)
+
+    def _ask_within(self, flight: Flight, handle: SaveHandle) -> None:
+        """While `flight` is copied: it is what was asked for, but takes no further pin and metadata."""
+        if not handle.exact:
+            flight.handles.append(handle)
+            return
+        handle.settle(
+            error=SaveFailed(
+                f"it was asked for while the snapshot of step {flight.step} was copied, which takes no pin or metadata "
+                "any more",
+                where=f"save({handle.reason!r})",
+                remedy="save() right after step(), not in a getter of state= or a signal's handler",
+            )
+        )
 
     def boundary(self, *, at_step: bool, asker: Asker | None = None) -> None:
         """Apply news, open the attempt if nobody did, cut what is due and possible."""
@@ -238,6 +255,14 @@ class SaveLoop:
         if threading.current_thread() is not self._thread:
             self._wait_elsewhere(handle, until_s)
             return
+        if (flight := self._outcomes.copying) is not None:
+            if handle.done:
+                return
+            raise WaitError(
+                f"the snapshot of step {flight.step} is being copied, and this thread is the one that copies it",
+                where=f"wait() for {handle.reason!r}",
+                remedy="wait() in the training loop, not in a getter of state= or a signal's handler",
+            )
         try:
             with contextlib.nullcontext() if self._ranks is None else self._ranks.conductor.stay():
                 self._wait_here(handle, until_s)

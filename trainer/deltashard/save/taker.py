@@ -124,7 +124,7 @@ class SnapshotTaker:
             stepped=not at_step and self._clock.stepped and bool(self._tracking.optimizers),
             accumulating=not self._clock.whole,
             moved=self._stance.moved or self._loaders.moved,
-            in_flight=self._outcomes.in_flight,
+            in_flight=self._outcomes.in_flight or self._outcomes.copying is not None,
             # A link whose news is not applied yet does not count: nothing is known of the save before.
             away=self._attachment.link is None,
             unopened=self._attempt.late is not None,
@@ -213,6 +213,8 @@ class SnapshotTaker:
                 raise
             log.debug("save failed", exc_info=error)
             self._setbacks.failed("error", error)
+        finally:
+            self._outcomes.end_copy()
 
     def _take(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
         began_s = time.perf_counter() - self._precopy.began_s

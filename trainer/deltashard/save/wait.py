@@ -8,7 +8,7 @@ it. What is asked for and cannot be taken yet stays asked for; which reasons cou
     stepped        x       x       x       x       x       x    an optimizer stepped after the last step()
     accumulating   x       x       x       x       x       -    the last step() ended no optimizer step
     moved on       x       x       x       x       x       -    a batch was taken, or a forward ran, after that
-    in flight      x       x       x       x       x       x    the save before is not durable yet
+    in flight      x       x       x       x       x       x    a save is being copied, or not durable yet
     sidecar away   x       x       x       x       x       x
     unopened       x       x       x       x       x       x    the store was full when the attempt was to be opened
     backing off    x       x       x       -       -       -    a save failed a moment ago
