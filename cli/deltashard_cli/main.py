@@ -86,7 +86,6 @@ def _not_installed(extra: EntryPoint, error: ImportError) -> click.Command:
 @click.group(
     cls=Commands,
     epilog=_EXIT_CODES,
-    no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="deltashard")
@@ -147,10 +146,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> None:
-    """Run a group of commands under this name, and exit with its code: every error becomes a message and a code."""
+    """Run a group of commands under this name, and exit with its code: every error becomes a message and a code.
+
+    A call without any argument prints the help, as a usage error.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = group.main(given, prog_name=name, standalone_mode=False) or OK
+        code = group.main(given or ["--help"], prog_name=name, standalone_mode=False) or (
+            OK if given else USAGE
+        )
     except (KeyboardInterrupt, click.Abort):
         sys.stderr.write("interrupted\n")
         code = INTERRUPTED

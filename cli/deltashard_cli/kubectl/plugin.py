@@ -27,7 +27,7 @@ POLL_S = 0.5
 Document = Mapping[str, Any]
 
 
-@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="deltashard")
 def plugin() -> None:
     """Look at the checkpointed runs of a cluster.
