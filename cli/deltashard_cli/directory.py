@@ -150,12 +150,14 @@ def _write_array(place: Path, stem: Path, dtype: str, values: Array) -> dict[str
     return {"file": str(path), "dtype": dtype, "shape": list(values.shape)}
 
 
-def check_output(out: Path, *, replace: bool = False) -> None:
-    """Raises `UserError` where `out` cannot be made, or exists and is not to be replaced."""
-    if out.exists() and not replace:
-        raise UserError(
-            "the output exists already", where=str(out), remedy="name a new one, or --force a file"
-        )
+def check_output(out: Path, *, force: bool | None = None) -> None:
+    """Raises `UserError` where `out` cannot be made, or exists and is not to be replaced.
+
+    `force`: what the command's --force says; None where nothing is ever replaced.
+    """
+    if out.exists() and not force:
+        remedy = "name a new one" if force is None else "name a new one, or say --force"
+        raise UserError("the output exists already", where=str(out), remedy=remedy)
     above = next(each for each in out.absolute().parents if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise UserError("nothing can be written there", where=str(out), remedy="name another place")

@@ -44,7 +44,7 @@ def export_safetensors(
     `state` adds optimizer-state fields as `{table}.{field}`. Raises `UserError` for a dtype that the format
     has not, and what `check_output` raises.
     """
-    check_output(out, replace=force)
+    check_output(out, force=force)
     entry = checkpoint.entry
     blobs = checkpoint.blobs(advance=advance)
     dense = list(dense_tensors(blobs))
@@ -98,7 +98,7 @@ def export_torch(
     require_torch("export to .pt", "export to .safetensors, which needs nothing")
     import torch
 
-    check_output(out, replace=force)
+    check_output(out, force=force)
     blobs = checkpoint.blobs(advance=advance)
     dense = list(dense_tensors(blobs))
     arrays = _arrays(checkpoint, dense, state=state, advance=advance)

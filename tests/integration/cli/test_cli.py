@@ -339,7 +339,10 @@ def test_restore_writes_what_was_cut(cli: Cli, url: str, run: WrittenRun, tmp_pa
     np.testing.assert_array_equal(np.load(out / users["file"]), half.weights)
     np.testing.assert_array_equal(np.load(out / manifest["dense"]["mlp.0.weight"]["file"]), dense)
     assert (out / manifest["blobs"]["meta"]["file"]).stat().st_size == manifest["blobs"]["meta"]["bytes"]
-    assert cli("restore", url, out)[0] == 2
+    code, text = cli("restore", url, out)
+    assert code == 2
+    assert "exists already" in text
+    assert "--force" not in text
     assert not list(tmp_path.glob(".*partial"))
 
 
@@ -363,7 +366,9 @@ def test_export_safetensors(cli: Cli, file_url: str, file_run: WrittenRun, tmp_p
         assert opened.metadata()["step"] == "100"
     (length,) = struct.unpack("<Q", file.read_bytes()[:8])
     assert length % 8 == 0
-    assert cli("export", file_url, file)[0] == 2
+    code, text = cli("export", file_url, file)
+    assert code == 2
+    assert "or say --force" in text
     assert cli("export", file_url, file, "-c", "2", "--force", "--state")[0] == 0
     found = load_file(file)
     np.testing.assert_array_equal(found[f"{ITEMS.fqn}.sum"].numpy(), items.fields["sum"])
