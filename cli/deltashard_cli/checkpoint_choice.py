@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from deltashard_checkpoint.errors import FormatError
 from deltashard_checkpoint.format.index import Index
-from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, settled
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose

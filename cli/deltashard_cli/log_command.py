@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import click
-from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import (
     AttemptOpened,
     Checkpoint,
@@ -22,6 +22,7 @@ from deltashard_checkpoint.log.entry import (
     Rewound,
 )
 from deltashard_checkpoint.log.entry_codec import KINDS
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.replay import void_slots
 from deltashard_checkpoint.log.run_state import Slot, Unreadable
 from rich.text import Text

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import click
 from deltashard_checkpoint.format.blob_name import common_blobs, parse_blob_name
-from deltashard_checkpoint.log.commit_log import LogGap
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from deltashard_checkpoint.whole_run.remains import remains

@@ -16,7 +16,8 @@ from pathlib import Path
 import click
 from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.format.object_key import validate_run
-from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.maintenance.holder import not_left_by
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.whole_run import removal

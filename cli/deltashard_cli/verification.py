@@ -21,10 +21,11 @@ from deltashard_checkpoint.format.frame import Frame
 from deltashard_checkpoint.format.index import Index, Piece, all_encodings
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
-from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Part, Repaired, Sealed, entry_key, named_fold
 from deltashard_checkpoint.log.folded_state import fold_key
 from deltashard_checkpoint.log.listing import Listing
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
@@ -175,7 +176,7 @@ def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: Pr
     for name in sorted(named & set(seen.folds)):
         truth = fold(RunState(run=log.run), slots[: name.seq + 1])
         try:
-            said = log.load_fold(name)
+            said = log.folds.load(name)
         except FormatError as error:
             problems.found(fold_key(name), error.what)
             continue

@@ -63,11 +63,13 @@ from deltashard_checkpoint.log.entry import (
 )
 from deltashard_checkpoint.log.entry_codec import parse
 from deltashard_checkpoint.log.listing import Hint
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import kept_back, over
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import compaction, garbage_collection, word
 from deltashard_checkpoint.maintenance import retention as retentions
+from deltashard_checkpoint.stores import probe
 from deltashard_checkpoint.stores.abc import (
     Buffer,
     ObjectExists,
@@ -394,7 +396,7 @@ class World:
         )
         self.store = SteppedStore(self)
         if self.random.random() < 0.9:
-            commit_log._probed.add(self.store)
+            probe._probed.add(self.store)
         self.main = greenlet.getcurrent()
         self.tasks: list[Task] = []
         self.gangs: list[Gang] = []
@@ -448,7 +450,7 @@ class World:
                 work()
             except Killed:
                 self.counts.kills += 1
-            except commit_log.LogGap:
+            except LogGap:
                 self.counts.failures += 1
                 if self.hidden is None:
                     raise

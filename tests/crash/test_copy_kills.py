@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deltashard_checkpoint.errors import DeltashardError
-from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.whole_run.run_copy import TargetTaken
 from deltashard_checkpoint.write.attempt import open_attempt

@@ -23,88 +23,43 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-
-from deltashard_proto.cause import Cause
 
 from deltashard_checkpoint.backoff import Clocks, Patience
 from deltashard_checkpoint.crash_point import crash_point
-from deltashard_checkpoint.errors import EnvironmentFault, FormatError, UnsupportedVersion
+from deltashard_checkpoint.errors import FormatError, UnsupportedVersion
 from deltashard_checkpoint.format.object_key import new_token, run_key, validate_run
-from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.entry import (
     Entry,
-    FoldName,
     Sealed,
     entry_key,
     folding_writer,
-    named_fold,
 )
 from deltashard_checkpoint.log.entry_codec import parse, seal
+from deltashard_checkpoint.log.folded_state import BEST_EFFORT_S, READS, FoldedStates, vouched_fold
 from deltashard_checkpoint.log.listing import REMOVAL, Hint, Listing, listing
+from deltashard_checkpoint.log.log_error import AppendUnknown, LogGap, LogRemoved, LogWentBack, stopped
 from deltashard_checkpoint.log.replay import EntryRefused, VoidedBehind, advance, fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import (
     ObjectExists,
-    ObjectInfo,
     ObjectNotFound,
     Store,
     StoreFull,
     StoreUnavailable,
 )
 from deltashard_checkpoint.stores.deadline import deadline
-from deltashard_checkpoint.stores.probe import probe
+from deltashard_checkpoint.stores.probe import probe, proven
 
 DEFAULT_DEADLINE_S = 120.0
-_HINT_DEADLINE_S = 5.0
-_FOLD_BYTES = 64 << 10
-"""Every entry names the folded state before it, as long as that is not twice as large; one of n times this size every
-n-th entry. So a save's share of folded states stays small, however many checkpoints are kept."""
 _DROP_EVERY = 8
 """Slots between looks for folded states that are not needed any more."""
 _LISTINGS = 5
 """A listing with a gap is asked for again so many times before the gap is believed."""
-_READS = 8
 _CUT_SHORT = "where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again"
-_probed: weakref.WeakSet[Store] = weakref.WeakSet()
-
-
-def proven(store: Store) -> bool:
-    """Whether this process has tried that the store creates only what is absent."""
-    return store in _probed
-
-
-class LogGap(EnvironmentFault):
-    """The listing lacks an entry: entries are never deleted, so something else did that, or the listing is stale."""
-
-    cause = Cause.LOG_LOST
-
-
-class LogWentBack(LogGap):
-    """The log is not the one that this writer wrote into: emptied, restored from an older copy, or its tip has rotted.
-
-    An entry put on top of that would be durable, and no reader would ever come to it.
-    """
-
-
-class LogRemoved(LogWentBack):
-    """The run was removed, or is being removed, while this writer lived: nothing it puts will ever count."""
-
-    cause = Cause.REMOVED
-
-
-class LogStopped(FormatError):
-    """An entry of the log cannot be read or breaks a rule: nothing may be appended that builds on it."""
-
-
-class AppendUnknown(StoreUnavailable):
-    """The deadline ended before the store said whether the entry was created; it may still appear."""
-
 
 Build = Callable[[RunState, int, str], Entry | None]
 """(state, seq, writer token) -> the entry to append on top of that state, or None when there is nothing to do any more.
@@ -128,10 +83,7 @@ class RunLog:
         self.clocks = clocks or Clocks()
         self._readers = readers
         self._state = RunState(run=run)
-        self._folds: tuple[FoldName, ...] = ()
-        """The newest two that the log vouches for, as far as this handle knows."""
-        self._fold_bytes = 0
-        """Size of the newest that this handle put or read."""
+        self.folds = FoldedStates(store, run)
         self._lock = threading.RLock()
 
     def key(self, key: str) -> str:
@@ -141,13 +93,13 @@ class RunLog:
     def fork(self) -> RunLog:
         """Another handle on this log that begins with what this one knows: waiting in one never delays the other."""
         other = RunLog(self.store, self.run, clocks=self.clocks, readers=self._readers)
-        other._state, other._folds, other._fold_bytes = self._state, self._folds, self._fold_bytes
+        other._state, other.folds = self._state, self.folds.copy()
         return other
 
     def forget(self) -> None:
         """Begin as a new handle does: what this one knows may be of entries that are lost."""
         with self._lock:
-            self._state, self._folds, self._fold_bytes = RunState(run=self.run), (), 0
+            self._state, self.folds = RunState(run=self.run), FoldedStates(self.store, self.run)
 
     @property
     def concurrent(self) -> bool:
@@ -208,7 +160,7 @@ class RunLog:
             # and gone on). Only what the log alone shows may be called rot: the next attempt leaves that behind.
             state = self._begin(state.tip)
         self._state = state
-        self._learn_folds(slots)
+        self.folds.learn(slots)
         return state
 
     def _begin(self, known: int) -> RunState:
@@ -229,7 +181,7 @@ class RunLog:
         if (hole := whole.hole(-1)) is not None:
             raise self._gap(hole, whole.tip)
         slots = self._read(range(whole.tip + 1))
-        self._learn_folds(slots)
+        self.folds.learn(slots)
         return fold(RunState(run=self.run), slots)
 
     def _from_fold(self, seen: Listing) -> RunState | None:
@@ -240,7 +192,7 @@ class RunLog:
                 continue
             wanted = range(name.seq + 1, seen.tip + 1)
             try:
-                state = self.load_fold(name)
+                state = self.folds.load(name)
                 read |= _by_number(self._read([seq for seq in wanted if seq not in read]))
                 slots = [read[seq] for seq in wanted]
                 state = fold(state, slots)
@@ -249,38 +201,10 @@ class RunLog:
             # IMPORTANT: only the log makes a fold more than a file: an entry that counts, and that was reached from it.
             end = seen.tip + 1 if state.stopped is None else state.stopped.seq
             counts = set(range(name.seq + 1, end)) - void_slots(slots)
-            if any(_names(read[seq]) == name for seq in counts):
-                self._learn_folds(slots)
+            if any(vouched_fold(read[seq]) == name for seq in counts):
+                self.folds.learn(slots)
                 return state
         return None
-
-    def load_fold(self, name: FoldName) -> RunState:
-        """A folded state that was listed. Bytes that do not fit are read again, as those of entries are.
-
-        Raises `FormatError` when it is really bad, and `StoreUnavailable` when it has gone (a newer one is there) or
-        reads differently each time: what came before it may be beyond reading, so it is not given up lightly.
-        """
-        where = folded_state.fold_key(name)
-        before: bytes | None = None
-        for _ in range(_READS):
-            try:
-                data = self.store.get(self.key(where))
-            except ObjectNotFound:
-                raise StoreUnavailable("a listed fold is not found", where=where) from None
-            self._fold_bytes = len(data)
-            try:
-                return folded_state.load(data, self.run, name)
-            except FormatError:
-                if data == before:
-                    raise
-                before = data
-        raise StoreUnavailable("a fold reads differently each time", where=where)
-
-    def _learn_folds(self, slots: Iterable[Slot]) -> None:
-        """Remember the newest folds that the log vouches for."""
-        for slot in slots:
-            if (name := _names(slot)) is not None:
-                self._folds = tuple(sorted({*self._folds, name})[-2:])
 
     def hint(self) -> Hint:
         """What HINT says; store errors are raised."""
@@ -365,7 +289,7 @@ class RunLog:
 
     def _read_twice(self, seq: int) -> tuple[bytes, Sealed | FormatError]:
         before: bytes | None = None
-        for _ in range(_READS):
+        for _ in range(READS):
             try:
                 data = self.store.get(self.key(entry_key(seq)))
             except ObjectNotFound:
@@ -398,70 +322,61 @@ class RunLog:
         when no room could be made, and what `build` and `refresh` raise.
         """
         with self._lock:
-            once = partial(
-                self._append,
-                build,
-                before=before,
-                after=after,
-                deadline_s=deadline_s,
-                voiding=voiding,
-                frees=frees,
-            )
             try:
-                return once(folds=True)
+                return self._append(build, before, after, deadline_s, voiding, frees=frees, folds=True)
             except StoreFull:
-                if not self.make_room():
+                if not self._make_room():
                     raise
-                return once(folds=False)  # a folded state would take the room again
+                # A folded state would take the room again.
+                return self._append(build, before, after, deadline_s, voiding, frees=frees, folds=False)
 
     def _append(
         self,
         build: Build,
-        *,
         before: str,
         after: str,
         deadline_s: float,
         voiding: bool,
+        *,
         frees: bool,
         folds: bool,
     ) -> Sealed | None:
         """`folds`: a folded state may be put, which the entry names."""
-        with self._lock:
-            patience = self.patience(deadline_s)
-            if not frees:
-                self._probe(patience)
-            if self._state.tip < 0:
-                self.refresh(deadline_s=patience.left_s)
-            while True:
-                state = self._state
-                if state.stopped is not None and not voiding:
-                    raise stopped(state)
-                entry = build(state, state.tip + 1, new_token())
-                if entry is None:
-                    return None
-                self._check_tip(state, patience)
-                entry = replace(entry, previous=state.tip_hash, at_s=round(self.clocks.wall_s(), 3))
-                if folds and (name := self._put_fold(state)) is not None:
-                    entry = replace(entry, writer=folding_writer(entry.writer, name))
-                sealed = seal(entry)
-                try:
-                    following = advance(replace(state, stopped=None), sealed)
-                except EntryRefused:
-                    # Perhaps only because this state is old: what counts is the state at the slot.
-                    if self.refresh(deadline_s=patience.left_s).tip > state.tip:
-                        continue
-                    raise
-                crash_point(before)
-                if self._create(sealed, patience):
-                    crash_point(after)
-                    self._state = following
-                    self._leave_hint(sealed)
-                    return sealed
-                if self.refresh(deadline_s=patience.left_s).tip <= state.tip and not patience.pause():
-                    raise StoreUnavailable(
-                        f"log entry {sealed.entry.seq} exists, but no listing shows it",
-                        where=self.key("log/"),
-                    )
+        patience = self.patience(deadline_s)
+        if not frees:
+            self._probe(patience)
+        if self._state.tip < 0:
+            self.refresh(deadline_s=patience.left_s)
+        while True:
+            state = self._state
+            if state.stopped is not None and not voiding:
+                raise stopped(state)
+            entry = build(state, state.tip + 1, new_token())
+            if entry is None:
+                return None
+            self._check_tip(state, patience)
+            entry = replace(entry, previous=state.tip_hash, at_s=round(self.clocks.wall_s(), 3))
+            if folds and (name := self.folds.put(state)) is not None:
+                entry = replace(entry, writer=folding_writer(entry.writer, name))
+            sealed = seal(entry)
+            try:
+                following = advance(replace(state, stopped=None), sealed)
+            except EntryRefused:
+                # Perhaps only because this state is old: what counts is the state at the slot.
+                if self.refresh(deadline_s=patience.left_s).tip > state.tip:
+                    continue
+                raise
+            crash_point(before)
+            if self._create(sealed, patience):
+                crash_point(after)
+                self._state = following
+                self._leave_hint(sealed)
+                return sealed
+            if self.refresh(deadline_s=patience.left_s).tip <= state.tip and not patience.pause():
+                raise StoreUnavailable(
+                    f"log entry {sealed.entry.seq} exists, but no listing shows it",
+                    where=self.key("log/"),
+                )
 
     def _check_tip(self, state: RunState, patience: Patience) -> None:
         """Whether the entry that the next one follows is still there, and the one we know; else `LogWentBack`.
@@ -544,62 +459,30 @@ class RunLog:
             return None
         return isinstance(slot, Sealed) and slot.data == sealed.data
 
-    def _put_fold(self, state: RunState) -> FoldName | None:
-        """Best effort: the folded `state`, for the next entry to name.
-
-        IMPORTANT: with it a reader needs no entry before the next one. Rot or loss of any entry but the newest costs
-        nothing.
-        """
-        newest = self._folds[-1].seq if self._folds else -1
-        if state.stopped is not None or state.tip - newest < max(1, self._fold_bytes // _FOLD_BYTES):
-            return None
-        # An entry needs no fold: it is not lost for this.
-        with suppress(Exception), deadline(_HINT_DEADLINE_S):
-            data = folded_state.dump(state)
-            name = folded_state.name_of(state, data)
-            self.store.put(self.key(folded_state.fold_key(name)), data)
-            self._fold_bytes = len(data)
-            return name
-        return None
-
     def _leave_hint(self, sealed: Sealed) -> None:
         """Best effort: HINT, and folds that are not needed any more go. Losing either costs a cold reader time."""
         seq = sealed.entry.seq
-        self._learn_folds([sealed])
+        self.folds.learn([sealed])
         # IMPORTANT: the entry is durable. Whatever goes wrong from here on must not look as if it were not.
-        with suppress(Exception), deadline(_HINT_DEADLINE_S):
-            self.leave_hint(Hint(fold=self._folds[-1].seq if self._folds else -1, seq=seq))
+        with suppress(Exception), deadline(BEST_EFFORT_S):
+            self.leave_hint(Hint(fold=self.folds.newest_seq, seq=seq))
             if seq % _DROP_EVERY == 0:
-                self._drop_folds()
+                self.folds.drop_old()
 
-    def leave_hint(self, hint: Hint) -> None:
-        """Put `log/HINT`; store errors are raised."""
-        self.store.put(self.key("log/HINT"), hint.data)
-
-    def _drop_folds(self) -> None:
-        """Folded states grow with the run: those older than the last two that the log vouches for must not add up."""
-        names = (
-            (info.key, folded_state.fold_of(info.key[len(self.run) + 1 :])) for info in self._fold_objects()
-        )
-        stale = [key for key, name in names if name is not None and name < self._folds[0]]
-        if len(self._folds) > 1 and stale:
-            self.store.delete(stale)  # who may not delete here will hear of it from gc
-
-    def make_room(self) -> bool:
+    def _make_room(self) -> bool:
         """Delete, in a full store, the folded states but the newest, else HINT; whether there were any.
 
         The entries are whole without them. Raises store errors.
         """
-        newest = folded_state.fold_key(self._folds[-1]) if self._folds else None
-        spare = [
-            info.key for info in self._fold_objects() if newest is not None and info.key != self.key(newest)
-        ]
-        spare = spare or [info.key for info in self.store.list(self.key("log/HINT"))]
+        if self.folds.make_room():
+            return True
+        spare = [info.key for info in self.store.list(self.key("log/HINT"))]
         self.store.delete(spare)
         return bool(spare)
 
-    def _fold_objects(self) -> Iterator[ObjectInfo]:
-        return self.store.list(self.key("log/fold-"))
+    def leave_hint(self, hint: Hint) -> None:
+        """Put `log/HINT`; store errors are raised."""
+        self.store.put(self.key("log/HINT"), hint.data)
 
     def probe(self, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """Find out now what the first append would: whether the store creates where it was asked to, and only there.
@@ -609,28 +492,9 @@ class RunLog:
         self._probe(self.patience(deadline_s))
 
     def _probe(self, patience: Patience) -> None:
-        if self.store in _probed:
-            return
-        probe(self.store, self.key(f"probe/{new_token()}"), pause=patience.pause)
-        _probed.add(self.store)
+        if not proven(self.store):
+            probe(self.store, self.key(f"probe/{new_token()}"), pause=patience.pause)
 
 
 def _by_number(slots: Iterable[Slot]) -> dict[int, Slot]:
     return {slot.entry.seq if isinstance(slot, Sealed) else slot.seq: slot for slot in slots}
-
-
-def _names(slot: Slot) -> FoldName | None:
-    return named_fold(slot.entry) if isinstance(slot, Sealed) else None
-
-
-def stopped(state: RunState) -> LogStopped:
-    """The error that says where and why the fold of `state` stopped."""
-    bad = state.stopped
-    assert bad is not None
-    return LogStopped(
-        f"the log cannot be followed past entry {bad.seq}: {bad.error.what}",
-        where=f"run {state.run}",
-        remedy="everything before it restores; the next attempt opened leaves the unreadable part behind"
-        if bad.voidable
-        else "upgrade deltashard to the version that wrote it",
-    )

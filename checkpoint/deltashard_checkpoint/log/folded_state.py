@@ -10,17 +10,37 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, content_digest
 from deltashard_checkpoint.format.canonical_json import load as load_json
-from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Entry, FoldName, Sealed, is_prefix
+from deltashard_checkpoint.format.object_key import run_key
+from deltashard_checkpoint.log.entry import (
+    Checkpoint,
+    Compacted,
+    Entry,
+    FoldName,
+    Sealed,
+    is_prefix,
+    named_fold,
+)
 from deltashard_checkpoint.log.entry_codec import document_of, parse
 from deltashard_checkpoint.log.pin import UserEntry
-from deltashard_checkpoint.log.run_state import Attempt, RunState
+from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
+from deltashard_checkpoint.stores.deadline import deadline
 
 FORMAT = 1
+BEST_EFFORT_S = 5.0
+"""For what only helps readers."""
+READS = 8
+"""Of an object whose bytes do not fit, until two in a row are the same."""
+_BYTES = 64 << 10
+"""Every entry names the folded state before it, as long as that is not twice as large; one of n times this size every
+n-th entry. So a save's share of folded states stays small, however many checkpoints are kept."""
 _LAYOUT = re.compile(r"|[0-9a-f]{32}", re.ASCII)
 _NAME = re.compile(r"log/fold-(\d{20})-([0-9a-f]{32})\.json", re.ASCII)
 E = TypeVar("E", bound=Entry)
@@ -180,3 +200,94 @@ def _entry(r: Reader, document: Any, kind: type[E]) -> E:
     if not isinstance(sealed.entry, kind):
         r.fail(f"{kind.__name__} expected")
     return sealed.entry
+
+
+def vouched_fold(slot: Slot) -> FoldName | None:
+    """The fold that the entry in a slot names."""
+    return named_fold(slot.entry) if isinstance(slot, Sealed) else None
+
+
+class FoldedStates:
+    """The folded states of one run: which the log vouches for, when another is put, and which may go."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store
+        self._run = run
+        self._names: tuple[FoldName, ...] = ()
+        """The newest two that the log vouches for, as far as this handle knows."""
+        self._bytes = 0
+        """Size of the newest that this handle put or read."""
+
+    def copy(self) -> FoldedStates:
+        other = FoldedStates(self._store, self._run)
+        other._names, other._bytes = self._names, self._bytes
+        return other
+
+    @property
+    def newest_seq(self) -> int:
+        """-1: none is known."""
+        return self._names[-1].seq if self._names else -1
+
+    def learn(self, slots: Iterable[Slot]) -> None:
+        """Remember the newest folds that the log vouches for."""
+        found = {name for slot in slots if (name := vouched_fold(slot)) is not None}
+        if found:
+            self._names = tuple(sorted({*self._names, *found})[-2:])
+
+    def load(self, name: FoldName) -> RunState:
+        """A folded state that was listed. Bytes that do not fit are read again, as those of entries are.
+
+        Raises `FormatError` when it is really bad, and `StoreUnavailable` when it has gone (a newer one is there) or
+        reads differently each time: what came before it may be beyond reading, so it is not given up lightly.
+        """
+        where = fold_key(name)
+        before: bytes | None = None
+        for _ in range(READS):
+            try:
+                data = self._store.get(run_key(self._run, where))
+            except ObjectNotFound:
+                raise StoreUnavailable("a listed fold is not found", where=where) from None
+            self._bytes = len(data)
+            try:
+                return load(data, self._run, name)
+            except FormatError:
+                if data == before:
+                    raise
+                before = data
+        raise StoreUnavailable("a fold reads differently each time", where=where)
+
+    def put(self, state: RunState) -> FoldName | None:
+        """Best effort: the folded `state`, for the next entry to name; None when it is not worth it, or failed.
+
+        IMPORTANT: with it a reader needs no entry before the next one. Rot or loss of any entry but the newest costs
+        nothing.
+        """
+        if state.stopped is not None or state.tip - self.newest_seq < max(1, self._bytes // _BYTES):
+            return None
+        # An entry needs no fold: it is not lost for this.
+        with suppress(Exception), deadline(BEST_EFFORT_S):
+            data = dump(state)
+            name = name_of(state, data)
+            self._store.put(run_key(self._run, fold_key(name)), data)
+            self._bytes = len(data)
+            return name
+        return None
+
+    def drop_old(self) -> None:
+        """Folded states grow with the run: those older than the last two that the log vouches for must not add up."""
+        if len(self._names) > 1:
+            names = ((key, fold_of(key[len(self._run) + 1 :])) for key in self._keys())
+            # Who may not delete here will hear of it from gc.
+            self._store.delete([key for key, name in names if name is not None and name < self._names[0]])
+
+    def make_room(self) -> bool:
+        """Delete all but the newest that the log vouches for, if one is known; whether there were any."""
+        if not self._names:
+            return False
+        newest = run_key(self._run, fold_key(self._names[-1]))
+        spare = [key for key in self._keys() if key != newest]
+        self._store.delete(spare)
+        return bool(spare)
+
+    def _keys(self) -> list[str]:
+        return [info.key for info in self._store.list(run_key(self._run, "log/fold-"))]

@@ -24,7 +24,7 @@ from deltashard_checkpoint.errors import (
 from deltashard_checkpoint.format.object_key import new_token
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import closure, parts_of
-from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, LogGap, RunLog, stopped
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import (
     AttemptOpened,
     Checkpoint,
@@ -37,6 +37,7 @@ from deltashard_checkpoint.log.entry import (
 )
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import Hint
+from deltashard_checkpoint.log.log_error import LogGap, stopped
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.pin import standing
 from deltashard_checkpoint.log.replay import EntryRefused, advance, void_slots
@@ -171,7 +172,7 @@ def _base(log: RunLog, slots: dict[int, Slot]) -> RunState:
     entries = [slot.entry for _, slot in sorted(slots.items()) if isinstance(slot, Sealed)]
     for name in sorted({name for entry in entries if (name := named_fold(entry)) is not None}, reverse=True):
         try:
-            return log.load_fold(name)
+            return log.folds.load(name)
         except (FormatError, EnvironmentFault):
             continue
     owners = [entry.owner for entry in entries if isinstance(entry, (Genesis, AttemptOpened))]

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.format.object_key import compaction_token
 from deltashard_checkpoint.log.chain import ChainLink, chain, closure
-from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Compacted, Entry, Part
+from deltashard_checkpoint.log.log_error import stopped
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
 

@@ -29,8 +29,9 @@ from dataclasses import dataclass, replace
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.log.chain import live_prefixes
-from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Entry, Reclaimed, cut_of, entry_key, prefix_of
+from deltashard_checkpoint.log.log_error import stopped
 from deltashard_checkpoint.log.replay import forgettable, kept_back, over
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound

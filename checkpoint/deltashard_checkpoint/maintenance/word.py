@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.chain import CheckpointNotFound
-from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Entry, Pinned, Rewound
+from deltashard_checkpoint.log.log_error import stopped
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.log.selection import select
 from deltashard_checkpoint.maintenance.holder import check_ended

@@ -17,8 +17,8 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.index import Index
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.chain import CheckpointNotFound, chain, closure, parts_of
-from deltashard_checkpoint.log.commit_log import stopped
 from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.log_error import stopped
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.log.selection import select

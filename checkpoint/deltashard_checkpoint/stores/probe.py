@@ -6,6 +6,7 @@ one slot of the log. So it is refused before the first entry, not when the secon
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -19,6 +20,12 @@ from deltashard_checkpoint.stores.abc import (
 )
 
 _FIRST, _SECOND = b"first", b"second"
+_probed: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def proven(store: Store) -> bool:
+    """Whether this process has tried that the store creates only what is absent."""
+    return store in _probed
 
 
 def probe(store: Store, key: str, *, pause: Callable[[], bool] = lambda: False) -> None:
@@ -30,13 +37,16 @@ def probe(store: Store, key: str, *, pause: Callable[[], bool] = lambda: False) 
     try:
         while True:
             try:
-                return _once(store, key)
+                _once(store, key)
             except ObjectNotFound as error:
                 if not pause():
                     raise StoreUnavailable("the store loses what it acknowledged", where=store.url) from error
             except StoreUnavailable:
                 if not pause():
                     raise
+            else:
+                _probed.add(store)
+                return
     finally:
         # A few bytes may stay behind; whoever may not delete here will hear of it from gc.
         with suppress(DeltashardError):

@@ -39,11 +39,12 @@ from deltashard_checkpoint.format.index import Index, Piece, digest_hex
 from deltashard_checkpoint.format.layout import layout_key
 from deltashard_checkpoint.format.object_key import new_token, parse_index_key, validate_new_run
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
-from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry, Genesis, Sealed, entry_key
 from deltashard_checkpoint.log.entry_codec import document_of, seal
 from deltashard_checkpoint.log.folded_state import fold_key
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
+from deltashard_checkpoint.log.log_error import stopped
 from deltashard_checkpoint.log.manifest import Manifests, manifest_key
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState

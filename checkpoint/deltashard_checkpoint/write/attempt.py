@@ -34,14 +34,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import CorruptObject, UserError
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import new_token, validate_new_run
-from deltashard_checkpoint.log.commit_log import (
-    DEFAULT_DEADLINE_S,
-    LogGap,
-    LogRemoved,
-    LogStopped,
-    RunLog,
-    stopped,
-)
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import (
     AttemptOpened,
     Checkpoint,
@@ -51,6 +44,7 @@ from deltashard_checkpoint.log.entry import (
     entry_key,
     voiding_writer,
 )
+from deltashard_checkpoint.log.log_error import LogGap, LogRemoved, LogStopped, stopped
 from deltashard_checkpoint.log.repair import LogMovedOn, NothingToRepair, Salvage, repair, salvage
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.log.selection import NothingRestorable, select

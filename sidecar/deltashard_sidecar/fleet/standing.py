@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable
 
 from deltashard_checkpoint.log.chain import held_bytes
-from deltashard_checkpoint.log.commit_log import proven
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.stores.probe import proven
 from deltashard_checkpoint.vocabulary import PLS_KEY, RECOVERIES_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 

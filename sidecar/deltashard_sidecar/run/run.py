@@ -25,8 +25,9 @@ from deltashard_checkpoint.format.blob_name import read_by
 from deltashard_checkpoint.format.index import Index, table_message
 from deltashard_checkpoint.format.object_key import new_token, run_key
 from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
-from deltashard_checkpoint.log.commit_log import LogRemoved, RunLog, stopped
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.log_error import LogRemoved, stopped
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.log.selection import select

@@ -22,8 +22,8 @@ from deltashard_checkpoint.format.frame_encoder import (
     rows_per_frame,
 )
 from deltashard_checkpoint.format.row_block import EncodeOptions
-from deltashard_checkpoint.log.commit_log import LogRemoved
 from deltashard_checkpoint.log.entry import Part
+from deltashard_checkpoint.log.log_error import LogRemoved
 from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, PLS_KEY, PRECISION_KEY, encoding_named
 from deltashard_checkpoint.write.commit import Committed, commit_parts
 from deltashard_checkpoint.write.cut_reports import abandon_part

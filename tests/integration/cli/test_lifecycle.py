@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import closure
-from deltashard_checkpoint.log.commit_log import LogGap, LogWentBack, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import REMOVAL
+from deltashard_checkpoint.log.log_error import LogGap, LogWentBack
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore

@@ -16,7 +16,7 @@ from deltashard.errors import (
 from deltashard_checkpoint.cache.pack_spool import CacheFull
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError, EnvironmentFault, UnsupportedVersion
 from deltashard_checkpoint.log.chain import ChainIncomplete, CheckpointNotFound
-from deltashard_checkpoint.log.commit_log import AppendUnknown, LogRemoved, LogStopped, LogWentBack
+from deltashard_checkpoint.log.log_error import AppendUnknown, LogRemoved, LogStopped, LogWentBack
 from deltashard_checkpoint.restore.plan import SchemaMismatch
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,

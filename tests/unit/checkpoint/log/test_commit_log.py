@@ -12,14 +12,16 @@ from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import commit_log, folded_state
 from deltashard_checkpoint.log.chain import chain, lineage
-from deltashard_checkpoint.log.commit_log import AppendUnknown, LogGap, LogStopped, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import FoldName, Genesis, Sealed, entry_key, named_fold
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import Hint
+from deltashard_checkpoint.log.log_error import AppendUnknown, LogGap, LogStopped
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.maintenance.retention import Retention, retire
+from deltashard_checkpoint.stores import probe
 from deltashard_checkpoint.stores.abc import AccessDenied, ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
@@ -44,7 +46,7 @@ def genesis(state: RunState, seq: int, writer: str) -> Genesis | None:
 def faulty_run() -> tuple[Run, FaultyStore]:
     run = Run()
     run.store = FaultyStore(run.memory)
-    commit_log._probed.add(run.store)
+    probe._probed.add(run.store)
     run.log = run.reader()
     return run, run.store
 
@@ -306,7 +308,7 @@ def test_a_reader_needs_no_entry_but_the_newest(lost):
 
 def test_a_large_folded_state_is_named_as_seldom_as_it_is_large(monkeypatch):
     """So that an entry's share of it stays what a small one costs."""
-    monkeypatch.setattr(commit_log, "_FOLD_BYTES", 1000)
+    monkeypatch.setattr(folded_state, "_BYTES", 1000)
     run = Run()
     attempt = run.open().attempt
     named = [run.log.read_slot(run.commit(attempt, cut)).entry for cut in range(1, 60)]

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.stores.abc import ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, UnsupportedVersion
 from deltashard_checkpoint.log import entry_codec
-from deltashard_checkpoint.log.commit_log import LogStopped
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.log_error import LogStopped
 from deltashard_checkpoint.log.repair import repair, salvage
 from deltashard_checkpoint.maintenance import garbage_collection, word
 from deltashard_checkpoint.maintenance.compaction import compact

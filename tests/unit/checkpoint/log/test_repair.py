@@ -11,8 +11,8 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log import repair as repairs
-from deltashard_checkpoint.log.commit_log import LogGap, LogStopped
 from deltashard_checkpoint.log.entry import Checkpoint, Repaired, entry_key
+from deltashard_checkpoint.log.log_error import LogGap, LogStopped
 from deltashard_checkpoint.log.manifest import manifest_key
 from deltashard_checkpoint.log.repair import NothingToRepair, repair, salvage
 from deltashard_checkpoint.maintenance import word
@@ -80,7 +80,7 @@ def test_verify_judges_a_fold_by_its_content(stored):
     data = folded_state.dump(lie)
     name = folded_state.name_of(lie, data)
     log.store.put(log.key(folded_state.fold_key(name)), data)
-    log._put_fold = lambda _: name
+    log.folds.put = lambda _: name
     save(stored, log, state.attempt, 14, 14, np.arange(ROWS), None)
     code, found = run_cli("verify", url)
     assert code == 1
@@ -91,16 +91,18 @@ def test_verify_judges_a_fold_by_its_content(stored):
 
 def test_a_living_run_takes_folds_away_while_verify_reads(stored, monkeypatch):
     """Listed, and gone when it is read, because newer ones were written: no fault of the run or of the store."""
-    load = repairs.RunLog.load_fold
+    load = folded_state.FoldedStates.load
     gone = []
 
-    def take_and_load(log, name):
+    log = log_of(stored)
+
+    def take_and_load(folds, name):
         if not gone and name != max(log.listed().folds):
             log.store.delete([log.key(folded_state.fold_key(name))])
             gone.append(name)
-        return load(log, name)
+        return load(folds, name)
 
-    monkeypatch.setattr(repairs.RunLog, "load_fold", take_and_load)
+    monkeypatch.setattr(folded_state.FoldedStates, "load", take_and_load)
     code, found = run_cli("verify", stored / "store" / "job")
     assert gone
     assert (code, found["problems"]) == (0, [])

@@ -13,8 +13,9 @@ from deltashard_checkpoint.format.object_key import (
     validate_new_run,
 )
 from deltashard_checkpoint.log.chain import CheckpointNotFound
-from deltashard_checkpoint.log.commit_log import LogGap, LogWentBack, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key, voided_digest
+from deltashard_checkpoint.log.log_error import LogGap, LogWentBack
 from deltashard_checkpoint.maintenance import garbage_collection
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing
 from deltashard_checkpoint.stores.file import FileStore

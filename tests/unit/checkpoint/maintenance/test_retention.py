@@ -7,8 +7,8 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import entry_codec, folded_state
 from deltashard_checkpoint.log.chain import live_prefixes
-from deltashard_checkpoint.log.commit_log import LogStopped
 from deltashard_checkpoint.log.entry import Reclaimed, entry_key
+from deltashard_checkpoint.log.log_error import LogStopped
 from deltashard_checkpoint.log.replay import EntryRefused, fold
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import garbage_collection, retention

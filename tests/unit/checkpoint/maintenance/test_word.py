@@ -5,8 +5,8 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import CheckpointNotFound
-from deltashard_checkpoint.log.commit_log import LogStopped
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.log_error import LogStopped
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.maintenance import word

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.whole_run import removal
 

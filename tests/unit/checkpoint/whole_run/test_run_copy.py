@@ -10,10 +10,11 @@ import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
 from deltashard_checkpoint.log.chain import closure
-from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Genesis, entry_key
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
+from deltashard_checkpoint.log.log_error import LogGap, LogStopped
 from deltashard_checkpoint.maintenance import garbage_collection, retention, word
 from deltashard_checkpoint.maintenance.holder import holder
 from deltashard_checkpoint.maintenance.row_mover import CompactionUnfit

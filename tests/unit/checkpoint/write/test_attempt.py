@@ -6,9 +6,9 @@ from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import CheckpointNotFound, may_cover
-from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, LogWentBack
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
+from deltashard_checkpoint.log.log_error import LogGap, LogStopped, LogWentBack
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.maintenance import retention
