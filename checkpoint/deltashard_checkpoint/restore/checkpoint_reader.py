@@ -236,7 +236,7 @@ def read_checkpoint(  # noqa: PLR0913
     targets = [target_of(want.schema, want.boxes[0], fields=fields) for want in wants]
     applier = FrameApplier(targets)
     for fetched in Fetcher(store, run, cache=cache, deadline_s=deadline_s).fetch(plan):
-        applier.apply(fetched.data, fetched.tail)
+        applier.apply(fetched.frame)
     applier.finish(blobs=plan.blobs)
     return Snapshot(
         entry=entry,

@@ -37,7 +37,7 @@ from deltashard_checkpoint.errors import (
     UnsupportedVersion,
 )
 from deltashard_checkpoint.format import object_key
-from deltashard_checkpoint.format.frame import checked_frame, checked_tail
+from deltashard_checkpoint.format.frame import Frame, checked_frame, checked_tail, parse_frame
 from deltashard_checkpoint.format.index import Pack
 from deltashard_checkpoint.restore.plan import (
     MAX_REQUEST_BYTES,
@@ -72,6 +72,8 @@ class FetchedFrame:
     """A frame and its tail, checked against what the index says: hash, kind, table, rows, columns, step, blob."""
 
     planned: PlannedFrame
+    frame: Frame
+    """Parsed with its tail."""
     data: memoryview
     tail: memoryview | None
     """None: it has none, or state is not wanted."""
@@ -283,10 +285,20 @@ class _Arrivals:
         while self._frames and (tails or not self._frames[0][0].state):
             planned, at, data = self._frames.popleft()
             tail = tails.popleft() if planned.state else None
+            state = None if tail is None else memory[tail.span]
+            try:
+                frame = parse_frame(data, state, verify=False)
+            except FormatError as error:  # each is what its index says, and they do not go together
+                raise InvalidCheckpoint(
+                    f"a frame and its tail of checkpoint {planned.seq}: {error.what}",
+                    where=request.key,
+                    remedy="an older checkpoint may be whole",
+                ) from error
             yield FetchedFrame(
                 planned=planned,
+                frame=frame,
                 data=data,
-                tail=None if tail is None else memory[tail.span],
+                tail=state,
                 request=at,
                 tail_request=number,
                 tail_offset=0 if tail is None else tail.offset,

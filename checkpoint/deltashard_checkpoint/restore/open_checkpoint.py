@@ -195,7 +195,7 @@ class OpenCheckpoint:
 
     def _apply(self, applier: FrameApplier, plan: Plan, advance: Advance) -> None:
         for fetched in Fetcher(self.store, self.state.run).fetch(plan):
-            applier.apply(fetched.data, fetched.tail)
+            applier.apply(fetched.frame)
             advance(len(fetched.data) + len(fetched.tail or b""))
         applier.finish(blobs=plan.blobs)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import InvalidCheckpoint
-from deltashard_checkpoint.format import object_key
+from deltashard_checkpoint.format import frame_encoder, object_key
 from deltashard_checkpoint.format.frame import frame_length, parse_frame, parse_tail
 from deltashard_checkpoint.restore import checkpoint_reader
 from deltashard_checkpoint.restore.fetcher import Fetcher, warm_cache
@@ -86,6 +87,24 @@ def test_a_tail_that_is_wrong_in_the_store_is_invalid_where_state_is_wanted(run:
     else:
         run.store.put(key, _flip(data) if damage == "flip" else bytes(data[:1000]))
     with pytest.raises(InvalidCheckpoint, match=r"-s00000\.pack"):
+        _frames(Fetcher(run.store, RUN), _plan(run))
+    assert _frames(Fetcher(run.store, RUN), _plan(run, weights_only=True))
+
+
+def test_a_tail_of_another_table_is_invalid_though_its_hash_is_the_named_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer's fault that no hash shows: refused where it is read, before a trainer gets it."""
+    encode = frame_encoder._encode_tail
+
+    def of_more_rows(block, *rest):
+        return encode(replace(block, schema=replace(block.schema, rows=5000)), *rest)
+
+    monkeypatch.setattr(frame_encoder, "_encode_tail", of_more_rows)
+    run = Run(tmp_path, store=FaultyStore(MemoryStore()))
+    model = run.model = Model(schema(rows=400))
+    run.save([model.table], [([whole(model.table)], model.frames(range(400), per_frame=100))], step=1)
+    with pytest.raises(InvalidCheckpoint, match="differ in the shape of table"):
         _frames(Fetcher(run.store, RUN), _plan(run))
     assert _frames(Fetcher(run.store, RUN), _plan(run, weights_only=True))
 
