@@ -263,7 +263,7 @@ def _manifest(cut: CutReports, reports: Sequence[tuple[ReportName, ReportBody]])
                 covers=name.covers,
                 rows=name.rows,
                 stored_bytes=name.stored_bytes,
-                common_blobs=body.common_blobs,
+                common_blobs=body.blobs,
             )
             for name, body in reports
         ),

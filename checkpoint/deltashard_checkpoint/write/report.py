@@ -16,18 +16,31 @@ from dataclasses import dataclass, field
 from deltashard_checkpoint.errors import ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
 from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, parse_index_key
+from deltashard_checkpoint.format.record_codec import (
+    BOOLEAN,
+    MAPPING,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    document,
+    values,
+)
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.entry import Part
-from deltashard_checkpoint.log.entry_codec import (
-    box_document,
-    encodings_document,
-    read_box,
-    read_encodings,
-    read_table,
-    table_document,
-)
+from deltashard_checkpoint.log.entry_codec import BOXES, ENCODINGS, TABLES
 
 FORMAT = 1
+_BODY = {
+    "tables": TABLES,
+    "encodings": ENCODINGS,
+    "boxes": BOXES,
+    "cut_at_s": NUMBER,
+    "directive": TEXT,
+    "fingerprint": MAPPING,
+    "metadata": MAPPING,
+    "pins": TEXTS,
+    "blobs": BOOLEAN,
+}
 _CACHED_BODIES = 1 << 14
 _NUMBER = "(0|[1-9][0-9]{0,18})"
 _NAME = re.compile(
@@ -70,7 +83,8 @@ class ReportBody:
     fingerprint: Mapping[str, str]
     metadata: Mapping[str, str]
     pins: tuple[str, ...]
-    common_blobs: bool
+    blobs: bool
+    """Whether the part may hold some for all ranks."""
 
     @classmethod
     def of(cls, report: PartReport, *, layout: str) -> ReportBody:
@@ -84,26 +98,12 @@ class ReportBody:
             fingerprint=report.fingerprint if first else {},
             metadata=report.metadata,
             pins=report.pins,
-            common_blobs=report.common_blobs,
+            blobs=report.common_blobs,
         )
 
     def encode(self, run: str, world_size: int) -> bytes:
-        return canonical(
-            {
-                "format": FORMAT,
-                "run": run,
-                "world_size": world_size,
-                "tables": [table_document(table) for table in self.tables],
-                "encodings": encodings_document(self.encodings),
-                "boxes": [box_document(box) for box in self.boxes],
-                "cut_at_s": self.cut_at_s,
-                "directive": self.directive,
-                "fingerprint": dict(self.fingerprint),
-                "metadata": dict(self.metadata),
-                "pins": list(self.pins),
-                "blobs": self.common_blobs,
-            }
-        )
+        whose = {"format": FORMAT, "run": run, "world_size": world_size}
+        return canonical(whose | document(self, _BODY))
 
     @classmethod
     def decode(cls, data: bytes, run: str, world_size: int, *, where: str) -> ReportBody:
@@ -113,17 +113,7 @@ class ReportBody:
             raise UnsupportedVersion("report of another format", where=where, remedy="upgrade deltashard")
         if (found := (r.text("run"), r.integer("world_size"))) != (run, world_size):
             raise ForeignObject(f"the report is of {found}", where=where)
-        body = cls(
-            tables=tuple(read_table(item, where) for item in r.items("tables")),
-            encodings=read_encodings(r),
-            boxes=tuple(read_box(r, item) for item in r.items("boxes")),
-            cut_at_s=r.number("cut_at_s"),
-            directive=r.text("directive"),
-            fingerprint=r.mapping("fingerprint"),
-            metadata=r.mapping("metadata"),
-            pins=r.texts("pins"),
-            common_blobs=r.boolean("blobs"),
-        )
+        body = cls(**values(r, _BODY))
         r.end()
         return body
 
