@@ -23,7 +23,8 @@ from typing import TypeVar
 import checks
 import numpy as np
 from deltashard_checkpoint.format import typed_tree
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from harness import DemoFailed, until
 from pods import Pod
 from records import StepLines, Watch
@@ -217,18 +218,19 @@ def _restart(scene: Scene, what: str, kill: Callable[[], float]) -> Kill:
 
 def _read_from_store(scene: Scene, seq: int) -> dict[str, np.ndarray]:
     """The checkpoint as a third process reads it: this one, from nothing but the store."""
-    snapshot = read_checkpoint(scene.watch.store, scene.run, f"seq:{seq}")
+    state = RunLog(scene.watch.store, scene.run).refresh()
+    checkpoint = OpenCheckpoint.of(scene.watch.store, state, state.checkpoints[seq])
     found: dict[str, np.ndarray] = {}
-    for fqn, table in snapshot.tables.items():
-        found[fqn] = table.weights
+    for table in checkpoint.tables():
+        found[table.schema.fqn] = table.weights
         for name, values in table.fields.items():
-            found[f"{fqn}:{name}"] = values
-    for name in snapshot.blobs:
+            found[f"{table.schema.fqn}:{name}"] = values
+    for name, data in checkpoint.blobs().items():
         kind, _, rest = name.partition("/")
         if kind == "dense":
-            found[rest] = _array(snapshot.tree(name))
+            found[rest] = _array(typed_tree.decode(data))
         elif kind == "optim":
-            for fqn, entries in snapshot.tree(name)["state"].items():
+            for fqn, entries in typed_tree.decode(data)["state"].items():
                 found |= {f"{fqn}:{key}": _array(value) for key, value in entries.items()}
     return found
 

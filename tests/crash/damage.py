@@ -26,12 +26,12 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.repair import NothingToRepair, salvage
 from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover, word
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, TABLE
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 RUN = "job"
 ROOT = Path(__file__).parents[2]

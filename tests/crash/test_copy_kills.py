@@ -8,7 +8,6 @@ import pytest
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.log_error import LogGap
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.whole_run.run_copy import TargetTaken
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_cli.target import Target
@@ -18,6 +17,7 @@ from tests.crash import log_victim
 from tests.crash.copy_victim import act, target_of
 from tests.crash.kill import killed
 from tests.crash.log_victim import ROWS, log_of, save, values
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 COPY_POINTS = [
     "cp.after_packs",

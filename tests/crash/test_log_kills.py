@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from deltashard_checkpoint.log.chain import live_prefixes
 from deltashard_checkpoint.maintenance import garbage_collection, retention
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write import attempt
 
 from tests.crash import log_victim
 from tests.crash.kill import killed
 from tests.crash.log_victim import ROWS, log_of, save, values
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 POINTS = [
     ("pack.before_put", "save", 4),

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.crash.part_child import model_at
 from tests.support.checkpoint.sample import RUN
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 
 def _child(directory: Path, first: int, saves: int, crash_at: str = "") -> tuple[int, list[int]]:

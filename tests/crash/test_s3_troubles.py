@@ -22,11 +22,11 @@ import grpc
 import numpy as np
 import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli.target import Target
 from deltashard_cli.verification import verify
 
+from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same
 from tests.support.machine import limit_s

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import (
     Model,

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from deltashard.attach.launcher import runtime_dir
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_sidecar.main import notify
 
 from tests.incidents.toys import ROWS, Run, assert_holds, newest_step, stored
+from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.minio_server import MinioServer

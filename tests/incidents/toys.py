@@ -12,10 +12,10 @@ import deltashard
 import numpy as np
 import torch
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 from torch import nn
 
+from tests.support.checkpoint.snapshot import Snapshot, read_checkpoint
 from tests.support.eventually import eventually
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # said explicitly, or torch warns

@@ -71,16 +71,9 @@ class PackCache:
         with self._changed:
             return self._used_bytes
 
-    def create(
-        self,
-        key: str,
-        *,
-        capacity_bytes: int,
-        wait_s: float = 0.0,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> PackSpool:
-        """A new pinned pack file for `key`, as `create_all` makes several."""
-        return self.create_all([key], capacity_bytes=capacity_bytes, wait_s=wait_s, stopped=stopped)[0]
+    def create(self, key: str, *, capacity_bytes: int) -> PackSpool:
+        """A new pinned pack file for `key`, if there is room now; as `create_all` makes several."""
+        return self.create_all([key], capacity_bytes=capacity_bytes)[0]
 
     def create_all(
         self,
@@ -177,7 +170,6 @@ class PackCache:
                 self._path(key).with_suffix(suffix).unlink(missing_ok=True)
 
     def __contains__(self, key: str) -> bool:
-        """Whether the pack is here (or being filled)."""
         with self._changed:
             return _name(key) in self._entries
 
@@ -189,7 +181,6 @@ class PackCache:
             return 0 if entry is None else entry.bytes
 
     def wake(self) -> None:
-        """Let waiting `create` calls look at their `stopped` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -243,7 +234,6 @@ class PackCache:
         return True
 
     def close(self) -> None:
-        """Give the directory up; its packs stay for the next owner."""
         if self._lock_fd >= 0:
             cache_dir.disown(self.directory, self._lock_fd)
             self._lock_fd = -1

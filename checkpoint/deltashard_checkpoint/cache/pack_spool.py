@@ -16,7 +16,7 @@ from pathlib import Path
 
 from deltashard_proto.cause import Cause
 
-from deltashard_checkpoint.errors import EnvironmentFault
+from deltashard_checkpoint.errors import EnvironmentFault, InternalBug
 
 PACK_BYTES = 64 << 20
 """A pack is sealed when the next frame would make it larger: one PUT, no multipart debris."""
@@ -71,10 +71,10 @@ class PackSpool:
     def _end(self, length: int) -> int:
         return self.size_bytes + -(-length // ALIGN) * ALIGN
 
-    def reserve(self, length: int) -> int | None:
-        """Offset of a fresh place of `length` bytes (rounded up to 64), or None when the pack is too full for it."""
+    def reserve(self, length: int) -> int:
+        """Offset of a fresh place of `length` bytes (rounded up to 64), which must fit."""
         if not self.fits(length):
-            return None
+            raise InternalBug(f"no place for {length} bytes", where=str(self.path))
         offset, self.size_bytes = self.size_bytes, self._end(length)
         return offset
 

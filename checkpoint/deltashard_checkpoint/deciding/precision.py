@@ -73,7 +73,6 @@ def by_table(said: Mapping[str, str], tables: Iterable[str]) -> tuple[dict[str, 
 
 
 def text_of(encodings: Mapping[str, str]) -> str:
-    """The text that `encodings_of` reads."""
     return ",".join(f"{table}={encoding}" for table, encoding in sorted(encodings.items()))
 
 

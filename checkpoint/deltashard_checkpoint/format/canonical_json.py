@@ -71,7 +71,6 @@ class Reader:
         raise CorruptObject(f"log document is malformed: {what}", where=self.where)
 
     def take(self, key: str) -> Any:
-        """A required field, untyped."""
         if key not in self._object:
             self.fail(f"{key!r} is missing")
         self._left.discard(key)
@@ -81,7 +80,6 @@ class Reader:
         return key in self._object
 
     def optional(self, key: str) -> Any:
-        """A field that may be absent, untyped."""
         self._left.discard(key)
         return self._object.get(key)
 
@@ -90,7 +88,6 @@ class Reader:
         return self.as_integer(self.take(key), key, low=low)
 
     def as_integer(self, value: Any, what: str, *, low: int = 0) -> int:
-        """`value` as an integer in [low, 2^63)."""
         if type(value) is not int or not low <= value <= _MAX_INT:
             self.fail(f"{what} is no integer from {low}")
         return value
@@ -117,7 +114,6 @@ class Reader:
         return self.as_text(self.take(key), key, pattern)
 
     def as_text(self, value: Any, what: str, pattern: re.Pattern[str] | None = None) -> str:
-        """`value` as a string of bounded length that matches the whole pattern."""
         if type(value) is not str or len(value) > _MAX_TEXT or (pattern and not pattern.fullmatch(value)):
             self.fail(f"{what} is no such string")
         return value
@@ -126,7 +122,6 @@ class Reader:
         return iter(self.as_list(self.take(key), key))
 
     def as_list(self, value: Any, what: str, length: int | None = None) -> list[Any]:
-        """`value` as a list, of this length if one is given."""
         if type(value) is not list or (length is not None and len(value) != length):
             self.fail(f"{what} is no such list")
         return value

@@ -74,5 +74,4 @@ def by_code(code: int) -> DType:
 
 
 def is_known(name: str) -> bool:
-    """Whether `name` is a type of the format."""
     return name in _BY_NAME

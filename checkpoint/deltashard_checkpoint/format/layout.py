@@ -56,7 +56,6 @@ class NotTiled(UserError):
 
 
 def layout_key(digest: str) -> str:
-    """Key of a layout, relative to the run's root."""
     return f"layout/{digest}"
 
 
@@ -134,7 +133,6 @@ class Layout:
 
     @property
     def key(self) -> str:
-        """Key of the object, relative to the run's root."""
         return layout_key(self.digest)
 
     @classmethod

@@ -119,7 +119,6 @@ def cut_prefix(attempt: int, cut: int) -> str:
 
 
 def compaction_prefix(token: str) -> str:
-    """What all data objects of one compaction begin with."""
     _check_token(token)
     return f"data/compact-{token}/"
 
@@ -172,7 +171,6 @@ def parse_index_key(key: str) -> IndexKey:
 
 
 def is_index_key(key: str) -> bool:
-    """Whether `key` names an index (of a part or a compaction)."""
     return _INDEX.fullmatch(key) is not None or _COMPACT_INDEX.fullmatch(key) is not None
 
 

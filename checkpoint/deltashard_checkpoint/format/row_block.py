@@ -108,7 +108,6 @@ class RowBlock:
         return len(self.ids)
 
     def __getitem__(self, rows: slice) -> RowBlock:
-        """Some of the rows, by their positions in the block."""
         return replace(
             self,
             ids=self.ids[rows],

@@ -160,7 +160,6 @@ class _Pieces:
         self.loose: dict[str, list[Box]] = {}
 
     def add(self, holder: Holder | None, boxes: Iterable[Box]) -> None:
-        """More of them; `holder`: whose they all are."""
         if holder is not None:
             self.held.setdefault(holder, []).extend(boxes)
             return
@@ -266,7 +265,6 @@ def may_cover(state: RunState, attempt: int, seq: int) -> bool:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The common rectangle of two boxes, or None."""
     if a.table != b.table:
         return None
     row_start, row_stop = max(a.row_start, b.row_start), min(a.row_stop, b.row_stop)

@@ -103,7 +103,6 @@ class RunLog:
 
     @property
     def concurrent(self) -> bool:
-        """Whether several requests may be on their way at once."""
         return self._readers > 1
 
     @property
@@ -410,7 +409,6 @@ class RunLog:
         )
 
     def _is_removed(self) -> bool:
-        """Whether nothing is left of the log, or a removal says that it goes."""
         hint = self.hint()
         return hint == REMOVAL or (hint.seq < 0 and not self.listed().seqs)
 

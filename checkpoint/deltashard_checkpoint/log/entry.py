@@ -300,7 +300,6 @@ def prefix_of(key: str) -> str:
 
 
 def is_prefix(text: str) -> bool:
-    """Whether `text` is exactly a deletable prefix."""
     return _PREFIX.fullmatch(text) is not None
 
 

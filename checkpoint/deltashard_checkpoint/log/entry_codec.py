@@ -152,7 +152,6 @@ _TABLE = {
 
 
 def _record(kind: type[R], fields: Fields) -> Field:
-    """Several records of their own documents."""
 
     def read(r: Reader, item: Any) -> R:
         inner = Reader(item, r.where)

@@ -47,7 +47,6 @@ E = TypeVar("E", bound=Entry)
 
 
 def fold_key(name: FoldName) -> str:
-    """Key of a fold, relative to the run's root."""
     return f"log/fold-{name.seq:020d}-{name.digest}.json"
 
 
@@ -58,7 +57,6 @@ def fold_of(key: str) -> FoldName | None:
 
 
 def name_of(state: RunState, data: bytes) -> FoldName:
-    """What the fold of `state`, with these bytes, is called."""
     return FoldName(state.tip, content_digest(data))
 
 
@@ -146,7 +144,6 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
 
 
 def _attempt(r: Reader, item: Any) -> tuple[int, Attempt]:
-    """An attempt's number, and the attempt."""
     opened, size, *rest = r.as_list(item, "attempt", 10)
     resumes_from, resumes_attempt, last_cut, last_seq, last_step = (
         None if n is None else r.as_integer(n, "attempt") for n in rest[:5]
@@ -203,7 +200,6 @@ def _entry(r: Reader, document: Any, kind: type[E]) -> E:
 
 
 def vouched_fold(slot: Slot) -> FoldName | None:
-    """The fold that the entry in a slot names."""
     return named_fold(slot.entry) if isinstance(slot, Sealed) else None
 
 
@@ -229,7 +225,6 @@ class FoldedStates:
         return self._names[-1].seq if self._names else -1
 
     def learn(self, slots: Iterable[Slot]) -> None:
-        """Remember the newest folds that the log vouches for."""
         found = {name for slot in slots if (name := vouched_fold(slot)) is not None}
         if found:
             self._names = tuple(sorted({*self._names, *found})[-2:])

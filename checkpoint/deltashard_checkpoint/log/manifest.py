@@ -99,7 +99,6 @@ class Manifest:
 
 
 def manifest_key(attempt: int, cut: int, digest: str) -> str:
-    """Key of a manifest, relative to the run's root."""
     return f"{cut_prefix(attempt, cut)}{digest}.manifest"
 
 

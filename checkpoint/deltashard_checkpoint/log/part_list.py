@@ -40,7 +40,6 @@ class PartList:
         return map(self.part, range(len(self)))
 
     def part(self, rank: int) -> Part:
-        """One rank's, with its boxes."""
         each = self.listed[rank]
         return Part(
             rank=rank,

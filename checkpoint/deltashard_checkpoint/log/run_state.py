@@ -114,14 +114,12 @@ class RunState:
 
     @property
     def pinned(self) -> Mapping[str, int]:
-        """The checkpoint that is kept under each pinned name."""
         every = {
             name: self.bearers(name) for name in sorted(pin.names(self.checkpoints.values(), self.words))
         }
         return {name: seqs[-1] for name, seqs in every.items() if seqs}
 
     def pins_of(self, seq: int) -> tuple[str, ...]:
-        """The names that a live checkpoint bears, sorted."""
         said = {
             *self.checkpoints[seq].pins,
             *(name for name, word in self.words.items() if word.checkpoint == seq),

@@ -62,7 +62,6 @@ def kept(state: RunState, retention: Retention) -> frozenset[int]:
 
 
 def reasons(state: RunState, retention: Retention) -> dict[int, tuple[str, ...]]:
-    """Why each of the checkpoints in `kept` is kept, for people. Pure."""
     asked = _asked(state, retention)
     why = {seq: list(said) for seq, said in asked.items()}
     based: set[int] = set()

@@ -1,7 +1,6 @@
-"""Reading a whole checkpoint from a store: log entry -> chain -> indexes -> plan -> frames -> arrays.
+"""From a checkpoint in the log to a plan of what is read: manifests, chain, indexes; and memory for whole tables.
 
-The shell around `plan`, `fetcher` and `frame_applier`. The sidecar uses the first half (`load_indexes`, `plan_restore`)
-and hands frames to its trainer; command line, export and tests use all of it (`read_checkpoint`).
+The shell around `plan`, for the sidecar, which hands frames to its trainer, and for `open_checkpoint`.
 """
 
 from __future__ import annotations
@@ -10,26 +9,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import FormatError, InvalidCheckpoint, UnsupportedVersion
-from deltashard_checkpoint.format import element_type, typed_tree
+from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.blob_name import parse_blob_name, read_by
 from deltashard_checkpoint.format.index import Index, decode_index
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.log.chain import CheckpointNotFound, blob_parts_of, chain, closure
+from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Checkpoint, Part
+from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.log.selection import select
-from deltashard_checkpoint.restore.fetcher import Fetcher
-from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.restore.frame_applier import TableTarget
 from deltashard_checkpoint.restore.plan import Plan, Want, restore_plan
 from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
@@ -48,21 +44,6 @@ class TableArrays:
     weights: Array
     """[rows, columns]; bfloat16 as uint16."""
     fields: Mapping[str, Array]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A checkpoint in memory."""
-
-    entry: Checkpoint
-    plan: Plan
-    tables: Mapping[str, TableArrays]
-    blobs: Mapping[str, memoryview]
-    """Encoded trees by name; `typed_tree.decode`, or `tree`."""
-
-    def tree(self, name: str) -> Any:
-        """A blob, decoded; tensors as `typed_tree.Tensor`."""
-        return typed_tree.decode(self.blobs[name])
 
 
 def load_indexes(
@@ -186,65 +167,6 @@ def whole_tables(tables: Iterable[TableSchema]) -> tuple[Want, ...]:
             boxes=(Box(table=t.fqn, row_start=0, row_stop=t.rows, col_start=0, col_stop=t.columns),),
         )
         for t in tables
-    )
-
-
-def read_checkpoint(  # noqa: PLR0913
-    store: Store,
-    run: str,
-    which: str = "latest",
-    *,
-    tables: Collection[str] | None = None,
-    blobs: bool | Collection[str] = True,
-    fields: bool = True,
-    cache: PackCache | None = None,
-    state: RunState | None = None,
-    deadline_s: float = 3600.0,
-) -> Snapshot:
-    """The checkpoint `which` means (see `attempt.select`): whole tables (all, or these), their fields, and blobs.
-
-    Blobs: those for all ranks, none, or these; what is one rank's own must be named (`format.blob_name`).
-    Without `state` the run may go on, see `settled`. Raises `CheckpointNotFound`, `InvalidCheckpoint`,
-    `StoreUnavailable` and what the log raises.
-    """
-    if state is None:
-        return settled(
-            RunLog(store, run),
-            lambda found: read_checkpoint(
-                store,
-                run,
-                which,
-                tables=tables,
-                blobs=blobs,
-                fields=fields,
-                cache=cache,
-                state=found,
-                deadline_s=deadline_s,
-            ),
-            deadline_s=deadline_s,
-        )
-    entry = select(state, which)
-    if entry is None:
-        raise CheckpointNotFound("no checkpoint was ever committed", where=f"run {run}")
-    schemas = [table for table in entry.tables if tables is None or table.fqn in tables]
-    if absent := sorted(set(tables or ()) - {table.fqn for table in schemas}):
-        raise CheckpointNotFound(f"checkpoint {entry.seq} has no tables {absent}", where=f"run {run}")
-    wants = whole_tables(schemas)
-    plan = plan_restore(
-        store, state, entry.seq, wants, blobs=blobs, weights_only=not fields, deadline_s=deadline_s
-    )
-    targets = [target_of(want.schema, want.boxes[0], fields=fields) for want in wants]
-    applier = FrameApplier(targets)
-    for fetched in Fetcher(store, run, cache=cache, deadline_s=deadline_s).fetch(plan):
-        applier.apply(fetched.frame)
-    applier.finish(blobs=plan.blobs)
-    return Snapshot(
-        entry=entry,
-        plan=plan,
-        tables={
-            t.schema.fqn: TableArrays(schema=t.schema, weights=t.weights, fields=t.fields) for t in targets
-        },
-        blobs=applier.blobs,
     )
 
 

@@ -6,7 +6,7 @@ library read by this; a restore into a living model goes through the sidecar.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,25 +114,27 @@ class OpenCheckpoint:
     ) -> Iterator[TableArrays]:
         """Whole tables, one after the other."""
         for schema in self.entry.tables if schemas is None else schemas:
-            (want,) = whole_tables((schema,))
-            plan = self._plan((want,), blobs=False, fields=fields)  # before there is memory: it is checked
-            target = target_of(schema, want.boxes[0], fields=fields)
-            self._apply(FrameApplier([target]), plan, advance)
-            yield TableArrays(schema=schema, weights=target.weights, fields=target.fields)
+            yield self.span(schema, 0, schema.rows, fields=fields, advance=advance)
 
     def span(
         self, schema: TableSchema, start: int, stop: int, *, fields: bool = True, advance: Advance = _quiet
     ) -> TableArrays:
         """Rows [start, stop) of one table, which must lie within it, in order."""
-        box = Box(table=schema.fqn, row_start=start, row_stop=stop, col_start=0, col_stop=schema.columns)
-        plan = self._plan((Want(schema=schema, boxes=(box,)),), blobs=False, fields=fields)
-        target = target_of(schema, box, fields=fields)
-        self._apply(FrameApplier([target]), plan, advance)
+        (target,) = self._targets(schema, [(start, stop)], fields=fields, advance=advance)
         return TableArrays(schema=schema, weights=target.weights, fields=target.fields)
 
-    def rows(
-        self, schema: TableSchema, ids: npt.ArrayLike, *, fields: bool = True, advance: Advance = _quiet
-    ) -> TableArrays:
+    def _targets(
+        self, schema: TableSchema, spans: Sequence[tuple[int, int]], *, fields: bool, advance: Advance
+    ) -> list[TableTarget]:
+        """Rows [start, stop) of one table, once for each of `spans`."""
+        boxes = tuple(_rows_of(schema, *span) for span in spans)
+        # Before there is memory: it is checked.
+        plan = self._plan((Want(schema=schema, boxes=boxes),), blobs=False, fields=fields)
+        targets = [target_of(schema, box, fields=fields) for box in boxes]
+        self._apply(FrameApplier(targets), plan, advance)
+        return targets
+
+    def rows(self, schema: TableSchema, ids: npt.ArrayLike, *, fields: bool = True) -> TableArrays:
         """Rows `ids` (integers [n], any order, repeats allowed) of one table, in that order.
 
         Raises:
@@ -150,20 +152,9 @@ class OpenCheckpoint:
                 where=schema.fqn,
                 remedy=f"the table has rows 0 to {schema.rows - 1}",
             )
-        boxes = [
-            Box(table=schema.fqn, row_start=a, row_stop=b, col_start=0, col_stop=schema.columns)
-            for a, b in _ranges(np.unique(wanted).astype(np.int64))
-        ]
-        targets: list[TableTarget] = []
-        if boxes:
-            plan = self._plan((Want(schema=schema, boxes=tuple(boxes)),), blobs=False, fields=fields)
-            targets = [target_of(schema, box, fields=fields) for box in boxes]
-            self._apply(FrameApplier(targets), plan, advance)
-        held = target_of(
-            schema,
-            Box(table=schema.fqn, row_start=0, row_stop=len(wanted), col_start=0, col_stop=schema.columns),
-            fields=fields,
-        )
+        held = target_of(schema, _rows_of(schema, 0, len(wanted)), fields=fields)
+        spans = _ranges(np.unique(wanted).astype(np.int64))
+        targets = self._targets(schema, spans, fields=fields, advance=_quiet) if spans else []
         for target in targets:
             box = target.box
             inside = (wanted >= box.row_start) & (wanted < box.row_stop)
@@ -198,6 +189,10 @@ class OpenCheckpoint:
             applier.apply(fetched.frame)
             advance(len(fetched.data) + len(fetched.tail or b""))
         applier.finish(blobs=plan.blobs)
+
+
+def _rows_of(schema: TableSchema, start: int, stop: int) -> Box:
+    return Box(table=schema.fqn, row_start=start, row_stop=stop, col_start=0, col_stop=schema.columns)
 
 
 def _ranges(ids: Rows) -> list[tuple[int, int]]:

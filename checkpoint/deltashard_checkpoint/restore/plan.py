@@ -132,11 +132,6 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What `strict=False` let pass, for people."""
 
-    @property
-    def range_bytes(self) -> int:
-        """Bytes that will be read: frames and the gaps between them."""
-        return sum(request.length for request in self.requests)
-
 
 def restore_plan(  # noqa: PLR0913
     links: Sequence[ChainLink],

@@ -48,7 +48,6 @@ class Scheme:
 
 
 def registered(name: str) -> Scheme | None:
-    """The scheme that an installed package has registered under this name."""
     for entry in entry_points(group=GROUP, name=name):
         found: Scheme = entry.load()
         return found
@@ -56,5 +55,4 @@ def registered(name: str) -> Scheme | None:
 
 
 def registered_names() -> list[str]:
-    """Names of all registered schemes, in order."""
     return sorted(entry_points(group=GROUP).names)

@@ -107,7 +107,6 @@ def _open(url: str, *, create: bool) -> Store:
 
 
 def scheme_of(name: str) -> Scheme | None:
-    """The scheme of this name, core's or a registered one."""
     return _S3 if name == "s3" else registered(name)
 
 

@@ -62,7 +62,6 @@ class CommitWait:
         return self._since_s + self._patience.spent_s
 
     def begin(self) -> None:
-        """Before the first look."""
         if not self._leads:
             self._patience.rest(FOLLOWERS_WAIT_S * (0.5 + 0.5 * self._patience.clocks.uniform()))
 

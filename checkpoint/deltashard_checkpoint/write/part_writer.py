@@ -297,11 +297,11 @@ class PartWriter:
         and in want of the other, would wait for one another.
         """
         kinds = [False, True][: len(lengths)]
-        wanted = []
-        for state, length in zip(kinds, lengths, strict=True):
-            filling = self._filling[state]
-            if filling is None or not filling.spool.fits(length):
-                wanted.append(state)
+        wanted = [
+            state
+            for state, length in zip(kinds, lengths, strict=True)
+            if (filling := self._filling[state]) is None or not filling.spool.fits(length)
+        ]
         if wanted:
             with self._state:
                 self._raise_if_ended()
@@ -316,10 +316,8 @@ class PartWriter:
         spots = []
         for state, length in zip(kinds, lengths, strict=True):
             filling = self._filling[state]
-            offset = None if filling is None else filling.spool.reserve(length)
             assert filling is not None
-            assert offset is not None
-            spots.append((filling, offset))
+            spots.append((filling, filling.spool.reserve(length)))
         return spots
 
     def _close(self, state: bool) -> None:

@@ -6,14 +6,12 @@ coarser of its own and of what the covered checkpoint says. That stays true when
 compacted and retired. It is an upper bound of the harm: all coarse rows may have been overwritten since.
 
 When the policy asks for more bits than that, deltas would keep the coarse rows for as long as nobody touches them, and
-nothing would say so: the next cut is a baseline. Checkpoints of builds before this rule say nothing; of these the text
-of their directive is read, which ends with the encodings of its cut, and one without it raises nothing.
+nothing would say so: the next cut is a baseline. A checkpoint that says nothing (an import) raises nothing.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -22,7 +20,6 @@ from typing import Any
 
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.log.chain import closure
-from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import (
     DEFAULT_STATE_ENCODING,
@@ -35,7 +32,6 @@ from deltashard_checkpoint.vocabulary import (
 OTHERS = "*"
 """Instead of a table's name: every table that is not named."""
 MAX_TEXT = 1 << 16
-_DIRECTIVE_END = re.compile(r"; ([a-z0-9]+), state ([a-z0-9]+)\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +103,8 @@ def coarsest(texts: Iterable[str]) -> StoredPrecision | None:
 
 
 def held(state: RunState, seq: int) -> StoredPrecision | None:
-    """What live checkpoint `seq` says of its rows; None when it says nothing (an older build's, an import's)."""
-    entry = state.checkpoints[seq]
-    if (said := entry.metadata.get(PRECISION_KEY)) is not None:
-        return recorded(said)
-    found = [
-        one
-        for at in sorted(closure(state, (seq,), written=True))
-        if (one := _of_entry(state.checkpoints[at])) is not None
-    ]
-    return reduce(coarser, found) if found else None
+    """What live checkpoint `seq` says of its rows; None when it says nothing (an import), or cannot be read."""
+    return recorded(state.checkpoints[seq].metadata.get(PRECISION_KEY, ""))
 
 
 def encoded_alike(
@@ -156,15 +144,6 @@ def raised(asked: StoredPrecision, stored: StoredPrecision | None) -> str:
     if _state_bits(asked.state) > _state_bits(stored.state):
         return f"bits raised: state {stored.state} to {asked.state}"
     return ""
-
-
-def _of_entry(entry: Checkpoint) -> StoredPrecision | None:
-    if (said := entry.metadata.get(PRECISION_KEY)) is not None:
-        return recorded(said)
-    match = _DIRECTIVE_END.search(entry.directive)
-    if match is None or match[1] not in ENCODINGS or match[2] not in STATE_ENCODINGS:
-        return None
-    return StoredPrecision.of(match[1], match[2])
 
 
 def _bits(encoding: str) -> int:

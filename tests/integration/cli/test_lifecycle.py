@@ -14,13 +14,13 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import REMOVAL
 from deltashard_checkpoint.log.log_error import LogGap, LogWentBack
-from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.fencing import FencedError
 
+from tests.support.checkpoint.snapshot import Snapshot, read_checkpoint
 from tests.support.checkpoint.written_run import WrittenRun
 from tests.support.command_line import Cli
 

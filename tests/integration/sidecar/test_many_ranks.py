@@ -12,12 +12,12 @@ import pytest
 from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PRECISION_KEY
 from deltashard_checkpoint.whole_run import removal
 from deltashard_checkpoint.write import precision
 
+from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, sidecar
 

@@ -11,12 +11,12 @@ import pytest
 from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PRECISION_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, SidecarProcess, Trainer, same, sidecar
 from tests.support.server.fleet_server import Authority, FleetServer

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.command_line import Cli, running
 
 TRAINER = """

@@ -17,7 +17,6 @@ from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance.garbage_collection import collect
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
-from deltashard_checkpoint.restore import checkpoint_reader as snapshots
 from deltashard_checkpoint.restore.open_checkpoint import _ranges
 from deltashard_checkpoint.stores.abc import BucketMissing
 from deltashard_checkpoint.stores.url import open_store
@@ -103,14 +102,13 @@ def test_ranges_hold_all_ids_and_are_few(ids: set[int]) -> None:
     assert all(b <= c for (_, b), (c, _) in itertools.pairwise(ranges))
 
 
-@pytest.mark.parametrize("reader", ["reader", "command line", "snapshot"])
+@pytest.mark.parametrize("reader", ["reader", "command line"])
 def test_what_is_retired_while_it_is_opened_is_not_condemned(
     written: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
     """Chosen, then retired and deleted: the newest is opened instead, and a name that is gone is said to be gone."""
-    place = {"reader": checkpoint_reader, "command line": checkpoint_choice, "snapshot": snapshots}[reader]
-    name = "select" if reader == "snapshot" else "choose"
-    chosen = getattr(place, name)
+    place = {"reader": checkpoint_reader, "command line": checkpoint_choice}[reader]
+    chosen = place.choose
     store = written.log.store
     steps: list[int] = []
 
@@ -124,14 +122,12 @@ def test_what_is_retired_while_it_is_opened_is_not_condemned(
             assert collect(RunLog(store, "team/r"), grace_s=0).objects
         return found
 
-    monkeypatch.setattr(place, name, choose_and_lose)
+    monkeypatch.setattr(place, "choose", choose_and_lose)
     if reader == "reader":
         with deltashard.open_checkpoint(tmp_path / "store", "team/r") as found:
             weights = found.table(ITEMS.fqn).weights.numpy()
-    elif reader == "command line":
+    else:
         target = targets.find_run(f"file://{tmp_path}/store/team/r", None)
         weights = checkpoint_choice.using(target, "latest", lambda one: next(one.tables([ITEMS])).weights)
-    else:
-        weights = snapshots.read_checkpoint(store, "team/r").tables[ITEMS.fqn].weights
     assert steps == [30, 50]
     assert np.array_equal(weights, written.items.weights)

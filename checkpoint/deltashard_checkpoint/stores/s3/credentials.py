@@ -87,7 +87,6 @@ class StandardProvider(Provider):
             self._role = None
 
     def source(self) -> str:
-        """The name of the source in use, for messages."""
         if self._environment.get("AWS_ACCESS_KEY_ID") and self._environment.get("AWS_SECRET_ACCESS_KEY"):
             return "AWS_ACCESS_KEY_ID"
         if self._environment.get("MINIO_ACCESS_KEY") and self._environment.get("MINIO_SECRET_KEY"):

@@ -45,7 +45,6 @@ class ProfileFiles:
 
     @property
     def state(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Changes whenever one of the files does."""
         return tuple(_state(path) for path in (self.credentials, self.config))
 
     @property

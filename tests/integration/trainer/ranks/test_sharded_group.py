@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.fake_trainer import SidecarProcess
 from tests.support.trainer.rank_zygote import RankZygote
 

@@ -47,18 +47,20 @@ def test_pinned_packs_stay_and_a_full_budget_waits_for_a_pin_to_end(tmp_path: Pa
         _put(cache, "a", b"a" * 640, unpin=False)
         _put(cache, "b", b"b" * 640, unpin=False)
         with pytest.raises(CacheFull, match="not uploaded yet"):
-            cache.create("c", capacity_bytes=640, wait_s=0)
+            cache.create("c", capacity_bytes=640)
         got = threading.Event()
-        threading.Thread(target=lambda: (cache.create("c", capacity_bytes=640, wait_s=30), got.set())).start()
+        threading.Thread(
+            target=lambda: (cache.create_all(["c"], capacity_bytes=640, wait_s=30), got.set())
+        ).start()
         assert not got.is_set()
         cache.unpin("a")
         assert got.wait(30)
         assert "a" not in cache
         assert sum(entry.bytes for entry in cache._entries.values() if entry.pins) == 1280
         with pytest.raises(CacheFull):
-            cache.create("huge", capacity_bytes=1281, wait_s=30)
+            cache.create_all(["huge"], capacity_bytes=1281, wait_s=30)
         with pytest.raises(CacheFull):
-            cache.create("d", capacity_bytes=640, wait_s=30, stopped=lambda: True)
+            cache.create_all(["d"], capacity_bytes=640, wait_s=30, stopped=lambda: True)
 
 
 def test_packs_survive_a_restart_and_debris_does_not(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from deltashard_checkpoint.log.entry import (
 from deltashard_checkpoint.log.folded_state import fold_key
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState, Unreadable
-from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import index_pb2
@@ -38,6 +37,7 @@ from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import CUT, RUN_2, make_run_2
 from tests.golden.golden_run_3 import RUN_3, make_run_3
 from tests.golden.golden_run_4 import RUN_4, make_run_4
+from tests.support.checkpoint.snapshot import Snapshot, read_checkpoint
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()

@@ -20,7 +20,6 @@ from deltashard_checkpoint.log.manifest import Manifest, Manifests, manifest_key
 from deltashard_checkpoint.log.part_list import ListedPart
 from deltashard_checkpoint.log.replay import EntryRefused, advance
 from deltashard_checkpoint.maintenance.compaction import compact, compactable
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartsMissing, commit_parts
 from deltashard_checkpoint.write.cut_reports import Abandoned, GivenUp, abandon_part
@@ -29,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 TABLE = schema(rows=40, columns=8)
 HALVES = [[box(TABLE, 0, 20, 0, 8)], [box(TABLE, 20, 40, 0, 8)]]

@@ -16,7 +16,6 @@ from deltashard_checkpoint.log.log_error import LogGap, LogStopped
 from deltashard_checkpoint.log.manifest import manifest_key
 from deltashard_checkpoint.log.repair import NothingToRepair, repair, salvage
 from deltashard_checkpoint.maintenance import word
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_cli.main import cli, exit_code
@@ -24,6 +23,7 @@ from deltashard_cli.main import cli, exit_code
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, log_of, save, values
 from tests.support.checkpoint.run_builder import Run, resealed, rows
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 
 @pytest.fixture(scope="module")

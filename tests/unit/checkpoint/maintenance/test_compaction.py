@@ -15,13 +15,13 @@ from deltashard_checkpoint.maintenance import garbage_collection
 from deltashard_checkpoint.maintenance.compaction import CompactionAbandoned, compact, compactable
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_checkpoint.write.report import PartReport
 
 from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 ROWS, COLUMNS = 300, 16
 TABLE = TableSchema(

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.sample import RUN, Model, Run, box, schema, tombstone, whole
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 
 def _apply(applier: FrameApplier, frame: EncodedFrame | FetchedFrame) -> tuple[Applied, ...]:
@@ -66,7 +67,7 @@ def test_a_chain_restores_every_row_bit_for_bit(tmp_path: Path) -> None:
             [table], [([whole(table)], model.frames(ids, step=step, per_frame=100))], step=step, covers=covers,
             blobs={"rng": bytes([step]) * 10_000, "empty": b""},
         )  # fmt: skip
-    snapshot = checkpoint_reader.read_checkpoint(run.store, RUN)
+    snapshot = read_checkpoint(run.store, RUN)
     assert snapshot.entry.step == 4
     found = snapshot.tables[table.fqn]
     np.testing.assert_array_equal(found.weights, model.weights)
@@ -76,7 +77,7 @@ def test_a_chain_restores_every_row_bit_for_bit(tmp_path: Path) -> None:
         "rng": bytes([4]) * 10_000,
         "empty": b"",
     }
-    assert checkpoint_reader.read_checkpoint(run.store, RUN, "step:1").blobs["rng"] == b"old"
+    assert read_checkpoint(run.store, RUN, "step:1").blobs["rng"] == b"old"
 
 
 def test_state_that_was_narrowed_is_named_where_it_is_wanted() -> None:
@@ -289,8 +290,8 @@ def test_two_saves_with_changes_between_differ_where_they_must(tmp_path: Path) -
     run.save([table], [([whole(table)], model.frames(range(200)))], step=1)
     ids = model.train()
     run.save([table], [([whole(table)], model.frames(range(200), step=2))], step=2)
-    new = checkpoint_reader.read_checkpoint(run.store, RUN).tables[table.fqn].weights
-    old = checkpoint_reader.read_checkpoint(run.store, RUN, "step:1").tables[table.fqn].weights
+    new = read_checkpoint(run.store, RUN).tables[table.fqn].weights
+    old = read_checkpoint(run.store, RUN, "step:1").tables[table.fqn].weights
     np.testing.assert_array_equal(old, first)
     assert set(np.flatnonzero((new != old).any(axis=1))) == set(ids)
 

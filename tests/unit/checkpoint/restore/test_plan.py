@@ -84,7 +84,7 @@ def test_newest_first_rows_before_tombstones_and_neighbours_joined() -> None:
     assert [(len(each.frames), len(each.tails)) for each in plan.requests] == [
         (4, 0), (0, 4), (1, 0), (10, 0), (0, 10)
     ], "rows and their tails, the tombstone that lies before them, the baseline and its tails"  # fmt: skip
-    assert plan.range_bytes == plan.bytes
+    assert sum(request.length for request in plan.requests) == plan.bytes
 
 
 def test_weights_alone_are_read_without_a_byte_of_state() -> None:

@@ -134,7 +134,9 @@ def _restored(run: Run, shared: SharedReads) -> list[bytes]:
     plan = checkpoint_reader.plan_restore(run.store, state, state.newest().seq, wants, shared=shared)
     fetcher = Fetcher(run.store, RUN, shared=shared)
     found = [bytes(fetched.data) for fetched in fetcher.fetch(plan)]
-    assert fetcher.stats.cache_bytes + fetcher.stats.store_bytes >= plan.range_bytes
+    assert fetcher.stats.cache_bytes + fetcher.stats.store_bytes >= sum(
+        request.length for request in plan.requests
+    )
     return found
 
 

@@ -8,12 +8,12 @@ from deltashard_checkpoint.format.frame_encoder import encode_row_frames
 from deltashard_checkpoint.format.object_key import parse_pack_key
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
-from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
 from tests.support.checkpoint.sample import RUN, Run, whole
+from tests.support.checkpoint.snapshot import read_checkpoint
 
 ROWS, COLUMNS, BATCH = 300_000, 64, 15_872
 """As many rows as a trainer sends at once."""

@@ -73,16 +73,12 @@ def test_several_ranks_say_the_coarsest_together():
     assert coarsest(["rot"]) is None
 
 
-def test_of_an_older_build_the_end_of_the_directive_counts():
+def test_an_import_says_nothing_and_what_covers_it_its_own():
     run = Run()
     attempt = run.open().attempt
-    base = run.commit(attempt, 1, directive="user; intermittent: baseline; q2, state bf16")
-    delta = run.commit(attempt, 2, base, directive="timer; intermittent: since 2; q8, state fp32")
-    silent = run.commit(attempt, 3, directive="full")
-    state = run.log.state
-    assert held(state, delta) == StoredPrecision.of("q2", "bf16")
-    assert held(state, silent) is None
-    newer = run.commit(attempt, 4, delta, metadata={PRECISION_KEY: StoredPrecision.of("q3").text()})
+    silent = run.commit(attempt, 1, directive="full")
+    assert held(run.log.state, silent) is None
+    newer = run.commit(attempt, 2, silent, metadata={PRECISION_KEY: StoredPrecision.of("q3").text()})
     assert held(run.log.state, newer) == StoredPrecision.of("q3")
 
 

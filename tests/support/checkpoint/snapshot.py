@@ -1,0 +1,51 @@
+"""A whole checkpoint in memory, read from nothing but its store."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_checkpoint.format import typed_tree
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, settled
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
+from deltashard_checkpoint.stores.abc import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a checkpoint holds."""
+
+    entry: Checkpoint
+    tables: Mapping[str, TableArrays]
+    blobs: Mapping[str, memoryview]
+    """Encoded trees by name."""
+
+    def tree(self, name: str) -> Any:
+        return typed_tree.decode(self.blobs[name])
+
+
+def read_checkpoint(
+    store: Store,
+    run: str,
+    which: str = "latest",
+    *,
+    blobs: bool | Collection[str] = True,
+    fields: bool = True,
+    state: RunState | None = None,
+) -> Snapshot:
+    """Whole tables, their fields, and blobs (those for all ranks, none, or these) of the checkpoint `which` means.
+
+    Without `state` the run may go on meanwhile.
+    """
+
+    def read(at: RunState) -> Snapshot:
+        opened = OpenCheckpoint.of(store, at, choose(at, which))
+        tables = {table.schema.fqn: table for table in opened.tables(fields=fields)}
+        found = {} if blobs is False else opened.blobs(None if blobs is True else blobs)
+        return Snapshot(entry=opened.entry, tables=tables, blobs=found)
+
+    return settled(RunLog(store, run), read, deadline_s=3600.0) if state is None else read(state)
