@@ -721,15 +721,9 @@ class World:
             log = self.log(rank.state if self.random.random() < 0.7 else None)
             try:
                 done = commit_parts(
-                    log,
-                    attempt=gang.attempt,
-                    cut=job.cut,
-                    step=job.step,
-                    world_size=world_size,
-                    reports=[report],
-                    layout=gang.layout,
-                    deadline_s=20.0,
-                )
+                    log, attempt=gang.attempt, cut=job.cut, step=job.step, world_size=world_size, reports=[report],
+                    layout=gang.layout, deadline_s=20.0,
+                )  # fmt: skip
             except FencedError:
                 gang.fenced = True
                 self.counts.fenced += 1

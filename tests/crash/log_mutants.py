@@ -24,8 +24,7 @@ from deltashard_checkpoint.log.manifest import Manifest
 from deltashard_checkpoint.maintenance import garbage_collection, retention
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write import commit, cut_reports
-from deltashard_checkpoint.write.fencing import FencedError
+from deltashard_checkpoint.write import commit, cut_reports, fencing
 
 from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
 
@@ -260,7 +259,7 @@ def _settled_in_any_order(cut: Any, state: run_state.RunState) -> Any:
     if entry := state.commit_of(cut.attempt, cut.cut):
         return commit.Committed(seq=entry.seq, entry=entry, by_us=False)
     if state.attempt is not None and state.attempt > cut.attempt:
-        raise FencedError(cut.attempt, state.attempt, cut.log.run)
+        raise fencing.FencedError(cut.attempt, state.attempt, cut.log.run)
     return None
 
 

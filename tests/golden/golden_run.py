@@ -251,9 +251,8 @@ class Writer:
                 part=part, tables=tuple(stored), encodings=stats.encodings, rows=stats.rows,
                 raw_bytes=stats.raw_bytes, stall_s=round(0.125 * (rank + 1), 3), cut_at_s=self.now_s - 0.5 - rank,
                 directive="full" if share.covers is None else "differential",
-                fingerprint={"library": "0.1.0", "threads": "2"},
+                fingerprint={"library": "0.1.0", "threads": "2"}, pins=pins, common_blobs=stats.common_blobs,
                 metadata={"note": f"cut {self.cut} of attempt {self.attempt}", "gr\u00fcn": "\u2713 \U0001f600"},
-                pins=pins, common_blobs=stats.common_blobs,
             )  # fmt: skip
             # All but the last find that a part is missing, and would wait for it.
             with suppress(PartsMissing):

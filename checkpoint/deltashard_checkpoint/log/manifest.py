@@ -21,6 +21,7 @@ from deltashard_checkpoint.format.canonical_json import Reader, canonical, conte
 from deltashard_checkpoint.format.index import ROWS_AND_BLOBS
 from deltashard_checkpoint.format.layout import Layout, layout_key
 from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, run_key
+from deltashard_checkpoint.format.record_codec import INTEGER, TEXT, document, text, values
 from deltashard_checkpoint.log.entry import Checkpoint, Listed, in_order
 from deltashard_checkpoint.log.part_list import ListedPart, PartList
 from deltashard_checkpoint.log.run_state import RunState
@@ -30,6 +31,7 @@ FORMAT = 1
 T = TypeVar("T")
 _TOKEN = re.compile(TOKEN_PATTERN, re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_CUT = {"run": TEXT, "attempt": INTEGER, "cut": INTEGER, "step": INTEGER, "layout": text(_DIGEST)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +53,7 @@ class Manifest:
             {
                 "format": FORMAT,
                 "kind": ROWS_AND_BLOBS,
-                "run": self.run,
-                "attempt": self.attempt,
-                "cut": self.cut,
-                "step": self.step,
-                "layout": self.layout,
+                **document(self, _CUT),
                 "parts": [[p.token, p.xxh3, p.covers, p.rows, p.stored_bytes] for p in self.parts],
                 "blobs": blobs,
             }
@@ -87,11 +85,7 @@ class Manifest:
             raise CorruptObject("ranks with blobs are out of order, or of no part", where=where)
         common = frozenset(blobs)
         found = cls(
-            run=r.text("run"),
-            attempt=r.integer("attempt"),
-            cut=r.integer("cut"),
-            step=r.integer("step"),
-            layout=r.text("layout", _DIGEST),
+            **values(r, _CUT),
             parts=tuple(_part(r, item, rank in common) for rank, item in enumerate(parts)),
         )
         r.end()

@@ -37,13 +37,12 @@ from deltashard_checkpoint.errors import (
     UnsupportedVersion,
 )
 from deltashard_checkpoint.format import object_key
-from deltashard_checkpoint.format.frame import Frame, checked_frame, checked_tail, parse_frame
+from deltashard_checkpoint.format.frame import Frame, parse_frame
 from deltashard_checkpoint.format.index import Pack
 from deltashard_checkpoint.restore.plan import (
     MAX_REQUEST_BYTES,
     Plan,
     PlannedFrame,
-    PlannedTail,
     RangeRequest,
 )
 from deltashard_checkpoint.restore.shared_read import SharedReads
@@ -177,29 +176,25 @@ class Fetcher:
             else:
                 self._store_bytes += request.length
         # A wrong bit on the wire must not condemn a checkpoint: the store is always asked twice.
-        pieces: tuple[PlannedFrame | PlannedTail, ...] = (*request.frames, *request.tails)
-        for planned in pieces:
+        for planned in (*request.frames, *request.tails):
             self._check(key, request, planned, memory, until, rereads=2 if cached else 1)
 
     def _check(
         self,
         key: str,
         request: RangeRequest,
-        planned: PlannedFrame | PlannedTail,
+        planned: PlannedFrame,
         memory: memoryview,
         until: float,
         *,
         rereads: int,
     ) -> None:
         """Check a frame or a tail by its index; read a wrong one again from the store, then give the checkpoint up."""
-        place, check = (
-            memory[planned.span],
-            checked_tail if isinstance(planned, PlannedTail) else checked_frame,
-        )
+        place = memory[planned.span]
         offset = request.offset + planned.offset
         for left in range(rereads, -1, -1):
             try:
-                check(place, planned.info)
+                planned.check(place)
             except UnsupportedVersion:
                 raise
             except FormatError as error:

@@ -22,7 +22,7 @@ from deltashard_proto.cause import Cause
 from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.blob_name import is_read_by
-from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
+from deltashard_checkpoint.format.frame import FrameInfo, FrameKind, checked_frame, checked_tail
 from deltashard_checkpoint.format.frame_layout import MAX_FRAME_BYTES
 from deltashard_checkpoint.format.index import Index, Place
 from deltashard_checkpoint.format.object_key import parse_index_key
@@ -64,7 +64,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFrame:
-    """One frame to fetch and apply."""
+    """One frame, or the tail of one, to fetch."""
 
     info: FrameInfo
     offset: int
@@ -77,29 +77,18 @@ class PlannedFrame:
     """Of the writer; None for blobs."""
     state: bool = False
     """Whether its tail is read, too: by a request behind this one."""
+    tail: bool = False
+    """It is the tail of the frame that `info` is of."""
 
     @property
     def span(self) -> slice:
         """Its bytes in the request's range."""
-        return slice(self.offset, self.offset + self.info.length)
+        length = self.info.tail.length if self.tail and self.info.tail else self.info.length
+        return slice(self.offset, self.offset + length)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTail:
-    """The tail of one frame to fetch."""
-
-    info: FrameInfo
-    """Of the frame."""
-    offset: int
-    """Within the request's range."""
-    seq: int
-    """The checkpoint it comes from."""
-
-    @property
-    def span(self) -> slice:
-        """Its bytes in the request's range."""
-        assert self.info.tail is not None
-        return slice(self.offset, self.offset + self.info.tail.length)
+    def check(self, data: memoryview) -> None:
+        """Raise `FormatError` unless the bytes are whole and what the index says."""
+        (checked_tail if self.tail else checked_frame)(data, self.info)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +100,7 @@ class RangeRequest:
     offset: int
     length: int
     frames: tuple[PlannedFrame, ...] = ()
-    tails: tuple[PlannedTail, ...] = ()
+    tails: tuple[PlannedFrame, ...] = ()
     """Of frames of requests before, in the order of these."""
 
 
@@ -299,7 +288,7 @@ class _Requests:
         self._requests.append(
             RangeRequest(key=at.key, offset=at.start, length=at.end - at.start, frames=tuple(self._frames))
         )
-        joined: list[tuple[_Range, list[PlannedTail]]] = []
+        joined: list[tuple[_Range, list[PlannedFrame]]] = []
         for key, offset, planned in self._tails:
             assert planned.info.tail is not None
             length = planned.info.tail.length
@@ -307,7 +296,7 @@ class _Requests:
             if not joined or not joined[-1][0].takes(key, offset, length):
                 joined.append((_Range(key, offset, offset + length), []))
             at, tails = joined[-1]
-            tails.append(PlannedTail(info=planned.info, offset=offset - at.start, seq=planned.seq))
+            tails.append(replace(planned, offset=offset - at.start, tail=True))
         for at, tails in joined:
             self._requests.append(
                 RangeRequest(key=at.key, offset=at.start, length=at.end - at.start, tails=tuple(tails))

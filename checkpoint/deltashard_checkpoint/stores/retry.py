@@ -17,14 +17,13 @@ that needs no second try takes 2 % off what is remembered.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from deltashard_checkpoint.backoff import Backoff, chance
+from deltashard_checkpoint.backoff import Backoff, Clocks
 from deltashard_checkpoint.stores.abc import (
     QUIET_S,
     Buffer,
@@ -74,7 +73,7 @@ class StoreObserver:
 
 
 class RetryingStore(Store):
-    """`inner`, with retries by `policy`; `clock`, `sleep` and `uniform` are injected by tests."""
+    """`inner`, with retries by `policy`."""
 
     def __init__(
         self,
@@ -82,17 +81,13 @@ class RetryingStore(Store):
         *,
         policy: RetryPolicy | None = None,
         observer: StoreObserver | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[], float] = chance,
+        clocks: Clocks | None = None,
     ) -> None:
         self.inner = inner
         self.url = inner.url
         self.policy = policy or RetryPolicy()
         self.observer = observer or StoreObserver()
-        self._clock = clock
-        self._sleep = sleep
-        self._uniform = uniform
+        self._clocks = clocks or Clocks()
         self._patience_s = self.policy.silence_s
         """The silence that reads needed lately."""
 
@@ -140,12 +135,12 @@ class RetryingStore(Store):
 
         def attempt() -> Result:
             nonlocal silence_s, grown
-            begun_s = self._clock()
+            begun_s = self._clocks.monotonic_s()
             try:
                 with silence(silence_s):
                     result = read()
             except StoreUnavailable:
-                if self._clock() - begun_s >= 0.95 * silence_s:  # timers fire a moment early
+                if self._clocks.monotonic_s() - begun_s >= 0.95 * silence_s:  # timers fire a moment early
                     silence_s, grown = min(2 * silence_s, SILENCE_S), True
                     # At once, not when a try succeeds: the deadline may end this call before one does.
                     self._patience_s = max(self._patience_s, silence_s)
@@ -167,26 +162,26 @@ class RetryingStore(Store):
         sized: Callable[[Result], int] | None = None,
     ) -> Result:
         limit = attempts or self.policy.attempts
-        begun_s = self._clock()
+        begun_s = self._clocks.monotonic_s()
         allowance_s = min(self.policy.allowance_s(size_bytes), remaining_s())
         failures = 0
         said: StoreUnavailable | None = None
         while True:
-            try_begun_s = self._clock()
+            try_begun_s = self._clocks.monotonic_s()
             left_s = allowance_s - (try_begun_s - begun_s)
             try:
                 with deadline(left_s):
                     result = attempt()
             except StoreUnavailable as error:
-                now_s = self._clock()
+                now_s = self._clocks.monotonic_s()
                 self.observer.attempted(operation, now_s - try_begun_s, error)
                 failures += 1
-                delay_s = self.policy.backoff.delay_s(failures, self._uniform)
+                delay_s = self.policy.backoff.delay_s(failures, self._clocks.uniform)
                 spent_s = now_s - begun_s
                 if said is None or spent_s < allowance_s:
                     said = error  # one that the deadline cut off knows nothing of the store
                 if failures < limit and spent_s + delay_s < allowance_s and not abandoned():
-                    self._sleep(delay_s)
+                    self._clocks.sleep(delay_s)
                     if not abandoned():
                         continue
                 self.observer.finished(operation, spent_s, size_bytes, error)
@@ -198,7 +193,7 @@ class RetryingStore(Store):
                     remedy=said.remedy or "is the store up and reachable?",
                 ) from said
             except Exception as error:
-                now_s = self._clock()
+                now_s = self._clocks.monotonic_s()
                 self.observer.attempted(operation, now_s - try_begun_s, error)
                 self.observer.finished(operation, now_s - begun_s, size_bytes, error)
                 # IMPORTANT: every back-end is called here, and no error of a library or of the system gets past it
@@ -210,7 +205,7 @@ class RetryingStore(Store):
                         remedy="check the store's URL and settings",
                     ) from error
                 raise
-            now_s = self._clock()
+            now_s = self._clocks.monotonic_s()
             self.observer.attempted(operation, now_s - try_begun_s, None)
             moved_bytes = sized(result) if sized else size_bytes
             self.observer.finished(operation, now_s - begun_s, moved_bytes, None)

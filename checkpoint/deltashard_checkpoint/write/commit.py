@@ -172,7 +172,7 @@ def _create(cut: CutReports, patience: Patience) -> Committed:
     # IMPORTANT: nothing is visible before this entry, and everything it names is durable before it is put: packs, then
     # index, then (with more than one rank) report and manifest, then the entry. A death in between leaves garbage only.
     reports = cut.all()
-    entry = checkpoint_of(cut, reports)
+    entry = _checkpoint_of(cut, reports)
     if cut.layout:
         manifest = _manifest(cut, reports)
         entry = replace(entry, listed=manifest.listed)
@@ -204,7 +204,7 @@ def _create(cut: CutReports, patience: Patience) -> Committed:
     return Committed(seq=sealed.entry.seq, entry=sealed.entry, by_us=True)
 
 
-def checkpoint_of(cut: CutReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Checkpoint:
+def _checkpoint_of(cut: CutReports, reports: Sequence[tuple[ReportName, ReportBody]]) -> Checkpoint:
     """The entry of a cut, for no slot yet; its parts are its own unless a manifest is to list them."""
     # Most ranks have the same body: each counts once, at the lowest rank that has it.
     bodies = list({name.body: body for name, body in reports}.values())

@@ -13,7 +13,7 @@ from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import commit_log, folded_state
 from deltashard_checkpoint.log.chain import chain, lineage
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import FoldName, Genesis, Sealed, entry_key, named_fold
+from deltashard_checkpoint.log.entry import Checkpoint, FoldName, Genesis, Sealed, entry_key, named_fold
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.log_error import AppendUnknown, LogGap, LogStopped
@@ -25,9 +25,6 @@ from deltashard_checkpoint.stores import probe
 from deltashard_checkpoint.stores.abc import AccessDenied, ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import checkpoint_of
-from deltashard_checkpoint.write.cut_reports import CutReports
-from deltashard_checkpoint.write.report import ReportBodyCache
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,11 +33,9 @@ from tests.support.checkpoint.run_builder import Run, Time, resealed
 
 
 def genesis(state: RunState, seq: int, writer: str) -> Genesis | None:
-    return (
-        None
-        if state.tip >= 0
-        else Genesis(seq=seq, previous="", writer=writer, at_s=0.0, run="job", owner="me")
-    )
+    if state.tip >= 0:
+        return None
+    return Genesis(seq=seq, previous="", writer=writer, at_s=0.0, run="job", owner="me")
 
 
 def faulty_run() -> tuple[Run, FaultyStore]:
@@ -108,11 +103,11 @@ def test_losing_a_slot_builds_the_entry_anew_on_top_of_the_winner():
 
 
 def run_checkpoint(run, attempt, cut, seq, writer):
-    reports = CutReports(
-        run.log, attempt=attempt, cut=cut, step=cut, world_size=1, layout="", bodies=ReportBodyCache()
-    )
-    reports.add(run.report(attempt, cut))
-    return replace(checkpoint_of(reports, reports.all()), seq=seq, writer=writer)
+    said = run.report(attempt, cut)
+    return Checkpoint(
+        seq=seq, previous="", writer=writer, at_s=0.0, attempt=attempt, cut=cut, step=cut, parts=(said.part,),
+        tables=said.tables, encodings=said.encodings, rows=8, raw_bytes=64, stored_bytes=100, stall_s=0.5, cut_at_s=0.0,
+    )  # fmt: skip
 
 
 def test_an_unavailable_store_is_waited_for_and_then_named():
@@ -124,11 +119,8 @@ def test_an_unavailable_store_is_waited_for_and_then_named():
 
     def append() -> None:
         run.log.append(
-            lambda state, seq, writer: run_checkpoint(run, 1, 1, seq, writer),
-            before="",
-            after="",
-            deadline_s=60,
-        )
+            lambda state, seq, writer: run_checkpoint(run, 1, 1, seq, writer), before="", after="", deadline_s=60
+        )  # fmt: skip
 
     store.fail_next(Fault.UNAVAILABLE, operation="put_if_absent", times=1000)
     with pytest.raises(AppendUnknown, match="may or may not"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from deltashard_checkpoint.backoff import Backoff
+from deltashard_checkpoint.backoff import Backoff, Clocks
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.stores.abc import (
     Buffer,
@@ -26,6 +26,7 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.slept: list[float] = []
+        self.clocks = Clocks(monotonic_s=self, sleep=self.sleep, uniform=lambda: 1.0)
 
     def __call__(self) -> float:
         return self.now_s
@@ -54,9 +55,7 @@ def retrying(inner: FaultyStore, clock: Clock, log: Log | None = None, **policy:
         inner,
         policy=RetryPolicy(**policy),  # type: ignore[arg-type]
         observer=log,
-        clock=clock,
-        sleep=clock.sleep,
-        uniform=lambda: 1.0,
+        clocks=clock.clocks,
     )
 
 
@@ -96,12 +95,12 @@ def test_reads_hear_nothing_for_two_seconds_and_then_for_longer() -> None:
     """Doubled from try to try up to the store's own; writes have that at once. Other failures double nothing."""
     clock = Clock()
     slow = Slow(clock, *[100.0] * 5, 0.0)
-    store = RetryingStore(slow, policy=RetryPolicy(deadline_s=600.0), clock=clock, sleep=clock.sleep)
+    store = RetryingStore(slow, policy=RetryPolicy(deadline_s=600.0), clocks=clock.clocks)
     store.put("a", b"x")
     assert store.get("a") == b"x"
     assert slow.silences == [20.0, 2.0, 4.0, 8.0, 16.0, 20.0, 20.0]
     faulty = FaultyStore(Slow(clock, 0.0, 0.0))
-    store = RetryingStore(faulty, clock=clock, sleep=clock.sleep)
+    store = RetryingStore(faulty, clocks=clock.clocks)
     store.put("a", b"x")
     faulty.fail_next(Fault.UNAVAILABLE)
     assert store.get("a") == store.get("a") == b"x"
@@ -112,7 +111,7 @@ def test_the_silence_that_a_store_needs_is_remembered() -> None:
     """One that is slow as a whole costs its first read three requests, each later one a single one; it may get faster."""
     clock = Clock()
     slow = Slow(clock, *[5.0] * 4, *[0.0] * 100)
-    store = RetryingStore(slow, clock=clock, sleep=clock.sleep)
+    store = RetryingStore(slow, clocks=clock.clocks)
     store.put("a", b"x")
     del slow.silences[:]
     for _ in range(102):
@@ -125,7 +124,7 @@ def test_a_read_that_failed_leaves_its_silence_to_the_next() -> None:
     """Else one whose first byte comes later than the last try of a call listens would never be read."""
     clock = Clock()
     slow = Slow(clock, *[9.0] * 4)
-    store = RetryingStore(slow, policy=RetryPolicy(attempts=3), clock=clock, sleep=clock.sleep)
+    store = RetryingStore(slow, policy=RetryPolicy(attempts=3), clocks=clock.clocks)
     store.put("a", b"x")
     del slow.silences[:]
     with pytest.raises(StoreUnavailable, match="get failed 3 times"):
@@ -185,7 +184,7 @@ def test_a_try_that_the_deadline_cut_off_hides_nothing_that_the_store_said() -> 
             raise StoreUnavailable("the call's deadline passed")
 
     policy = RetryPolicy(deadline_s=10.0)
-    store = RetryingStore(Throttling(), policy=policy, clock=clock, sleep=clock.sleep, uniform=lambda: 1.0)
+    store = RetryingStore(Throttling(), policy=policy, clocks=clock.clocks)
     with pytest.raises(StoreUnavailable, match=r"get failed 2 times in 10.0 s, last: SlowDown"):
         store.get("a")
 
