@@ -180,11 +180,11 @@ class StoreRun:
                     for frame in encode_row_frames(block, options, step=cut):
                         writer.add(frame)
             part = writer.finish()
-        stats = writer.stats
-        assert stats is not None
+        index = writer.index
+        assert index is not None
         report = PartReport(
-            part=part, tables=schemas, encodings=stats.encodings, rows=stats.rows,
-            raw_bytes=stats.raw_bytes, stall_s=0.0, metadata=metadata,
+            part=part, tables=schemas, encodings=index.encodings, rows=index.rows,
+            raw_bytes=index.raw_bytes, stall_s=0.0, metadata=metadata,
         )  # fmt: skip
         return commit_parts(
             self.log, attempt=self.attempt, cut=cut, step=cut, world_size=1, reports=[report]

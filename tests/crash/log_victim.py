@@ -75,14 +75,14 @@ def written(
             step=step,
         ):
             writer.add(frame)
-        part, stats = writer.finish(), writer.stats
-    assert stats is not None
+        part, index = writer.finish(), writer.index
+    assert index is not None
     return PartReport(
         part=part,
         tables=(TABLE,),
-        encodings=stats.encodings,
-        rows=stats.rows,
-        raw_bytes=stats.raw_bytes,
+        encodings=index.encodings,
+        rows=index.rows,
+        raw_bytes=index.raw_bytes,
         stall_s=0.0,
     )
 

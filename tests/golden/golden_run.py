@@ -245,13 +245,13 @@ class Writer:
                     if number % len(shares) == rank:
                         writer.add(frame)
                 part = writer.finish()
-            stats = writer.stats
-            assert stats is not None
+            index = writer.index
+            assert index is not None
             report = PartReport(
-                part=part, tables=tuple(stored), encodings=stats.encodings, rows=stats.rows,
-                raw_bytes=stats.raw_bytes, stall_s=round(0.125 * (rank + 1), 3), cut_at_s=self.now_s - 0.5 - rank,
+                part=part, tables=tuple(stored), encodings=index.encodings, rows=index.rows,
+                raw_bytes=index.raw_bytes, stall_s=round(0.125 * (rank + 1), 3), cut_at_s=self.now_s - 0.5 - rank,
                 directive="full" if share.covers is None else "differential",
-                fingerprint={"library": "0.1.0", "threads": "2"}, pins=pins, common_blobs=stats.common_blobs,
+                fingerprint={"library": "0.1.0", "threads": "2"}, pins=pins, common_blobs=index.common_blobs,
                 metadata={"note": f"cut {self.cut} of attempt {self.attempt}", "gr\u00fcn": "\u2713 \U0001f600"},
             )  # fmt: skip
             # All but the last find that a part is missing, and would wait for it.

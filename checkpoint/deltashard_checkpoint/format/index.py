@@ -19,6 +19,7 @@ from deltashard_checkpoint.cache import pack_spool
 from deltashard_checkpoint.codecs.encoding import MAX_COLUMNS, section_bytes
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.format import element_type, object_key
+from deltashard_checkpoint.format.blob_name import common_blobs
 from deltashard_checkpoint.format.frame import (
     Frame,
     FrameInfo,
@@ -137,6 +138,11 @@ class Index:
         for piece in sorted((p for place in self.places for p in place.pieces), key=lambda p: p.offset):
             found[piece.pack][1].append(piece)
         return found
+
+    @property
+    def common_blobs(self) -> bool:
+        """Whether there are blobs for all ranks among it."""
+        return bool(common_blobs(self.blobs))
 
     @property
     def blobs(self) -> dict[str, int]:

@@ -141,7 +141,7 @@ def chain(
         rest = [box for held in pieces.loose.values() for box in held]
         if rest and (strict or at != seq):
             raise ChainIncomplete(
-                f"checkpoint {seq} is incomplete: {_describe(rest)} is held by no part of checkpoint {at}",
+                f"checkpoint {seq} is incomplete: {describe(rest)} is held by no part of checkpoint {at}",
                 where=f"run {state.run}",
                 remedy="restore another checkpoint, or only the boxes it has",
             )
@@ -312,10 +312,10 @@ def _take(loose: dict[str, list[Box]], held: Iterable[Box]) -> list[Box]:
     return mine
 
 
-def _describe(boxes: Sequence[Box]) -> str:
-    first = boxes[0]
-    text = f"{first.table}[{first.row_start}:{first.row_stop}, {first.col_start}:{first.col_stop}]"
-    return text if len(boxes) == 1 else f"{text} and {len(boxes) - 1} more"
+def describe(boxes: Sequence[Box]) -> str:
+    """Boxes for a message: the first three as table[rows, columns], and how many more."""
+    texts = [f"{b.table}[{b.row_start}:{b.row_stop}, {b.col_start}:{b.col_stop}]" for b in boxes[:3]]
+    return ", ".join(texts) + (f" and {len(boxes) - 3} more" if len(boxes) > 3 else "")
 
 
 def those_live(checkpoints: Iterable[Checkpoint]) -> str:

@@ -17,7 +17,6 @@ from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix
 from deltashard_checkpoint.format.schema import Box, TableSchema
 
 _ENTRY_NAME = re.compile(r"log/(\d{20})\.json", re.ASCII)
-_VOIDS = re.compile(r"-voids-([0-9a-f]{32})", re.ASCII)
 _FOLDS = re.compile(r"-fold-(\d{1,15})-([0-9a-f]{32})", re.ASCII)
 _DIGEST_CHARS = 32
 _PREFIX = re.compile(rf"data/(?:(\d{{20}})/(\d{{8}})|compact-{TOKEN_PATTERN})/", re.ASCII)
@@ -86,7 +85,7 @@ class AttemptOpened(Entry):
     voids: int | None = None
     """Entries voids..seq-1 are void: the one at `voids` could not be read by the opener (bit rot, broken rule).
 
-    Which bytes it found there stands in `writer` (`voided_digest`)."""
+    Which bytes it found there stands in `writer` (`voiding_writer`)."""
     workload: str = ""
     """UID of the workload (Job, JobSet, ...) whose trainer this is; empty outside of a cluster."""
     pod: str = ""
@@ -270,12 +269,6 @@ def named_fold(entry: Entry) -> FoldName | None:
     """The folded state that an entry vouches for; None when it names none."""
     match = _FOLDS.search(entry.writer)
     return FoldName(int(match[1]), match[2]) if match and int(match[1]) < entry.seq else None
-
-
-def voided_digest(entry: AttemptOpened) -> str | None:
-    """The first 32 digits of the hash of the bytes that `voids` is about; None of none that it voids."""
-    match = _VOIDS.search(entry.writer)
-    return match[1] if match and entry.voids is not None else None
 
 
 # Names

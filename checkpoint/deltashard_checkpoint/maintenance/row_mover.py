@@ -25,6 +25,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame, raw_bytes_of, take_rows
+from deltashard_checkpoint.format.index import Index
 from deltashard_checkpoint.log.chain import ChainLink, parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Part
@@ -34,7 +35,7 @@ from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, whole_
 from deltashard_checkpoint.restore.fetcher import FetchedFrame, Fetcher
 from deltashard_checkpoint.restore.plan import restore_plan
 from deltashard_checkpoint.stores.abc import Store
-from deltashard_checkpoint.write.part_writer import PartStats, PartTarget, PartWriter
+from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
 DEFAULT_DEADLINE_S = 3600.0
 
@@ -105,11 +106,11 @@ def move_rows(
         covers=None,
         compaction=True,
     )
-    part, stats = move_checkpoint(
+    part, index = move_checkpoint(
         log, state, seq, links, log.store, target, cache=cache, give_way=give_way, deadline_s=deadline_s
     )
     return MovedRows(
-        parts=(part,), encodings=stats.encodings, rows=stats.rows, stored_bytes=stats.stored_bytes
+        parts=(part,), encodings=index.encodings, rows=index.rows, stored_bytes=part.stored_bytes
     )
 
 
@@ -124,7 +125,7 @@ def move_checkpoint(  # noqa: PLR0913
     cache: PackCache,
     give_way: Callable[[], None] = lambda: None,
     deadline_s: float = DEFAULT_DEADLINE_S,
-) -> tuple[Part, PartStats]:
+) -> tuple[Part, Index]:
     """Write all rows and blobs that checkpoint `seq` of `log` reads as one part of `target` on `store`.
 
     Raises `CompactionUnfit`, `InvalidCheckpoint` (retired meanwhile, or broken), `UploadFailed`, `StoreUnavailable`.
@@ -154,10 +155,10 @@ def move_checkpoint(  # noqa: PLR0913
                 writer.add(moved)
         crash_point("compact.after_packs")
         part = writer.finish()
-        stats = writer.stats
+        index = writer.index
     crash_point("compact.after_index")
-    assert stats is not None
-    return part, stats
+    assert index is not None
+    return part, index
 
 
 def _survivors(frame: Frame, fetched: FetchedFrame, mine: npt.NDArray[np.bool_]) -> EncodedFrame | None:

@@ -35,8 +35,8 @@ from deltashard_checkpoint.errors import (
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
-from deltashard_checkpoint.log.chain import difference
-from deltashard_checkpoint.restore.plan import SchemaMismatch, describe
+from deltashard_checkpoint.log.chain import describe, difference
+from deltashard_checkpoint.restore.plan import SchemaMismatch, field_differences, meets
 from deltashard_checkpoint.vocabulary import encoding_named
 
 Array = npt.NDArray[np.generic]
@@ -120,7 +120,7 @@ class FrameApplier:
         ids: Rows | None = None
         applied = []
         for table in tables:
-            if not table.meets(frame):
+            if not meets(frame.info, table.target.box):
                 continue
             if ids is None:
                 ids = frame.row_ids()
@@ -178,37 +178,21 @@ class FrameApplier:
         """How the stored schema differs from the target's, and whether no conversion helps."""
         table = frame.table
         assert table is not None
-        stored = {spec.name: spec for spec in table.fields}
-        faults: list[str] = []
-        fatal = False
+        fqn = target.schema.fqn
         if target.fields and frame.info.tail is not None and not frame.fields:
             raise InternalBug("a frame is applied to optimizer state without its tail", where=table.fqn)
         if table.columns != target.schema.columns:
             raise SchemaMismatch(
-                f"{table.columns} columns are stored, the model has {target.schema.columns}",
-                where=target.schema.fqn,
+                f"{table.columns} columns are stored, the model has {target.schema.columns}", where=fqn
             )
+        faults: list[str] = []
+        fatal: list[str] = []
+        if frame.info.kind is FrameKind.ROWS:
+            wanted = (spec for spec in target.schema.fields if spec.name in target.fields)
+            faults, fatal = field_differences(wanted, table.fields)
         if table.dtype != target.schema.dtype:
-            faults.append(
-                f"{target.schema.fqn}: {table.dtype} is stored, the model has {target.schema.dtype}"
-            )
-        for spec in target.schema.fields if frame.info.kind is FrameKind.ROWS else ():
-            if spec.name not in target.fields:
-                continue
-            found = stored.get(spec.name)
-            if found is None:
-                faults.append(f"{target.schema.fqn}: field {spec.name} is not stored")
-            elif found.kind != spec.kind:
-                faults.append(f"field {spec.name} is stored {found.kind}, the model has it {spec.kind}")
-                fatal = True
-            elif found.dtype != spec.dtype:
-                faults.append(
-                    f"{target.schema.fqn}: field {spec.name} is stored as {found.dtype}, the model has {spec.dtype}"
-                )
-                fatal |= not (
-                    element_type.by_name(found.dtype).floating and element_type.by_name(spec.dtype).floating
-                )
-        return faults, fatal
+            faults.insert(0, f"{table.dtype} is stored, the model has {target.schema.dtype}")
+        return [f"{fqn}: {fault}" for fault in (*faults, *fatal)], bool(fatal)
 
     def _apply_blob(self, frame: Frame) -> None:
         info = frame.info
@@ -280,11 +264,6 @@ class _Table:
         # Column intervals [start, stop) in the box's coordinates, each with one flag a row; together all columns.
         self.intervals: list[tuple[int, int, Mask]] = [(0, self.width, np.zeros(self.rows, np.bool_))]
         self._joins: dict[str, _Join] = {}
-
-    def meets(self, frame: Frame) -> bool:
-        info, box = frame.info, self.target.box
-        rows = info.row_min < box.row_stop and info.row_max >= box.row_start
-        return rows and info.col_start < box.col_stop and info.col_stop > box.col_start
 
     def needs(self, frame: Frame, ids: Rows) -> bool:
         box, info = self.target.box, frame.info

@@ -26,8 +26,8 @@ from deltashard_checkpoint.format.frame import FrameInfo, FrameKind, checked_fra
 from deltashard_checkpoint.format.frame_layout import MAX_FRAME_BYTES
 from deltashard_checkpoint.format.index import Index, Place
 from deltashard_checkpoint.format.object_key import parse_index_key
-from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.log.chain import ChainLink, difference, intersection
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.log.chain import ChainLink, describe, difference, intersection
 from deltashard_checkpoint.log.entry import Part
 
 MAX_REQUEST_BYTES = MAX_FRAME_BYTES
@@ -223,12 +223,6 @@ def restore_plan(  # noqa: PLR0913
     )
 
 
-def describe(boxes: Sequence[Box]) -> str:
-    """Boxes for a message: the first three as table[rows, columns], and how many more."""
-    texts = [f"{b.table}[{b.row_start}:{b.row_stop}, {b.col_start}:{b.col_stop}]" for b in boxes[:3]]
-    return ", ".join(texts) + (f" and {len(boxes) - 3} more" if len(boxes) > 3 else "")
-
-
 @dataclass(slots=True)
 class _Range:
     """A request in the making."""
@@ -330,31 +324,16 @@ def _differences(model: TableSchema, stored: TableSchema, *, weights_only: bool,
     if model.dtype != stored.dtype:
         found.append(f"weights are stored as {stored.dtype}, the model has {model.dtype}: converted")
     if not weights_only:
-        ours = {spec.name: spec for spec in model.fields}
-        theirs = {spec.name: spec for spec in stored.fields}
+        faults, fatal = field_differences(model.fields, stored.fields)
+        if fatal:
+            raise SchemaMismatch("; ".join(fatal), where=model.fqn)
+        ours = {spec.name for spec in model.fields}
+        found += faults
         found += [
-            f"field {name} is not stored: keeps its initial values" for name in ours.keys() - theirs.keys()
+            f"field {spec.name} is stored, the model has none: dropped"
+            for spec in stored.fields
+            if spec.name not in ours
         ]
-        found += [
-            f"field {name} is stored, the model has none: dropped" for name in theirs.keys() - ours.keys()
-        ]
-        for name in sorted(ours.keys() & theirs.keys()):
-            mine, other = ours[name], theirs[name]
-            if mine.kind != other.kind:
-                raise SchemaMismatch(
-                    f"field {name} is stored {other.kind}, the model has it {mine.kind}", where=model.fqn
-                )
-            if mine.dtype != other.dtype:
-                if not (
-                    element_type.by_name(mine.dtype).floating and element_type.by_name(other.dtype).floating
-                ):
-                    raise SchemaMismatch(
-                        f"field {name} is stored as {other.dtype}, the model has {mine.dtype}",
-                        where=model.fqn,
-                    )
-                found.append(
-                    f"field {name} is stored as {other.dtype}, the model has {mine.dtype}: converted"
-                )
     if found and strict and model.rows <= stored.rows:
         raise SchemaMismatch(
             "; ".join(sorted(found)),
@@ -362,6 +341,23 @@ def _differences(model: TableSchema, stored: TableSchema, *, weights_only: bool,
             remedy="strict=False accepts this and says so in its report",
         )
     return [f"{model.fqn}: {text}" for text in sorted(found)]
+
+
+def field_differences(model: Iterable[FieldSpec], stored: Iterable[FieldSpec]) -> tuple[list[str], list[str]]:
+    """How fields of the model differ from the stored ones: (where a lenient restore goes on, where none can)."""
+    theirs = {spec.name: spec for spec in stored}
+    faults, fatal = [], []
+    for spec in model:
+        name, other = spec.name, theirs.get(spec.name)
+        if other is None:
+            faults.append(f"field {name} is not stored: keeps its initial values")
+        elif other.kind != spec.kind:
+            fatal.append(f"field {name} is stored {other.kind}, the model has it {spec.kind}")
+        elif other.dtype != spec.dtype:
+            text = f"field {name} is stored as {other.dtype}, the model has {spec.dtype}"
+            floats = all(element_type.by_name(each.dtype).floating for each in (spec, other))
+            (faults if floats else fatal).append(f"{text}: converted" if floats else text)
+    return faults, fatal
 
 
 def _reached(links: Iterable[ChainLink]) -> dict[str, list[Box]]:
@@ -443,13 +439,13 @@ def _ordered(
             place
             for place in index.places
             if place.info.kind is not FrameKind.BLOB
-            and any(_meets(place.info, box) for box in pieces.get(place.info.table, ()))
+            and any(meets(place.info, box) for box in pieces.get(place.info.table, ()))
         ]
         chosen.sort(key=lambda place: (-place.info.step, place.info.kind, place.pack, place.offset))
         for place in chosen:
             yield link, place, tables[place.info.table]
 
 
-def _meets(info: FrameInfo, box: Box) -> bool:
+def meets(info: FrameInfo, box: Box) -> bool:
     rows = info.row_min < box.row_stop and info.row_max >= box.row_start
     return rows and info.col_start < box.col_stop and info.col_stop > box.col_start

@@ -16,7 +16,6 @@ without a layout; what a call that was killed has put of it lies under the same 
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -306,7 +305,7 @@ def _start(source: RunLog, target: RunLog, state: RunState, which: str, cache: P
             _leave_whole(target, Hint(seq=2))
             return done(objects=0, bytes=0, entries=0)
     state = Manifests(source.store, source.run).listing(state, closure(state, (seq,)))
-    part, stats = move_checkpoint(
+    part, index = move_checkpoint(
         source,
         state,
         seq,
@@ -331,18 +330,18 @@ def _start(source: RunLog, target: RunLog, state: RunState, which: str, cache: P
     opened = AttemptOpened(seq=FIRST_ATTEMPT, world_size=1, resumes_from=None, owner=state.owner, **said)
     first = replace(
         entry, seq=2, attempt=FIRST_ATTEMPT, cut=FIRST_CUT, parts=(part,), listed=None, writer=token,
-        encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes, stored_bytes=stats.stored_bytes,
+        encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes, stored_bytes=part.stored_bytes,
         directive="close", pins=state.pins_of(seq),
     )  # fmt: skip
     entries = _chained(target.run, (genesis, opened, first))
     missing = _missing(target, entries)
     _put_log(target, entries, missing, Hint(seq=first.seq))
-    return done(objects=len(stats.packs) + 1, bytes=stats.stored_bytes, entries=len(missing))
+    return done(objects=len(index.packs) + 1, bytes=part.stored_bytes, entries=len(missing))
 
 
 def _token(entry: Checkpoint) -> str:
     """The writer of a run that this checkpoint begins: a copy that was cut short is known by it."""
-    return _sha256(canonical(document_of(entry)))[:16]
+    return content_digest(canonical(document_of(entry)))[:16]
 
 
 def _check_begun(target: RunLog, state: RunState, seq: int) -> None:
@@ -470,7 +469,3 @@ def _hint(target: RunLog) -> bytes:
         return target.store.get(target.key("log/HINT"))
     except ObjectNotFound:
         return b""
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

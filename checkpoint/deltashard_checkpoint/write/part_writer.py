@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
@@ -31,7 +31,6 @@ from deltashard_checkpoint.cache.pack_spool import PACK_BYTES, CacheFull, PackSp
 from deltashard_checkpoint.crash_point import crash_point, is_armed
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, InternalBug
 from deltashard_checkpoint.format import object_key
-from deltashard_checkpoint.format.blob_name import common_blobs
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.index import Index, Pack, Place, digest_hex, encode_index
 from deltashard_checkpoint.format.schema import Box, TableSchema
@@ -75,24 +74,6 @@ class PartTarget:
     boxes: tuple[Box, ...]
     covers: int | None
     compaction: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartStats:
-    """What went into a part."""
-
-    rows: int
-    raw_bytes: int
-    """Of rows and blobs before encoding."""
-    stored_bytes: int
-    """Packs and index."""
-    encodings: Mapping[str, tuple[str, ...]]
-    """Of its rows, by table."""
-    frames: int
-    common_blobs: bool
-    """Whether there are blobs for all ranks among it."""
-    packs: tuple[str, ...]
-    """Their keys, relative to the run's root."""
 
 
 def pack_size(pack_bytes: int, cache: PackCache) -> int:
@@ -143,7 +124,8 @@ class PartWriter:
         self._ended = False
         self._raw_bytes = 0
         self._pool = ThreadPoolExecutor(uploads, thread_name_prefix="upload")
-        self.stats: PartStats | None = None
+        self.index: Index | None = None
+        """What was written, once it is."""
 
     def add(self, frame: EncodedFrame, *, since: int | None = None, again: int = 0) -> None:
         """Append a whole frame and its tail; their buffer may be reused when this returns.
@@ -165,7 +147,7 @@ class PartWriter:
                 raise
 
     def finish(self) -> Part:
-        """Wait for all uploads, put the index, and say what the log entry must know; `stats` is set.
+        """Wait for all uploads, put the index, and say what the log entry must know; `index` is set.
 
         Raises `UploadFailed` (with the store's error as its cause) or `PartAborted`; the part is aborted then.
         """
@@ -444,16 +426,8 @@ class PartWriter:
         with deadline(self._deadline_at_s - time.monotonic()), until(self._stopped):
             self._store.put(object_key.run_key(t.run, key), data)
         crash_point("index.after_put")
+        self.index = index
         stored_bytes = sum(pack.bytes for pack in index.packs) + len(data)
-        self.stats = PartStats(
-            rows=index.rows,
-            raw_bytes=self._raw_bytes,
-            stored_bytes=stored_bytes,
-            encodings=index.encodings,
-            frames=len(places),
-            common_blobs=bool(common_blobs(index.blobs)),
-            packs=tuple(pack.key for pack in index.packs),
-        )
         return Part(rank=t.rank, index_key=key, boxes=t.boxes, stored_bytes=stored_bytes, covers=t.covers)
 
     def _discard(self, pack: _Filling) -> None:

@@ -194,16 +194,16 @@ def import_draft(
             for frame in frame_encoder.encode_blob_frames(name=name, data=data, step=wish.step):
                 writer.add(frame)
         part = writer.finish()
-    stats = writer.stats
-    assert stats is not None
+    index = writer.index
+    assert index is not None
     done = commit_parts(
         log, attempt=attempt, cut=1, step=wish.step, world_size=1,
         reports=[PartReport(
-            part=part, tables=made.tables, encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
+            part=part, tables=made.tables, encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes,
             stall_s=0.0, directive="full", metadata={"imported": SOURCE},
         )],
     )  # fmt: skip
-    return done.seq, stats.stored_bytes
+    return done.seq, part.stored_bytes
 
 
 def _taken(target: Target) -> UserError:

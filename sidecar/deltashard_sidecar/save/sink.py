@@ -140,25 +140,25 @@ class PartSink:
         if sealed.full:
             self._writer.target = replace(self._writer.target, covers=None)
         part = self._writer.finish()
-        stats = self._writer.stats
-        assert stats is not None
-        self._run.measured.slowed(stats.raw_bytes, sealed.slower_s)
-        self._look(part, stats.packs, deadline_s)
-        if stats.rows != sealed.rows:
-            raise BadBatch(f"{sealed.rows} rows were sealed, {stats.rows} arrived", where="seal")
+        index = self._writer.index
+        assert index is not None
+        self._run.measured.slowed(index.raw_bytes, sealed.slower_s)
+        self._look(part, [pack.key for pack in index.packs], deadline_s)
+        if index.rows != sealed.rows:
+            raise BadBatch(f"{sealed.rows} rows were sealed, {index.rows} arrived", where="seal")
         report = PartReport(
             part=part,
             tables=self._who.tables,
-            encodings=stats.encodings,
-            rows=stats.rows,
-            raw_bytes=stats.raw_bytes,
+            encodings=index.encodings,
+            rows=index.rows,
+            raw_bytes=index.raw_bytes,
             stall_s=sealed.stall_s,
             cut_at_s=sealed.cut_at_s,
             directive=self._cut.directive,
             fingerprint=self._who.fingerprint,
             metadata=self._metadata(sealed, baseline=part.covers is None),
             pins=sealed.pins,
-            common_blobs=stats.common_blobs,
+            common_blobs=index.common_blobs,
         )
         try:
             committed = self._committed(report, deadline_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from deltashard_checkpoint.format.object_key import index_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import (
+    AttemptOpened,
     Checkpoint,
     Compacted,
     Entry,
@@ -157,3 +159,9 @@ def resealed(document: dict) -> bytes:
 
     body = {key: value for key, value in document.items() if key != "hash"}
     return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})
+
+
+def voided_digest(entry: AttemptOpened) -> str | None:
+    """The first 32 digits of the hash of the bytes that `voids` is about, as the entry's writer says it."""
+    match = re.search(r"-voids-([0-9a-f]{32})", entry.writer)
+    return match[1] if match and entry.voids is not None else None

@@ -192,11 +192,11 @@ class Run:
                     ):
                         writer.add(frame)
                 part = writer.finish()
-            stats = writer.stats
-            assert stats is not None
+            index = writer.index
+            assert index is not None
             report = PartReport(
-                part=part, tables=tuple(tables), encodings=stats.encodings, rows=stats.rows,
-                raw_bytes=stats.raw_bytes, stall_s=0.0, common_blobs=stats.common_blobs,
+                part=part, tables=tuple(tables), encodings=index.encodings, rows=index.rows,
+                raw_bytes=index.raw_bytes, stall_s=0.0, common_blobs=index.common_blobs,
             )  # fmt: skip
             reports.append(report)
         return self._commit_all(reports, step)

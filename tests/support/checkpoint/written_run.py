@@ -137,10 +137,10 @@ class WrittenRun:
                 for frame in frame_encoder.encode_blob_frames(name=name, data=tree, step=step):
                     writer.add(frame)
             part = writer.finish()
-        stats = writer.stats
-        assert stats is not None
+        index = writer.index
+        assert index is not None
         report = PartReport(
-            part=part, tables=(ITEMS, HALF), encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
+            part=part, tables=(ITEMS, HALF), encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes,
             stall_s=0.012, cut_at_s=1_700_000_000.25, pins=pins, metadata=metadata or {}, directive=directive,
         )  # fmt: skip
         seq = commit_parts(

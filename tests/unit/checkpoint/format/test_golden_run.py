@@ -24,7 +24,6 @@ from deltashard_checkpoint.log.entry import (
     Repaired,
     Sealed,
     named_fold,
-    voided_digest,
 )
 from deltashard_checkpoint.log.folded_state import fold_key
 from deltashard_checkpoint.log.replay import fold
@@ -37,6 +36,7 @@ from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import CUT, RUN_2, make_run_2
 from tests.golden.golden_run_3 import RUN_3, make_run_3
 from tests.golden.golden_run_4 import RUN_4, make_run_4
+from tests.support.checkpoint.run_builder import voided_digest
 from tests.support.checkpoint.snapshot import Snapshot, read_checkpoint
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"

@@ -23,14 +23,13 @@ from deltashard_checkpoint.log.entry import (
     folding_writer,
     in_order,
     named_fold,
-    voided_digest,
     voiding_writer,
 )
 from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, resealed
+from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, resealed, voided_digest
 
 HASH = "ab" * 32
 LAYOUT, MANIFEST = "1a" * 16, "2b" * 16

@@ -14,7 +14,7 @@ from deltashard_checkpoint.format.object_key import (
 )
 from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import entry_key, voided_digest
+from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogGap, LogWentBack
 from deltashard_checkpoint.maintenance import garbage_collection
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing
@@ -25,7 +25,7 @@ from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, mark_closing
 from deltashard_cli.main import cli
 
 from tests.crash import log_victim
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import Run, voided_digest
 
 
 def test_voiding_names_the_bytes_it_is_about():

@@ -82,9 +82,9 @@ class Job:
                         name="meta", data=b"step %d" % step, step=step
                     ):
                         writer.add(frame)
-                part, stats = writer.finish(), writer.stats
+                part, index = writer.finish(), writer.index
             report = PartReport(
-                part=part, tables=(TABLE,), encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
+                part=part, tables=(TABLE,), encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes,
                 stall_s=0.0,
             )  # fmt: skip
             reports.append(report)

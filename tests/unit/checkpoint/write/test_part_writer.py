@@ -94,8 +94,8 @@ def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: P
         assert frame.info == place.info
         seen.append(frame.row_ids())
     assert sorted(np.concatenate(seen)) == list(range(4000))
-    assert writer.stats is not None
-    assert (writer.stats.rows, writer.stats.encodings, writer.stats.frames) == (
+    assert writer.index is not None
+    assert (writer.index.rows, writer.index.encodings, len(writer.index.places)) == (
         4000,
         {TABLE.fqn: ("q8",)},
         80,
