@@ -172,9 +172,7 @@ def append_retirement(
     return _append(log, plan, deadline_s)
 
 
-def retire_these(
-    log: RunLog, choose: Callable[[RunState], Iterable[int]], *, deadline_s: float = DEFAULT_DEADLINE_S
-) -> Retired | None:
+def retire_these(log: RunLog, choose: Callable[[RunState], Iterable[int]]) -> Retired | None:
     """Retire exactly the checkpoints that `choose` names of the state at the entry's slot.
 
     Raises `Needed` for one that something else needs, and what `choose` and `RunLog.append` raise.
@@ -186,7 +184,7 @@ def retire_these(
             raise Needed(needed, where=f"run {state.run}")
         return _retirement(state, state.checkpoints.keys() - gone, ())
 
-    return _append(log, plan, deadline_s)
+    return _append(log, plan, DEFAULT_DEADLINE_S)
 
 
 class Needed(UserError):

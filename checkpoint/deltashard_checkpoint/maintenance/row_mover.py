@@ -37,7 +37,7 @@ from deltashard_checkpoint.restore.plan import restore_plan
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
-DEFAULT_DEADLINE_S = 3600.0
+DEADLINE_S = 3600.0
 
 
 class CompactionUnfit(EnvironmentFault):
@@ -71,11 +71,9 @@ class _Provided:
         return mine
 
 
-def mover(
-    cache: PackCache, *, give_way: Callable[[], None] = lambda: None, deadline_s: float = DEFAULT_DEADLINE_S
-) -> Mover:
+def mover(cache: PackCache, *, give_way: Callable[[], None] = lambda: None) -> Mover:
     """A `Mover` that spools packs in `cache`; before each frame it calls `give_way`, which may wait a moment."""
-    return partial(move_rows, cache=cache, give_way=give_way, deadline_s=deadline_s)
+    return partial(move_rows, cache=cache, give_way=give_way)
 
 
 def move_rows(
@@ -87,7 +85,6 @@ def move_rows(
     *,
     cache: PackCache,
     give_way: Callable[[], None] = lambda: None,
-    deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> MovedRows:
     """Write the synthetic baseline of checkpoint `seq` under `data/compact-{token}/`; one part with all its boxes.
 
@@ -106,15 +103,13 @@ def move_rows(
         covers=None,
         compaction=True,
     )
-    part, index = move_checkpoint(
-        log, state, seq, links, log.store, target, cache=cache, give_way=give_way, deadline_s=deadline_s
-    )
+    part, index = move_checkpoint(log, state, seq, links, log.store, target, cache=cache, give_way=give_way)
     return MovedRows(
         parts=(part,), encodings=index.encodings, rows=index.rows, stored_bytes=part.stored_bytes
     )
 
 
-def move_checkpoint(  # noqa: PLR0913
+def move_checkpoint(
     log: RunLog,
     state: RunState,
     seq: int,
@@ -124,7 +119,6 @@ def move_checkpoint(  # noqa: PLR0913
     *,
     cache: PackCache,
     give_way: Callable[[], None] = lambda: None,
-    deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> tuple[Part, Index]:
     """Write all rows and blobs that checkpoint `seq` of `log` reads as one part of `target` on `store`.
 
@@ -132,13 +126,13 @@ def move_checkpoint(  # noqa: PLR0913
     """
     entry, parts = state.checkpoints[seq], parts_of(state, seq)
     indexes = load_indexes(
-        log.store, log.run, [*(link.part for link in links), *parts], deadline_s=deadline_s
+        log.store, log.run, [*(link.part for link in links), *parts], deadline_s=DEADLINE_S
     )
     blobs = {name for part in parts for name in indexes[part.index_key].blobs}
     plan = restore_plan(links, indexes, whole_tables(entry.tables), seq=seq, blob_parts=parts, blobs=blobs)
     provided = _Provided()
-    with PartWriter(store, target, cache, deadline_s=deadline_s) as writer:
-        for fetched in Fetcher(log.store, log.run, cache=cache, deadline_s=deadline_s).fetch(plan):
+    with PartWriter(store, target, cache, deadline_s=DEADLINE_S) as writer:
+        for fetched in Fetcher(log.store, log.run, cache=cache, deadline_s=DEADLINE_S).fetch(plan):
             give_way()
             frame = parse_frame(fetched.data, fetched.tail, verify=False)
             moved: EncodedFrame | None
