@@ -17,7 +17,7 @@ from deltashard_checkpoint.write.precision import encoded_alike
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.deciding.decider import Cost
+from deltashard_sidecar.deciding.measurements import Cost, MeasuredSave
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.maintenance import Housekeeping
 from deltashard_sidecar.parts import Parts
@@ -195,11 +195,9 @@ class SaveService:
             # Its boundary of that step waits for us: the control line stands still.
             reading = Reading(begin.step, self._keeper.step_time_s(session.who.local_rank))
             self._decider.save_begins(
-                cut.cut,
-                reading,
+                MeasuredSave(cut=cut.cut, begun=reading, timed=cut.reason in PERIODIC),
                 planned_steps=begin.planned_steps,
                 partial=begin.pls_target > 0,
-                timed=cut.reason in PERIODIC,
             )
         return save
 

@@ -26,7 +26,8 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.block import MIN_BLOCKS_PER_RANK, Use
-from deltashard_sidecar.deciding.decider import Decider, Opening
+from deltashard_sidecar.deciding.decider import Decider
+from deltashard_sidecar.deciding.measurements import Opening
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.handoff import Closings

@@ -1,4 +1,4 @@
-"""Which interval a run has, and when another one replaces it: from what was measured and seen. Pure.
+"""Which interval a run has, and when another one replaces it: `decide`, from what was measured and the policy. Pure.
 
     measuring    until `interval.ENOUGH` saves were measured: the timers as stated, else a minute
     held         the choice, with what it follows from, until `interval.worth_changing`
@@ -8,10 +8,11 @@ Without a goal, and with `fixed`, the timers stay as stated, and what `auto` wou
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from deltashard_checkpoint.deciding.cost import Profile
 from deltashard_checkpoint.deciding.goal import AUTO, FIXED, Goal, goal
 from deltashard_checkpoint.deciding.interval import (
     ENOUGH,
@@ -21,6 +22,7 @@ from deltashard_checkpoint.deciding.interval import (
     Situation,
     chosen,
     chosen_under,
+    failing_apart,
     within,
     worth_changing,
 )
@@ -28,10 +30,15 @@ from deltashard_checkpoint.deciding.record import Held
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_sidecar.deciding.measurements import Measurements, Opening
+from deltashard_sidecar.policy import changed
+
 MEASURING_S = 60.0
 """Interval until saves were measured, where none is said."""
 SOONEST_S = 1.0
 """However many attempts before ended without a checkpoint."""
+PHASE_SHARE = 0.1
+"""By so much of an interval, either way, an attempt's first save is off: runs that start together drift apart."""
 Cause = Literal["measured", "cost", "failures", "durable", "policy"]
 """Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
 interval; another goal or bound."""
@@ -39,65 +46,110 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoalTerms:
-    """What of a policy an interval is chosen by."""
-
-    goal: Goal
-    """`auto` where none is in force."""
-    applied: bool
-    """Whether a goal is in force."""
-    policy: pb.Policy
-
-    @property
-    def name(self) -> str:
-        return chosen_under(self.goal, self.policy)
-
-    @property
-    def shown(self) -> str:
-        """The goal in force, in the user's words."""
-        return str(self.goal if self.applied else FIXED)
-
-
-def terms_of(policy: pb.Policy) -> GoalTerms:
-    """The terms of a policy, which was checked."""
-    aim = goal(policy.goal) if policy.goal else FIXED
-    applied = aim != FIXED
-    return GoalTerms(goal=aim if applied else AUTO, applied=applied, policy=policy)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """What holds now."""
 
+    applied: bool
+    """Whether a goal is in force: otherwise the timers are the policy's."""
     held: Held | None
     """None while saves are measured."""
     every_s: float
     every_steps: int
+    phase: float
+    """By which share of the interval the attempt's first save is off, -0.1 to 0.1."""
     decision: fleet.Decision
-    cause: Cause | None = None
+    cause: Cause | None
     """Why `held` is another one than before; None: it is not."""
 
+    @property
+    def timers(self) -> tuple[float, int] | None:
+        """Those that replace the policy's; None: none do."""
+        return (self.every_s, self.every_steps) if self.applied else None
 
-def choose(terms: GoalTerms, profile: Profile, now: Situation, held: Held | None, evidence: str) -> Choice:
-    """The choice now, after `held` before; `evidence`: what it rests on, for people."""
-    if held is None and profile.save.n < ENOUGH:
-        return _measuring(terms, profile, evidence)
-    found = chosen(terms.goal, now)
-    cause = _cause(terms, profile, now, held, found)
-    if held is None or cause is not None:
-        basis = Basis(seconds=found.seconds, cost_s=now.cost_s, mtbf_s=now.mtbf_s)
-        held = Held(basis=basis, goal=terms.name)
-    return _held(terms, held, found, evidence, cause)
+    def over(self, policy: pb.Policy) -> pb.Policy:
+        """`policy` with the timers that are chosen."""
+        if not self.applied:
+            return policy
+        return changed(policy, every_s=self.every_s, every_steps=self.every_steps)
 
 
-def _cause(
-    terms: GoalTerms, profile: Profile, now: Situation, held: Held | None, found: Interval
-) -> Cause | None:
-    if held is None:
+def decide(known: Measurements, policy: pb.Policy) -> Choice:
+    """The choice now, after `known.held` before, under a policy that was checked."""
+    stated = goal(policy.goal) if policy.goal else FIXED
+    applied = stated != FIXED
+    aim = stated if applied else AUTO
+    saves, held, seen = known.profile.save, known.held, known.evidence
+    decision = fleet.Decision(
+        subject="interval",
+        goal=str(stated),
+        evidence=(
+            f"{known.saves} saves measured by this sidecar, {saves.n} in the mean; {seen.lossy:.3g} lossy failures "
+            f"and {seen.restores:.3g} restores in {seen.exposure_s / 3600:.3g} h of training"
+        ),
+    )
+    every_s, every_steps = policy.every_s, policy.every_steps
+    cause: Cause | None = None
+    if held is None and saves.n < ENOUGH:
+        decision.why = f"what saves cost is being measured: {saves.n} of {ENOUGH} saves"
+        if applied and not every_s and not every_steps:
+            every_s = within(policy, MEASURING_S)
+    else:
+        now = _situation(known, policy)
+        found, name = chosen(aim, now), chosen_under(aim, policy)
+        cause = _cause(known, now, found, name)
+        if held is None or cause is not None:
+            held = Held(basis=Basis(seconds=found.seconds, cost_s=now.cost_s, mtbf_s=now.mtbf_s), goal=name)
+        decision.would = timers(held.basis.seconds, 0)
+        decision.why = found.why if applied else f"as stated; under auto {found.why}"
+        decision.bound, decision.unreachable = found.bound, found.unreachable
+        if applied:
+            every_s, every_steps = held.basis.seconds, 0
+    if applied and known.doublings is not None:
+        most_s = _cap_s(policy, known.doublings)
+        if not 0 < every_s <= most_s:
+            decision.would = timers(every_s, every_steps)
+            decision.bound = "attempts before ended without a checkpoint: twice as long with each commit"
+            every_s = most_s
+    decision.value = timers(every_s, every_steps)
+    return Choice(
+        applied=applied,
+        held=held,
+        every_s=every_s,
+        every_steps=every_steps,
+        phase=_phase(known.opening, aim) if applied else 0.0,
+        decision=decision,
+        cause=cause,
+    )
+
+
+def under(choice: Choice, known: Measurements) -> Measurements:
+    """What is known once `choice` is in force: where it replaces another one, its cost is measured from the start."""
+    replaced = choice.applied and choice.cause is not None and known.held is not None
+    profile = known.profile.restarted() if replaced else known.profile
+    return replace(known, profile=profile, held=choice.held)
+
+
+def _situation(known: Measurements, policy: pb.Policy) -> Situation:
+    profile, opening = known.profile, known.opening
+    return Situation(
+        cost_s=known.cost_s,
+        durable_s=profile.durable.p95,
+        step_s=profile.step_s,
+        mtbf_s=known.rates.mtbf_s,
+        shards=failing_apart(opening.world_size, opening.pods),
+        partial=known.partial,
+        left_s=known.left_steps * profile.step_s if profile.step_s else math.inf,
+        user=policy,
+    )
+
+
+def _cause(known: Measurements, now: Situation, found: Interval, name: str) -> Cause | None:
+    """Why the choice in force is replaced by what was `found` under the goal and bounds of this name."""
+    if (held := known.held) is None:
         return "measured"
-    if held.goal != terms.name:
+    if held.goal != name:
         return "policy"
-    if not worth_changing(held.basis, found, profile.save, now):
+    if not worth_changing(held.basis, found, known.profile.save, now):
         return None
     if held.basis.seconds < now.durable_s:
         return "durable"
@@ -105,66 +157,25 @@ def _cause(
     return "cost" if 1 / EVIDENCE_RATIO < news < EVIDENCE_RATIO else "failures"
 
 
-def _measuring(terms: GoalTerms, profile: Profile, evidence: str) -> Choice:
-    every_s, every_steps = terms.policy.every_s, terms.policy.every_steps
-    if terms.applied and not every_s and not every_steps:
-        every_s = within(terms.policy, MEASURING_S)
-    return Choice(
-        held=None,
-        every_s=every_s,
-        every_steps=every_steps,
-        decision=fleet.Decision(
-            subject="interval",
-            goal=terms.shown,
-            value=timers(every_s, every_steps),
-            would="",
-            why=f"what saves cost is being measured: {profile.save.n} of {ENOUGH} saves",
-            evidence=evidence,
-        ),
-    )
-
-
-def _held(terms: GoalTerms, held: Held, found: Interval, evidence: str, cause: Cause | None) -> Choice:
-    every_s = held.basis.seconds if terms.applied else terms.policy.every_s
-    every_steps = 0 if terms.applied else terms.policy.every_steps
-    return Choice(
-        held=held,
-        every_s=every_s,
-        every_steps=every_steps,
-        decision=fleet.Decision(
-            subject="interval",
-            goal=terms.shown,
-            value=timers(every_s, every_steps),
-            would=timers(held.basis.seconds, 0),
-            why=found.why if terms.applied else f"as stated; under auto {found.why}",
-            bound=found.bound,
-            evidence=evidence,
-            unreachable=found.unreachable,
-        ),
-        cause=cause,
-    )
-
-
-def capped(choice: Choice, terms: GoalTerms, doublings: int) -> Choice:
-    """The choice in an attempt that follows attempts without a checkpoint: a minute at first, doubled by each commit.
+def _cap_s(policy: pb.Policy, doublings: int) -> float:
+    """The longest interval in an attempt that follows attempts without a checkpoint: a minute, doubled by each commit.
 
     What ended them may end this one as early, and the same steps would be lost again and again. Each of them but the
     last halves the minute, down to a second; `doublings` is the commits of this attempt less those. So an attempt keeps
     about half of what it trained, however long it lives.
     """
-    every_s = within(terms.policy, max(SOONEST_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
-    if not terms.applied or 0 < choice.every_s <= every_s:
-        return choice
-    decision = fleet.Decision()
-    decision.CopyFrom(choice.decision)
-    decision.value = timers(every_s, choice.every_steps)
-    decision.would = timers(choice.every_s, choice.every_steps)
-    decision.bound = "attempts before ended without a checkpoint: twice as long with each commit"
-    return replace(choice, every_s=every_s, decision=decision)
+    return within(policy, max(SOONEST_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
+
+
+def _phase(opening: Opening, aim: Goal) -> float:
+    digest = hashlib.sha256(f"{opening.run}\0{opening.attempt}".encode()).digest()
+    phase = PHASE_SHARE * (2 * int.from_bytes(digest[:8]) / (1 << 64) - 1)
+    # What may be lost at most was promised.
+    return -abs(phase) if aim.aim == "lost-work" else phase
 
 
 def timers(every_s: float, every_steps: int) -> str:
-    said = [f"{every_s:.4g} s"] if every_s > 0 else []
+    stated = [f"{every_s:.4g} s"] if every_s > 0 else []
     if every_steps > 0:
-        said.append(f"{every_steps} steps")
-    return f"every {' or '.join(said)}" if said else "on demand"
+        stated.append(f"{every_steps} steps")
+    return f"every {' or '.join(stated)}" if stated else "on demand"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY
@@ -16,7 +18,8 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.deciding.choice import CAUSES
-from deltashard_sidecar.deciding.decider import Cost, Decider, Opening
+from deltashard_sidecar.deciding.decider import MAX_KEY, Decider, key_of, place
+from deltashard_sidecar.deciding.measurements import Cost, MeasuredSave, Opening
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.policy import changed
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -87,7 +90,8 @@ class Life:
         """A save of the step that was last ended, and the first step after its commit."""
         self.cut += 1
         begun = Reading(self.step, self.now_s)
-        self.decider.save_begins(self.cut, begun, planned_steps=0, partial=self.partial, timed=reason_timed)
+        save = MeasuredSave(cut=self.cut, begun=begun, timed=reason_timed)
+        self.decider.save_begins(save, planned_steps=0, partial=self.partial)
         ended_s = self.now_s + durable_s
         inside = int((durable_s - stall_s - slower_s) / self.step_s)
         self.now_s += stall_s + slower_s + inside * self.step_s
@@ -214,7 +218,8 @@ def test_only_what_a_timer_wanted_is_measured() -> None:
     life.open()
     life.train(50.0)
     life.save(stall_s=30.0, durable_s=30.0, reason_timed=False)
-    life.decider.save_begins(99, Reading(life.step, life.now_s), planned_steps=0, partial=False, timed=True)
+    begins = MeasuredSave(cut=99, begun=Reading(life.step, life.now_s), timed=True)
+    life.decider.save_begins(begins, planned_steps=0, partial=False)
     life.now_s += 5.0
     life.decider.save_failed(99)
     life.step += 1
@@ -360,12 +365,6 @@ def test_attempt_after_ones_without_a_checkpoint_saves_soon_and_then_twice_as_la
     again = Life(most_s=600.0)
     again.open(replace(state, checkpoints=state.checkpoints | mine), attempt=3, resumed=True)
     assert again.every_s == pytest.approx(120.0)
-    bounded = Life(most_s=600.0, least_s=90.0)
-    bounded.open(log_of_attempts(1, {KEY: text}), attempt=3, resumed=True)
-    assert bounded.every_s == pytest.approx(90.0)
-    stepped = Life(every_steps=5000)
-    stepped.open(log_of_attempts(1, {}), attempt=3, resumed=True)
-    assert stepped.every_s == pytest.approx(60.0), "no save was measured yet, and every_steps may never come"
 
 
 def test_rewind_is_no_attempt_without_a_checkpoint() -> None:
@@ -375,15 +374,6 @@ def test_rewind_is_no_attempt_without_a_checkpoint() -> None:
     life = Life(most_s=600.0)
     life.open(replace(state, attempts=rewound), attempt=3, resumed=True)
     assert life.every_s == pytest.approx(600.0)
-
-
-def test_pods_follow_from_all_ranks_that_attached() -> None:
-    """Rank 0 may be the first to come back to a sidecar that was started again within an attempt."""
-    life = Life()
-    life.open(world_size=8)
-    alone = life.decider.expected()
-    life.decider.attached(8)
-    assert life.decider.expected().rates.mtbf_s == pytest.approx(8 * alone.rates.mtbf_s)
 
 
 def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
@@ -439,73 +429,12 @@ def test_what_an_attempt_knew_is_found_by_the_next_though_its_last_commit_did_no
     assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence
 
 
-def test_a_promise_about_lost_work_is_not_stretched_by_the_phase() -> None:
-    """The first save of an attempt comes sooner, never later."""
-    life = Life()
-    life.policy = changed(life.policy, goal="lost-work=5m")
-    life.decider.governed(life.policy)
-    phases = []
-    for attempt in range(1, 30):
-        life.open(attempt=attempt)
-        phases.append(life.decider.phase())
-    assert -0.1 <= min(phases) < -0.05
-    assert max(phases) <= 0
-
-
-def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:
-    """Partial recovery is what the trainer says it is: no restart is needed to see it."""
-    life = Life()
-    life.policy = changed(life.policy, goal="pls=0.0001")
-    life.decider.governed(life.policy)
-    life.open(world_size=4)
-    life.saves(ENOUGH, lambda: 0.1)
-    (interval,) = life.decider.decisions()
-    assert "needs partial recovery" in interval.unreachable
-    life.partial = True
-    life.saves(2, lambda: 0.1)
-    (interval,) = life.decider.decisions()
-    assert interval.unreachable == ""
-
-
 def test_a_commit_that_says_nonsense_is_passed_over() -> None:
     """Measured anew, and no sidecar ends by it."""
     life = Life()
     life.open(log_of({KEY: '{"key":'}), attempt=3, resumed=True)
     assert life.every_s == 60.0
     assert "1 lossy failures" in life.decider.decisions()[0].evidence
-
-
-def test_another_goal_or_bound_is_followed_at_once_without_measuring_anew() -> None:
-    """The choice is made anew from what is known."""
-    life = Life()
-    life.open()
-    life.saves(2 * ENOUGH, lambda: 0.5)
-    assert life.every_s == 1800.0
-    life.policy = changed(life.policy, most_s=120.0)
-    life.decider.governed(life.policy)
-    assert life.every_s == 120.0
-    life.policy = changed(life.policy, goal="overhead=2%", most_s=0.0)
-    life.decider.governed(life.policy)
-    assert life.every_s == pytest.approx(25.0, rel=0.05)
-    assert life.changed("policy") == 2
-    life.policy = changed(life.policy, goal="fixed", every_s=30.0)
-    life.decider.governed(life.policy)
-    assert life.every_s == 30.0, "the kill switch"
-
-
-def test_a_saves_of_an_attempt_begin_at_a_phase_of_its_own() -> None:
-    """At most a tenth of the interval off, the same for the same attempt, spread over attempts."""
-    found = []
-    for attempt in range(1, 200):
-        life = Life()
-        life.open(attempt=attempt)
-        found.append(life.decider.phase())
-        life.open(attempt=attempt)
-        assert life.decider.phase() == found[-1]
-    assert all(-0.1 <= each <= 0.1 for each in found)
-    assert min(found) < -0.08
-    assert max(found) > 0.08
-    assert len(set(found)) == len(found)
 
 
 def test_how_long_a_restore_and_a_restart_take() -> None:
@@ -538,7 +467,26 @@ def test_whatever_goes_wrong_with_a_decision_leaves_the_timers_as_they_are_said(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("deltashard_sidecar.deciding.decider.choose", broken)
+    monkeypatch.setattr("deltashard_sidecar.deciding.decider.decide", broken)
     life.saves(2, lambda: 0.1)
     assert life.every_s == 9.0
     assert life.decider.decisions() == []
+
+
+def test_a_place_is_what_was_stated_and_the_processors(tmp_path: Path) -> None:
+    """Nodes of another type are other places, where nothing is stated, too."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel name\t: AMD EPYC 7B13\nflags\t: fpu\nmodel name\t: AMD EPYC 7B13\n"
+    )
+    count = os.cpu_count()
+    assert place("trainer:v3, cpu 4", cpuinfo=cpuinfo) == f"trainer:v3, cpu 4, {count} x AMD EPYC 7B13"
+    assert place("", cpuinfo=cpuinfo) == f"{count} x AMD EPYC 7B13"
+    assert place("", cpuinfo=tmp_path / "none") == f"{count} x processors"
+
+
+def test_a_long_place_hides_no_other_world_size() -> None:
+    """What is cut off is the place's end."""
+    long = "registry.example/" + "x" * 400
+    assert key_of(long, 4) != key_of(long, 8)
+    assert len(key_of(long, 4)) == MAX_KEY

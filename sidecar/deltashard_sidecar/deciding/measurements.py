@@ -1,0 +1,287 @@
+"""What rank 0's sidecar knows of its run: attempt, cost of saves, failures. Pure: a change makes another one.
+
+    begin of a save     the control line stands still: (step that is cut, when it ended)
+    its commit          stall (of the slowest rank), seconds to durable, slowdown while rows were copied ahead
+    the first step that ended after it     what the steps between took beyond quiet ones: the save's cost is complete
+
+Only saves of a timer are measured: who asks for one mostly waits for it, and an end has no step after it.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
+from deltashard_checkpoint.deciding.ending import ends
+from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Rates, rates
+from deltashard_checkpoint.deciding.record import Held, Record, cost_of, recorded
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.vocabulary import LINEAGE_KEY
+
+from deltashard_sidecar.deciding.history import Past, follows_rewind, past, without_checkpoint
+from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
+
+MEMORY = 40
+"""Saves that a mean weighs at most: a cost that changes is followed within about as many."""
+PREPARED_S = 60.0
+"""Rows are copied ahead for so long at most; without a cut until then none came of it."""
+LONGEST_GAP_S = 86400.0
+"""Between two trainers, beyond which nobody was waiting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What is known of a save at its commit. Seconds."""
+
+    stall_s: float
+    """Of the slowest rank."""
+    slower_s: float
+    """By so much steps took longer while rows were copied ahead of the cut."""
+    durable_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSave:
+    """A save of rank 0, until the first step after its end."""
+
+    cut: int
+    begun: Reading
+    """The step that is cut, and when it ended."""
+    timed: bool
+    """Whether the timer wanted it: only then it is measured."""
+    ended_s: float | None = None
+    """Unix seconds; the step in which that was is over later."""
+    cost: Cost | None = None
+    """None: not measured, or not committed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """An attempt that begins, or that is found under way."""
+
+    run: str
+    attempt: int
+    world_size: int
+    ranks_here: int
+    """Trainers of this pod."""
+    reading: Reading
+    """The step that the attempt begins after, and when it was asked for; of one under way, as the line shows."""
+    resumed: bool = False
+    """A trainer came back to a checkpoint: an incident. False where one goes on in the middle of its attempt."""
+    step_seen: int = 0
+    """Last step of the trainer before, if this arena saw it."""
+
+    @property
+    def pods(self) -> int:
+        """Of the run, when all have as many trainers as this one."""
+        return -(-self.world_size // max(1, self.ranks_here))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """Of one run, since this process knows it and as its log told."""
+
+    opening: Opening
+    profile: Profile
+    held: Held | None = None
+    """The choice in force."""
+    past: Past = field(default_factory=Past)
+    here: Evidence = NONE
+    """Beside the past: recorded by a decider before, and seen by this one."""
+    meter: StepMeter = field(default_factory=StepMeter)
+    saves: int = 0
+    save: MeasuredSave | None = None
+    disturbed_s: float = -math.inf
+    """When rows began to be copied ahead of a cut."""
+    restoring: bool = False
+    left_s: float | None = None
+    """When the last trainer went without a word."""
+    committed: bool = True
+    """Whether something was committed since the last incident: a crash loop is one."""
+    doublings: int | None = None
+    """Of the interval's cap, see `choice._cap_s`; None: the attempt before had a checkpoint."""
+    partial: bool = False
+    """Whether the trainer recovers partially."""
+    left_steps: float = math.inf
+
+    # What follows from it.
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.past.evidence(self.profile.step_s).plus(self.here)
+
+    @property
+    def rates(self) -> Rates:
+        return rates(self.evidence, pods=self.opening.pods)
+
+    @property
+    def cost_s(self) -> float:
+        return cost_of(self.profile, self.held)
+
+    def record(self, *, closing: bool) -> Record:
+        """What rides in a commit that begins now; `closing`: the trainer's end asked for it."""
+        return Record(profile=self.profile, held=self.held, evidence=self.evidence, closing=closing)
+
+    # What happens.
+
+    def attached(self, ranks_here: int) -> Measurements:
+        """So many ranks are attached now: how many pods the run has follows from it."""
+        if not self.opening.ranks_here < ranks_here <= self.opening.world_size:
+            return self
+        return replace(self, opening=replace(self.opening, ranks_here=ranks_here))
+
+    def came(self, now_s: float) -> Measurements:
+        gone = replace(self, left_s=None)
+        if self.left_s is None or not 0 <= (gap_s := now_s - self.left_s) <= LONGEST_GAP_S:
+            return gone
+        reschedule = _sampled(self.profile.reschedule, gap_s)
+        return replace(gone, profile=replace(self.profile, reschedule=reschedule))
+
+    def gone(self, now_s: float) -> Measurements:
+        """Rank 0's trainer went away without a word."""
+        return replace(self, left_s=now_s, save=None)
+
+    def save_begins(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> Measurements:
+        step = save.begun.step
+        left_steps = planned_steps - step if planned_steps > step else math.inf
+        return replace(self, save=save, left_steps=left_steps, partial=partial)
+
+    def save_failed(self, cut: int, now_s: float) -> Measurements:
+        """It will never commit, and is no measurement."""
+        if self.save is None or self.save.cut != cut:
+            return self
+        return replace(self, save=replace(self.save, ended_s=now_s))
+
+    def save_committed(self, cut: int, cost: Cost, now_s: float) -> Measurements:
+        """A save of rank 0 is durable. What it cost is known once the trainer has ended a step after it."""
+        doublings = None if self.doublings is None else self.doublings + 1
+        now = replace(self, committed=True, doublings=doublings)
+        if self.save is None or self.save.cut != cut:
+            return now
+        measured = self.save.timed and math.isfinite(cost.stall_s) and cost.stall_s >= 0
+        return replace(now, save=replace(self.save, ended_s=now_s, cost=cost if measured else None))
+
+    def read(self, reading: Reading, now_s: float) -> Measurements:
+        """One look at rank 0's control line."""
+        if reading.step <= self.opening.reading.step:
+            return self  # what the line says of time is not this attempt's yet
+        prepares = now_s - self.disturbed_s < PREPARED_S
+        meter = self.meter.read(reading, quiet=self.save is None and not prepares)
+        now = replace(self, meter=meter)
+        if (trained_s := meter.trained_s - self.meter.trained_s) > 0:
+            now = replace(now, here=self.here.trained(trained_s))
+        if meter.step_s:
+            now = replace(now, profile=replace(self.profile, step_s=_short(meter.step_s)))
+        if self.restoring:
+            now = replace(
+                now, restoring=False, profile=_with_restore(now.profile, self.opening.reading, reading)
+            )
+        save = self.save
+        if save is None or save.ended_s is None or reading.at_s <= save.ended_s:
+            return now
+        now = replace(now, save=None, disturbed_s=-math.inf)
+        return now if save.cost is None else _with_save(now, save.begun, save.cost, reading)
+
+
+def _with_restore(profile: Profile, opened: Reading, reading: Reading) -> Profile:
+    """At the first step after a restore: what it took from open to there, without the steps seen since."""
+    seconds = reading.at_s - opened.at_s - (reading.step - opened.step - 1) * profile.step_s
+    return replace(profile, restore=_sampled(profile.restore, seconds)) if seconds > 0 else profile
+
+
+def _with_save(known: Measurements, begun: Reading, cost: Cost, reading: Reading) -> Measurements:
+    """At the first step after a save's end."""
+    profile = replace(
+        known.profile,
+        stall=_sampled(known.profile.stall, cost.stall_s),
+        durable=_sampled(known.profile.durable, cost.durable_s),
+    )
+    slower_s = cost.slower_s if math.isfinite(cost.slower_s) else 0.0
+    slower_s = min(max(slower_s, 0.0), PREPARED_S)
+    lost: float | None = cost.stall_s
+    if profile.step_s > 0:
+        # With the stall, which lies between the step that was cut and the next one.
+        in_flight_s = max(cost.durable_s, cost.stall_s)
+        lost = lost_s(begun, reading, step_s=profile.step_s, in_flight_s=in_flight_s)
+    if lost is None:
+        return replace(known, profile=profile)
+    profile = replace(profile, save=_sampled(profile.save, lost + slower_s))
+    return replace(known, profile=profile, saves=known.saves + 1)
+
+
+def opened(
+    before: Measurements | None, opening: Opening, state: RunState, *, key: str, record: Record | None
+) -> Measurements:
+    """A trainer of rank 0 begins an attempt, or goes on in one; `state`: the log as it stands.
+
+    `before` None: this process does not know the run, and goes on from `record`, what its newest commit says, and where
+    that is None from the log alone. `key` names the profile (`Profile.key`).
+    """
+    came_back = opening.resumed
+    if before is None:
+        # Its coming back was counted by a process that ended before it could commit so.
+        attempt = state.attempts.get(opening.attempt)
+        came_back |= attempt is not None and attempt.resumes_from is not None and attempt.last_seq is None
+        before = _first(opening, state, key, record, came_back=came_back)
+    newest = state.newest()
+    same = before.profile.key == key
+    empty = without_checkpoint(state, before=opening.attempt)
+    commits = sum(1 for each in state.checkpoints.values() if each.attempt == opening.attempt)
+    now = replace(
+        before,
+        opening=opening,
+        profile=before.profile if same else Profile(key=key),
+        held=before.held if same else None,
+        meter=before.meter.began(None),
+        save=None,
+        left_steps=math.inf,
+        restoring=opening.resumed,
+        doublings=commits - (empty - 1) if empty else None,
+        partial=newest is not None and LINEAGE_KEY in newest.metadata,
+    )
+    if not came_back or not before.committed or newest is None:
+        return now
+    lossy = not _closing(newest.metadata.get(KEY), ends(newest))
+    if opening.step_seen:
+        lossy = opening.step_seen > newest.step
+    lossy &= not follows_rewind(state, opening.attempt)
+    return replace(now, committed=False, here=now.here.incident(lossy=lossy))
+
+
+def _first(
+    opening: Opening, state: RunState, key: str, record: Record | None, *, came_back: bool
+) -> Measurements:
+    if record is not None:
+        return Measurements(opening=opening, profile=record.profile, held=record.held, here=record.evidence)
+    # The last attempt's end is counted where it is seen: by the trainer that comes back.
+    newest = state.newest()
+    last = None if newest is None else newest.attempt
+    goes_on = came_back or last == opening.attempt
+    found = past(state, open_attempt=last if goes_on else None)
+    return Measurements(opening=opening, profile=Profile(key=key), past=found)
+
+
+def calls_for_choice(before: Measurements, after: Measurements) -> bool:
+    """Whether what changed may lead to another interval: a save was measured, pods or doublings are others."""
+    measured = before.save is not None and before.save.cost is not None and after.save is None
+    return measured or (before.opening, before.doublings) != (after.opening, after.doublings)
+
+
+def _sampled(measure: Measure, seconds: float) -> Measure:
+    return measure.sampled(_short(seconds)).within(MEMORY)
+
+
+def _short(seconds: float) -> float:
+    """As many digits as a measurement has: it is written into every commit."""
+    return float(f"{seconds:.4g}")
+
+
+def _closing(text: str | None, otherwise: bool) -> bool:
+    """Whether a commit's trainer had asked for it by its end: as its decider wrote, otherwise as its entry tells."""
+    if text is not None:
+        with suppress(UserError):
+            return recorded(text).closing
+    return otherwise
