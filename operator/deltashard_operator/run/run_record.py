@@ -78,9 +78,8 @@ def run_label(run_id: str) -> str:
 
 def document(run: Run) -> Document:
     workload = run.workload
-    reference = {"kind": workload.kind, "name": workload.name, "uid": workload.uid}
-    if workload.api_version:
-        reference["apiVersion"] = workload.api_version
+    names = {"kind": workload.kind, "name": workload.name, "uid": workload.uid}
+    reference = names | _clipped({"apiVersion": workload.api_version})
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -173,8 +172,12 @@ def status(run: Run, now_s: float) -> Document:
 
 
 def patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Document:
-    """The merge patch of a status; empty when nothing but the time of writing changed."""
-    changed: Document = {key: value for key, value in after.items() if before.get(key) != value}
+    """The merge patch of a status, objects in it merged; empty when nothing but the time of writing changed."""
+    changed: Document = {
+        key: patch(before.get(key) or {}, value) if isinstance(value, dict) else value
+        for key, value in after.items()
+        if before.get(key) != value
+    }
     changed.update((key, None) for key in before if key not in after)
     return changed if set(changed) - {"observedTime"} else {}
 
@@ -203,9 +206,6 @@ def run_of(found: Mapping[str, Any]) -> Run:
     losses = tuple(map(_loss_of, said.get("losses") or ()))
     numbered = {each["index"]: int(each["openings"]) for each in said.get("settledOpeningsByPod") or ()}
     pods = said.get("pods") or ()
-    in_force = _policy_of(said)
-    generation = int(said.get("directiveGeneration", 0))
-    directed = _known(pb.Policy, said["directed"]) if said.get("directed") else in_force
     kept = {  # sentences of troubles that no heartbeat repeats
         each["type"]: each.get("message") or each["reason"]
         for each in said.get("conditions") or ()
@@ -225,7 +225,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
         width=int(said.get("widestPods", 0)),
         decisions=tuple(_known(Decision, each) for each in said.get("decisions") or ()),
         measured=_measured_of(said["measured"]) if said.get("measured") else None,
-        progress=_progress_of(said, numbered, in_force),
+        progress=_progress_of(said, numbered, _policy_of(said)),
         restores=int(said.get("restores", 0)),
         lost_steps=int(said.get("lostSteps", 0)),
         saves_failed=int(said.get("savesFailed", 0)),
@@ -239,8 +239,8 @@ def run_of(found: Mapping[str, Any]) -> Run:
         conditions=tuple(map(_condition_of, said.get("conditions") or ())),
         finished=said.get("finishedReason", ""),
         finished_at_s=seconds_of(said.get("finishedAt")),
-        generation=generation,
-        directed=directed if generation else None,
+        generation=int(said.get("directiveGeneration", 0)),
+        directed=_known(pb.Policy, said["directed"]) if "directed" in said else None,
         fenced=kept.get("Fenced", ""),
         tracking=kept.get("TrackingFault", ""),
         fell_back=kept.get("FellBack", ""),

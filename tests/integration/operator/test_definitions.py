@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from deltashard_operator.policy import workload_policy
 from deltashard_operator.run import run_record
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.operator.full_run import NOW_S, full_run
 from tests.support.server.apiserver import ApiServer, Rest
@@ -306,6 +308,21 @@ def test_the_status_of_a_run_is_taken_as_it_is_written(http: Rest) -> None:
     assert reply.status == 200, reply.document
     assert reply.warnings == []
     assert reply.document["status"] == status
+
+
+def test_what_a_newer_directive_does_not_state_is_gone_from_the_status(http: Rest) -> None:
+    """A field of the older one that stayed would be directed again by the next controller."""
+    run_before = full_run()
+    asked = pb.Policy(encoding="q4", every_s=0.5, state_encoding="bf16")
+    before = run_record.status(run_before, NOW_S)
+    after = run_record.status(replace(run_before, directed=asked, generation=4), NOW_S)
+    path = f"{root()}/{http.create(run()).document['metadata']['name']}/status?fieldValidation=Strict"
+    merge = "application/merge-patch+json"
+    assert http("PATCH", path, {"status": before}, content=merge).status == 200
+    reply = http("PATCH", path, {"status": run_record.patch(before, after)}, content=merge)
+    assert (reply.status, reply.warnings) == (200, [])
+    assert reply.document["status"] == after
+    assert run_record.run_of(reply.document).directed == asked
 
 
 def test_an_empty_policy_is_possible_since_the_default_is_under_it(http: Rest) -> None:
