@@ -183,7 +183,7 @@ class Housekeeping:
         state = log.refresh(deadline_s=ROUND_DEADLINE_S)
         newest = state.newest() if state.attempt == attempt else None
         if newest is not None and newest.listed is None and not self._run.chains.broken(state, newest.seq):
-            manifests = self._run.manifests_of(log.run)
+            manifests = self._run.reads.manifests_of(log.run)
             self._run.chains.look(state, newest.seq, manifests=manifests, deadline_s=ROUND_DEADLINE_S)
 
     def _sweep(self) -> None:

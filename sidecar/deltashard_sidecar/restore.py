@@ -141,9 +141,9 @@ class Restore:
             strict=not want.lenient,
             mapping=dict(want.mapping),
             weights_only=want.weights_only,
-            indexes=self._run.read_ahead(self._who),
-            manifests=self._run.manifests_of(state.run),
-            shared=self._run.shared(self._who),
+            indexes=self._run.reads.take(self._who),
+            manifests=self._run.reads.manifests_of(state.run),
+            shared=self._run.reads.shared(self._who),
             deadline_s=settings.restore_deadline_s,
         )
         return state, plan
@@ -216,7 +216,7 @@ class Restore:
             self._run.store,
             run,
             cache=self._run.cache,
-            shared=self._run.shared(self._who),
+            shared=self._run.reads.shared(self._who),
             prefetch_bytes=PREFETCH_BYTES,
             workers=FETCH_THREADS,
             deadline_s=self._run.settings.restore_deadline_s,

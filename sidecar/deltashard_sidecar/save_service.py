@@ -23,7 +23,7 @@ from deltashard_sidecar.maintenance import Housekeeping
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.policy import chooses_bits, text_of
 from deltashard_sidecar.run.bit_choice import Ranks
-from deltashard_sidecar.run.run import Holding
+from deltashard_sidecar.run.cut_content import CutContent
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Cut, Save
@@ -108,14 +108,8 @@ class SaveService:
         if running is not None and not running.life.ended:
             yield _not_prepared("another save of this rank is in flight")
             return
-        covers = self._run.decide(
-            session.who,
-            attempt,
-            begin,
-            self._control.in_force.policy,
-            self._decider.expected(),
-            self._ranks(session),
-        ).covers
+        policy, ranks = self._control.in_force.policy, self._ranks(session)
+        covers = self._content(session, attempt, begin, policy, ranks).covers
         granted = preparation.grant()
         if session.who.rank == 0:
             self._decider.prepares()
@@ -167,7 +161,7 @@ class SaveService:
             cut=cut.cut,
             step=cut.step,
             reason=cut.reason,
-            covers=cut.covers,
+            covers=cut.content.covers,
             rank=session.who.rank,
         )
         return save
@@ -177,8 +171,7 @@ class SaveService:
         attempt = _attempt_of(session, begin)  # while an urgent save waited, another may have been opened
         cut = self._decided(session, attempt, begin)
         save = Save(
-            who=session.who,
-            stalls=session.stalls,
+            session=session,
             cut=cut,
             sink=PartSink(
                 self._run, session.who, cut, joint=self._joint, expected=lambda: self._expected(cut)
@@ -187,7 +180,6 @@ class SaveService:
             submit=self.pool.submit,
             metrics=self._metrics,
             log=self._log,
-            deadline_s=self._settings.save_deadline_s,
             ended=self._ended,
         )
         self._control.begins(session, attempt, step=begin.step)
@@ -206,16 +198,15 @@ class SaveService:
         in_force = self._control.in_force
         policy = in_force.policy
         ranks = self._ranks(session)
-        holding = self._run.decide(session.who, attempt, begin, policy, self._decider.expected(), ranks)
-        covers = holding.covers
-        if holding.turn is not None:
-            self._metrics.turns.labels(holding.turn.kind).inc()
-            self._log.info("save.decided", cut=begin.cut, covers=covers, why=holding.turn.text)
+        content = self._content(session, attempt, begin, policy, ranks)
+        if (override := content.override) is not None:
+            self._metrics.turns.labels(override.kind).inc()
+            self._log.info("save.decided", cut=begin.cut, covers=content.covers, why=override.text)
         waits = session.stalls.wait_out
         if waits:
             self._log.warning("save.waits_out_its_stall", aborted=session.stalls.aborted, cut=begin.cut)
         arena_bytes = self._keeper.ledger.total * self._keeper.block_bytes
-        if covers is None and (raw := raw_bytes(session.who.tables, session.who.boxes)) > arena_bytes:
+        if content.covers is None and (raw := raw_bytes(session.who.tables, session.who.boxes)) > arena_bytes:
             # It can only go on as batches are encoded: to abort it and try again would take longer still.
             waits = True
             self._log.info(
@@ -227,14 +218,10 @@ class SaveService:
             step=begin.step,
             reason=begin.reason,
             urgent=begin.urgent,
-            covers=covers,
+            content=content,
             stall_budget_s=0.0 if waits else self._settings.stall_budget_s,
-            directive=holding.directive,
-            rebased=holding.rebased,
-            precision=holding.precision,
-            chain_precision=holding.chain_precision,
-            increments=holding.increments,
-            since=self._since(session, attempt, begin, holding),
+            deadline_s=self._settings.save_deadline_s,
+            since=self._since(session, attempt, begin, content),
             samples=chooses_bits(policy) and (session.who.rank == 0 or ranks.here),
             layout=session.attempt.layout,
             follows=None if in_force.directive is None else text_of(in_force.directive),
@@ -243,16 +230,22 @@ class SaveService:
             else None,
         )
 
+    def _content(
+        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, policy: pb.Policy, ranks: Ranks
+    ) -> CutContent:
+        who, expected = session.who, self._decider.expected()
+        return self._run.cuts.decide(self._run.known(who), who, attempt, begin, policy, expected, ranks)
+
     def _since(
-        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, holding: Holding
+        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, content: CutContent
     ) -> int | None:
         """The trainer's newest commit, if the cut says which of its rows changed since; None: it does not."""
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
         # IMPORTANT: who asks for all rows may not vouch for its marks.
-        if commit is None or begin.full or commit == holding.covers:
+        if commit is None or begin.full or commit == content.covers:
             return None
         state = self._run.log_of(session.who).state
-        alike = encoded_alike(state, attempt, commit, tables=session.who.tables, precision=holding.precision)
+        alike = encoded_alike(state, attempt, commit, tables=session.who.tables, precision=content.precision)
         return commit if alike else None
 
     def _ranks(self, session: Session) -> Ranks:
@@ -271,8 +264,8 @@ class SaveService:
         }
         return trains | saves
 
-    def _speaks(self, save: Save) -> bool:
-        """Whether this is the save of a pod's that counts where its checkpoint does, once."""
+    def _is_reporter(self, save: Save) -> bool:
+        """Whether this save, of all of the pod's that make one checkpoint, is the one that counts it."""
         same = [each.who.local_rank for each in self._flights.newest() if each.cut.cut == save.cut.cut]
         return save.who.local_rank == min(same, default=save.who.local_rank)
 
@@ -300,7 +293,7 @@ class SaveService:
     def _ended(self, save: Save) -> None:
         """A save committed or failed: the metrics, people, the trainer and other pods hear of it."""
         cut, commit = save.cut, save.commit
-        if commit is not None and self._speaks(save):
+        if commit is not None and self._is_reporter(save):
             self._metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
             self._log.info(
                 "save.committed",

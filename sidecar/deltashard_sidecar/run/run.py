@@ -12,46 +12,38 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
-from deltashard_checkpoint.deciding.evidence import Expected
 from deltashard_checkpoint.errors import DeltashardError
-from deltashard_checkpoint.format.blob_name import read_by
-from deltashard_checkpoint.format.index import Index, table_message
+from deltashard_checkpoint.format.index import table_message
 from deltashard_checkpoint.format.object_key import new_token, run_key
-from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
+from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.log_error import LogRemoved, stopped
-from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.log.selection import select
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
 from deltashard_checkpoint.restore.fetcher import warm_cache
-from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PLS_KEY
-from deltashard_checkpoint.write import differential, precision
 from deltashard_checkpoint.write.attempt import ResumeBasis, open_attempt, read_unopened
 from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, mark_closing, unmark_closing
 from deltashard_checkpoint.write.commit_wait import CommitPace
-from deltashard_checkpoint.write.differential import Decision, History
-from deltashard_checkpoint.write.precision import OTHERS, StoredPrecision
 from deltashard_checkpoint.write.report import ReportBodyCache
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
+from deltashard_sidecar.run.bit_choice import BitChoice
 from deltashard_sidecar.run.chain_watch import ChainWatch
+from deltashard_sidecar.run.cut_content import CutContents
 from deltashard_sidecar.run.identity import identity
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.participation import Participation
+from deltashard_sidecar.run.read_ahead import ReadAhead
 from deltashard_sidecar.run.removed_run import RemovedRun
 from deltashard_sidecar.run.store_health import StoreHealth
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
@@ -61,10 +53,6 @@ from deltashard_sidecar.telemetry.incident import Incidents
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
-AHEAD_DEADLINE_S = 10.0
-"""For the indexes of a checkpoint that is about to be restored."""
-SHARED_IDLE_S = 60.0
-"""So long after the last read of a restore, what ranks have read for one another is kept."""
 REATTACH_DEADLINE_S = 5.0
 """A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
 CLOSING_DEADLINE_S = 3.0
@@ -87,37 +75,6 @@ def commit_message(entry: Checkpoint, *, durable_s: float = 0.0, baseline: bool 
         raw_bytes=entry.raw_bytes,
         rows=entry.rows,
     )
-
-
-class Turn(NamedTuple):
-    """Why a cut does not hold what its differential alone would have it hold."""
-
-    kind: str
-    """One of `telemetry.metric.TURNS`."""
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """What a cut holds, and what to say of it."""
-
-    covers: int | None
-    """Seq since which every changed row is held; None: all rows."""
-    turn: Turn | None
-    """What made it other than its differential alone would have it."""
-    directive: str
-    """What to write of it into the log."""
-    precision: StoredPrecision
-    """Encodings of its rows."""
-    increments: str | None
-    """What it says of the increments before it; None: nothing."""
-    chain_precision: StoredPrecision
-    """The coarsest that rows of its chain may have."""
-
-    @property
-    def rebased(self) -> bool:
-        """Whether later cuts cover this seq, too: the trainer's marks since the baseline count from it."""
-        return self.turn is not None and self.covers is not None
 
 
 class Run:
@@ -148,16 +105,13 @@ class Run:
         self.report_bodies = ReportBodyCache()
         self.pace = CommitPace()
         self.metrics = metrics
-        self._shared = SharedReads()
         self.chains = ChainWatch(self.store, metrics=metrics, log=log)
         self.bits = BitChoice(metrics=metrics, log=log)
+        self.cuts = CutContents(self.bits, self.chains, self.synthetic)
+        self.reads = ReadAhead(self.store)
         self._logger = log
         self._lock = threading.Lock()
         self._logs: dict[str, RunLog] = {}
-        self._reading = ThreadPoolExecutor(thread_name_prefix="ahead")
-        self._ahead: dict[str, Future[dict[str, Index]]] = {}
-        """By session: indexes that its restore will ask for first, read while the entry of its attempt is put."""
-        self._manifests: dict[str, Manifests] = {}
         self._seen: RunState | None = None
 
     @property
@@ -165,7 +119,7 @@ class Run:
         return self.identity.run
 
     def close(self) -> None:
-        self._reading.shutdown(wait=False, cancel_futures=True)
+        self.reads.close()
         self.cache.close()
         self.store.close()
 
@@ -202,16 +156,16 @@ class Run:
         What is held is looked at first: a session is attached before it gets a handle, so one that is held already and
         yet not in use is over.
         """
-        self._shared.let_go(idle_s=SHARED_IDLE_S)
         with self._lock:
-            held = {*self._logs, *self._ahead}
+            held = set(self._logs)
+        held |= self.reads.held()
         over = held - used() if held else held
         if over:
             self.state()  # remembers what they have seen
         with self._lock:
             for session_id in over:
                 self._logs.pop(session_id, None)
-                self._ahead.pop(session_id, None)
+        self.reads.let_go(over)
 
     def newest_attempt(self, who: Attachment) -> int:
         """The attempt that fences all others, as last seen."""
@@ -353,7 +307,7 @@ class Run:
             deadline_s=deadline_s,
             choosing=None
             if basis
-            else lambda state, checkpoint: self._read_ahead(who, state, checkpoint.seq),
+            else lambda state, checkpoint: self.reads.begin(who, state, checkpoint.seq),
             basis=basis,
         )
         if opened.attempt <= known:
@@ -412,55 +366,6 @@ class Run:
             "to another name), of a removal (`deltashard rm` first), or saves whose log is lost (`deltashard scan`)"
         )
 
-    def manifests_of(self, run: str) -> Manifests:
-        """Reads the manifests of a run, ours or one that is read from."""
-        with self._lock:
-            if run not in self._manifests:
-                self._manifests = {run: Manifests(self.store, run)}
-            return self._manifests[run]
-
-    def _read_ahead(self, who: Attachment, state: RunState, seq: int) -> None:
-        """Begin to read the indexes that a restore of this checkpoint will ask for."""
-        try:
-            state = self.manifests_of(state.run).listing(state, closure(state, (seq,)))
-            parts = (
-                *(link.part for link in chain(state, seq, who.boxes, strict=False)),
-                *blob_parts_of(
-                    state, seq, read_by(who.rank, who.world_size, state.checkpoints[seq].world_size)
-                ),
-            )
-        except DeltashardError:
-            return  # the restore will say what is wrong
-        try:
-            ahead = self._reading.submit(
-                load_indexes,
-                self.store,
-                state.run,
-                parts,
-                deadline_s=AHEAD_DEADLINE_S,
-                shared=self.shared(who),
-            )
-        except RuntimeError:
-            return  # the process ends
-        with self._lock:
-            self._ahead[who.id] = ahead
-
-    def shared(self, who: Attachment) -> SharedReads | None:
-        """What ranks of this pod read of a checkpoint for one another; None for a trainer that has no peers."""
-        return self._shared if who.world_size > 1 else None
-
-    def read_ahead(self, who: Attachment) -> Mapping[str, Index] | None:
-        """Indexes by key that were read ahead for the trainer's restore, once; waits for them. None: none were.
-
-        Only ever a gain of time: the restore asks again for what could not be read, and says what is wrong.
-        """
-        with self._lock:
-            ahead = self._ahead.pop(who.id, None)
-        try:
-            return None if ahead is None else ahead.result(2 * AHEAD_DEADLINE_S)
-        except (Exception, CancelledError):  # noqa: BLE001 - the restore reads them again, and says what is wrong
-            return None
-
     def closing(self, attempt: int, *, begun: bool) -> None:
         """Best effort: tell openers elsewhere that a save of this attempt still uploads, or that it ended."""
         if begun and self.removal.why is not None:
@@ -471,80 +376,11 @@ class Run:
         except DeltashardError as error:
             self._logger.warning("closing.unmarked", **explain(error))
 
-    # Cuts.
-
-    def decide(
-        self,
-        who: Attachment,
-        attempt: int,
-        begin: pb.SaveRequest.Begin,
-        policy: pb.Policy,
-        expected: Expected,
-        ranks: Ranks,
-    ) -> Holding:
-        """What the cut must hold, and how it is encoded. No store is asked."""
+    def known(self, who: Attachment) -> RunState:
+        """The log that a cut of this trainer builds on. No store is asked."""
         # Another rank of this pod may have heard of the last commit: the newest that any handle has seen counts.
         log = self.log_of(who)
-        state = max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
-        encodings = self.bits.encodings(policy, ranks, begin, expected, attempt=attempt)
-        asked = StoredPrecision.of({OTHERS: policy.encoding, **encodings}, policy.state_encoding)
-        history = differential.history(state, attempt, asked)
-        decision = differential.decide(policy.differential, history, force_full=begin.full)
-        commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
-        base = begin.since_baseline_seq if begin.HasField("since_baseline_seq") else None
-        covers: int | None = None
-
-        # IMPORTANT: a cut may only lean on what the trainer vouches for *and* the log shows as live in this attempt's
-        # lineage, and whose objects were there at the last look. Anything else is a whole baseline: more bytes, never a
-        # lost row.
-        def leans(seq: int) -> bool:
-            return may_cover(state, attempt, seq) and not self.chains.broken(state, seq)
-
-        if decision != "full" and base is not None and leans(base):
-            covers = base
-        if decision == "since_commit" and commit is not None and leans(commit):
-            covers = commit
-        turn: Turn | None = None
-        if who.world_size == 1 and not begin.full and commit is not None and commit != base and leans(commit):
-            turn = self._rebases(state, commit, history, policy, decision)
-            covers = covers if turn is None else commit
-        stored = None if covers is None else precision.held(state, covers)
-        if raised := precision.raised(asked, stored):
-            covers, turn, stored = None, Turn("raised", raised), None
-        elif self.bits.decides(policy, ranks):
-            # Fewer bits begin with a baseline: of all ranks, not of one that must send everything where others do not.
-            alone = begin.full and differential.decide(policy.differential, history) != "full"
-            newest = state.newest() if stored is None and alone and who.world_size > 1 else None
-            beside = stored if newest is None else precision.held(state, newest.seq)
-            asked = asked if beside is None else precision.finer(asked, beside)
-        held = "baseline" if covers is None else f"since {covers}"
-        why = "" if turn is None else f" ({turn.text})"
-        return Holding(
-            covers=covers,
-            turn=turn,
-            directive=(
-                f"{begin.reason or 'user'}; {policy.differential}: {held}{why}; "
-                f"{policy.encoding}, state {policy.state_encoding}"
-            ),
-            precision=asked,
-            increments=(
-                None
-                if covers is None or policy.differential == "consecutive"
-                else differential.increments_text(history, covers)
-            ),
-            chain_precision=asked if stored is None else precision.coarser(asked, stored),
-        )
-
-    def _rebases(
-        self, state: RunState, commit: int, history: History, policy: pb.Policy, decision: Decision
-    ) -> Turn | None:
-        """Why the cut, and the next ones, cover the trainer's newest commit; None: they do not."""
-        if decision == "since_commit" or policy.differential == "full" or history.baseline is None:
-            return None
-        if decision == "since_baseline" and commit in state.compactions:
-            return Turn("compacted", "the newest checkpoint was compacted")
-        verdict = self.synthetic.at_cut(state, commit, history, policy, pays=decision == "full")
-        return None if verdict is None else Turn(verdict.why, f"synthetic baseline: {verdict.text}")
+        return max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
 
     def cache_bytes(self) -> int:
         return self.cache.used_bytes

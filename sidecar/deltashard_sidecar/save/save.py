@@ -27,16 +27,15 @@ from typing import Protocol
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
-from deltashard_checkpoint.write.precision import StoredPrecision
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.batch import BadBatch, Rows, check_blob, rows_of
 from deltashard_sidecar.arena.block import NotGranted, Use
+from deltashard_sidecar.run.cut_content import CutContent
 from deltashard_sidecar.save.lifecycle import SaveEvent, SaveLifecycle, SaveState
-from deltashard_sidecar.session.attachment import Attachment
-from deltashard_sidecar.session.session import Stalls
+from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
@@ -53,21 +52,12 @@ class Cut:
     step: int
     reason: str
     urgent: bool
-    covers: int | None
-    """Seq since which every changed row is sent; None: all rows."""
-    precision: StoredPrecision
-    """Encodings of its rows."""
-    chain_precision: StoredPrecision
-    """The coarsest that rows of its chain may have."""
+    content: CutContent
     stall_budget_s: float
-    directive: str
-    """For the log entry: what made this cut what it is."""
+    deadline_s: float
+    """From begin to committed."""
     layout: str = ""
     """Digest of the attempt's layout; empty: none."""
-    rebased: bool = False
-    """The trainer's marks since the baseline count from `covers` from here on."""
-    increments: str | None = None
-    """What its commit says of the increments before it; None: nothing."""
     samples: bool = False
     """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
     follows: str | None = None
@@ -142,21 +132,19 @@ def cause_of(error: BaseException) -> Cause:
 class Save:
     """One save of one attachment. Public methods may be called from any thread."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
-        who: Attachment,
-        stalls: Stalls,
+        session: Session,
         cut: Cut,
         sink: Sink,
         keeper: ArenaKeeper,
         submit: Callable[[Callable[[], None]], object],
         metrics: Metrics,
         log: Logger,
-        deadline_s: float,
         ended: Callable[[Save], None],
     ) -> None:
-        self.who = who
+        self.who = session.who
         self.cut = cut
         self.life = SaveLifecycle().on(SaveEvent.BEGIN)
         self.begun_s = time.monotonic()
@@ -166,13 +154,12 @@ class Save:
         self.sealed: SealedSave | None = None
         self.stream_over = threading.Event()
         self.over = threading.Event()
-        self._stalls = stalls
+        self._stalls = session.stalls
         self._sink = sink
         self._keeper = keeper
         self._submit = submit
         self._metrics = metrics
-        self._log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=who.rank)
-        self._deadline_s = deadline_s
+        self._log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=self.who.rank)
         self._ended = ended
         self._outbox: queue.SimpleQueue[pb.SaveReply | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -195,13 +182,14 @@ class Save:
 
     def replies(self) -> Iterator[pb.SaveReply]:
         """What to send the trainer; ends when the stream is over."""
+        content = self.cut.content
         begun = pb.SaveReply.Begun(
-            covers=self.cut.covers,
-            encoding=self.cut.precision.others,
+            covers=content.covers,
+            encoding=content.precision.others,
             stall_budget_s=self.cut.stall_budget_s,
-            state_encoding=self.cut.precision.state,
-            encodings=self.cut.precision.named,
-            rebased=self.cut.rebased,
+            state_encoding=content.precision.state,
+            encodings=content.precision.named,
+            rebased=content.rebased,
             fresh_first=self.cut.since is not None,
         )
         yield pb.SaveReply(begun=begun)
@@ -380,7 +368,7 @@ class Save:
     # The end.
 
     def _finish(self, sealed: SealedSave) -> None:
-        deadline_s = self.begun_s + self._deadline_s
+        deadline_s = self.begun_s + self.cut.deadline_s
         try:
             with self._drained:
                 done = self._drained.wait_for(

@@ -79,7 +79,7 @@ class PartSink:
         self._expected = expected
         self._begun_s = time.monotonic()
         self._log = run.log_of(who)
-        if cut.covers is None:
+        if cut.content.covers is None:
             run.bits.errors.begin_baseline()
         self._writer = PartWriter(
             run.store,
@@ -92,7 +92,7 @@ class PartSink:
                 token=run.token,
                 tables=who.tables,
                 boxes=who.boxes,
-                covers=cut.covers,
+                covers=cut.content.covers,
             ),
             run.cache,
             pack_bytes=settings.pack_bytes,
@@ -102,12 +102,12 @@ class PartSink:
 
     def rows(self, batch: Rows, data: memoryview) -> None:
         block = batch.block(data)
-        encoding = encoding_named(self._cut.precision.of_table(block.schema.fqn))
+        encoding = encoding_named(self._cut.content.precision.of_table(block.schema.fqn))
         if self._cut.samples:
             self._run.bits.errors.offer(block)
         options = EncodeOptions(
             encoding=encoding,
-            state_encoding=self._cut.precision.state,
+            state_encoding=self._cut.content.precision.state,
         )
         columns = len(block.columns)
         rows = min(len(block), rows_per_frame(block.schema, columns, encoding))
@@ -154,7 +154,7 @@ class PartSink:
             raw_bytes=index.raw_bytes,
             stall_s=sealed.stall_s,
             cut_at_s=sealed.cut_at_s,
-            directive=self._cut.directive,
+            directive=self._cut.content.directive,
             fingerprint=self._who.fingerprint,
             metadata=self._metadata(sealed, baseline=part.covers is None),
             pins=sealed.pins,
@@ -185,7 +185,7 @@ class PartSink:
         chains.look(
             state,
             covers,
-            manifests=self._run.manifests_of(self._log.run),
+            manifests=self._run.reads.manifests_of(self._log.run),
             boxes=self._who.boxes,
             rank=rank,
             alone=self._alone,
@@ -227,12 +227,13 @@ class PartSink:
 
     def _metadata(self, sealed: SealedSave, *, baseline: bool) -> dict[str, str]:
         """The user's; for whoever starts next the directive that this cut followed, what was measured, and its bits."""
-        precision = self._cut.precision if baseline else self._cut.chain_precision
+        content = self._cut.content
+        precision = content.precision if baseline else content.chain_precision
         mine = {
             KEY: self._cut.follows,
             cost.KEY: self._cut.profile,
             PRECISION_KEY: precision.text(),
-            INCREMENTS_KEY: None if baseline else self._cut.increments,
+            INCREMENTS_KEY: None if baseline else content.increments,
             harm.KEY: None,
         }
         if self._who.rank == 0:
