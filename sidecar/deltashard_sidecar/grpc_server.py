@@ -28,6 +28,7 @@ from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save_service import SaveRefused
 from deltashard_sidecar.session.session import UnknownSession
 from deltashard_sidecar.sidecar import RankTaken, Sidecar
+from deltashard_sidecar.telemetry.structured_logging import explain
 
 CALLS = 256
 """Calls at once: every trainer holds a Watch and a Save, and may restore."""
@@ -64,7 +65,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             self._fail(name, context, error)
 
     def _fail(self, name: str, context: grpc.ServicerContext, error: DeltashardError) -> NoReturn:
-        self._sidecar.explain(f"{name}.refused", error)
+        event = f"{name}.refused"
+        self._sidecar.log.warning(event, **explain(error))
         context.set_trailing_metadata(to_metadata(error.cause))
         context.abort(code_of(error), f"{type(error).__name__}: {error}")
         raise AssertionError  # abort has raised
@@ -107,7 +109,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 for request in _before_begin(first, requests):
                     kind = request.WhichOneof("kind")
                     if kind == "prepare":
-                        yield from self._sidecar.prepare(session, request.prepare.begin, preparation)
+                        yield from self._sidecar.saves.prepare(session, request.prepare.begin, preparation)
                     elif kind in ("begin", "abort"):
                         preparation.stopped()
                         begin = request.begin if kind == "begin" else None

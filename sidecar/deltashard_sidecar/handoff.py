@@ -14,16 +14,23 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from deltashard_sidecar.run.run import Run
+from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.stores.deadline import deadline
+from deltashard_checkpoint.write.closing import mark_closing, unmark_closing
 
+from deltashard_sidecar.run.run import Run
+from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+
+MARK_DEADLINE_S = 3.0
 END_DEADLINE_S = 4.0
 
 
-class Closings:
+class PendingUploadMarkers:
     """The markers of this process. Thread-safe."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, log: Logger) -> None:
         self._run = run
+        self._log = log
         self._lock = threading.Lock()
         self._marked: set[int] = set()
         self._work = ThreadPoolExecutor(1, thread_name_prefix="closing")
@@ -34,7 +41,7 @@ class Closings:
             new = set(attempts) - self._marked
             self._marked |= new
         for attempt in new:
-            self._work.submit(self._run.closing, attempt, begun=True)
+            self._work.submit(self._mark, attempt, begun=True)
 
     def end(self, attempt: int | None) -> None:
         """Nothing of this attempt is worth waiting for any more."""
@@ -42,14 +49,23 @@ class Closings:
             if attempt not in self._marked:
                 return
             self._marked.discard(attempt)
-        self._work.submit(self._run.closing, attempt, begun=False)
+        self._work.submit(self._mark, attempt, begun=False)
 
     def end_all(self) -> None:
         """The process ends: waits a moment for what the store is still to hear."""
         with self._lock:
             left, self._marked = self._marked, set()
-        last = [self._work.submit(self._run.closing, attempt, begun=False) for attempt in left]
+        last = [self._work.submit(self._mark, attempt, begun=False) for attempt in left]
         # What was asked for before goes first: one thread, one queue.
         last.append(self._work.submit(lambda: None))
         wait(last, END_DEADLINE_S)
         self._work.shutdown(wait=False, cancel_futures=True)
+
+    def _mark(self, attempt: int, *, begun: bool) -> None:
+        if begun and self._run.removal.why is not None:
+            return
+        try:
+            with deadline(MARK_DEADLINE_S):
+                (mark_closing if begun else unmark_closing)(self._run.log, attempt, self._run.token)
+        except DeltashardError as error:
+            self._log.warning("closing.unmarked", **explain(error))

@@ -150,7 +150,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
         if not sidecar.tick():
             log.info("sidecar.lingered", linger_s=config.linger_s)
             break
-    log.info("sidecar.stopping", in_flight=len(sidecar.flights.in_flight()))
+    log.info("sidecar.stopping", in_flight=len(sidecar.in_flight_saves.in_flight()))
     sidecar.terminate(hurry=lambda: signals.again() or not keeper.whole)
     if fleet is not None:
         fleet.stop()
@@ -196,7 +196,7 @@ def _fleet(
     standing = Standing(
         run=sidecar.run,
         sessions=sidecar.sessions,
-        flights=sidecar.flights,
+        in_flight_saves=sidecar.in_flight_saves,
         keeper=sidecar.keeper,
         activity=sidecar.activity,
         decider=sidecar.decider,
@@ -257,7 +257,6 @@ def health(argv: Sequence[str]) -> int:
 
 
 def reference(argv: Sequence[str]) -> int:
-    """Write the generated pages of the reference into a directory."""
     directory = Path(argv[0] if argv else "docs/reference")
     (directory / "sidecar-settings.md").write_text(settings.reference())
     (directory / "save-lifecycle.md").write_text(save_lifecycle.reference())
@@ -266,7 +265,6 @@ def reference(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `deltashard-sidecar` and `python -m deltashard_sidecar.main`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {"serve": serve, "notify": notify, "health": health, "reference": reference}
     if not arguments or arguments[0] not in commands:

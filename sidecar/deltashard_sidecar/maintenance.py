@@ -45,7 +45,7 @@ room in the cache, of which the compaction holds a pack."""
 _LOOK_S = 0.02
 
 
-class Housekeeping:
+class MaintenanceLoop:
     """The thread and its orders."""
 
     def __init__(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.fleet.activity import Activity
-from deltashard_sidecar.handoff import Closings
+from deltashard_sidecar.handoff import PendingUploadMarkers
 from deltashard_sidecar.run.run import Run
-from deltashard_sidecar.save.flight import Flights
+from deltashard_sidecar.save.save import InFlightSaves
 from deltashard_sidecar.session.session import Sessions
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -22,11 +22,11 @@ class Parts:
 
     settings: Settings
     sessions: Sessions
-    flights: Flights
+    in_flight_saves: InFlightSaves
     keeper: ArenaKeeper
     run: Run
     activity: Activity
-    closings: Closings
+    markers: PendingUploadMarkers
     decider: Decider
     metrics: Metrics
     log: Logger

@@ -75,7 +75,6 @@ class InForce:
 
     @property
     def generation(self) -> int:
-        """Generation of the directive; 0: none."""
         return 0 if self.directive is None else self.directive.generation
 
     def after(self, directive: fleet.Directive) -> InForce:

@@ -19,7 +19,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.deciding.measurements import Cost, MeasuredSave
 from deltashard_sidecar.deciding.step_meter import Reading
-from deltashard_sidecar.maintenance import Housekeeping
+from deltashard_sidecar.maintenance import MaintenanceLoop
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.policy import chooses_bits, text_of
 from deltashard_sidecar.run.bit_choice import Ranks
@@ -58,7 +58,7 @@ def _yield_to_training() -> None:
 class SaveService:
     """The begin and the end of every save. Thread-safe: it holds parts, and of its own who has died, by local rank."""
 
-    def __init__(self, parts: Parts, *, control: TrainerControl, keeping: Housekeeping) -> None:
+    def __init__(self, parts: Parts, *, control: TrainerControl, maintenance: MaintenanceLoop) -> None:
         self.pool = ThreadPoolExecutor(
             parts.settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
         )
@@ -66,11 +66,11 @@ class SaveService:
         self._sessions = parts.sessions
         self._joint = JointCommits()
         self._gone: dict[int, tuple[Attachment, int]] = {}
-        self._flights = parts.flights
+        self._in_flight_saves = parts.in_flight_saves
         self._control = control
         self._activity = parts.activity
-        self._closings = parts.closings
-        self._keeping = keeping
+        self._markers = parts.markers
+        self._maintenance = maintenance
         self._keeper = parts.keeper
         self._run = parts.run
         self._decider = parts.decider
@@ -104,7 +104,7 @@ class SaveService:
         if (why := self._run.removal.why) is not None:
             yield _not_prepared(why)
             return
-        running = self._flights.of_rank(session.who.local_rank)
+        running = self._in_flight_saves.of_rank(session.who.local_rank)
         if running is not None and not running.life.ended:
             yield _not_prepared("another save of this rank is in flight")
             return
@@ -123,7 +123,9 @@ class SaveService:
         if attempt is None or who.world_size == 1:
             return
         self._gone[who.local_rank] = who, attempt
-        for cut in {save.cut.cut for save in self._flights.in_flight() if save.cut.attempt == attempt}:
+        for cut in {
+            save.cut.cut for save in self._in_flight_saves.in_flight() if save.cut.attempt == attempt
+        }:
             self._decline_for_gone(attempt, cut)
 
     def came_back(self, session: Session) -> None:
@@ -134,7 +136,7 @@ class SaveService:
 
     def _decline_for_gone(self, attempt: int, cut: int) -> None:
         for who, under in list(self._gone.values()):
-            last = self._flights.of_rank(who.local_rank)
+            last = self._in_flight_saves.of_rank(who.local_rank)
             brought = last is not None and (last.cut.attempt, last.cut.cut) == (attempt, cut)
             if under == attempt and not brought:
                 decline(self._run, who, attempt, cut, joint=self._joint, gone=True)
@@ -144,7 +146,7 @@ class SaveService:
         rank = session.who.local_rank
         self._make_way(rank, begin)
         self._keeper.copies_stopped(rank)
-        save = self._flights.begin(rank, lambda: self._made(session, begin))
+        save = self._in_flight_saves.begin(rank, lambda: self._made(session, begin))
         if save is None:
             raise SaveRefused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
         if begin.urgent:
@@ -167,7 +169,7 @@ class SaveService:
         return save
 
     def _made(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
-        """The save, decided and counted as begun; only `Flights` calls this, so nobody can end it before."""
+        """The save, decided and counted as begun; only `InFlightSaves` calls this, so nobody can end it before."""
         attempt = _attempt_of(session, begin)  # while an urgent save waited, another may have been opened
         cut = self._decided(session, attempt, begin)
         save = Save(
@@ -259,14 +261,16 @@ class SaveService:
         trains = {s.who.rank for s in self._sessions.all() if s.attempt.number == cut.attempt}
         saves = {
             save.who.rank
-            for save in self._flights.in_flight()
+            for save in self._in_flight_saves.in_flight()
             if (save.cut.attempt, save.cut.cut) == (cut.attempt, cut.cut)
         }
         return trains | saves
 
     def _is_reporter(self, save: Save) -> bool:
         """Whether this save, of all of the pod's that make one checkpoint, is the one that counts it."""
-        same = [each.who.local_rank for each in self._flights.newest() if each.cut.cut == save.cut.cut]
+        same = [
+            each.who.local_rank for each in self._in_flight_saves.newest() if each.cut.cut == save.cut.cut
+        ]
         return save.who.local_rank == min(same, default=save.who.local_rank)
 
     def _make_way(self, rank: int, begin: pb.SaveRequest.Begin) -> None:
@@ -276,7 +280,7 @@ class SaveService:
         about to end anyway: an abort on its way, a stream being closed, an end that is being told (the trainer may have
         heard of it already, and begins anew).
         """
-        running = self._flights.of_rank(rank)
+        running = self._in_flight_saves.of_rank(rank)
         if running is None:
             return
         if begin.urgent and running.staging and not running.cut.urgent:
@@ -312,12 +316,12 @@ class SaveService:
         # In this order: a save that begins is in flight before its wish is taken back.
         awaited = self._control.awaits_urgent(cut.attempt)
         if not awaited and all(
-            other is save or other.cut.attempt != cut.attempt for other in self._flights.in_flight()
+            other is save or other.cut.attempt != cut.attempt for other in self._in_flight_saves.in_flight()
         ):
-            self._closings.end(cut.attempt)
+            self._markers.end(cut.attempt)
         full = commit is None and save.failure[0] is Cause.FULL
         if save.who.rank == 0 and (commit is not None or full):
-            self._keeping.due(self._run.log_of(save.who), save.cut.attempt, full=full)
+            self._maintenance.due(self._run.log_of(save.who), save.cut.attempt, full=full)
 
     def _measure(self, save: Save) -> None:
         """The decider hears what a save of rank 0 cost, as far as that is known at its end."""

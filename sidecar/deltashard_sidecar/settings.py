@@ -366,7 +366,6 @@ def entries() -> list[tuple[str, str, str, str]]:
 
 
 def reference() -> str:
-    """The settings page of the reference, in Markdown."""
     lines = [
         "# Sidecar settings",
         "",

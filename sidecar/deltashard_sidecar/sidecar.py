@@ -4,8 +4,8 @@
 is in `control` (`trainer_control`), saves begin and end in `saves` (`save_service`). Locks are taken in this order and
 never another; only the first may wait long, and none below it is held while waiting:
 
-    `_attaching` (one Attach at a time) > `Flights` (a rank's turn to save) > `TrainerControl` (policy, timers, control
-    lines) > `Sessions` > a session's and its parts' > a save's > the arena's
+    `_attaching` (one Attach at a time) > `InFlightSaves` (a rank's turn to save) > `TrainerControl` (policy, timers,
+    control lines) > `Sessions` > a session's and its parts' > a save's > the arena's
 
 Rules kept here: a rank that attaches first has whatever its predecessor staged finished or aborted.
 """
@@ -16,6 +16,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
@@ -30,15 +31,13 @@ from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.deciding.measurements import Opening
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.fleet.activity import Activity
-from deltashard_sidecar.handoff import Closings
-from deltashard_sidecar.maintenance import Housekeeping
+from deltashard_sidecar.handoff import PendingUploadMarkers
+from deltashard_sidecar.maintenance import MaintenanceLoop
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.restore import Restore
 from deltashard_sidecar.run.identity import check_alone
 from deltashard_sidecar.run.run import Run
-from deltashard_sidecar.save.flight import Flights
-from deltashard_sidecar.save.preparation import Preparation
-from deltashard_sidecar.save.save import Save
+from deltashard_sidecar.save.save import InFlightSaves, Save
 from deltashard_sidecar.save_service import SaveRefused, SaveService
 from deltashard_sidecar.session.attachment import BadAttach, check_attach
 from deltashard_sidecar.session.capacity import check_capacity
@@ -46,7 +45,7 @@ from deltashard_sidecar.session.lifecycle import SessionEvent
 from deltashard_sidecar.session.session import Session, Sessions
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
-from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+from deltashard_sidecar.telemetry.structured_logging import Logger
 from deltashard_sidecar.trainer_control import TrainerControl
 
 FIRST_S = 30.0
@@ -75,30 +74,30 @@ class Sidecar:
         self.metrics = metrics
         self.log = log
         self.sessions = Sessions()
-        self.flights = Flights()
+        self.in_flight_saves = InFlightSaves()
         self.activity = Activity(run.incidents)
-        self.closings = Closings(run)
-        self.keeping = Housekeeping(
+        self.markers = PendingUploadMarkers(run, log)
+        self.maintenance = MaintenanceLoop(
             run,
             log=log,
             policy=lambda: self.control.in_force.policy,
-            saving=lambda: bool(self.flights.in_flight()),
+            saving=lambda: bool(self.in_flight_saves.in_flight()),
         )
         self.decider = Decider(settings, metrics=metrics, log=log)
         parts = Parts(
             settings=settings,
             sessions=self.sessions,
-            flights=self.flights,
+            in_flight_saves=self.in_flight_saves,
             keeper=keeper,
             run=run,
             activity=self.activity,
-            closings=self.closings,
+            markers=self.markers,
             decider=self.decider,
             metrics=metrics,
             log=log,
         )
         self.control = TrainerControl(parts)
-        self.saves = SaveService(parts, control=self.control, keeping=self.keeping)
+        self.saves = SaveService(parts, control=self.control, maintenance=self.maintenance)
         self.stopping = False
         self._attaching = threading.Lock()
         self._outlived = 0, 0.0
@@ -111,8 +110,7 @@ class Sidecar:
         metrics.blocked.set_function(lambda: keeper.blocked(self.sessions.ranks())[0])
 
     def start(self) -> None:
-        """Begin the work nobody asked for: a look at the log, and the prefetch."""
-        self.keeping.start()
+        self.maintenance.start()
 
     # Attachments.
 
@@ -154,7 +152,7 @@ class Sidecar:
             epoch=self.keeper.epoch,
             control_line=request.local_rank,
             session=session.id,
-            has_checkpoint=self.run.has_checkpoint(),
+            has_checkpoint=bool(self.run.log.state.checkpoints),
             last_commit=session.attempt.last_commit,
             policy=self.control.policy,
             run=self.run.name,
@@ -223,7 +221,7 @@ class Sidecar:
 
     def _end_predecessor(self, rank: int, request: pb.AttachRequest) -> None:
         old = self.sessions.of_rank(rank)
-        save = self.flights.of_rank(rank)
+        save = self.in_flight_saves.of_rank(rank)
         if old is not None:
             self.sessions.close(old, SessionEvent.REPLACE)
             old.presence.cancel_streams()
@@ -267,7 +265,15 @@ class Sidecar:
             return reply  # nothing is open: the trainer restores, and asks again
         late = request.HasField("basis")
         self.control.adopt()  # first: what was measured stands under the goal that it was measured for
-        self._begins(session, reply, late=late)
+        # Rank 0 begins an attempt: its sidecar decides how often the run saves. One that is opened late trains already.
+        self._unseen = None
+        reading = self._reading(session) if late else Reading(reply.step, session.attempt.asked_at_s)
+        opening = replace(
+            self._opening(session, reply.attempt, reading),
+            resumed=reply.HasField("resume_seq"),
+            step_seen=reply.last_step_seen,
+        )
+        self.decider.opened(opening, self.run.log_of(who).state)
         self.control.opened(session, reply, late=late)
         self.activity.opened(reply)
         self.metrics.attempts.inc()
@@ -275,21 +281,13 @@ class Sidecar:
         self.control.direct(session)
         return reply
 
-    def _begins(self, session: Session, reply: pb.OpenReply, *, late: bool) -> None:
-        """Rank 0 begins an attempt: its sidecar decides how often the run saves. `late`: it trains already."""
-        who, self._unseen = session.who, None
-        reading = self._reading(session) if late else Reading(reply.step, session.attempt.asked_at_s)
-        self.decider.opened(
-            Opening(
-                run=self.run.name,
-                attempt=reply.attempt,
-                world_size=who.world_size,
-                ranks_here=len(self.sessions.all()),
-                reading=reading,
-                resumed=reply.HasField("resume_seq"),
-                step_seen=reply.last_step_seen,
-            ),
-            self.run.log_of(who).state,
+    def _opening(self, session: Session, attempt: int, reading: Reading) -> Opening:
+        return Opening(
+            run=self.run.name,
+            attempt=attempt,
+            world_size=session.who.world_size,
+            ranks_here=len(self.sessions.all()),
+            reading=reading,
         )
 
     def _found(self, session: Session, attempt: int) -> None:
@@ -306,16 +304,7 @@ class Sidecar:
         if self._unseen is not None:
             return
         self.run.bits.goes_on(state, attempt)
-        self.decider.opened(
-            Opening(
-                run=self.run.name,
-                attempt=attempt,
-                world_size=who.world_size,
-                ranks_here=len(self.sessions.all()),
-                reading=self._reading(session),
-            ),
-            state,
-        )
+        self.decider.opened(self._opening(session, attempt, self._reading(session)), state)
         self.control.decided()
 
     def _reading(self, session: Session) -> Reading:
@@ -340,11 +329,6 @@ class Sidecar:
 
     # Saves and restores.
 
-    def prepare(
-        self, session: Session, begin: pb.SaveRequest.Begin, preparation: Preparation
-    ) -> Iterator[pb.SaveReply]:
-        return self.saves.prepare(session, begin, preparation)
-
     def begin(self, begin: pb.SaveRequest.Begin) -> Save:
         """Begin a save; raises `SaveRefused`, or `UnknownSession`."""
         session = self.sessions.get(begin.session)
@@ -361,7 +345,7 @@ class Sidecar:
     ) -> Iterator[pb.RestoreReply]:
         restore = Restore(run=self.run, who=session.who, want=want, keeper=self.keeper, log=self.log)
         try:
-            with self.keeping.restoring(), session.presence.sign():
+            with self.maintenance.restoring(), session.presence.sign():
                 yield from restore.serve(requests, alive)
         finally:
             if restore.source and (want.boxes or not session.who.boxes):  # blobs come first, rows last
@@ -376,12 +360,12 @@ class Sidecar:
         self._look()
         self._reap()
         now_s = time.monotonic()
-        for save in self.flights.staging():
+        for save in self.in_flight_saves.staging():
             if now_s - save.heard_s > self.settings.stream_idle_s:
                 save.cancel(Cause.DEADLINE, f"the trainer said nothing for {self.settings.stream_idle_s} s")
-        self.metrics.spooled.set(self.run.cache_bytes())
+        self.metrics.spooled.set(self.run.cache.used_bytes)
         self.run.forget_others(self._sessions_in_use)
-        if self.sessions.all() or self.flights.in_flight():
+        if self.sessions.all() or self.in_flight_saves.in_flight():
             self._idle_since_s = now_s
             return True
         linger_s = self.settings.linger_s
@@ -405,18 +389,20 @@ class Sidecar:
     def _stopped_saving(self, session: Session) -> None:
         """The trainer is gone: only a save that is on its way is worth waiting for."""
         attempt = session.attempt.number
-        if not any(save.cut.attempt == attempt for save in self.flights.in_flight()):
-            self.closings.end(attempt)
+        if not any(save.cut.attempt == attempt for save in self.in_flight_saves.in_flight()):
+            self.markers.end(attempt)
 
     def _sessions_in_use(self) -> set[str]:
         """Ids of the attached sessions and of those whose last save still goes on without them."""
-        return {s.id for s in self.sessions.all()} | {save.who.id for save in self.flights.in_flight()}
+        return {s.id for s in self.sessions.all()} | {
+            save.who.id for save in self.in_flight_saves.in_flight()
+        }
 
     def detach(self, request: pb.DetachRequest) -> pb.DetachReply:
         """A trainer leaves; with `wait`, once its save has ended or the deadline passed."""
         session = self.sessions.get(request.session)
         rank = session.who.local_rank
-        save = self.flights.of_rank(rank)
+        save = self.in_flight_saves.of_rank(rank)
         idle = save is None or save.over.is_set()
         if request.wait and save is not None:
             idle = save.over.wait(request.deadline_s or self.settings.save_deadline_s)
@@ -429,23 +415,20 @@ class Sidecar:
         self.log.info("trainer.detached", session=session.id, rank=session.who.rank, idle=idle)
         return pb.DetachReply(last_commit=last, idle=idle)
 
-    def explain(self, event: str, error: BaseException) -> None:
-        self.log.warning(event, **explain(error))
-
     # The end.
 
     def terminate(self, hurry: Callable[[], bool]) -> None:
         """Finish or abort what is in flight, by the deadline or until `hurry()`; afterwards nothing is half done."""
         self.stopping = True
-        self.keeping.stop()
+        self.maintenance.stop()
         deadline_s = time.monotonic() + self.settings.term_deadline_s
-        self.closings.begin({save.cut.attempt for save in self.flights.in_flight()})
-        for save in self.flights.in_flight():
+        self.markers.begin({save.cut.attempt for save in self.in_flight_saves.in_flight()})
+        for save in self.in_flight_saves.in_flight():
             while not (hurry() or save.over.wait(0.05)) and time.monotonic() < deadline_s:
                 pass
-        for save in self.flights.in_flight():
+        for save in self.in_flight_saves.in_flight():
             save.cancel(Cause.STOPPING, "the sidecar had to stop before this save was durable")
-        self.closings.end_all()
+        self.markers.end_all()
         for session in self.sessions.all():
             self.sessions.close(session, SessionEvent.STOP)
         self.saves.pool.shutdown(wait=False, cancel_futures=True)

@@ -35,8 +35,8 @@ class TrainerControl:
     def __init__(self, parts: Parts) -> None:
         self._workload = parts.settings.workload_uid
         self._sessions = parts.sessions
-        self._flights = parts.flights
-        self._closings = parts.closings
+        self._in_flight_saves = parts.in_flight_saves
+        self._markers = parts.markers
         self._keeper = parts.keeper
         self._run = parts.run
         self._decider = parts.decider
@@ -213,7 +213,7 @@ class TrainerControl:
             if attempt is not None and self._may_save(session):
                 with self._lock:
                     session.urgent = reason
-                self._closings.begin((attempt,))
+                self._markers.begin((attempt,))
                 session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=True))
                 self.direct(session)
                 told += 1
@@ -236,7 +236,7 @@ class TrainerControl:
             before = session.schedule.skipped
             session.schedule, at = session.schedule.advance(now_s=time.monotonic(), step=step)
             self._metrics.skipped.inc(session.schedule.skipped - before)
-            running = self._flights.of_rank(rank)
+            running = self._in_flight_saves.of_rank(rank)
             urgent = bool(session.urgent) and (running is None or running.over.is_set() or running.staging)
             # Ranks cut together: only rank 0 hears the timer, the others hear rank 0.
             due = at if session.who.rank == 0 else NEVER

@@ -67,7 +67,6 @@ class Choice:
         return (self.every_s, self.every_steps) if self.applied else None
 
     def over(self, policy: pb.Policy) -> pb.Policy:
-        """`policy` with the timers that are chosen."""
         if not self.applied:
             return policy
         return changed(policy, every_s=self.every_s, every_steps=self.every_steps)

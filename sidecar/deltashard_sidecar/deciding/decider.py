@@ -73,7 +73,6 @@ class Decider:
     # What holds.
 
     def over(self, policy: pb.Policy) -> pb.Policy:
-        """`policy` with the timers that are chosen."""
         choice = self._choice
         return policy if choice is None else choice.over(policy)
 
@@ -158,14 +157,12 @@ class Decider:
         return replace(record, profile=Profile(key=key), held=None)
 
     def attached(self, ranks_here: int) -> None:
-        """So many ranks are attached now: how many pods the run has follows from it."""
         self._hear(lambda known, _: known.attached(ranks_here))
 
     def came(self) -> None:
         self._hear(lambda known, now_s: known.came(now_s))
 
     def gone(self) -> None:
-        """Rank 0's trainer went away without a word."""
         self._hear(lambda known, now_s: known.gone(now_s))
 
     def prepares(self) -> None:
@@ -173,7 +170,6 @@ class Decider:
         self._hear(lambda known, now_s: replace(known, disturbed_s=now_s))
 
     def save_begins(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> None:
-        """A save of rank 0 begins."""
         self._hear(lambda known, _: known.save_begins(save, planned_steps=planned_steps, partial=partial))
 
     def save_failed(self, cut: int) -> None:

@@ -122,7 +122,6 @@ class Measurements:
         return cost_of(self.profile, self.held)
 
     def record(self, *, closing: bool) -> Record:
-        """What rides in a commit that begins now; `closing`: the trainer's end asked for it."""
         return Record(profile=self.profile, held=self.held, evidence=self.evidence, closing=closing)
 
     # What happens.
@@ -165,7 +164,6 @@ class Measurements:
         return replace(now, save=replace(self.save, ended_s=now_s, cost=cost if measured else None))
 
     def read(self, reading: Reading, now_s: float) -> Measurements:
-        """One look at rank 0's control line."""
         if reading.step <= self.opening.reading.step:
             return self  # what the line says of time is not this attempt's yet
         prepares = now_s - self.disturbed_s < PREPARED_S
@@ -193,7 +191,6 @@ def _with_restore(profile: Profile, opened: Reading, reading: Reading) -> Profil
 
 
 def _with_save(known: Measurements, begun: Reading, cost: Cost, reading: Reading) -> Measurements:
-    """At the first step after a save's end."""
     profile = replace(
         known.profile,
         stall=_sampled(known.profile.stall, cost.stall_s),

@@ -22,7 +22,7 @@ from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.fleet.step_sample import StepSamples
 from deltashard_sidecar.policy import InForce
 from deltashard_sidecar.run.run import Run, commit_message
-from deltashard_sidecar.save.flight import Flights
+from deltashard_sidecar.save.save import InFlightSaves
 from deltashard_sidecar.session.session import Session, Sessions
 
 
@@ -34,7 +34,7 @@ class Standing:
         *,
         run: Run,
         sessions: Sessions,
-        flights: Flights,
+        in_flight_saves: InFlightSaves,
         keeper: ArenaKeeper,
         activity: Activity,
         decider: Decider,
@@ -43,7 +43,7 @@ class Standing:
     ) -> None:
         self._run = run
         self._sessions = sessions
-        self._flights = flights
+        self._in_flight_saves = in_flight_saves
         self._keeper = keeper
         self._activity = activity
         self._decider = decider
@@ -65,7 +65,7 @@ class Standing:
                 attached=len(sessions),
                 opened=len(opened) == len(sessions),
                 restoring=any(self._restores_now(s) for s in opened),
-                saving=bool(self._flights.in_flight()),
+                saving=bool(self._in_flight_saves.in_flight()),
                 closed=activity.closed_in_order,
             ),
             ranks=[

@@ -32,7 +32,7 @@ from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PLS_KEY
 from deltashard_checkpoint.write.attempt import ResumeBasis, open_attempt, read_unopened
-from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, mark_closing, unmark_closing
+from deltashard_checkpoint.write.closing import CLOSING_WAIT_S
 from deltashard_checkpoint.write.commit_wait import CommitPace
 from deltashard_checkpoint.write.report import ReportBodyCache
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -55,7 +55,6 @@ from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 REATTACH_DEADLINE_S = 5.0
 """A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
-CLOSING_DEADLINE_S = 3.0
 LATE_DEADLINE_S = 3.0
 """For reading what a full store holds, and for each try to open an attempt late."""
 OPEN_AGAIN_S = 0.5
@@ -141,10 +140,6 @@ class Run:
                 seen.append(self._seen)
             self._seen = max(seen, key=lambda state: state.tip)
             return self._seen
-
-    def has_checkpoint(self) -> bool:
-        """Whether any is known; False also while the store has not answered yet."""
-        return bool(self.log.state.checkpoints)
 
     def log_of(self, who: Attachment) -> RunLog:
         with self._lock:
@@ -366,24 +361,11 @@ class Run:
             "to another name), of a removal (`deltashard rm` first), or saves whose log is lost (`deltashard scan`)"
         )
 
-    def closing(self, attempt: int, *, begun: bool) -> None:
-        """Best effort: tell openers elsewhere that a save of this attempt still uploads, or that it ended."""
-        if begun and self.removal.why is not None:
-            return
-        try:
-            with deadline(CLOSING_DEADLINE_S):
-                (mark_closing if begun else unmark_closing)(self.log, attempt, self.token)
-        except DeltashardError as error:
-            self._logger.warning("closing.unmarked", **explain(error))
-
     def known(self, who: Attachment) -> RunState:
         """The log that a cut of this trainer builds on. No store is asked."""
         # Another rank of this pod may have heard of the last commit: the newest that any handle has seen counts.
         log = self.log_of(who)
         return max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
-
-    def cache_bytes(self) -> int:
-        return self.cache.used_bytes
 
     # Prefetch.
 

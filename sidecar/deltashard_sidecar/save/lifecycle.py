@@ -88,5 +88,4 @@ class SaveLifecycle:
 
 
 def reference() -> str:
-    """The lifecycle page of the reference, in Markdown."""
     return page("Life of a save", "sidecar/deltashard_sidecar/save/lifecycle.py", TABLE, MEANING)

@@ -94,5 +94,4 @@ class SessionLifecycle:
 
 
 def reference() -> str:
-    """The page of the reference, in Markdown."""
     return page("Life of a session", "sidecar/deltashard_sidecar/session/lifecycle.py", TABLE, MEANING)

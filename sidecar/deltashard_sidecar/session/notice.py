@@ -55,7 +55,6 @@ class Notices:
 
 
 def save_failed(cut: int, cause: Cause, message: str) -> pb.Notice:
-    """A staged save will never commit."""
     return pb.Notice(save_failed=pb.Notice.SaveFailed(cut=cut, cause=cause, message=message))
 
 

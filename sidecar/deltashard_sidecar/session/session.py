@@ -132,7 +132,6 @@ class Session:
 
     @property
     def state(self) -> SessionState:
-        """Where it is, see `lifecycle`."""
         return self._life.state
 
     @property
@@ -141,7 +140,6 @@ class Session:
 
     @property
     def may_commit(self) -> bool:
-        """Whether it has an attempt that is not fenced."""
         return self.attempt.number is not None and self.fence is None
 
     def opened(self, reply: pb.OpenReply) -> None:
@@ -151,7 +149,6 @@ class Session:
             self.fence = None
 
     def fenced(self, cause: Cause, why: str) -> None:
-        """Its attempt can never commit again."""
         with self._lock:
             self._life = self._life.on(SessionEvent.FENCE)
             self.fence = Fence(cause=cause, why=why)
@@ -191,7 +188,6 @@ class Sessions:
         )
 
     def of_rank(self, local_rank: int) -> Session | None:
-        """Session of the rank; None: no trainer of it is attached."""
         with self._lock:
             return self._by_rank.get(local_rank)
 

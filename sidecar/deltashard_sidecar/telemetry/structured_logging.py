@@ -66,7 +66,6 @@ class _Stderr:
 
 
 def configure(level: str, *, run: str) -> Logger:
-    """Set structlog up for this process and return its logger."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

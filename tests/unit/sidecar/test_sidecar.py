@@ -148,13 +148,13 @@ def test_a_save_is_counted_as_begun_before_anybody_can_end_it(
     begins = sidecar.control.begins
 
     def watched(*about: Any, **more: Any) -> None:
-        found.append(sidecar.flights.of_rank(0))
+        found.append(sidecar.in_flight_saves.of_rank(0))
         begins(*about, **more)
 
     monkeypatch.setattr(sidecar.control, "begins", watched)
     save = sidecar.begin(pb.SaveRequest.Begin(session=session.id, cut=1, step=1))
     assert found == [None]
-    assert sidecar.flights.of_rank(0) is save
+    assert sidecar.in_flight_saves.of_rank(0) is save
     assert session.schedule.busy
     save.cancel(Cause.STOPPING, "it is over")
     assert not session.schedule.busy
