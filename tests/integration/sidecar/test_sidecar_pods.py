@@ -1,33 +1,25 @@
-"""Sidecars as pods have them: which run is whose, who may go on, stores that are not ready, users that differ."""
+"""Sidecars as pods have them: which run is whose, who may go on, users that differ."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import pytest
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
-from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
-from minio import MinioAdmin
-from minio.credentials import StaticProvider
 
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
@@ -35,6 +27,7 @@ from tests.support.machine import limit_s
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.minio_server import MinioServer
+from tests.support.sidecar.pod_flags import place, pod
 
 DEADLINE_S = 90.0
 SCRIPT_S = 400.0
@@ -47,26 +40,10 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-@pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
-
-
 @pytest.fixture
-def server(authority: Authority) -> Iterator[FleetServer]:
-    with FleetServer(authority) as one:
+def server() -> Iterator[FleetServer]:
+    with FleetServer(Authority()) as one:
         yield one
-
-
-def pod(workload: str = "w-1", **more: object) -> dict[str, Any]:
-    """Flags of a sidecar in a pod of this workload."""
-    return {"run": "ns/job", "owner": "ns/job", "workload-uid": workload, "encoding": "fp32", **more}
-
-
-def place(tmp_path: Path, name: str) -> Path:
-    path = tmp_path / name
-    path.mkdir()
-    return path
 
 
 def state_of(url: str, run: str = "ns/job") -> RunState:
@@ -312,212 +289,6 @@ def test_a_marker_goes_with_the_trainer_that_never_cut(tmp_path: Path, url: str)
             eventually(lambda: not list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what=gone)
 
 
-# Stores that are not ready.
-
-
-def credentials(path: Path, key: str, secret: str) -> None:
-    """As the kubelet changes a mounted Secret: a whole new file, swapped in."""
-    new = path.with_name("new")
-    new.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
-    new.rename(path)
-
-
-def from_file(path: Path) -> dict[str, str | None]:
-    """The environment of a sidecar whose store credentials are in a file."""
-    return {
-        "AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "AWS_SHARED_CREDENTIALS_FILE": str(path)
-    }  # fmt: skip
-
-
-def admin(minio: MinioServer) -> MinioAdmin:
-    return MinioAdmin(
-        endpoint=f"{minio.host}:{minio.port}",
-        credentials=StaticProvider(minio.access_key, minio.secret_key),
-        secure=False,
-    )
-
-
-@pytest.mark.minio
-def test_a_secret_that_comes_later_is_used_without_a_restart(
-    tmp_path: Path, own_minio: MinioServer, server: FleetServer
-) -> None:
-    """Absent: a condition, one incident that names the path, and an Open that waits; by its deadline it says the same."""
-    path = tmp_path / "credentials"
-    url = own_minio.url(own_minio.new_bucket())
-    flags = pod(**server.flags(tmp_path))
-    root = place(tmp_path, "impatient")
-    with sidecar(root, url, environment=from_file(path), open_deadline_s=1, **flags) as process:
-        trainer = Trainer(process.socket, Model())
-        with pytest.raises(grpc.RpcError) as failed:
-            trainer.open()
-        assert failed.value.code() == grpc.StatusCode.PERMISSION_DENIED
-        assert str(path) in failed.value.details()
-        assert "create the Secret" in failed.value.details()
-        trainer.close()
-    root = place(tmp_path, "patient")
-    with sidecar(root, url, environment=from_file(path), **flags) as process:
-        trainer = Trainer(process.socket, Model())
-        opening = trainer.stub.Open.future(
-            pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
-        )
-        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), timeout_s=DEADLINE_S)
-        eventually(lambda: not server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition")
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="it is not the store's fault")
-        assert str(path) in server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING)[-1].message
-        assert not opening.done()
-        credentials(path, own_minio.access_key, own_minio.secret_key)
-        trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
-        trainer.save_and_commit()
-        eventually(lambda: server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition ends")
-        trainer.close()
-
-
-class Identities:
-    """An OpenID provider, as a cluster's API server is one for the tokens it projects: keys to read, tokens to sign."""
-
-    def __init__(self) -> None:
-        self._key = rsa.generate_private_key(65537, 2048)
-        numbers = self._key.public_key().public_numbers()
-        key = {
-            "kty": "RSA",
-            "kid": "1",
-            "alg": "RS256",
-            "use": "sig",
-            "n": _b64(numbers.n),
-            "e": _b64(numbers.e),
-        }
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                known = {"/.well-known/openid-configuration": outer.document(), "/keys": {"keys": [key]}}
-                body = json.dumps(known.get(self.path, {})).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "issuer": self.url, "jwks_uri": f"{self.url}/keys", "authorization_endpoint": f"{self.url}/auth",
-            "token_endpoint": f"{self.url}/token", "response_types_supported": ["id_token"],
-            "subject_types_supported": ["public"], "id_token_signing_alg_values_supported": ["RS256"],
-        }  # fmt: skip
-
-    def token(self) -> str:
-        now = int(time.time())
-        claims = {
-            "iss": self.url, "sub": "system:serviceaccount:ns:train", "aud": "store", "iat": now,
-            "exp": now + 3600, "policy": "readwrite",
-        }  # fmt: skip
-        head = {"alg": "RS256", "typ": "JWT", "kid": "1"}
-        signed = ".".join(_b64(json.dumps(part).encode()) for part in (head, claims))
-        return f"{signed}.{_b64(self._key.sign(signed.encode(), padding.PKCS1v15(), hashes.SHA256()))}"
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def _b64(data: bytes | int) -> str:
-    raw = data.to_bytes((data.bit_length() + 7) // 8) if isinstance(data, int) else data
-    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
-
-
-@pytest.mark.minio
-def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServer) -> None:
-    """MinIO's own token service, real signed tokens: an absent and an empty file are waited for, then it saves."""
-    with Identities() as identities:
-        settings = {
-            "MINIO_IDENTITY_OPENID_CONFIG_URL": f"{identities.url}/.well-known/openid-configuration",
-            "MINIO_IDENTITY_OPENID_CLIENT_ID": "store",
-        }
-        minio = MinioServer(place(tmp_path, "minio"), settings=settings)
-        minio.start()
-        try:
-            token = tmp_path / "web-token"
-            environment: dict[str, str | None] = {
-                "AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
-                "AWS_ENDPOINT_URL_STS": minio.endpoint, "AWS_ROLE_ARN": "arn:minio:iam:::role/unused",
-            }  # fmt: skip
-            root, url = place(tmp_path, "pod"), minio.url(minio.new_bucket())
-            with sidecar(root, url, environment=environment, **pod(**server.flags(tmp_path))) as process:
-                trainer = Trainer(process.socket, Model())
-                opening = trainer.stub.Open.future(
-                    pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
-                )
-                eventually(lambda: server.beats and not server.last.credentials_ok, timeout_s=DEADLINE_S)
-                eventually(
-                    lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), timeout_s=DEADLINE_S
-                )
-                assert str(token) in server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING)[0].message
-                token.touch()
-                assert not opening.done()
-                new = tmp_path / "web-token.new"
-                new.write_text(identities.token())
-                new.rename(token)
-                trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
-                trainer.save_and_commit()
-                eventually(
-                    lambda: server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition ends"
-                )
-                trainer.close()
-        finally:
-            minio.stop()
-
-
-@pytest.mark.minio
-def test_rotated_credentials_are_picked_up(
-    tmp_path: Path, own_minio: MinioServer, server: FleetServer
-) -> None:
-    """The old key stops to work, a save fails and says so, the new key is mounted: the next save holds everything."""
-    manage = admin(own_minio)
-    for user in ("first", "second"):
-        manage.user_add(user, f"{user}-secret")
-        manage.attach_policy(["readwrite"], user=user)
-    path = tmp_path / "credentials"
-    credentials(path, "first", "first-secret")
-    url = own_minio.url(own_minio.new_bucket())
-    flags = pod(**server.flags(tmp_path))
-    with sidecar(tmp_path, url, environment=from_file(path), save_deadline_s=30, **flags) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        trainer.save_and_commit()
-        manage.user_remove("first")
-        trainer.model.train()
-        with pytest.raises(SaveRefused, match="check key, secret and the policy of the bucket"):
-            trainer.save_and_commit()
-        eventually(
-            lambda: [
-                i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "denied"
-            ],
-            timeout_s=DEADLINE_S,
-            what="denied",
-        )
-        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="the condition")
-        assert server.last.credentials_ok
-        credentials(path, "second", "second-secret")
-        trainer.model.train()
-        state = trainer.model.state()
-        commit = trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="well again")
-        trainer.model.wipe()
-        trainer.restore(commit.seq)
-        assert same(trainer.model.state(), state)
-        trainer.close()
-
-
 def test_how_often_a_workload_opened_its_run_is_told(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Not the attempt's number, which is its slot in the log: commits lie between; nor another workload's attempts."""
     with sidecar(place(tmp_path, "a"), url, **pod("w-0", **server.flags(tmp_path))) as process:
@@ -539,76 +310,6 @@ def test_how_often_a_workload_opened_its_run_is_told(tmp_path: Path, url: str, s
             )
             trainer.close()
         assert attempt > 3
-
-
-@pytest.mark.minio
-def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, server: FleetServer) -> None:
-    """Open waits for it and says why meanwhile."""
-    url = own_minio.url("made-later")
-    with sidecar(tmp_path, url, **pod(**server.flags(tmp_path))) as process:
-        trainer = Trainer(process.socket, Model())
-        opening = trainer.stub.Open.future(
-            pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
-        )
-        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE), timeout_s=DEADLINE_S)
-        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="the condition")
-        one = server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[0]
-        assert one.cause == "bucket_missing"
-        assert "create the bucket" in one.message
-        assert not opening.done()
-        own_minio.client().make_bucket("made-later")
-        trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
-        trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
-        trainer.close()
-
-
-@pytest.mark.minio
-def test_a_full_store_and_one_that_is_down(
-    tmp_path: Path, own_minio: MinioServer, server: FleetServer
-) -> None:
-    """Clear words, nothing lost, and the next save after the cause is gone holds every row."""
-    bucket = own_minio.new_bucket()
-    url = own_minio.url(bucket)
-    flags = pod(**server.flags(tmp_path))
-    with sidecar(tmp_path, url, save_deadline_s=600, **flags) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        trainer.save_and_commit()
-        manage = admin(own_minio)
-        manage.bucket_quota_set(bucket, 1024)
-        trainer.model.train()
-        with pytest.raises(SaveRefused, match="raise the quota"):
-            trainer.save_and_commit()
-        eventually(
-            lambda: [i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "full"],
-            timeout_s=DEADLINE_S,
-            what="full",
-        )
-        (one,) = (i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "full")
-        assert "free space in the store, or raise the quota" in one.message
-        manage.bucket_quota_clear(bucket)
-        trainer.model.train()
-        trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="room again")
-        own_minio.stop()
-        trainer.model.train()
-        state = trainer.model.state()
-        number = trainer.save()
-        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="down")
-        eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[-1].cause == "unavailable",
-            timeout_s=DEADLINE_S,
-            what="down is told",
-        )
-        own_minio.start()
-        eventually(lambda: number in trainer.commits, timeout_s=DEADLINE_S, what="committed by itself")
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="up again")
-        seq = trainer.commits[number].seq
-        trainer.model.wipe()
-        trainer.restore(seq)
-        assert same(trainer.model.state(), state)
-        trainer.close()
 
 
 # Users that differ.
