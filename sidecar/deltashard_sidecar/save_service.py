@@ -26,8 +26,8 @@ from deltashard_sidecar.run.bit_choice import Ranks
 from deltashard_sidecar.run.cut_content import CutContent
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
-from deltashard_sidecar.save.save import Cut, Save
-from deltashard_sidecar.save.sink import PERIODIC, PartSink, decline
+from deltashard_sidecar.save.save import Save
+from deltashard_sidecar.save.sink import PERIODIC, Cut, PartSink, decline
 from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.capacity import raw_bytes
 from deltashard_sidecar.session.session import Session
@@ -325,16 +325,16 @@ class SaveService:
 
     def _measure(self, save: Save) -> None:
         """The decider hears what a save of rank 0 cost, as far as that is known at its end."""
-        commit, sealed = save.commit, save.sealed
-        if commit is None or sealed is None:
+        commit, seal = save.commit, save.sealed
+        if commit is None or seal is None:
             self._decider.save_failed(save.cut.cut)
             return
         entry = self._run.log_of(save.who).state.checkpoints.get(commit.seq)
         self._decider.committed(
             save.cut.cut,
             Cost(
-                stall_s=sealed.stall_s if entry is None else entry.stall_s,  # of the slowest rank
-                slower_s=sealed.slower_s,
+                stall_s=seal.stall_s if entry is None else entry.stall_s,  # of the slowest rank
+                slower_s=seal.slowdown_s,
                 durable_s=commit.durable_s,
             ),
         )

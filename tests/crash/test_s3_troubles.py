@@ -28,10 +28,12 @@ from deltashard_cli.verification import verify
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.machine import limit_s
 from tests.support.server.minio_server import MinioServer
 from tests.support.server.troubled_s3 import TroubledS3, by_seed
+from tests.support.sidecar_process import SidecarProcess
 
 pytestmark = [pytest.mark.minio, pytest.mark.slow]
 

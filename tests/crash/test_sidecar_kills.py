@@ -23,15 +23,9 @@ from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import (
-    Model,
-    SaveRefused,
-    SidecarProcess,
-    Trainer,
-    lock_is_free,
-    same,
-    sidecar,
-)
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import SaveRefused, Trainer, lock_is_free
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 States = dict[tuple[int, int], list[np.ndarray]]
 
@@ -331,7 +325,8 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, {tests!r})
-from tests.support.fake_trainer import Model, Trainer
+from tests.support.fake_model import Model
+from tests.support.fake_trainer import Trainer
 
 stage = sys.argv[2]
 def die(at):

@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.incidents.toys import Run, newest_step
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import SidecarProcess, sidecar
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 def state_of(pid: int | None) -> str:

@@ -1,304 +1,35 @@
 """A trainer for tests, as small as it can be: numpy tables, every message of the contract, no torch.
 
-It owns tables of float32 weights with one row-wise and one point-wise field, writes batches into granted blocks exactly as
-the contract says, and restores by applying frames with the checkpoint package's own applier. `spawn` starts a real
-sidecar process.
+It owns the tables of a `fake_model`, writes batches into granted blocks exactly as
+the contract says, and restores by applying frames with the checkpoint package's own applier. `sidecar_process` starts a
+real sidecar.
 """
 
 from __future__ import annotations
 
-import atexit
 import fcntl
-import json
 import os
 import queue
-import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import numpy as np
-from deltashard_checkpoint.format import typed_tree
-from deltashard_checkpoint.format.blob_name import blob_name, own_blobs
 from deltashard_checkpoint.format.index import box_message, table_message
-from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
-from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.restore.frame_applier import FrameApplier
 from deltashard_proto.arena_layout import STEP, Arena, ArenaShape, aligned, sections
 from deltashard_proto.message_limit import MESSAGE_OPTIONS
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
 from tests.support.eventually import eventually
-from tests.support.machine import limit_s
+from tests.support.fake_model import Model
 
 DEADLINE_S = 180.0
 """Of a call, and of what a stream is to bring: what hangs fails, and what a busy machine does slowly does not."""
-
-
-class Zygote:
-    """The process that forks sidecars; one a test session."""
-
-    _one: Zygote | None = None
-
-    def __init__(self) -> None:
-        path = Path(__file__).with_name("sidecar_zygote.py")
-        env = {k: v for k, v in os.environ.items() if not k.startswith("DELTASHARD_")} | {
-            "OMP_NUM_THREADS": "1"
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-        self.lock = threading.Lock()
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-        atexit.register(self.close)
-
-    @classmethod
-    def get(cls) -> Zygote:
-        if cls._one is None:
-            cls._one = cls()
-        return cls._one
-
-    def ask(self, **request: object) -> int | None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with self.lock:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-class SidecarProcess:
-    """A real sidecar over a runtime directory."""
-
-    def __init__(
-        self,
-        root: Path,
-        url: str,
-        *,
-        run: str = "run",
-        crash_at: str = "",
-        wait: bool = True,
-        environment: dict[str, str | None] | None = None,
-        constants: dict[str, float] | None = None,
-        **flags: object,
-    ):
-        """`environment` is added to this process's own; None takes a variable away. `constants`: see `sidecar_zygote`."""
-        self.dir = root / "run"
-        self.dir.mkdir(exist_ok=True)
-        self.log_path = root / "sidecar.log"
-        self.url = url
-        self.status: int | None = None
-        options = {
-            "url": url, "run": run, "dir": self.dir, "cache-dir": root / "cache", "arena-bytes": "64MiB",
-            "housekeeping-s": -1, "term-deadline-s": 5, "prefetch": "no", "cache-bytes": "512MiB", **flags,
-        }  # fmt: skip
-        self.argv = ["serve"]
-        for name, value in options.items():
-            self.argv += [f"--{name.replace('_', '-')}", str(value)]
-        env = {k: v for k, v in os.environ.items() if not k.startswith("DELTASHARD_")}
-        env |= {"OMP_NUM_THREADS": "1", "DELTASHARD_CRASH_AT": crash_at}
-        for name, value in (environment or {}).items():
-            env.pop(name, None)
-            if value is not None:
-                env[name] = value
-        pid = Zygote.get().ask(
-            argv=self.argv, env=env, cwd=str(root), log=str(self.log_path), constants=constants or {}
-        )
-        assert pid
-        self.pid: int = pid
-        if wait:
-            self.ready()
-
-    @property
-    def socket(self) -> Path:
-        return self.dir / "sidecar.sock"
-
-    def log(self) -> str:
-        return self.log_path.read_text()
-
-    def events(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
-
-    def ready(self) -> dict[str, int]:
-        facts: dict[str, int] = {}
-
-        def is_ready() -> bool:
-            assert self.poll() is None, self.log()
-            try:  # a killed predecessor's is taken away by the next one, perhaps just now
-                facts.update(json.loads((self.dir / "ready.json").read_text()))
-            except FileNotFoundError:
-                return False
-            return facts["pid"] == self.pid
-
-        eventually(is_ready, what="the sidecar serves")
-        return facts
-
-    def metrics_page(self) -> str:
-        """What Prometheus would scrape."""
-        where = f"http://127.0.0.1:{self.ready()['metrics_port']}/metrics"
-        with urllib.request.urlopen(where, timeout=limit_s(20)) as page:
-            return page.read().decode()
-
-    def poll(self) -> int | None:
-        if self.status is None:
-            self.status = Zygote.get().ask(poll=self.pid)
-        return self.status
-
-    def died(self) -> int:
-        """Wait for its end; the exit status, negative for a signal."""
-        eventually(lambda: self.poll() is not None, what="the sidecar ends")
-        assert self.status is not None
-        return self.status
-
-    def signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.died()
-
-    def terminate(self) -> int:
-        self.signal(signal.SIGTERM)
-        return self.died()
-
-
-@contextmanager
-def sidecar(root: Path, url: str, **flags: object) -> Iterator[SidecarProcess]:
-    """A sidecar that is gone after the block."""
-    process = SidecarProcess(root, url, **flags)  # type: ignore[arg-type]
-    try:
-        yield process
-    finally:
-        process.kill()
-
-
-@dataclass
-class Table:
-    """float32 weights [rows, columns] with a row-wise `sum` and a point-wise `exp_avg`."""
-
-    fqn: str
-    weights: np.ndarray
-    sums: np.ndarray
-    averages: np.ndarray
-    dirty: set[int] = field(default_factory=set)
-    """Rows changed since the last baseline."""
-    at_risk: set[int] = field(default_factory=set)
-    """... those of a baseline that is not known to be committed yet."""
-    fresh: set[int] = field(default_factory=set)
-    """Rows changed since the newest commit that is known."""
-    sent: set[int] = field(default_factory=set)
-    """... those of a cut that is not known to be committed yet."""
-
-    @classmethod
-    def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> Table:
-        return cls(
-            fqn,
-            rng.standard_normal((rows, columns)).astype(np.float32),
-            rng.random(rows).astype(np.float32),
-            rng.standard_normal((rows, columns)).astype(np.float32),
-        )
-
-    @property
-    def schema(self) -> TableSchema:
-        rows, columns = self.weights.shape
-        return TableSchema(
-            fqn=self.fqn, rows=rows, columns=columns, dtype="float32",
-            fields=(
-                FieldSpec(name="sum", kind="rowwise", dtype="float32"),
-                FieldSpec(name="exp_avg", kind="pointwise", dtype="float32"),
-            ),
-        )  # fmt: skip
-
-    @property
-    def box(self) -> Box:
-        rows, columns = self.weights.shape
-        return Box(table=self.fqn, row_start=0, row_stop=rows, col_start=0, col_stop=columns)
-
-    def target(self) -> TableTarget:
-        return TableTarget(
-            schema=self.schema,
-            box=self.box,
-            weights=self.weights,
-            fields={"sum": self.sums, "exp_avg": self.averages},
-        )
-
-
-class Model:
-    """Two tables and some blobs; `train` changes some rows and everything dense; equality is by content."""
-
-    def __init__(
-        self, *, rows: int = 300, columns: int = 8, seed: int = 0, of_rank: int | None = None
-    ) -> None:
-        """`of_rank`: it owns tables and a dense tensor that no other rank has, and what is its own stands under it."""
-        self.rng = np.random.default_rng(seed)
-        self.rank = of_rank or 0
-        self.prefix = "" if of_rank is None else f"rank{of_rank}."
-        self.tables = [
-            Table.make(f"{self.prefix}big.weight", rows, columns, self.rng),
-            Table.make(f"{self.prefix}small.weight", 40, 4, self.rng),
-        ]
-        self.dense = self.rng.standard_normal(100).astype(np.float32)
-        self.step = 0
-
-    def train(self, fraction: float = 0.1) -> None:
-        self.step += 1
-        for table in self.tables:
-            rows = self.rng.choice(
-                len(table.weights), max(1, int(fraction * len(table.weights))), replace=False
-            )
-            table.weights[rows] += self.rng.standard_normal((len(rows), table.weights.shape[1])).astype(
-                np.float32
-            )
-            table.sums[rows] += 1
-            table.averages[rows] *= np.float32(0.9)
-            table.dirty.update(int(row) for row in rows)
-            table.fresh.update(int(row) for row in rows)
-        self.dense += np.float32(self.step)
-
-    def state(self) -> list[np.ndarray]:
-        found = [self.dense.copy(), np.array([self.step])]
-        for table in self.tables:
-            found += [table.weights.copy(), table.sums.copy(), table.averages.copy()]
-        return found
-
-    def wipe(self) -> None:
-        self.dense[:] = np.nan
-        self.step = -1
-        for table in self.tables:
-            table.weights[:] = np.nan
-            table.sums[:] = np.nan
-            table.averages[:] = np.nan
-
-    def blobs(self) -> dict[str, bytes]:
-        meta = {"step": self.step, "rank": self.rank}
-        return {
-            f"dense/{self.prefix}w": bytes(typed_tree.encode(self.dense).to_bytes()),
-            blob_name(self.rank, "meta"): bytes(typed_tree.encode(meta).to_bytes()),
-        }
-
-    def load_blobs(self, blobs: dict[str, memoryview]) -> None:
-        self.dense[:] = typed_tree.decode(blobs[f"dense/{self.prefix}w"])
-        meta = typed_tree.decode(own_blobs(self.rank, blobs)["meta"])
-        assert meta["rank"] == self.rank
-        self.step = meta["step"]
-
-
-def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
-    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 class SaveRefused(Exception):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_trainer import Zygote
+from tests.support.sidecar_process import Zygote
 
 PR_SET_CHILD_SUBREAPER = 36
 SERVE = (sys.executable, "-m", "deltashard_sidecar.main")

@@ -22,8 +22,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
@@ -31,72 +29,16 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
-from deltashard_sidecar.arena.batch import BadBatch, Rows, check_blob, rows_of
+from deltashard_sidecar.arena.batch import BadBatch, check_blob, rows_of
 from deltashard_sidecar.arena.block import NotGranted, Use
-from deltashard_sidecar.run.cut_content import CutContent
 from deltashard_sidecar.save.lifecycle import SaveEvent, SaveLifecycle, SaveState
+from deltashard_sidecar.save.sink import Cut, PartSink
 from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 HELD_SHARE = 7 / 8
 """Share of the granted blocks: while fewer are used, nothing is encoded before the seal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Decisions about one save, made at its begin."""
-
-    attempt: int
-    cut: int
-    step: int
-    reason: str
-    urgent: bool
-    content: CutContent
-    stall_budget_s: float
-    deadline_s: float
-    """From begin to committed."""
-    layout: str = ""
-    """Digest of the attempt's layout; empty: none."""
-    samples: bool = False
-    """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
-    follows: str | None = None
-    """The controller's directive in force, as it is recorded with the commit."""
-    since: int | None = None
-    """Seq of the trainer's newest commit, if rows that changed since it are wanted apart from the others."""
-    profile: str | None = None
-    """What this sidecar measured and decided, as it is recorded with the commit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SealedSave:
-    """The trainer's words at the seal."""
-
-    rows: int
-    raw_bytes: int
-    stall_s: float
-    cut_at_s: float
-    metadata: dict[str, str]
-    pins: tuple[str, ...]
-    full: bool
-    slower_s: float = 0.0
-    """By so much steps took longer while rows were copied ahead."""
-
-
-class Sink(Protocol):
-    """Where a save's batches go: encoded, spooled, and in the end committed. See `save.sink`."""
-
-    def rows(self, batch: Rows, data: memoryview) -> None:
-        """Encode and spool one batch; called from the pool."""
-
-    def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
-        """Spool one chunk of a blob; called from the pool."""
-
-    def commit(self, sealed: SealedSave, *, deadline_s: float) -> pb.Commit:
-        """Upload what is left, put the index, create the log entry; blocks."""
-
-    def abandon(self) -> None:
-        """Stop whatever goes on and drop what was spooled; may be called at any time, from any thread."""
 
 
 class Cancelled(EnvironmentFault):
@@ -137,7 +79,7 @@ class Save:
         *,
         session: Session,
         cut: Cut,
-        sink: Sink,
+        sink: PartSink,
         keeper: ArenaKeeper,
         submit: Callable[[Callable[[], None]], object],
         metrics: Metrics,
@@ -151,7 +93,7 @@ class Save:
         self.heard_s = self.begun_s
         self.commit: pb.Commit | None = None
         self.failure: tuple[Cause, str] = (Cause.ERROR, "")
-        self.sealed: SealedSave | None = None
+        self.sealed: pb.SaveRequest.Seal | None = None
         self.stream_over = threading.Event()
         self.over = threading.Event()
         self._stalls = session.stalls
@@ -306,32 +248,22 @@ class Save:
             crash_point("stage.granted")
 
     def _seal(self, seal: pb.SaveRequest.Seal) -> None:
-        sealed = SealedSave(
-            rows=seal.rows,
-            raw_bytes=seal.raw_bytes,
-            stall_s=seal.stall_s,
-            cut_at_s=seal.cut_at_s,
-            metadata=dict(seal.metadata),
-            pins=tuple(sorted(set(seal.pins))),
-            full=seal.full,
-            slower_s=seal.slowdown_s,
-        )
         with self._lock:
             self.life = self.life.on(SaveEvent.SEAL)
-            self.sealed = sealed
+            self.sealed = seal
         self._stop_granting()
-        self._metrics.stall.observe(sealed.stall_s)
+        self._metrics.stall.observe(seal.stall_s)
         self._metrics.copied(
             rows=seal.rows, ahead=seal.precopied_rows, again=seal.recopied_rows, slower_s=seal.slowdown_s
         )
         self._metrics.in_flight.inc()
         self._stalls.sealed()
         self._log.info(
-            "save.staged", stall_s=round(sealed.stall_s, 4), rows=sealed.rows, raw_bytes=sealed.raw_bytes
+            "save.staged", stall_s=round(seal.stall_s, 4), rows=seal.rows, raw_bytes=seal.raw_bytes
         )
         crash_point("stage.sealed")
         name = f"finish-{self.cut.attempt}-{self.cut.cut}"
-        threading.Thread(target=self._finish, args=(sealed,), name=name, daemon=True).start()
+        threading.Thread(target=self._finish, args=(seal,), name=name, daemon=True).start()
         # IMPORTANT: from this reply on the trainer changes its tensors. Every batch it sent lies in a block of ours.
         self._outbox.put(pb.SaveReply(staged=pb.SaveReply.Staged(cut=self.cut.cut)))
         self._outbox.put(None)
@@ -367,7 +299,7 @@ class Save:
 
     # The end.
 
-    def _finish(self, sealed: SealedSave) -> None:
+    def _finish(self, seal: pb.SaveRequest.Seal) -> None:
         deadline_s = self.begun_s + self.cut.deadline_s
         try:
             with self._drained:
@@ -381,7 +313,7 @@ class Save:
             if not done:
                 self.fail(Cancelled(f"{self._pending} batches are not encoded yet", where="save deadline"))
                 return
-            commit = self._sink.commit(sealed, deadline_s=max(0.0, deadline_s - time.monotonic()))
+            commit = self._sink.commit(seal, deadline_s=max(0.0, deadline_s - time.monotonic()))
             commit.durable_s = time.monotonic() - self.begun_s
             with self._lock:
                 if self.life.ended:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from deltashard_checkpoint.deciding import cost, harm
 from deltashard_checkpoint.errors import DeltashardError
@@ -34,9 +34,9 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.batch import BadBatch, Rows
 from deltashard_sidecar.policy import KEY
+from deltashard_sidecar.run.cut_content import CutContent
 from deltashard_sidecar.run.run import Run, commit_message
 from deltashard_sidecar.save.joint_commit import JointCommits
-from deltashard_sidecar.save.save import Cut, SealedSave
 from deltashard_sidecar.session.attachment import Attachment
 
 GIVE_UP_DEADLINE_S = 10.0
@@ -58,8 +58,33 @@ def _buffer(size: int) -> memoryview:
     return memoryview(held)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Decisions about one save, made at its begin."""
+
+    attempt: int
+    cut: int
+    step: int
+    reason: str
+    urgent: bool
+    content: CutContent
+    stall_budget_s: float
+    deadline_s: float
+    """From begin to committed."""
+    layout: str = ""
+    """Digest of the attempt's layout; empty: none."""
+    samples: bool = False
+    """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
+    follows: str | None = None
+    """The controller's directive in force, as it is recorded with the commit."""
+    since: int | None = None
+    """Seq of the trainer's newest commit, if rows that changed since it are wanted apart from the others."""
+    profile: str | None = None
+    """What this sidecar measured and decided, as it is recorded with the commit."""
+
+
 class PartSink:
-    """The real `save.Sink`."""
+    """Of one save."""
 
     def __init__(
         self,
@@ -101,6 +126,7 @@ class PartSink:
         )
 
     def rows(self, batch: Rows, data: memoryview) -> None:
+        """Encode and spool one batch; called from the pool, as `blob` is."""
         block = batch.block(data)
         encoding = encoding_named(self._cut.content.precision.of_table(block.schema.fqn))
         if self._cut.samples:
@@ -136,28 +162,29 @@ class PartSink:
         self._run.metrics.raw_bytes.labels("blob").inc(frame.raw_bytes)
         self._run.metrics.frame_bytes.labels("in", "blob").inc(frame.info.length)
 
-    def commit(self, sealed: SealedSave, *, deadline_s: float) -> pb.Commit:
-        if sealed.full:
+    def commit(self, seal: pb.SaveRequest.Seal, *, deadline_s: float) -> pb.Commit:
+        """Upload what is left, put the index, create the log entry; blocks."""
+        if seal.full:
             self._writer.target = replace(self._writer.target, covers=None)
         part = self._writer.finish()
         index = self._writer.index
         assert index is not None
-        self._run.measured.slowed(index.raw_bytes, sealed.slower_s)
+        self._run.measured.slowed(index.raw_bytes, seal.slowdown_s)
         self._look(part, [pack.key for pack in index.packs], deadline_s)
-        if index.rows != sealed.rows:
-            raise BadBatch(f"{sealed.rows} rows were sealed, {index.rows} arrived", where="seal")
+        if index.rows != seal.rows:
+            raise BadBatch(f"{seal.rows} rows were sealed, {index.rows} arrived", where="seal")
         report = PartReport(
             part=part,
             tables=self._who.tables,
             encodings=index.encodings,
             rows=index.rows,
             raw_bytes=index.raw_bytes,
-            stall_s=sealed.stall_s,
-            cut_at_s=sealed.cut_at_s,
+            stall_s=seal.stall_s,
+            cut_at_s=seal.cut_at_s,
             directive=self._cut.content.directive,
             fingerprint=self._who.fingerprint,
-            metadata=self._metadata(sealed, baseline=part.covers is None),
-            pins=sealed.pins,
+            metadata=self._metadata(seal, baseline=part.covers is None),
+            pins=tuple(sorted(set(seal.pins))),
             common_blobs=index.common_blobs,
         )
         try:
@@ -225,7 +252,7 @@ class PartSink:
             deadline_s=deadline_s,
         )
 
-    def _metadata(self, sealed: SealedSave, *, baseline: bool) -> dict[str, str]:
+    def _metadata(self, seal: pb.SaveRequest.Seal, *, baseline: bool) -> dict[str, str]:
         """The user's; for whoever starts next the directive that this cut followed, what was measured, and its bits."""
         content = self._cut.content
         precision = content.precision if baseline else content.chain_precision
@@ -238,11 +265,12 @@ class PartSink:
         }
         if self._who.rank == 0:
             mine |= self._run.bits.metadata(precision if self._cut.samples else None)
-        return {name: text for name, text in sealed.metadata.items() if name not in mine} | {
+        return {name: text for name, text in seal.metadata.items() if name not in mine} | {
             name: text for name, text in mine.items() if text is not None
         }
 
     def abandon(self) -> None:
+        """Stop whatever goes on and drop what was spooled; may be called at any time, from any thread."""
         self._writer.abort()
         if not self._alone:
             decline(self._run, self._who, self._cut.attempt, self._cut.cut, joint=self._joint)

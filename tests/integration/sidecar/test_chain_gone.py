@@ -9,7 +9,9 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, Trainer, same, sidecar
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import Trainer
+from tests.support.sidecar_process import sidecar
 
 
 @pytest.mark.parametrize("noticed_by", ["the last save", "housekeeping"])

@@ -23,10 +23,10 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import nn
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import SidecarProcess, sidecar
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.minio_server import MinioServer, free_port
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 # torch's own optimizers build sparse tensors without saying whether to check them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")

@@ -19,7 +19,9 @@ from deltashard_checkpoint.write import precision
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, sidecar
+from tests.support.fake_model import Model
+from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 PATIENT = {"deltashard_sidecar.save_service.BRIEF_WAIT_S": 30.0}
 """A rank does not begin a cut anew that was refused, as a lone trainer does where the end of its last one is told slowly."""

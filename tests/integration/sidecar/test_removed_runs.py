@@ -14,7 +14,9 @@ from deltashard_checkpoint.whole_run.remains import Remains, remains
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.sidecar.metric_page import blocks, metric
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ from torch import nn
 
 from tests.support.checkpointers import Make, checkpointers
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, Trainer, sidecar
+from tests.support.fake_model import Model
+from tests.support.fake_trainer import Trainer
+from tests.support.sidecar_process import sidecar
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 

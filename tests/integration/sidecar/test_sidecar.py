@@ -23,7 +23,9 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.main import EXIT_OWNED
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 @pytest.fixture

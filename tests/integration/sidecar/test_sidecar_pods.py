@@ -22,12 +22,14 @@ from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.machine import limit_s
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.minio_server import MinioServer
 from tests.support.sidecar.pod_flags import place, pod
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 DEADLINE_S = 90.0
 SCRIPT_S = 400.0
@@ -332,7 +334,8 @@ TRAINER = """
 import sys, os, signal
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.support.fake_trainer import Model, Trainer
+from tests.support.fake_model import Model
+from tests.support.fake_trainer import Trainer
 from tests.support.eventually import eventually
 t = Trainer(Path(sys.argv[1]), Model())
 opened = t.open()

@@ -21,12 +21,14 @@ from minio import MinioAdmin
 from minio.credentials import StaticProvider
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, Trainer, same, sidecar
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.minio_server import MinioServer
 from tests.support.sidecar.metric_page import blocks
 from tests.support.sidecar.pod_flags import place, pod
+from tests.support.sidecar_process import sidecar
 
 DEADLINE_S = 90.0
 

@@ -18,9 +18,11 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SidecarProcess, Trainer, same, sidecar
+from tests.support.fake_model import Model, same
+from tests.support.fake_trainer import Trainer
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.minio_server import MinioServer
+from tests.support.sidecar_process import SidecarProcess, sidecar
 
 FLAGS: dict[str, Any] = {
     "encoding": "fp32", "differential": "intermittent", "housekeeping-s": 0, "keep-last": 20, "metrics-port": 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import urllib.request
 
-from tests.support.fake_trainer import SidecarProcess
+from tests.support.sidecar_process import SidecarProcess
 
 
 def metric(process: SidecarProcess, name: str) -> float:

@@ -24,9 +24,11 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.policy import KEY
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, Trainer, sidecar
+from tests.support.fake_model import Model
+from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.port import free_port
+from tests.support.sidecar_process import sidecar
 
 DEADLINE_S = 60.0
 

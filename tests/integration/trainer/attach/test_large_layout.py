@@ -17,7 +17,9 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1 import trainer_pb2_grpc
 
-from tests.support.fake_trainer import Model, Trainer, sidecar
+from tests.support.fake_model import Model
+from tests.support.fake_trainer import Trainer
+from tests.support.sidecar_process import sidecar
 
 LARGE_BYTES = 64 << 20
 

@@ -15,7 +15,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.support.fake_trainer import SidecarProcess
+from tests.support.sidecar_process import SidecarProcess
 from tests.support.trainer.rank_zygote import RankZygote
 
 Run = Callable[..., list[Any]]

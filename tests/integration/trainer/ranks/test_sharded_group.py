@@ -13,7 +13,7 @@ import pytest
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.checkpoint.snapshot import read_checkpoint
-from tests.support.fake_trainer import SidecarProcess
+from tests.support.sidecar_process import SidecarProcess
 from tests.support.trainer.rank_zygote import RankZygote
 
 Run = Callable[..., list[Any]]

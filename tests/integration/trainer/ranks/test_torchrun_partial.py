@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.integration.trainer.ranks.torchrun_partial import KILL_AT, LOST, SAVE_AT, WORLD
-from tests.support.fake_trainer import SidecarProcess
 from tests.support.machine import limit_s
+from tests.support.sidecar_process import SidecarProcess
 from tests.support.tool import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -1,0 +1,161 @@
+"""A real sidecar process for tests, forked from one that has imported everything already."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.eventually import eventually
+from tests.support.machine import limit_s
+
+
+class Zygote:
+    """The process that forks sidecars; one a test session."""
+
+    _one: Zygote | None = None
+
+    def __init__(self) -> None:
+        path = Path(__file__).with_name("sidecar_zygote.py")
+        env = {k: v for k, v in os.environ.items() if not k.startswith("DELTASHARD_")} | {
+            "OMP_NUM_THREADS": "1"
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        self.lock = threading.Lock()
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+        atexit.register(self.close)
+
+    @classmethod
+    def get(cls) -> Zygote:
+        if cls._one is None:
+            cls._one = cls()
+        return cls._one
+
+    def ask(self, **request: object) -> int | None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with self.lock:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class SidecarProcess:
+    """A real sidecar over a runtime directory."""
+
+    def __init__(
+        self,
+        root: Path,
+        url: str,
+        *,
+        run: str = "run",
+        crash_at: str = "",
+        wait: bool = True,
+        environment: dict[str, str | None] | None = None,
+        constants: dict[str, float] | None = None,
+        **flags: object,
+    ):
+        """`environment` is added to this process's own; None takes a variable away. `constants`: see `sidecar_zygote`."""
+        self.dir = root / "run"
+        self.dir.mkdir(exist_ok=True)
+        self.log_path = root / "sidecar.log"
+        self.url = url
+        self.status: int | None = None
+        options = {
+            "url": url, "run": run, "dir": self.dir, "cache-dir": root / "cache", "arena-bytes": "64MiB",
+            "housekeeping-s": -1, "term-deadline-s": 5, "prefetch": "no", "cache-bytes": "512MiB", **flags,
+        }  # fmt: skip
+        self.argv = ["serve"]
+        for name, value in options.items():
+            self.argv += [f"--{name.replace('_', '-')}", str(value)]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("DELTASHARD_")}
+        env |= {"OMP_NUM_THREADS": "1", "DELTASHARD_CRASH_AT": crash_at}
+        for name, value in (environment or {}).items():
+            env.pop(name, None)
+            if value is not None:
+                env[name] = value
+        pid = Zygote.get().ask(
+            argv=self.argv, env=env, cwd=str(root), log=str(self.log_path), constants=constants or {}
+        )
+        assert pid
+        self.pid: int = pid
+        if wait:
+            self.ready()
+
+    @property
+    def socket(self) -> Path:
+        return self.dir / "sidecar.sock"
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def events(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+
+    def ready(self) -> dict[str, int]:
+        facts: dict[str, int] = {}
+
+        def is_ready() -> bool:
+            assert self.poll() is None, self.log()
+            try:  # a killed predecessor's is taken away by the next one, perhaps just now
+                facts.update(json.loads((self.dir / "ready.json").read_text()))
+            except FileNotFoundError:
+                return False
+            return facts["pid"] == self.pid
+
+        eventually(is_ready, what="the sidecar serves")
+        return facts
+
+    def metrics_page(self) -> str:
+        """What Prometheus would scrape."""
+        where = f"http://127.0.0.1:{self.ready()['metrics_port']}/metrics"
+        with urllib.request.urlopen(where, timeout=limit_s(20)) as page:
+            return page.read().decode()
+
+    def poll(self) -> int | None:
+        if self.status is None:
+            self.status = Zygote.get().ask(poll=self.pid)
+        return self.status
+
+    def died(self) -> int:
+        """Wait for its end; the exit status, negative for a signal."""
+        eventually(lambda: self.poll() is not None, what="the sidecar ends")
+        assert self.status is not None
+        return self.status
+
+    def signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.died()
+
+    def terminate(self) -> int:
+        self.signal(signal.SIGTERM)
+        return self.died()
+
+
+@contextmanager
+def sidecar(root: Path, url: str, **flags: object) -> Iterator[SidecarProcess]:
+    """A sidecar that is gone after the block."""
+    process = SidecarProcess(root, url, **flags)  # type: ignore[arg-type]
+    try:
+        yield process
+    finally:
+        process.kill()
