@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -101,9 +102,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             return
         session_id = first.ready.session if kind == "ready" else first.begin.session
         try:
+            session = self._sidecar.sessions.get(session_id)
             with (
-                self._sidecar.stream(session_id, context.cancel) as session,
-                Preparation(self._sidecar.keeper, session.who.local_rank) as preparation,
+                session.presence.stream(context.cancel),
+                closing(Preparation(self._sidecar.keeper, session.who.local_rank)) as preparation,
             ):
                 begin: pb.SaveRequest.Begin | None = None
                 for request in _before_begin(first, requests):
@@ -134,7 +136,8 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             return
         want = first.want
         try:
-            with self._sidecar.stream(want.session, context.cancel) as session:
+            session = self._sidecar.sessions.get(want.session)
+            with session.presence.stream(context.cancel):
                 yield from self._sidecar.restore(session, want, requests, context.is_active)
         except DeltashardError as error:
             self._fail("restore", context, error)

@@ -12,7 +12,6 @@ Rules kept here: a rank that attaches first has whatever its predecessor staged 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -319,13 +318,6 @@ class Sidecar:
                 if self.decider.look(self._reading(session)):
                     self.control.decided()
                 return
-
-    @contextlib.contextmanager
-    def stream(self, session_id: str, cancel: Callable[[], None]) -> Iterator[Session]:
-        """Session of a new stream, which `cancel` ends when the session does; raises `UnknownSession`."""
-        session = self.sessions.get(session_id)
-        with session.presence.stream(cancel):
-            yield session
 
     # Saves and restores.
 

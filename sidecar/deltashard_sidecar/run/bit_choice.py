@@ -129,46 +129,24 @@ class BitChoice:
             self._log.warning(
                 "tables.unknown", names=unknown, tables=sorted(table.fqn for table in ranks.tables)[:8]
             )
-        said = {table.fqn: own.get(table.fqn, policy.encoding) for table in ranks.tables}
-        if chooses_bits(policy):
-            said = dict(
-                self._of(
-                    policy,
-                    ranks,
-                    begin,
-                    expected,
-                    own,
-                    said,
-                    cut=(attempt, begin.cut, begin.reason == "close"),
-                )
-            )
-        else:
+        stated = {table.fqn: own.get(table.fqn, policy.encoding) for table in ranks.tables}
+        cut = attempt, begin.cut, begin.reason == "close"
+        with self._lock:
+            of_cut = self._of_cut
+        if not chooses_bits(policy):
             self.decision = None
-        return {table: encoding for table, encoding in said.items() if encoding != policy.encoding}
-
-    def _of(
-        self,
-        policy: pb.Policy,
-        ranks: Ranks,
-        begin: pb.SaveRequest.Begin,
-        expected: Expected,
-        own: Mapping[str, str],
-        said: Mapping[str, str],
-        *,
-        cut: _Cut,
-    ) -> Mapping[str, str]:
-        with self._lock:
-            if self._of_cut is not None and self._of_cut[0] == cut:
-                return self._of_cut[1]  # what another rank was told of this cut
-        found = self._chosen(policy, ranks, begin, expected, own)
-        holds = self.decides(policy, ranks)
-        self._decided(policy, found, said, holds=holds, expected=expected, ranks=ranks)
-        encodings = found.encodings if holds else said
-        with self._lock:
-            self._tables = ranks.tables
-            if begin.cut:  # 0: one that may come
-                self._of_cut = cut, encodings
-        return encodings
+            encodings: Mapping[str, str] = stated
+        elif of_cut is not None and of_cut[0] == cut:
+            encodings = of_cut[1]  # what another rank stores this cut by
+        else:
+            found = self._chosen(policy, ranks, begin, expected, own)
+            encodings = found.encodings if self.decides(policy, ranks) else stated
+            self._decided(policy, found, encodings, expected=expected, ranks=ranks)
+            with self._lock:
+                self._tables = ranks.tables
+                if begin.cut:  # 0: one that may come
+                    self._of_cut = cut, encodings
+        return {table: encoding for table, encoding in encodings.items() if encoding != policy.encoding}
 
     def _chosen(
         self,
@@ -205,9 +183,8 @@ class BitChoice:
         self,
         policy: pb.Policy,
         found: ChosenBits,
-        said: Mapping[str, str],
+        encodings: Mapping[str, str],
         *,
-        holds: bool,
         expected: Expected,
         ranks: Ranks,
     ) -> None:
@@ -216,7 +193,7 @@ class BitChoice:
         self.decision = fleet.Decision(
             subject="bits",
             goal=policy.bits_goal,
-            value=would if holds else summary(said),
+            value=summary(encodings),
             would=would,
             why=found.why,
             bound=f"not below {policy.least_bits} bit" if policy.least_bits > BITS[0] else "",

@@ -166,12 +166,6 @@ class Run:
         """The attempt that fences all others, as last seen."""
         return self.log_of(who).state.attempt or 0
 
-    def last_commit(self, state: RunState, attempt: int) -> pb.Commit | None:
-        opened = state.attempts.get(attempt)
-        seq = None if opened is None else opened.last_seq
-        entry = None if seq is None else state.checkpoints.get(seq)
-        return None if entry is None else commit_message(entry)
-
     # Attempts.
 
     def resume(self, who: Attachment, attempt: int) -> pb.Commit | None:
@@ -185,7 +179,10 @@ class Run:
         with self._lock:
             self._logs[who.id] = log
         self.participation.took_part(self.name, attempt)
-        return self.last_commit(log.state, attempt)
+        opened = log.state.attempts.get(attempt)
+        seq = None if opened is None else opened.last_seq
+        entry = None if seq is None else log.state.checkpoints.get(seq)
+        return None if entry is None else commit_message(entry)
 
     def open(
         self, request: pb.OpenRequest, who: Attachment, *, gone: Callable[[], bool], step_seen: int

@@ -6,15 +6,12 @@ save: with the trainer's word that its copies have stopped they are free, withou
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.block import Use
 
 
 class Preparation:
-    """Of one stream; a context manager, used by its thread."""
+    """Of one stream, used by its thread."""
 
     def __init__(self, keeper: ArenaKeeper, rank: int) -> None:
         """`rank`: the local one."""
@@ -23,12 +20,8 @@ class Preparation:
         self._blocks: set[int] = set()
         self._stopped = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """The stream has ended."""
         if not self._blocks:
             return
         if self._stopped:

@@ -8,6 +8,7 @@ still tells the truth about when it was.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -68,174 +69,125 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._last_commit_s = 0.0
-        r = self.registry
-        self.age = Gauge(
+        gauge = functools.partial(Gauge, registry=self.registry)
+        counter = functools.partial(Counter, registry=self.registry)
+        histogram = functools.partial(Histogram, registry=self.registry)
+        self.age = gauge(
             "deltashard_checkpoint_age_seconds",
             "Time since the newest commit, one resumed from included; 0 before",
-            registry=r,
         )
         self.age.set_function(lambda: time.time() - self._last_commit_s if self._last_commit_s else 0.0)
-        self.last_commit = Gauge(
-            "deltashard_last_commit_timestamp_seconds",
-            "Unix time of the newest commit",
-            registry=r,
-        )
-        self.last_step = Gauge(
-            "deltashard_last_committed_step", "Training step of the newest commit", registry=r
-        )
-        self.lost_samples = Gauge(
+        self.last_commit = gauge("deltashard_last_commit_timestamp_seconds", "Unix time of the newest commit")
+        self.last_step = gauge("deltashard_last_committed_step", "Training step of the newest commit")
+        self.lost_samples = gauge(
             "deltashard_lost_samples_share",
             "Portion of lost samples (PLS) of the run, as its newest commit says; 0 unless a recovery was partial",
-            registry=r,
         )
-        self.stall = Histogram(
-            "deltashard_save_stall_seconds", "Time a cut held the trainer", buckets=STALL_BUCKETS, registry=r
+        self.stall = histogram(
+            "deltashard_save_stall_seconds", "Time a cut held the trainer", buckets=STALL_BUCKETS
         )
-        self.copied_rows = Counter(
+        self.copied_rows = counter(
             "deltashard_rows_copied",
             "Rows of cuts copied ahead while training went on, of these copied again at the cut, and copied only then",
             ("when",),
-            registry=r,
         )
-        self.slowdown = Counter(
+        self.slowdown = counter(
             "deltashard_training_slowdown_seconds",
             "By so much steps took longer while rows were copied ahead of a cut",
-            registry=r,
         )
-        self.durable = Histogram(
-            "deltashard_save_durable_seconds",
-            "From begin to the log entry",
-            buckets=SECONDS_BUCKETS,
-            registry=r,
+        self.durable = histogram(
+            "deltashard_save_durable_seconds", "From begin to the log entry", buckets=SECONDS_BUCKETS
         )
-        self.commits = Counter("deltashard_commits", "Checkpoints committed", ("kind",), registry=r)
-        self.failures = Counter(
-            "deltashard_save_failures", "Saves that failed, by cause", ("cause",), registry=r
-        )
-        self.skipped = Counter(
-            "deltashard_saves_skipped", "Due saves skipped under a running one", registry=r
-        )
-        self.blocked = Gauge(
+        self.commits = counter("deltashard_commits", "Checkpoints committed", ("kind",))
+        self.failures = counter("deltashard_save_failures", "Saves that failed, by cause", ("cause",))
+        self.skipped = counter("deltashard_saves_skipped", "Due saves skipped under a running one")
+        self.blocked = gauge(
             "deltashard_save_blocked_seconds",
             "For how long a save has been due and was blocked, as the trainer warns of it; 0: none is",
-            registry=r,
         )
-        self.tracking_faults = Counter(
+        self.tracking_faults = counter(
             "deltashard_tracking_faults",
             "Tables and snapshots in which trainers found rows that changed without a mark",
-            registry=r,
         )
-        self.rows = Counter(
-            "deltashard_rows",
-            "Rows encoded (in) and handed to a trainer (out)",
-            ("direction", "encoding"),
-            registry=r,
+        self.rows = counter(
+            "deltashard_rows", "Rows encoded (in) and handed to a trainer (out)", ("direction", "encoding")
         )
-        self.raw_bytes = Counter(
-            "deltashard_raw_bytes", "Bytes of batches before encoding", ("encoding",), registry=r
-        )
-        self.frame_bytes = Counter(
+        self.raw_bytes = counter("deltashard_raw_bytes", "Bytes of batches before encoding", ("encoding",))
+        self.frame_bytes = counter(
             "deltashard_frame_bytes",
             "Bytes of frames written (in) and handed to a trainer (out)",
             ("direction", "encoding"),
-            registry=r,
         )
-        self.encode = Counter("deltashard_encode_cpu_seconds", "Processor time spent encoding", registry=r)
-        self.blocks = Gauge("deltashard_arena_blocks", "Blocks of the arena by use", ("use",), registry=r)
-        self.numpy_kernels = Gauge(
-            "deltashard_numpy_kernels",
-            "1: rows are encoded by numpy, slowly; 0: by native kernels",
-            registry=r,
+        self.encode = counter("deltashard_encode_cpu_seconds", "Processor time spent encoding")
+        self.blocks = gauge("deltashard_arena_blocks", "Blocks of the arena by use", ("use",))
+        self.numpy_kernels = gauge(
+            "deltashard_numpy_kernels", "1: rows are encoded by numpy, slowly; 0: by native kernels"
         )
-        self.queue = Gauge(
-            "deltashard_encode_queue_batches", "Batches handed over and not yet encoded", registry=r
-        )
-        self.in_flight = Gauge("deltashard_saves_in_flight", "Saves staged and not yet ended", registry=r)
-        self.spooled = Gauge("deltashard_cache_bytes", "Bytes in the cache directory", registry=r)
-        self.restores = Counter(
-            "deltashard_restores", "Restores served, by outcome", ("outcome",), registry=r
-        )
-        self.restore_seconds = Histogram(
+        self.queue = gauge("deltashard_encode_queue_batches", "Batches handed over and not yet encoded")
+        self.in_flight = gauge("deltashard_saves_in_flight", "Saves staged and not yet ended")
+        self.spooled = gauge("deltashard_cache_bytes", "Bytes in the cache directory")
+        self.restores = counter("deltashard_restores", "Restores served, by outcome", ("outcome",))
+        self.restore_seconds = histogram(
             "deltashard_restore_seconds",
             "Seconds a restore took, by where most of its bytes came from",
             ("source",),
             buckets=SECONDS_BUCKETS,
-            registry=r,
         )
-        self.restore_bytes = Counter(
-            "deltashard_restore_bytes", "Bytes restored, by source", ("source",), registry=r
+        self.restore_bytes = counter("deltashard_restore_bytes", "Bytes restored, by source", ("source",))
+        self.retries = counter(
+            "deltashard_store_retries", "Attempts on the store that failed and may be retried"
         )
-        self.retries = Counter(
-            "deltashard_store_retries", "Attempts on the store that failed and may be retried", registry=r
-        )
-        self.trainers = Gauge("deltashard_trainers_attached", "Trainers attached", registry=r)
-        self.attempts = Counter(
-            "deltashard_attempts_opened", "Attempts opened by trainers of this process", registry=r
-        )
-        self.log_damaged = Counter(
+        self.trainers = gauge("deltashard_trainers_attached", "Trainers attached")
+        self.attempts = counter("deltashard_attempts_opened", "Attempts opened by trainers of this process")
+        self.log_damaged = counter(
             "deltashard_log_damaged",
             "Attempts opened on a commit log that could not be followed to its end: commits may be lost",
-            registry=r,
         )
-        self.chain_broken = Counter(
+        self.chain_broken = counter(
             "deltashard_chain_broken",
             "Looks at what the newest checkpoint is read from that found objects missing: the next save is a baseline",
-            registry=r,
         )
-        self.housekeeping = Counter(
-            "deltashard_housekeeping",
-            "Rounds of retention, gc and compaction",
-            ("task", "outcome"),
-            registry=r,
+        self.housekeeping = counter(
+            "deltashard_housekeeping", "Rounds of retention, gc and compaction", ("task", "outcome")
         )
-        self.turns = Counter(
+        self.turns = counter(
             "deltashard_cuts_turned",
             "Cuts that built on a synthetic baseline, or were a baseline for more bits, by why",
             ("why",),
-            registry=r,
         )
-        self.compactions = Counter("deltashard_compactions", "Chains compacted, by why", ("why",), registry=r)
-        self.fleet_connected = Gauge(
-            "deltashard_fleet_connected", "Whether the controller hears this sidecar", registry=r
+        self.compactions = counter("deltashard_compactions", "Chains compacted, by why", ("why",))
+        self.fleet_connected = gauge(
+            "deltashard_fleet_connected", "Whether the controller hears this sidecar"
         )
-        self.fleet_reconnects = Counter(
-            "deltashard_fleet_reconnects", "Streams to the controller begun after the first", registry=r
+        self.fleet_reconnects = counter(
+            "deltashard_fleet_reconnects", "Streams to the controller begun after the first"
         )
-        self.fleet_refusals = Counter(
+        self.fleet_refusals = counter(
             "deltashard_fleet_refusals",
             "Streams to the controller that were not taken in, by cause",
             ("cause",),
-            registry=r,
         )
-        self.directives = Counter(
-            "deltashard_directives_applied", "Directives of the controller that came into force", registry=r
+        self.directives = counter(
+            "deltashard_directives_applied", "Directives of the controller that came into force"
         )
-        self.incidents_dropped = Counter(
-            "deltashard_incidents_dropped",
-            "Incidents that went before the controller had taken them",
-            registry=r,
+        self.incidents_dropped = counter(
+            "deltashard_incidents_dropped", "Incidents that went before the controller had taken them"
         )
-        self.interval = Gauge(
+        self.interval = gauge(
             "deltashard_interval_seconds",
             "Save interval in force (0: none by time) and as the decider would have it (0: it has none)",
             ("which",),
-            registry=r,
         )
-        self.cost = Gauge(
-            "deltashard_save_cost_seconds",
-            "Trainer seconds that a save costs, the mean as measured",
-            registry=r,
+        self.cost = gauge(
+            "deltashard_save_cost_seconds", "Trainer seconds that a save costs, the mean as measured"
         )
-        self.mtbf = Gauge(
+        self.mtbf = gauge(
             "deltashard_lossy_failure_mtbf_seconds",
             "Trained seconds between failures that lose steps, as believed",
-            registry=r,
         )
-        self.trained = Counter(
-            "deltashard_trained_seconds", "Seconds that trainers of rank 0 trained", registry=r
-        )
-        self.decided = Counter(
-            "deltashard_intervals_decided", "Intervals chosen, by what had changed", ("cause",), registry=r
+        self.trained = counter("deltashard_trained_seconds", "Seconds that trainers of rank 0 trained")
+        self.decided = counter(
+            "deltashard_intervals_decided", "Intervals chosen, by what had changed", ("cause",)
         )
         for when in ("ahead", "again", "held"):
             self.copied_rows.labels(when)
