@@ -1,11 +1,11 @@
-"""Telling other pods that this one, though it goes, still has a save on its way: the markers under `closing/`.
+"""Markers under `closing/`: this pod terminates, and still uploads a save.
 
 A replacement pod may start while this one uploads its urgent cut; its Open waits for the marker to go (bounded, see
-`attempt.wait_for_closing`) and resumes from that cut. So the marker is put when the pod is told to stop, before the
-trainer has even cut, and goes when the urgent save has ended, whichever way, or the trainer is gone.
+`closing.wait_for_closing`) and resumes from that cut. So the marker is put when the pod gets its stop signal, before
+the trainer has even cut, and goes when the urgent save has ended, whichever way, or the trainer is gone.
 
-Best effort, on a thread of its own: a store that is slow delays nobody here, and a marker that nobody removed is
-passed over once it is old.
+Best effort, on one thread: a slow store delays no save, and a marker that was not removed is passed over once it is
+old.
 """
 
 from __future__ import annotations

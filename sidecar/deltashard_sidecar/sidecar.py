@@ -348,7 +348,8 @@ class Sidecar:
     def tick(self) -> bool:
         """Once in a while: timers, dead trainers, silent streams. False when a lingering sidecar may exit."""
         self.keeper.sweep()
-        self.control.direct_all()
+        for session in self.sessions.all():
+            self.control.direct(session)
         self._look()
         self._reap()
         now_s = time.monotonic()

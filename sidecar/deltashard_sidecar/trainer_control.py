@@ -223,10 +223,6 @@ class TrainerControl:
     def _may_save(self, session: Session) -> bool:
         return session.may_commit and self._run.removal.why is None
 
-    def direct_all(self) -> None:
-        for session in self._sessions.all():
-            self.direct(session)
-
     def direct(self, session: Session) -> None:
         rank = session.who.local_rank
         with self._lock:

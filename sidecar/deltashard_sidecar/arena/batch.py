@@ -33,8 +33,6 @@ class BadBatch(UserError):
 class Rows:
     """Rows of one table shard: where each section lies within the batch, and what its numbers are."""
 
-    table: int
-    """Position among the session's tables."""
     schema: TableSchema
     rows: int
     row_start: int | None
@@ -120,7 +118,6 @@ def rows_of(
             f"[{d.offset}, {d.offset + length}) lies outside a block of {block_bytes}", where=where
         )
     return Rows(
-        table=d.table,
         schema=schema,
         rows=d.rows,
         row_start=d.row_start if d.contiguous else None,

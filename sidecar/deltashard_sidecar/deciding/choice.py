@@ -34,7 +34,7 @@ from deltashard_sidecar.deciding.measurements import Measurements, Opening
 from deltashard_sidecar.policy import changed
 
 MEASURING_S = 60.0
-"""Interval until saves were measured, where none is said."""
+"""Interval until saves were measured, where the policy has none."""
 SOONEST_S = 1.0
 """However many attempts before ended without a checkpoint."""
 PHASE_SHARE = 0.1

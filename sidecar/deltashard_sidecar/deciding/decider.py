@@ -1,8 +1,7 @@
-"""The one who decides how often this run saves: rank 0's sidecar. A thin holder of the newest measurements and choice.
+"""Decides how often this run saves, in rank 0's sidecar: holds the newest measurements and the choice in force.
 
-`measurements` says what is made of what it hears, `choice.decide` what follows: both pure. It is asked for the timers
-in force, for what rides in a commit, and for what people are told. It calls nobody. What is not rank 0's sidecar never
-hears of an attempt, and decides nothing.
+`measurements` says what follows from each event, `choice.decide` which interval: both are pure. The decider calls no
+other part. A sidecar without rank 0 never hears of an attempt, and decides nothing.
 """
 
 from __future__ import annotations
@@ -128,12 +127,12 @@ class Decider:
             self._decide()
 
     def opened(self, opening: Opening, state: RunState) -> None:
-        """A trainer of rank 0 begins an attempt, or goes on in one; `state`: the log as it stands."""
+        """A trainer of rank 0 begins an attempt, or continues one; `state`: the log as it stands."""
         key = key_of(self._place, opening.world_size)
         with self._lock:
             before = self._known
             if before is not None and before.opening.attempt > opening.attempt:
-                before = None  # the store was emptied, and a run of this name begins anew
+                before = None  # the store was emptied, and another run of this name begins
             record = self._record(state, key) if before is None else None
             self._known = measurements.opened(before, opening, state, key=key, record=record)
             self._decide()
@@ -197,7 +196,7 @@ class Decider:
                 self._decide()
 
     def _decide(self) -> None:
-        """The choice anew; the lock is held. Whatever goes wrong with it costs the choice: the policy's timers hold."""
+        """Choose again; the lock is held. An error costs the choice: the policy's timers hold."""
         known, self._choice = self._known, None
         try:
             if known is not None:
@@ -244,6 +243,6 @@ def place(stated: str, *, cpuinfo: Path = CPUINFO) -> str:
 
 
 def key_of(where: str, world_size: int) -> str:
-    """The name of a profile: one that was measured under another name is not gone on from."""
+    """The name of a profile: one that was measured under another name is not continued."""
     # What is cut off, if it has to be, is the place's end.
     return f"world size {world_size}, {version()}, {where}"[:MAX_KEY]

@@ -29,7 +29,7 @@ MEMORY = 40
 PREPARED_S = 60.0
 """Rows are copied ahead for so long at most; without a cut until then none came of it."""
 LONGEST_GAP_S = 86400.0
-"""Between two trainers, beyond which nobody was waiting."""
+"""Between two trainers, beyond which no job was waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Opening:
     reading: Reading
     """The step that the attempt begins after, and when it was asked for; of one under way, as the line shows."""
     resumed: bool = False
-    """A trainer came back to a checkpoint: an incident. False where one goes on in the middle of its attempt."""
+    """A trainer came back to a checkpoint: an incident. False where one continues its attempt."""
     step_seen: int = 0
     """Last step of the trainer before, if this arena saw it."""
 
@@ -82,7 +82,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Of one run, since this process knows it and as its log told."""
+    """Of one run: from its log, and since this process knows it."""
 
     opening: Opening
     profile: Profile
@@ -212,10 +212,10 @@ def _with_save(known: Measurements, begun: Reading, cost: Cost, reading: Reading
 def opened(
     before: Measurements | None, opening: Opening, state: RunState, *, key: str, record: Record | None
 ) -> Measurements:
-    """A trainer of rank 0 begins an attempt, or goes on in one; `state`: the log as it stands.
+    """A trainer of rank 0 begins an attempt, or continues one; `state`: the log as it stands.
 
-    `before` None: this process does not know the run, and goes on from `record`, what its newest commit says, and where
-    that is None from the log alone. `key` names the profile (`Profile.key`).
+    `before` None: this process does not know the run, and continues from `record`, what its newest commit says, and
+    where that is None from the log alone. `key` names the profile (`Profile.key`).
     """
     came_back = opening.resumed
     if before is None:

@@ -1,4 +1,4 @@
-"""The run as this sidecar sees it: store, log, cache, attempts, and what of them trainers are told.
+"""The run as this sidecar sees it: store, log, cache, attempts, and what trainers learn of them.
 
 Nothing here is needed to start: the store is first asked when a trainer opens an attempt (or by the background look at
 the log that makes Attach's reply and the prefetch better informed). Decisions at a cut are made from what is known
@@ -62,7 +62,7 @@ OPEN_AGAIN_S = 0.5
 
 
 def commit_message(entry: Checkpoint, *, durable_s: float = 0.0, baseline: bool | None = None) -> pb.Commit:
-    """What a trainer is told of a checkpoint; `baseline`: whether its own part is one, None: whether all are."""
+    """What a trainer learns of a checkpoint; `baseline`: whether its own part is one, None: whether all are."""
     return pb.Commit(
         seq=entry.seq,
         attempt=entry.attempt,
@@ -146,7 +146,7 @@ class Run:
             return self._logs.get(who.id, self.log)
 
     def forget_others(self, used: Callable[[], set[str]]) -> None:
-        """Let go what nobody uses any more: handles of sessions (`used` gives the ids of those in use), bytes read.
+        """Let go what is not used any more: handles of sessions (`used` gives the ids of those in use), bytes read.
 
         What is held is looked at first: a session is attached before it gets a handle, so one that is held already and
         yet not in use is over.
@@ -281,9 +281,9 @@ class Run:
         lost = damage != "" and (request.which or "latest") == "latest"
         basis: ResumeBasis | None = None
         if request.HasField("basis"):
-            said = request.basis
-            seq = said.resume_seq if said.HasField("resume_seq") else None
-            basis = ResumeBasis(attempt=said.attempt, resume=seq, token=said.token)
+            read_before = request.basis
+            seq = read_before.resume_seq if read_before.HasField("resume_seq") else None
+            basis = ResumeBasis(attempt=read_before.attempt, resume=seq, token=read_before.token)
         opened = open_attempt(
             log,
             owner=self.identity.owner,
@@ -342,7 +342,7 @@ class Run:
             reply.last_step_seen = step_seen
 
     def _forget(self) -> None:
-        """The run was removed, and begun anew: what is known is of another log, and names must not be used again."""
+        """The run was removed, and another one began: its log is another one, and no name may be used again."""
         with self._lock:
             self.log = RunLog(self.store, self.name)
             self.token = new_token()

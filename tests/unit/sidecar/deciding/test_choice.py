@@ -31,7 +31,7 @@ def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:
     assert decide(known, policy).decision.unreachable == ""
 
 
-def test_another_goal_or_bound_is_followed_at_once_without_measuring_anew() -> None:
+def test_another_goal_or_bound_holds_at_once_without_new_measurements() -> None:
     """The choice is made again from what is known."""
     known, causes, found = measured(0.5), [], []
     for policy in (
