@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,11 @@ class Rank:
         while next(self._run):
             pass
 
+    def close(self) -> None:
+        """End its workers: of a loader that the collector ends, torch waits 5 s for each."""
+        self._run.close()
+        self.registry.close()
+
     def tree(self) -> dict[str, Any]:
         """As a checkpoint would hold it."""
         return decode_value(encode_value(self.registry.capture()[1]).to_bytes())["loader"]
@@ -121,7 +126,7 @@ class Rank:
         )
 
 
-def _trained(rank: Rank) -> Iterator[bool]:
+def _trained(rank: Rank) -> Generator[bool, None, None]:
     """Steps for ever: True after each, False where an epoch ends."""
     while True:
         epoch = rank.loader.epoch
@@ -191,6 +196,7 @@ def lived(data: Data, lives: list[Life]) -> dict[int, Counter[int]]:
             if rank.seen.keys() <= {epoch} and not life.workers:
                 assert not (set(rank.data.reads().nonzero()[0].tolist()) & before) - repeated - again
                 assert int(rank.data.reads().sum()) <= len(rank.seen[epoch]) + len(again)
+            rank.close()
     return used
 
 

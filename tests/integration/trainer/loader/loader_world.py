@@ -160,6 +160,8 @@ def resumed(
         assert lost.cut is not None
         again = World(99, cut_at=at, end=end, cut=lost.cut, on_change=on_change)
         run(after or program, again)
+    for world in (lost, again):
+        world.registry.close()  # or the collector ends their workers, and torch waits 5 s for each
     delivered = [tree["delivered"] for tree in decode_value(lost.cut.positions).values()]
     return Outcome(lost.log[at:], again.log, heard.texts + again.notes, heard.infos, delivered)
 

@@ -137,6 +137,8 @@ def test_workers_prefetch_and_the_rest_is_dealt_out_all_the_same() -> None:
     (again,) = resumed([alone.tree()], 1, num_workers=2)
     again.rest_of_epoch()
     assert sorted(used + alone.seen + again.seen) == list(range(48))
+    for rank in (*ranks, alone, again):
+        rank.registry.close()  # or the collector ends their workers, and torch waits 5 s for each
 
 
 def test_another_batch_size_takes_the_same_samples() -> None:
