@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_k_means_is_that_of_the_reference(papers, bits):
     quantizers, reference = papers("quantizers"), papers("codecs_reference")

@@ -107,6 +107,7 @@ def _lists(tree: ast.AST) -> Iterator[list[str]]:
         yield [n.value for n in items if isinstance(n, ast.Constant) and isinstance(n.value, str)]
 
 
+@pytest.mark.slow
 def test_no_second_list_of_names_stands_anywhere() -> None:
     """Two names of one kind side by side in code are a list, and lists are the vocabulary's."""
     found = []

@@ -7,7 +7,9 @@ import importlib
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import deltashard_cli
 import pytest
@@ -48,22 +50,30 @@ def names(requirements: list[str]) -> set[str]:
 
 
 BASE = names(PROJECT["project"]["dependencies"])
+DISTRIBUTIONS = packages_distributions()
+
+
+@cache
+def imported(path: Path) -> set[str]:
+    """Modules, also those that are imported when a function runs."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return found
 
 
 def needed(folders: tuple[str, ...]) -> set[str]:
-    """Distributions of what the modules under the folders import, also when a function runs."""
+    """Distributions of what the modules under the folders import."""
     found: set[str] = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        if any(path.is_relative_to(ROOT / each) for each in APART - {*folders}):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module)
+        if not any(path.is_relative_to(ROOT / each) for each in APART - {*folders}):
+            found |= imported(path)
     tops = {name.partition(".")[0] for name in found} - sys.stdlib_module_names
     foreign = {top for top in tops if not top.startswith("deltashard")}
-    return {packages_distributions()[top][0].lower().replace("_", "-") for top in foreign}
+    return {DISTRIBUTIONS[top][0].lower().replace("_", "-") for top in foreign}
 
 
 @pytest.mark.parametrize("extra", FOLDERS)

@@ -137,6 +137,7 @@ def test_mutated_frames_are_refused_by_hash() -> None:
     _survives(8000, 1, attempt)
 
 
+@pytest.mark.slow
 def test_mutated_tails_are_refused_by_hash_and_behind_it_by_name() -> None:
     """Parsed by itself; and with a frame only the very tail that it names is."""
     by_tail = {bytes(each.tail): each for each in sample_frames().values() if each.tail is not None}
@@ -193,6 +194,7 @@ def _index() -> tuple[str, bytes]:
     return key, data
 
 
+@pytest.mark.slow
 def test_mutated_indexes_are_refused_or_mean_what_they_say() -> None:
     """By name hash always; with a name made to fit, whatever is accepted survives its own round trip."""
     key, data = _index()
@@ -224,6 +226,7 @@ def test_a_whole_index_in_a_foreign_place_is_refused(run: str, attempt: int, cut
         decode_index(data, key=moved, run=run)
 
 
+@pytest.mark.slow
 def test_mutated_trees_are_refused_or_decode() -> None:
     """Trees carry no hash of their own (their frames do): the decoder alone must stand."""
     tree = {
@@ -246,6 +249,7 @@ def test_mutated_trees_are_refused_or_decode() -> None:
     assert _survives(7000, 4, attempt) > 100
 
 
+@pytest.mark.slow
 def test_mutated_log_entries_are_refused() -> None:
     """An entry is accepted byte for byte or not at all; with its hash recomputed, only in canonical, bounded form."""
     entry = entries.Checkpoint(

@@ -100,6 +100,7 @@ def test_a_hole_or_an_overlap_of_one_cell_is_found(tiling, data) -> None:
             Layout.decode(layout.data, digest=layout.digest)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(tilings(), st.data())
 def test_ranks_that_meet_boxes_are_those_with_a_common_cell(tiling, data) -> None:
@@ -122,6 +123,7 @@ def test_ranks_that_meet_boxes_are_those_with_a_common_cell(tiling, data) -> Non
     assert set(layout.ranks_meeting([wanted, _box("unknown", 0, 1, 0, 1)])) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(tilings(), st.data())
 def test_mutated_bytes_are_refused_by_name(tiling, data) -> None:

@@ -131,6 +131,7 @@ def test_every_kind_reads_back_as_it_was_written(entry):
     assert sealed.entry == entry
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(checkpoints())
 def test_any_checkpoint_reads_back_as_it_was_written(entry):

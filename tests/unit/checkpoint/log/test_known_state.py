@@ -58,6 +58,7 @@ def asked(run: Run, log: RunLog) -> Counter[str]:
     return run.store.asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("commits", [100, 400])
 def test_a_long_log_costs_as_many_requests_as_a_short_one(commits: int) -> None:
     """Whoever opens reads the newest folded state and what came after it, however far behind it was."""

@@ -192,6 +192,7 @@ def housekeeping(
     return garbage_collection.collect(run.log, grace_s=grace_s, **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     keep_last=st.integers(1, 4),

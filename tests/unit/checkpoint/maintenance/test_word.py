@@ -210,6 +210,7 @@ def runs(draw: st.DrawFn) -> Run:
     return run
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(runs(), st.sampled_from([1, 2, 5, EVERYTHING]), st.sampled_from([None, 3]))
 def test_every_kept_checkpoint_has_a_reason_and_no_other(run, keep_last, every_steps):

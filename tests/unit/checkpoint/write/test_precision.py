@@ -93,6 +93,7 @@ def test_a_compacted_checkpoint_says_what_its_retired_chain_had():
     assert held(run.log.state, delta) == StoredPrecision.of("q2")
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(st.tuples(precisions, st.sampled_from(["delta", "full", "compact"])), max_size=12))
 def test_no_live_row_has_fewer_bits_than_the_policy_unless_it_was_lowered_since(script):

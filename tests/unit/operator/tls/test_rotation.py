@@ -140,6 +140,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(EVENTS)
 @settings(deadline=None, max_examples=60)
 def test_whatever_serves_verifies(events: list[tuple[str, float | None]]) -> None:
@@ -205,6 +206,7 @@ class Fleet:
         pytest.fail("the steps do not end")
 
 
+@pytest.mark.slow
 def test_a_pod_is_served_for_years_and_the_authority_has_a_successor_in_time() -> None:
     """Twenty-five years, a look a fortnight: every pod up to two and a half years old has a leaf that it can verify."""
     world = Fleet()

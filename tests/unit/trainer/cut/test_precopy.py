@@ -191,6 +191,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(precopy, "LIST_ROWS", 16)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(lives)
 def test_a_cut_holds_every_changed_row_as_it_is_then(script):

@@ -74,6 +74,7 @@ def tree(loop: Loop) -> dict[str, Any]:
     return loop.registry.capture()[1]["loader"]
 
 
+@pytest.mark.slow
 @given(actions=st.lists(st.sampled_from(ACTIONS), max_size=25))
 def test_a_cut_is_of_the_last_step_boundary_whatever_was_done_since(actions: list[str]) -> None:
     """A batch in hand changes nothing; a resumed pass gives the batch after the last one that was trained on."""

@@ -56,6 +56,7 @@ def test_shares_are_the_rest_of_the_order(
     assert shares == [rest[rank::world] for rank in range(world)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     data=st.builds(

@@ -77,6 +77,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plan=plans(), at=st.integers(1, STEPS - 1), repeated=st.booleans(), rate=st.sampled_from([0.1, 0.1, 0.02])

@@ -231,6 +231,7 @@ def _without_bias(held: dict[str, Any], prefix: str) -> None:
     del held[prefix + "bias"]
 
 
+@pytest.mark.slow
 def test_extra_state_comes_with_the_weights_and_goes_under_wrappers() -> None:
     """Also for weights_only, and whatever wraps the model in either run."""
     model = nn.Sequential(Ema())

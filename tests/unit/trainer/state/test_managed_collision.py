@@ -13,13 +13,16 @@ from deltashard.state.managed_collision import histories, is_managed
 from deltashard.state.value import decode_value, encode_value
 from torch import nn
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    mc_modules: Any = pytest.importorskip("torchrec.modules.mc_modules")
-    from torchrec import JaggedTensor
+
+def torchrec(module: str) -> Any:
+    """Imported when a test runs: it takes seconds, of each process that collects tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(f"torchrec.{module}")
 
 
 def module(policy: str = "DistanceLFU_EvictionPolicy") -> Any:
+    mc_modules = torchrec("modules.mc_modules")
     return mc_modules.MCHManagedCollisionModule(
         zch_size=60,
         device=torch.device("cpu"),
@@ -31,7 +34,8 @@ def module(policy: str = "DistanceLFU_EvictionPolicy") -> Any:
 
 def look_up(managed: Any, step: int) -> torch.Tensor:
     ids = torch.randint(step * 9, step * 9 + 90, (30,), generator=torch.Generator().manual_seed(step))
-    found = managed({"f": JaggedTensor(values=ids, lengths=torch.ones(30, dtype=torch.int32))})
+    jagged = torchrec("sparse.jagged_tensor").JaggedTensor(ids, lengths=torch.ones(30, dtype=torch.int32))
+    found = managed({"f": jagged})
     return found["f"].values().clone()
 
 
@@ -67,6 +71,6 @@ def test_another_eviction_policy_is_refused() -> None:
 
 def test_nothing_is_looked_for_where_torchrec_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other models have no such module."""
-    monkeypatch.delitem(sys.modules, "torchrec.modules.mc_modules")
+    monkeypatch.delitem(sys.modules, "torchrec.modules.mc_modules", raising=False)
     assert not is_managed(nn.Linear(1, 1))
     assert histories(nn.Linear(1, 1)) == []

@@ -79,6 +79,7 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
     return marks, model
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(st.lists(moves, max_size=30))
 def test_a_selection_never_misses_a_changed_row_whatever_news_arrives(script):
