@@ -144,7 +144,10 @@ def test_a_killed_rank_comes_back_with_all_others(torchrun: Start, tmp_path: Pat
 
 
 def test_a_sharded_model_goes_on_where_its_ranks_were(torchrun: Start, tmp_path: Path) -> None:
-    """TorchRec's tables over two ranks, behind a pipeline: torchrun is told to end, and is started again."""
+    """TorchRec's tables over two ranks, behind a pipeline: all are killed and started again.
+
+    Each step that is trained again has the losses of both ranks that it had, to the last bit.
+    """
     process, log = torchrun("torchrec")
     eventually(
         lambda: len(_steps(tmp_path / "store")) >= 2 or process.poll() is not None,
@@ -166,3 +169,10 @@ def test_a_sharded_model_goes_on_where_its_ranks_were(torchrun: Start, tmp_path:
     assert len(set(begun)) == 1
     assert begun[0] >= saved
     assert max(_steps(tmp_path / "store")) == until
+    losses: dict[int, set[str]] = {}
+    for step, loss in re.findall(
+        r"step (\d+), loss ([-+.e\d]+)", "".join(each.read_text() for each in [log, *logs])
+    ):
+        losses.setdefault(int(step), set()).add(loss)
+    assert [*losses] == list(range(1, until + 1))
+    assert not {step: found for step, found in losses.items() if len(found) > 2}
