@@ -16,6 +16,7 @@ from tests.support.machine import patience
 from tests.support.server.cloud_server import Azurite, CloudServer, FakeGcs
 from tests.support.server.minio_server import MinioServer
 from tests.support.tool import MISSING
+from tests.support.trainer.rank_zygote import RankZygote
 
 # How long a busy machine may take to answer a cut says nothing about what is tested either.
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")
@@ -119,6 +120,14 @@ def minio_url(minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch) -> str
     for name, value in minio_server.environment.items():
         monkeypatch.setenv(name, value)
     return minio_server.url(minio_server.new_bucket())
+
+
+@pytest.fixture(scope="session")
+def rank_zygote() -> Iterator[RankZygote]:
+    """What ranks are forked from; starting it takes longer than most scenarios."""
+    zygote = RankZygote()
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture(scope="session")

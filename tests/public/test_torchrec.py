@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    zygote = RankZygote("tests.public.torchrec_ranks")
-    yield zygote.run
-    zygote.close()
+def run(rank_zygote: RankZygote) -> Run:
+    return partial(rank_zygote.run, "tests.public.torchrec_ranks")
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import deltashard
 import torch
 import xxhash
 
-from tests.support.trainer.rank_zygote import serve
 from tests.support.trainer.verdict import Words, bits, optimizer_bits
 
 with warnings.catch_warnings():
@@ -95,7 +94,3 @@ def train(rank: int, workdir: Path, endless: str, tower: str = "False", kill: st
                             for state in model.fused_optimizer.state_dict()["state"].values() for k, v in state.items()})  # fmt: skip
     digests = {name: xxhash.xxh3_64_hexdigest(value) for name, value in found.items()}
     return {"digests": digests, "told": told, "resumed_at": resumed.step if resumed else 0}
-
-
-if __name__ == "__main__":
-    serve(globals())

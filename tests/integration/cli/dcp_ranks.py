@@ -14,8 +14,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_loc
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.support.trainer.rank_zygote import serve
-
 KINDS = ("rows", "columns", "sharded", "plain", "replicated")
 
 
@@ -59,7 +57,3 @@ def load(_rank: int, workdir: Path) -> None:
         dcp.load(held, checkpoint_id=workdir / "exported")
         for name, each in whole.items():
             assert same(each, held[name]), (kind, name)
-
-
-if __name__ == "__main__":
-    serve(globals())

@@ -6,7 +6,8 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,9 @@ def read_back(directory: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def by_ranks() -> Iterator[Callable[..., list[Any]]]:
+def by_ranks(rank_zygote: RankZygote) -> Callable[..., list[Any]]:
     """Runs `save` or `load` of `dcp_ranks` in several processes of plain torch."""
-    zygote = RankZygote("tests.integration.cli.dcp_ranks")
-    yield zygote.run
-    zygote.close()
+    return partial(rank_zygote.run, "tests.integration.cli.dcp_ranks")
 
 
 # -- export -----------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Ranks of one training, as torchrun starts them, forked from one process that has imported everything.
 
-A file of scenarios ends with `serve(globals())`. Run as a module it takes lines of JSON, `[WORKDIR, WORLD, SCENARIO,
-{OPTION: VALUE}, AGENT, SPARE]`, and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of
+Run as a module this takes lines of JSON, `[ENVIRONMENT, MODULE, WORKDIR, WORLD, SCENARIO, {OPTION: VALUE}, AGENT, SPARE]`,
+and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of the module and of
 (rank, workdir, **options), and writes what it returns, or the error it met, to `WORKDIR/out/{rank}.json`. Ranks that end
 by a signal write nothing. What they print is in `WORKDIR/log-{rank}`.
 
-Importing torch takes longer than most scenarios, and the forking process has no threads.
+Importing torch and TorchRec takes longer than most scenarios, so the files that a worker runs share a process, which has
+no threads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,11 @@ STUCK_S = 120
 
 
 class RankZygote:
-    """The process that ranks are forked from; for tests."""
+    """The process that ranks are forked from; for tests, which have it as the fixture `rank_zygote`."""
 
-    def __init__(self, module: str) -> None:
-        """`module` has the scenarios."""
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", "tests.support.trainer.rank_zygote"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -48,6 +48,7 @@ class RankZygote:
 
     def run(
         self,
+        module: str,
         workdir: Path,
         world: int,
         scenario: str,
@@ -56,14 +57,14 @@ class RankZygote:
         spare: int | None = None,
         **options: object,
     ) -> list[Any]:
-        """What each rank returned; None: it was killed, or returned nothing. A rank that failed fails the test.
+        """What each rank of a scenario of `module` returned; None: it was killed, or returned nothing. A rank that failed fails the test.
 
         `agent`: as torchrun's, it ends the others when one of them was killed, whatever they then do. `spare`: but for
         this one, which is of another machine and nobody waits for.
         """
         workdir.mkdir(exist_ok=True)
         texts = {key: str(value) for key, value in options.items()}
-        said = [str(workdir), world, scenario, texts, agent, spare]
+        said = [dict(os.environ), module, str(workdir), world, scenario, texts, agent, spare]
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -91,16 +92,20 @@ def _logs(workdir: Path, world: int) -> str:
     return "\n".join(f"---- rank {rank} ----\n{log}" for rank, log in enumerate(logs))
 
 
-def serve(scenarios: Mapping[str, Any]) -> None:
+def _serve() -> None:
     """See the module; returns when stdin ends."""
     warnings.simplefilter("ignore")
     # What torch imports at the first use of DDP and of an optimizer: seconds, and each rank would do it.
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.distributed.tensor")
     for line in sys.stdin:
-        workdir, world, scenario, options, agent, spare = json.loads(line)
+        environment, module, workdir, world, scenario, options, agent, spare = json.loads(line)
+        os.environ.clear()
+        os.environ.update(environment)
         ended = functools.partial(_attended, spare=spare) if agent else _ended
-        codes = _ranks(Path(workdir), world, scenarios[scenario], options, ended)
+        codes = _ranks(
+            Path(workdir), world, getattr(importlib.import_module(module), scenario), options, ended
+        )
         print(json.dumps(codes), flush=True)
 
 
@@ -194,3 +199,7 @@ def _rank(rank: int, world: int, port: int, scenario: Any, workdir: Path, option
     with contextlib.suppress(Exception):
         dist.barrier()
     return code
+
+
+if __name__ == "__main__":
+    _serve()

@@ -48,8 +48,6 @@ with warnings.catch_warnings():
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import Tensor, nn
 
-from tests.support.trainer.rank_zygote import serve
-
 COLUMNS = 32
 BAGS = {"tiny": (3, ("f3",)), "t0": (97, ("f0",)), "t1": (60, ("f1", "f2"))}
 """Over four ranks the last has no row of `tiny`, which must not be its kernel's last table: FBGEMM's backward looks for
@@ -410,7 +408,3 @@ def every_case(rank: int, workdir: Path) -> dict[str, str]:
             results[str(case)] = traceback.format_exc()
             break
     return results
-
-
-if __name__ == "__main__":
-    serve(globals())

@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.support.eventually import eventually
-from tests.support.trainer.rank_zygote import serve
 
 ROWS, DIM, BATCH = 900, 8, 4
 
@@ -427,7 +426,3 @@ def replicas(rank: int, workdir: Path) -> Any:
             "commits": program.ckpt.stats.commits,
         }
     return {"events": events}
-
-
-if __name__ == "__main__":
-    serve(globals())

@@ -27,7 +27,6 @@ from deltashard_checkpoint import crash_point
 from torch import nn
 
 from tests.support.eventually import eventually
-from tests.support.trainer.rank_zygote import serve
 
 TABLES, ROWS, DIM = 4, 200, 4
 MOST_STEPS = 20_000
@@ -276,7 +275,3 @@ def store(rank: int, workdir: Path, url: str) -> Any:
     except SaveFailed as error:
         found["close"] = str(error)
     return found
-
-
-if __name__ == "__main__":
-    serve(globals())

@@ -16,7 +16,6 @@ from deltashard.errors import DeltashardError
 from deltashard.tracking.tracking import TrackingSettings
 from torch.utils.data import DataLoader
 
-from tests.support.trainer.rank_zygote import serve
 from tests.support.trainer.sharded_case import Training, batch
 
 PLANNED = 1000
@@ -138,7 +137,3 @@ def _leave(rank: int, workdir: Path, said: Any) -> None:
 
     (workdir / "out" / f"{rank}.json").write_text(json.dumps(said))
     os._exit(0)
-
-
-if __name__ == "__main__":
-    serve(globals())

@@ -13,7 +13,6 @@ import xxhash
 from deltashard.checkpointer import Checkpointer
 from deltashard.tracking.tracking import TrackingSettings
 
-from tests.support.trainer.rank_zygote import serve
 from tests.support.trainer.sharded_case import Training, batch
 
 DENSE = {"adagrad": torch.optim.Adagrad, "rowwise": torch.optim.Adam, "sgd": torch.optim.SGD}
@@ -137,7 +136,3 @@ def train(rank: int, workdir: Path, sharding: str, until: str, save_at: str = "0
     }
     ckpt.close()
     return {name: xxhash.xxh3_64_hexdigest(values.tobytes()) for name, values in sorted(found.items())}
-
-
-if __name__ == "__main__":
-    serve(globals())

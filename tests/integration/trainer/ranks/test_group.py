@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,9 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(rank_zygote: RankZygote) -> Run:
     """What each rank of a scenario of `group` returned."""
-    zygote = RankZygote("tests.integration.trainer.ranks.group")
-    yield zygote.run
-    zygote.close()
+    return partial(rank_zygote.run, "tests.integration.trainer.ranks.group")
 
 
 def commits(workdir: Path) -> dict[int, int]:

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +78,9 @@ FIRST = ("attempt.before_genesis", "attempt.after_genesis", "layout.before_put",
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(rank_zygote: RankZygote) -> Run:
     """What each rank of a scenario of `lives` returned."""
-    zygote = RankZygote("tests.integration.trainer.ranks.lives")
-    yield zygote.run
-    zygote.close()
-
-
-@pytest.fixture
-def run_on_minio(own_minio: MinioServer) -> Iterator[Run]:
-    """The same; the credentials of the test's own MinIO are in the ranks' environment."""
-    zygote = RankZygote("tests.integration.trainer.ranks.lives")
-    yield zygote.run
-    zygote.close()
+    return partial(rank_zygote.run, "tests.integration.trainer.ranks.lives")
 
 
 def saying(workdir: Path, rank: int) -> list[list[Any]]:
@@ -242,7 +233,7 @@ def test_a_slow_rank_and_one_that_is_stopped_cost_a_save_at_most(run: Run, tmp_p
 
 @pytest.mark.minio
 def test_a_store_that_is_slow_hangs_and_goes_costs_saves_and_nothing_else(
-    run_on_minio: Run, own_minio: MinioServer, tmp_path: Path
+    run: Run, own_minio: MinioServer, tmp_path: Path
 ) -> None:
     with FaultyProxy(own_minio.port) as proxy:
         bucket = own_minio.new_bucket()
@@ -262,7 +253,7 @@ def test_a_store_that_is_slow_hangs_and_goes_costs_saves_and_nothing_else(
 
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(weather)
-            said = run_on_minio(tmp_path, RANKS, "store", url=own_minio.url(bucket, port=proxy.port))
+            said = run(tmp_path, RANKS, "store", url=own_minio.url(bucket, port=proxy.port))
             done.result()
         proxy.release()
     for each in said:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,9 @@ ALL_ROWS = 97 + 60 + 3 + 41
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(rank_zygote: RankZygote) -> Run:
     """What each rank of a scenario of `partial_group` returned."""
-    zygote = RankZygote("tests.integration.trainer.ranks.partial_group")
-    yield zygote.run
-    zygote.close()
+    return partial(rank_zygote.run, "tests.integration.trainer.ranks.partial_group")
 
 
 def newest(workdir: Path) -> Checkpoint:

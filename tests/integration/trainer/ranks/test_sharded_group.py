@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,9 @@ FULL = os.environ.get("DELTASHARD_TEST_RESHARD") == "full"
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(rank_zygote: RankZygote) -> Run:
     """What each rank of a scenario of `sharded_group` returned."""
-    zygote = RankZygote("tests.integration.trainer.ranks.sharded_group")
-    yield zygote.run
-    zygote.close()
+    return partial(rank_zygote.run, "tests.integration.trainer.ranks.sharded_group")
 
 
 def shardings(world: int, optimizer: str) -> tuple[str, ...]:

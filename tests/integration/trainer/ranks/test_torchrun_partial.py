@@ -6,7 +6,6 @@ gloo waits for half an hour, and torchrun for 30 s before it sends SIGKILL, whic
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,18 +17,19 @@ from tests.integration.trainer.ranks.torchrun_partial import KILL_AT, LOST, SAVE
 from tests.support.machine import limit_s
 from tests.support.sidecar_process import SidecarProcess
 from tests.support.tool import ROOT
+from tests.support.trainer.rank_zygote import RankZygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def _torchrun(workdir: Path, recovery: str, where: str) -> tuple[int, str]:
-    """Run to the end; the exit code, and what all printed.
+PROGRAM = "tests.integration.trainer.ranks.torchrun_partial"
 
-    Without torchrun's own restarts, in which gloo was seen not to connect, before a line of ours ran: as a Job would.
-    """
+
+def _torchrun(workdir: Path, recovery: str, where: str) -> tuple[int, str]:
+    """Run to the end; the exit code, and what all printed. Torchrun itself starts nothing again."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
     command += ["--max-restarts", "0", "--monitor-interval", "0.2"]
-    command += ["-m", "tests.integration.trainer.ranks.torchrun_partial", str(workdir), recovery, where]
+    command += ["-m", PROGRAM, str(workdir), recovery, where]
     ended = subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -44,7 +44,7 @@ def _torchrun(workdir: Path, recovery: str, where: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("recovery", "where"), [("full", "machine"), ("partial", "pods")])
-def test_a_dead_collective_ends(tmp_path: Path, recovery: str, where: str) -> None:
+def test_a_dead_collective_ends(rank_zygote: RankZygote, tmp_path: Path, recovery: str, where: str) -> None:
     """At once, by the signal's own action; what the survivors held is there, or all go back to the checkpoint.
 
     In pods no rank sees another's process: that one of them is dead, its beats say.
@@ -56,13 +56,13 @@ def test_a_dead_collective_ends(tmp_path: Path, recovery: str, where: str) -> No
             (tmp_path / f"pod-{rank}").mkdir()
             url = (tmp_path / "store").as_uri()
             sidecars.append(SidecarProcess(tmp_path / f"pod-{rank}", url, run="partial", encoding="fp32"))
-        _check_a_dead_collective_ends(tmp_path, recovery, where)
+        _check_a_dead_collective_ends(rank_zygote, tmp_path, recovery, where)
     finally:
         for sidecar in sidecars:
             sidecar.kill()
 
 
-def _check_a_dead_collective_ends(tmp_path: Path, recovery: str, where: str) -> None:
+def _check_a_dead_collective_ends(rank_zygote: RankZygote, tmp_path: Path, recovery: str, where: str) -> None:
     code, said = _torchrun(tmp_path, recovery, where)
     assert code != 0
     assert said.count("(SIGTERM)") >= WORLD - 1, said
@@ -70,11 +70,8 @@ def _check_a_dead_collective_ends(tmp_path: Path, recovery: str, where: str) -> 
     assert said.count("rows of step 6 are staged on top of checkpoint 2") == (
         WORLD - 1 if recovery == "partial" else 0
     )
-    code, said = _torchrun(tmp_path, recovery, where)
-    assert code == 0, said
-    at = KILL_AT if recovery == "partial" else SAVE_AT
-    begun = set(re.findall(r"rank (\d) life 1 begins at step (\d+): (\w+)", said))
-    assert begun == {(str(rank), str(at), recovery) for rank in range(WORLD)}
+    begun = rank_zygote.run(PROGRAM, tmp_path, WORLD, "train", recovery=recovery, where=where)
+    assert begun == [[KILL_AT if recovery == "partial" else SAVE_AT, recovery]] * WORLD
     for rank in range(WORLD):
         kept = "saved" if recovery == "full" or rank == LOST else "held"
         found, wanted = np.load(tmp_path / f"begun-{rank}.npz"), np.load(tmp_path / f"{kept}-{rank}.npz")

@@ -1,4 +1,7 @@
-"""What torchrun runs in `test_torchrun_partial`: a rank dies once, and the others are in a collective that cannot end."""
+"""What torchrun runs in `test_torchrun_partial`: a rank dies, and the others are in a collective that cannot end.
+
+Their next life is a scenario for `rank_zygote`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +22,17 @@ from tests.support.trainer.sharded_case import Training, batch
 WORLD, SAVE_AT, KILL_AT, UNTIL, LOST = 3, 3, 6, 9, 1
 
 
-def main() -> None:
+def train(rank: int, workdir: Path, recovery: str, where: str) -> Any:
     """Train to the end; the first life is cut short. In `pods` each rank has a sidecar and a volume of its own."""
-    workdir, recovery, pods = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "pods"
-    rank = int(os.environ["RANK"])
-    if pods:
+    if where == "pods":
         in_pod(workdir / f"pod-{rank}")
-    life = 1 if (workdir / f"held-{rank}.npz").exists() else 0
-    logging.basicConfig(format=f"rank {rank} %(message)s", force=True)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    first = not (workdir / f"held-{rank}.npz").exists()
     torch.manual_seed(rank)
     training = Training("row_wise", "rowwise")
     terms = {} if recovery == "partial" else {"pls_target": None, "planned_steps": None}
     ckpt = checkpointer(workdir, training, recovery=recovery, **terms)
     restored = ckpt.restore()
-    mode = "nothing" if restored is None else restored.mode
-    # IMPORTANT: the line and its end are one write. torchrun has Python write unbuffered, and ranks share one pipe.
-    sys.stdout.write(f"rank {rank} life {life} begins at step {ckpt.steps}: {mode}\n")
+    begun = None if restored is None else [ckpt.steps, restored.mode]
     np.savez(workdir / f"begun-{rank}.npz", **held(ckpt, training))
     while ckpt.steps < UNTIL:
         training.train(batch(ckpt.steps, rank))
@@ -43,7 +40,7 @@ def main() -> None:
         if ckpt.steps == SAVE_AT:
             ckpt.save().wait(100)
             np.savez(workdir / f"saved-{rank}.npz", **held(ckpt, training))
-        if ckpt.steps == KILL_AT and life == 0:
+        if ckpt.steps == KILL_AT and first:
             np.savez(workdir / f"held-{rank}.npz", **held(ckpt, training))
             dist.barrier()
             if rank == LOST:
@@ -52,8 +49,11 @@ def main() -> None:
             alive = [each for each in range(WORLD) if each != LOST]
             dist.recv(torch.zeros(1), src=alive[(alive.index(rank) + 1) % len(alive)])
     ckpt.close()
-    dist.destroy_process_group()
+    return begun
 
 
 if __name__ == "__main__":
-    main()
+    logging.basicConfig(format=f"rank {os.environ['RANK']} %(message)s", force=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(int(os.environ["RANK"]), Path(sys.argv[1]), *sys.argv[2:])

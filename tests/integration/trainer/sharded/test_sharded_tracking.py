@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 
@@ -16,12 +16,11 @@ Results = Callable[[int], list[dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+def results(rank_zygote: RankZygote, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank of a world says of each case; all cases run in one set of processes."""
-    zygote = RankZygote("tests.support.trainer.sharded_case")
+    run = partial(rank_zygote.run, "tests.support.trainer.sharded_case")
     workdir = tmp_path_factory.mktemp("ranks")
-    yield cache(lambda world: zygote.run(workdir / str(world), world, "every_case"))
-    zygote.close()
+    return cache(lambda world: run(workdir / str(world), world, "every_case"))
 
 
 @pytest.mark.slow
