@@ -1,8 +1,8 @@
 # ruff: noqa: NPY002 - recbole draws from numpy's global generator
 """Small programs as users of public libraries write them; each is run whole, and killed and resumed.
 
-Run as a module, `libraries WORKDIR PROGRAM`: three lives are forked from this process, which has imported the library
-and has no threads. Each prints one line of JSON: what the life ended with.
+Run as a module, `libraries WORKDIR {PROGRAM: STEP}`: three lives of each program are forked from this process, which has
+imported its library and has no threads. The second is killed after that step. It prints {PROGRAM: {LIFE: exit code}}.
 """
 
 from __future__ import annotations
@@ -301,33 +301,32 @@ def _forked(program: Callable[[Life], dict[str, bytes]], life: Life, out: Path) 
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def run(work: Path, name: str, kill: int) -> int:
-    """The three lives of a program; their results are in `WORK/{whole,resumed}`, exit codes on stdout."""
+def run(work: Path, name: str, kill: int) -> dict[str, int]:
+    """Exit codes of the three lives of a program; their results are in `WORK/{whole,resumed}`."""
     program = PROGRAMS[name]
-    codes = {
+    for module in IMPORTS[name.partition("_")[0]]:
+        with contextlib.suppress(ImportError):
+            __import__(module)
+    for folder in ("a", "b"):
+        (work / folder).mkdir(parents=True)
+    return {
         "whole": _forked(program, Life(work / "a" / "store"), work / "whole"),
         "killed": _forked(program, Life(work / "b" / "store", kill), work / "killed"),
         "resumed": _forked(program, Life(work / "b" / "store"), work / "resumed"),
     }
-    print(json.dumps(codes), flush=True)
-    return 0
 
 
-def main() -> int:
+def main() -> None:
     """See the module."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    work, name, kill = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     for numpy_1, value in (("float_", np.float64), ("complex_", np.complex128), ("unicode_", np.str_)):
         setattr(np, numpy_1, value)
-    for module in ("torch._dynamo", *IMPORTS[name.partition("_")[0]]):
-        with contextlib.suppress(ImportError):
-            __import__(module)
-    for folder in ("a", "b"):
-        (work / folder).mkdir()
-    return run(work, name, kill)
+    __import__("torch._dynamo")
+    work = Path(sys.argv[1])
+    print(json.dumps({name: run(work / name, name, kill) for name, kill in json.loads(sys.argv[2]).items()}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,22 +22,37 @@ EXACT = set(PROGRAMS) - {"accelerate_stateful", "accelerate_seedable"}
 seedable sampler counts epochs from 0 in each process."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_killed_program_of_a_public_library_comes_back(name: str, tmp_path: Path) -> None:
-    # Inside the second epoch, at a step that differs from program to program; even, for those that accumulate.
-    kill = 2 * random.Random(name).randrange(STEPS_PER_EPOCH // 2 + 2, STEPS_PER_EPOCH)
-    assert STEPS_PER_EPOCH < kill - 2 < kill < STEPS_PER_EPOCH * (EPOCHS - 1)
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+KILLS = {
+    name: 2 * random.Random(name).randrange(STEPS_PER_EPOCH // 2 + 2, STEPS_PER_EPOCH) for name in PROGRAMS
+}
+"""Inside the second epoch, at a step that differs from program to program; even, for those that accumulate."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, int]]]:
+    """Where the results of all programs are, and the exit codes of their lives."""
+    work = tmp_path_factory.mktemp("libraries")
+    environment = os.environ | {"XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.public.libraries", str(tmp_path), name, str(kill)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s(120), check=False,
+        [sys.executable, "-m", "tests.public.libraries", str(work), json.dumps(KILLS)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s(400), check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    codes = json.loads(ended.stdout)
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted(tmp_path.glob("*.log")))
+    return work, json.loads(ended.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one waits for all programs
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_killed_program_of_a_public_library_comes_back(
+    name: str, ended: tuple[Path, dict[str, dict[str, int]]]
+) -> None:
+    kill = KILLS[name]
+    assert STEPS_PER_EPOCH < kill - 2 < kill < STEPS_PER_EPOCH * (EPOCHS - 1)
+    work, codes = ended[0] / name, ended[1][name]
+    logs = "\n".join(path.read_text()[-3000:] for path in sorted(work.glob("*.log")))
     assert codes == {"whole": 0, "killed": -9, "resumed": 0}, logs
-    whole, resumed = (pickle.loads((tmp_path / life).read_bytes()) for life in ("whole", "resumed"))
+    whole, resumed = (pickle.loads((work / life).read_bytes()) for life in ("whole", "resumed"))
     assert resumed["resumed_at"] == kill - 2, logs
 
     told = explaining(resumed["told"])
