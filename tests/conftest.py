@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -64,6 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests last: they are short, and fill up whichever process would wait for a long file at the end."""
     items.sort(key=lambda item: "tests/unit/" in item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: to go through it takes the garbage collector a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
