@@ -490,6 +490,7 @@ MUTANTS = (
         rule="ranks may learn of a commit at different times, or never (covers is each rank's own)",
         marked=True,
         patches=((Rank, "cut", _covers_of_rank_0),),
+        weights=(("late", 6),),
     ),
     Mutant(
         name="fencing: none",
@@ -601,12 +602,14 @@ MUTANTS = (
         rule="ranks that cut at different steps make no checkpoint",
         marked=True,
         patches=((cut_reports, "parse_report_name", _named_at_any_step),),
+        weights=(("cut", 20), ("open", 6)),
     ),
     Mutant(
         name="ranks: a gap in the layout",
         rule="the boxes of all ranks tile every table, checked before the attempt's entry",
         marked=True,
         patches=((Layout, "check_tiling", _no_check),),
+        weights=(("open", 8),),
     ),
     Mutant(
         name="ranks: the layout behind the attempt",
