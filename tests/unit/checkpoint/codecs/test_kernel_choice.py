@@ -39,7 +39,9 @@ def _encoded(k, x, bits, mode, unit):
     return lo, hi, scales, biases, codes, special
 
 
-@pytest.mark.parametrize("mode", ["plain", "greedy", "refit1", "refit4"])
+@pytest.mark.parametrize(
+    "mode", ["plain", pytest.param("greedy", marks=pytest.mark.slow), "refit1", "refit4"]
+)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_encoding_is_equal_bit_for_bit(level, bits, mode):
     for columns in COLUMNS:

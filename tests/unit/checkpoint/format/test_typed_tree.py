@@ -56,6 +56,7 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(values)
 def test_any_tree_comes_back_with_its_types_and_order(tree: object) -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 
 import numpy as np
+import pytest
 from deltashard.loader.permutation import Permutation
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ def test_it_has_every_sample_once(samples: int, seed: int, epoch: int) -> None:
     assert sorted(_all(samples, seed, epoch)) == list(range(samples))
 
 
+@pytest.mark.slow
 def test_every_order_comes_as_often() -> None:
     """All 120 of 5 samples, over seeds and epochs: within five deviations of as often as by pure chance."""
     tries = 6000
