@@ -28,6 +28,9 @@ from deltashard_checkpoint.write import commit, cut_reports, fencing
 
 from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
 
+BOUND = 3000
+"""Schedules within which each must be found."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
@@ -37,8 +40,6 @@ class Mutant:
     rule: str
     marked: bool
     patches: tuple[tuple[Any, str, Any], ...]
-    bound: int = 3000
-    """Schedules within which it must be found."""
     weights: tuple[tuple[str, float], ...] = ()
     """Moves made more (or less) likely while hunting it, for rules that few schedules lean on."""
 
@@ -56,10 +57,10 @@ def applied(mutant: Mutant) -> Iterator[None]:
             patcher.stop()
 
 
-def hunt(mutant: Mutant, *, bound: int | None = None) -> tuple[int, str] | None:
+def hunt(mutant: Mutant) -> tuple[int, str] | None:
     """(schedules until the model complained, what it said); None when it never did."""
     with applied(mutant), mock.patch.dict(MOVES, dict(mutant.weights)):
-        for seed in range(bound or mutant.bound):
+        for seed in range(BOUND):
             try:
                 run_schedule(seed)
             except Exception as error:
@@ -82,20 +83,12 @@ def _overwrite(self: commit_log.RunLog, sealed: Any, patience: Any) -> bool:
 
 
 def _overwrite_on_retry(self: commit_log.RunLog, sealed: Any, patience: Any) -> bool:
-    key = self.key(entry_key(sealed.entry.seq))
     try:
-        self.store.put_if_absent(key, sealed.data)
+        self.store.put_if_absent(self.key(entry_key(sealed.entry.seq)), sealed.data)
     except ObjectExists:
         return bool(self._settle(sealed))
     except StoreUnavailable:
-        while True:
-            try:
-                self.store.put(key, sealed.data)
-            except StoreUnavailable:
-                if not patience.pause():
-                    raise
-                continue
-            return True
+        return _overwrite(self, sealed, patience)
     return True
 
 
@@ -645,7 +638,7 @@ def main() -> int:
     for mutant in MUTANTS:
         found = hunt(mutant)
         survivors += found is None
-        schedules, said = found or (f"> {mutant.bound}", "nothing")
+        schedules, said = found or (f"> {BOUND}", "nothing")
         text = " ".join(said.split())[:110].replace("|", "/")
         print(
             f"| {mutant.rule} | {mutant.name} | {'yes' if mutant.marked else ''} | {schedules} | {text} |",

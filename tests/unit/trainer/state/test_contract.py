@@ -218,17 +218,14 @@ def test_a_buffer_that_the_contract_drops_is_not_saved_and_made_anew(
 
 
 def test_a_trained_parameter_that_the_contract_drops_is_saved_all_the_same() -> None:
-    model = nn.Linear(4, 4)
-    model._register_state_dict_hook(lambda module, held, prefix, _: _without_bias(held, prefix))
-    raw = Program(model).cut()
-    again = nn.Linear(4, 4)
-    again._register_state_dict_hook(lambda module, held, prefix, _: _without_bias(held, prefix))
-    Program(again).restore(raw)
+    def dropped(module: nn.Module, held: dict[str, Any], prefix: str, _: Any) -> None:
+        del held[prefix + "bias"]
+
+    model, again = nn.Linear(4, 4), nn.Linear(4, 4)
+    for each in (model, again):
+        each._register_state_dict_hook(dropped)
+    Program(again).restore(Program(model).cut())
     assert torch.equal(again.bias, model.bias)
-
-
-def _without_bias(held: dict[str, Any], prefix: str) -> None:
-    del held[prefix + "bias"]
 
 
 @pytest.mark.slow
