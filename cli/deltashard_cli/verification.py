@@ -3,7 +3,8 @@
 Always: every log entry is read, its hash chain and the rules between entries are checked, and every folded state by its
 content; every index of every live checkpoint is read and checked against its name, its log entry and itself; every pack
 is there and has its size; every checkpoint has a complete plan. Deep: every frame and every tail is read, re-hashed and
-parsed, and every live checkpoint is restored, table by table, into memory.
+parsed, and every live checkpoint is restored, table by table, into memory. Where frames say `since` a live checkpoint,
+the rows that are in none of them have to be as they are in that one.
 
 A problem names the object, what is wrong, and the checkpoints that need it. A store that cannot be reached is no
 problem of the run: that raises.
@@ -15,11 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from deltashard_checkpoint.errors import DeltashardError, FormatError
 from deltashard_checkpoint.format import typed_tree
-from deltashard_checkpoint.format.frame import Frame
+from deltashard_checkpoint.format.frame import Frame, parse_frame
 from deltashard_checkpoint.format.index import Index, Piece, all_encodings
 from deltashard_checkpoint.format.object_key import run_key
+from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Part, Repaired, Sealed, entry_key, named_fold
@@ -30,7 +34,7 @@ from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.maintenance.garbage_collection import debris
-from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
+from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, load_indexes
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
@@ -372,12 +376,13 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: Problems) -> list[int]:
     """Restore each into memory, one table at a time; the seqs of those that are whole."""
     total = sum(each.plan(each.entry.tables, blobs=each.blob_names).bytes for each in checkpoints)
+    whole = {each.entry.seq: each for each in checkpoints}
     restored = []
     with progress("restoring checkpoints", total) as advance:
         for checkpoint in checkpoints:
             try:
-                for _table in checkpoint.tables(advance=advance):
-                    pass
+                for table in checkpoint.tables(advance=advance):
+                    _check_since(checkpoint, table, whole, problems)
                 for name, blob in checkpoint.blobs(checkpoint.blob_names, advance=advance).items():
                     _check_tree(name, blob)
             except (FormatError, IncompletePlan, SchemaMismatch) as error:
@@ -385,6 +390,58 @@ def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: Problems) -
             else:
                 restored.append(checkpoint.entry.seq)
     return restored
+
+
+def _check_since(
+    checkpoint: OpenCheckpoint,
+    table: TableArrays,
+    whole: Mapping[int, OpenCheckpoint],
+    problems: Problems,
+) -> None:
+    """Rows of a part in no frame that says `since` are as they were in that checkpoint, if it is still live."""
+    schema, seq = table.schema, checkpoint.entry.seq
+    for part in parts_of(checkpoint.state, seq):
+        index = checkpoint.indexes[part.index_key]
+        fresh = [place for place in index.places if place.since is not None]
+        for since in sorted({place.since for place in fresh if place.since is not None}):
+            before = whole.get(since)
+            if before is None or schema not in before.entry.tables:
+                continue
+            mine = [place for place in fresh if place.since == since and place.info.table == schema.fqn]
+            for box in index.boxes:
+                if box.table != schema.fqn:
+                    continue
+                differ = _differing(table, before.span(schema, box.row_start, box.row_stop), box)
+                for place in mine:
+                    data = memoryview(bytearray(place.info.length))
+                    key = run_key(checkpoint.state.run, index.packs[place.pack].key)
+                    checkpoint.store.get_into(key, place.offset, data)
+                    ids = parse_frame(data, None).row_ids().astype(np.int64) - box.row_start
+                    differ[ids[(ids >= 0) & (ids < len(differ))]] = False
+                if differ.any():
+                    first = box.row_start + int(np.flatnonzero(differ)[0])
+                    what = (
+                        f"{int(differ.sum())} rows of {schema.fqn} (first: {first}) differ from checkpoint {since} "
+                        f"and are in no frame that says since {since}: the checkpoint restores, "
+                        f"a follower of {since} must read it whole"
+                    )
+                    problems.found(part.index_key, what, (seq,))
+
+
+def _differing(now: TableArrays, before: TableArrays, box: Box) -> npt.NDArray[np.bool_]:
+    """Which rows of `box` differ in a byte: bool [rows]; `now` is the whole table, `before` the rows of the box."""
+    rows, columns = slice(box.row_start, box.row_stop), slice(box.col_start, box.col_stop)
+    differ = np.zeros(box.row_stop - box.row_start, np.bool_)
+    for mine, theirs in [
+        (now.weights, before.weights),
+        *((values, before.fields[name]) for name, values in now.fields.items()),
+    ]:
+        one, other = mine[rows], theirs
+        if one.ndim == 2:
+            one, other = one[:, columns], other[:, columns]
+        pair = [np.ascontiguousarray(each).view(np.uint8).reshape(len(differ), -1) for each in (one, other)]
+        differ |= (pair[0] != pair[1]).any(axis=1)
+    return differ
 
 
 def _check_tree(name: str, blob: memoryview) -> None:

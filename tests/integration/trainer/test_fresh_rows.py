@@ -10,12 +10,15 @@ import deltashard
 import numpy as np
 import pytest
 import torch
+from deltashard.cut.block_writer import BlockWriter, TableCut
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
 from deltashard_checkpoint.format.index import Index, Place, decode_index
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_cli.target import Target
+from deltashard_cli.verification import verify
 from torch import nn
 
 from tests.support.checkpointers import Make, checkpointers, leave
@@ -155,3 +158,34 @@ def test_an_attempt_says_it_of_what_it_encoded_itself(make: Make, tmp_path: Path
         again.step(ckpt, rng)
         ckpt.save().wait(60)
     assert _check(tmp_path / "store") == before
+
+
+def test_verify_finds_a_changed_row_that_no_frame_says_is_new(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that is planted: the trainer leaves out of one table's batches that their rows changed."""
+    rng = np.random.default_rng(3)
+    loop = Loop()
+    ckpt = make(loop, encoding="q8", differential="full")
+    ckpt.restore()
+    for _ in range(2):
+        loop.step(ckpt, rng)
+        ckpt.save().wait(60)
+    store = open_store(f"file://{tmp_path / 'store'}")
+    assert verify(Target(store=store, run="r"), deep=True).problems == ()
+    whole = BlockWriter.table
+
+    def table(writer: BlockWriter, cut: TableCut, *, start: int = 0, fresh: bool = False) -> None:
+        whole(writer, cut, start=start, fresh=fresh and not cut.fqn.startswith("large"))
+
+    monkeypatch.setattr(BlockWriter, "table", table)
+    loop.step(ckpt, rng)
+    ckpt.save().wait(60)
+    seq, entry = max(RunLog(store, "r").refresh().checkpoints.items())
+    (part,) = entry.parts
+    found = verify(Target(store=store, run="r"), deep=True)
+    (problem,) = found.problems
+    assert problem.object == part.index_key
+    assert "rows of large.weight" in problem.what
+    assert problem.checkpoints == (seq,)
+    assert seq in found.restored, "it restores all the same"
