@@ -8,14 +8,15 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from deltashard_checkpoint.backoff import Clocks
 from deltashard_checkpoint.format.blob_name import blob_name
-from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
-from deltashard_checkpoint.format.frame_layout import ALIGN
+from deltashard_checkpoint.format.frame import FrameInfo, FrameKind, TailInfo
+from deltashard_checkpoint.format.frame_encoder import BLOB_CHUNK_BYTES, rows_per_frame
+from deltashard_checkpoint.format.frame_layout import aligned
 from deltashard_checkpoint.format.index import Index, Pack, Place, digest_hex, encode_index
 from deltashard_checkpoint.format.layout import Layout, TableShape
 from deltashard_checkpoint.format.object_key import index_key, pack_key
@@ -24,6 +25,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.stores.abc import Buffer, ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import Committed, commit_parts
 from deltashard_checkpoint.write.commit_wait import CommitPace
@@ -32,11 +34,11 @@ from deltashard_checkpoint.write.report import PartReport, ReportBodyCache
 
 RUN = "ranks"
 COLUMNS = 64
-ROW_BYTES = COLUMNS + 8 + 4  # codes, scale and bias, one row-wise float32
+ROW_BYTES = COLUMNS + 8  # codes, scale and bias
+STATE_BYTES = 4  # of a row: one row-wise float32
 RAW_BYTES = 4 * COLUMNS + 4
 CHANGED = 0.26
 PACK_BYTES = 64 << 20
-FRAME_BYTES = 8 << 20
 DENSE_BYTES = 40 << 20
 DENSE_OWNERS = 8
 SPREAD_S = 30.0
@@ -208,46 +210,46 @@ def made_index(scale: Scale, rank: int, *, attempt: int, cut: int, token: str, c
     """What rank's index of a cut would be, with packs that are not there."""
     a, b = scale.rows_of(rank, scale.ranks)
     frames: list[FrameInfo] = []
-    most = FRAME_BYTES // ROW_BYTES
+
+    def digest(*, tail: bool = False) -> bytes:
+        return (tail << 127 | rank << 64 | cut << 32 | len(frames)).to_bytes(16, "big")
+
+    held = b - a if covers is None else max(2, round(CHANGED * (b - a)))
+    count = -(-held // rows_per_frame(scale.schemas[0], COLUMNS, ENCODINGS["q8"]))
     for n in range(scale.tables):
-        for at in range(a, b, most):
-            span = min(most, b - at)
-            rows = span if covers is None else max(2, round(CHANGED * span))
+        for i in range(count):
+            first, end = a + (b - a) * i // count, a + (b - a) * (i + 1) // count
+            rows = held * (i + 1) // count - held * i // count
             frames.append(
                 FrameInfo(
                     kind=FrameKind.ROWS,
-                    length=_aligned(rows * ROW_BYTES + span // 8 + 512),
-                    digest=(rank << 64 | cut << 32 | len(frames)).to_bytes(16, "big"),
+                    length=aligned(rows * ROW_BYTES + (end - first) // 8 + 512),
+                    digest=digest(),
                     step=cut,
                     table=_fqn(n),
-                    row_min=at,
-                    row_max=at + span - 1,
+                    row_min=first,
+                    row_max=end - 1,
                     rows=rows,
                     col_start=0,
                     col_stop=COLUMNS,
                     encoding="q8",
+                    tail=TailInfo(length=aligned(rows * STATE_BYTES + 256), digest=digest(tail=True)),
                 )
             )
     for name, size in _blobs(scale, rank).items():
-        for at in range(0, size, FRAME_BYTES // 2):
+        for at in range(0, size, BLOB_CHUNK_BYTES):
             frames.append(
                 FrameInfo(
                     kind=FrameKind.BLOB,
-                    length=_aligned(min(size - at, FRAME_BYTES // 2) + 256),
-                    digest=(rank << 64 | cut << 32 | len(frames)).to_bytes(16, "big"),
+                    length=aligned(min(size - at, BLOB_CHUNK_BYTES) + 256),
+                    digest=digest(),
                     step=cut,
                     name=name,
                     blob_offset=at,
                     blob_bytes=size,
                 )
             )
-    places: list[Place] = []
-    sizes = [0]
-    for info in frames:
-        if sizes[-1] + info.length > PACK_BYTES:
-            sizes.append(0)
-        places.append(Place(pack=len(sizes) - 1, offset=sizes[-1], info=info))
-        sizes[-1] += info.length
+    places, packs = _placed(frames)
     return Index(
         run=RUN,
         attempt=attempt,
@@ -257,8 +259,11 @@ def made_index(scale: Scale, rank: int, *, attempt: int, cut: int, token: str, c
         token=token,
         tables=scale.schemas,
         packs=tuple(
-            Pack(key=pack_key(attempt=attempt, cut=cut, rank=rank, token=token, n=n), bytes=size)
-            for n, size in enumerate(sizes)
+            Pack(
+                key=pack_key(attempt=attempt, cut=cut, rank=rank, token=token, n=n, state=pack.state),
+                bytes=pack.bytes,
+            )
+            for n, pack in enumerate(packs)
         ),
         places=tuple(places),
         boxes=scale.boxes_of(rank, scale.ranks),
@@ -267,8 +272,38 @@ def made_index(scale: Scale, rank: int, *, attempt: int, cut: int, token: str, c
     )
 
 
-def _aligned(length: int) -> int:
-    return -(-length // ALIGN) * ALIGN
+@dataclass(slots=True)
+class _Filled:
+    """A pack, as far as it is filled."""
+
+    number: int
+    state: bool
+    """Whether it has tails."""
+    bytes: int = 0
+
+
+def _placed(frames: Iterable[FrameInfo]) -> tuple[list[Place], list[_Filled]]:
+    """Where frames and tails lie when each kind fills one pack after another, and these packs."""
+    packs: list[_Filled] = []
+    filling: dict[bool, _Filled] = {}
+
+    def reserved(length: int, *, state: bool) -> tuple[int, int]:
+        pack = filling.get(state)
+        if pack is None or pack.bytes + length > PACK_BYTES:
+            pack = filling[state] = _Filled(number=len(packs), state=state)
+            packs.append(pack)
+        offset, pack.bytes = pack.bytes, pack.bytes + length
+        return pack.number, offset
+
+    places = []
+    for info in frames:
+        pack, offset = reserved(info.length, state=False)
+        place = Place(pack=pack, offset=offset, info=info)
+        if info.tail is not None:
+            pack, offset = reserved(info.tail.length, state=True)
+            place = replace(place, tail_pack=pack, tail_offset=offset)
+        places.append(place)
+    return places, packs
 
 
 def owners(scale: Scale) -> list[int]:
