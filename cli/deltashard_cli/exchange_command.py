@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
@@ -94,20 +95,7 @@ def export(
 @click.option("--owner", default="", metavar="NAME", help="The run's owner, where trainers have one.")
 @spool_option
 @json_option
-def import_(  # noqa: PLR0913
-    url: str,
-    directory: Path,
-    run: str,
-    tables: tuple[str, ...],
-    without: tuple[str, ...],
-    model: str | None,
-    optimizer: str | None,
-    step: int,
-    owner: str,
-    spool: Path | None,
-    *,
-    as_json: bool,
-) -> None:
+def import_(url: str, directory: Path, run: str, spool: Path | None, *, as_json: bool, **wished: Any) -> None:
     """Begin a run with what torch.distributed.checkpoint.save wrote into DIRECTORY.
 
     Everything is stored as it is, bit for bit, committed at once and read back. Trainers go on from it as from any
@@ -120,9 +108,7 @@ def import_(  # noqa: PLR0913
 
     target = new_run(url, run)
     check_new(target)
-    wish = ImportRequest(
-        tables=tables, without=without, model=model, optimizer=optimizer, step=step, owner=owner
-    )
+    wish = ImportRequest(**wished)
     made = draft(directory, wish)
     with progress("importing", made.bytes) as advance:
         seq, stored_bytes = import_draft(made, target, wish, spool=spool, advance=advance)
@@ -132,7 +118,7 @@ def import_(  # noqa: PLR0913
         done = {
             "run": target.run,
             "seq": seq,
-            "step": step,
+            "step": wish.step,
             "tables": names,
             "tables_guessed": made.guessed,
             "matrices": made.matrices,
@@ -144,7 +130,7 @@ def import_(  # noqa: PLR0913
         print_json({"imported": done, "verified": found.ok, "problems": found.problems})
     else:
         console().print(
-            f"run {target.run} begins at step {number(step)} (checkpoint {seq}): {plural(len(names), 'table')}, "
+            f"run {target.run} begins at step {number(wish.step)} (checkpoint {seq}): {plural(len(names), 'table')}, "
             f"{plural(made.dense, 'dense tensor')}, {made.optimizer or 'no optimizer state'}, {size(stored_bytes)}"
         )
         how = "guessed, --tables says them" if made.guessed else "as said"
