@@ -97,7 +97,13 @@ class Wiring:
         self.attachment = SidecarAttachment(self.session, link, self.clock)
         self.forked = False
         """In a child of the process that trains: everything of it is that process's."""
-        self._assemble(config)
+        self.term: TermHandler | None = None
+        """None: SIGTERM is left alone."""
+        try:
+            self._assemble(config)
+        except BaseException:
+            self._release(time.monotonic() + LEAVE_S)
+            raise
         _live.add(self)
 
     def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
@@ -148,7 +154,7 @@ class Wiring:
             watchdog=Watchdog(
                 clock, listener, timer=lambda: (attachment.policy.every_s, attachment.policy.every_steps)
             ),
-            term=_term_handler(config.grace_s, requests, clock),
+            term=self._handle_term(config.grace_s, requests),
         )
         precopy = HeadStart(
             loop, member, records, base=base, enabled=config.copies_ahead and contents is None
@@ -208,6 +214,15 @@ class Wiring:
         )
         plan.watch(base, lambda step: self.taker.capture.blobs(step, None, all_here=True), records.term)
 
+    def _handle_term(self, grace_s: float | None, requests: Requests) -> TermHandler | None:
+        def on_sigterm() -> None:
+            requests.hurry("sigterm")
+            self.clock.notice()
+
+        term = None if grace_s is None else TermHandler(grace_s=grace_s, notice=on_sigterm)
+        self.term = term if term is not None and term.install() else None
+        return self.term
+
     def _why_no_cut(self, urgent: bool) -> str:
         """For the other ranks, and asked on another thread: why this one cannot cut now."""
         if self.conductor is not None and self.conductor.sums:
@@ -224,20 +239,26 @@ class Wiring:
         # The line of the arena is given back; without it every step has a boundary, which refuses it.
         self.clock.detach()
         guarded(self.plan.close)
-        if self.records.term is not None:
-            self.records.term.remove()
+        if self.term is not None:
+            self.term.remove()
         if self.conductor is not None:
             self.conductor.close()
         try:
             self.taker.close()
             self.outcomes.close(until_s=min(until_s, time.monotonic() + LEAVE_S / 2))
         finally:
-            self.session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
-            self.launcher.close()
-            self.stance.close()
-            self.loaders.close()
-            self.program.tracking.close()
+            self._release(until_s)
             _live.discard(self)
+
+    def _release(self, until_s: float) -> None:
+        """Leave the program and the sidecar, by `until_s` (monotonic), however much of this was built."""
+        if self.term is not None:
+            self.term.remove()
+        self.session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
+        self.launcher.close()
+        self.stance.close()
+        self.loaders.close()
+        self.program.tracking.close()
 
 
 def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
@@ -254,15 +275,6 @@ def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
         )
     options = SidecarOptions(url=normal_url(url), run=run, flags=config.sidecar_settings)
     return ChildLauncher(options, rank)
-
-
-def _term_handler(grace_s: float | None, requests: Requests, clock: StepClock) -> TermHandler | None:
-    def on_sigterm() -> None:
-        requests.hurry("sigterm")
-        clock.notice()
-
-    term = None if grace_s is None else TermHandler(grace_s=grace_s, notice=on_sigterm)
-    return term if term is not None and term.install() else None
 
 
 def guarded(call: Callable[..., object], *arguments: object) -> object:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import deltashard
 import pytest
 import torch
+from deltashard import wiring
 from deltashard.errors import SaveFailed, WaitError
 from torch import nn
 
@@ -222,3 +223,26 @@ def test_an_interrupt_within_the_end_of_a_copy_puts_no_later_save_off(
         loop.ckpt.save()
     hooks.getter = None
     assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
+
+
+def test_a_constructor_that_raises_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its handler of SIGTERM nor the lock of its run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    net = nn.Linear(2, 1)
+    options = {"url": tmp_path / "store", "run": "r", "arena_bytes": 64 << 20}
+
+    def broken(*_: object, **__: object) -> NoReturn:
+        raise MemoryError("while the parts were built")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wiring, "LastSnapshot", broken)
+        with pytest.raises(MemoryError):
+            deltashard.Checkpointer(net, torch.optim.SGD(net.parameters()), **options)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with deltashard.Checkpointer(net, torch.optim.SGD(net.parameters()), **options):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before

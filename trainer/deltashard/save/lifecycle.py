@@ -10,7 +10,8 @@ handler asks for while it is COPYING is that snapshot itself.
 - COPYING: training waits at a boundary until rows and blobs are handed over.
 - STAGED: training continues; the sidecar stores it. Its marks are pending, its handles wait.
 - COMMITTED: it is durable: its marks are dropped, and the next one may be based on it.
-- FAILED: it will not be durable: its marks are set again, so that the next one holds its rows.
+- FAILED: it is given up: its marks are set again, so that the next one holds its rows. A commit of it that is heard of
+  later (its sidecar died right after the log entry) still counts.
 
 docs/reference/snapshot-lifecycle.md is rendered from this table.
 """

@@ -2,7 +2,8 @@
 
     attached    the link is adopted; a save in flight fails if the sidecar was restarted since
     committed   its marks drop, its handles are settled, the next one is based on it; repeated or late: harmless
-    failed      its marks merge back, its handles fail, tries back off
+    failed      it is given up: its marks merge back, its handles fail, tries back off; a commit that is heard of later
+                still counts
     save now    it is asked for, as by `save()`
 
 Events are applied on the training thread, at a boundary or while it waits, so that marks, handles and counters need no
