@@ -1,7 +1,7 @@
 """The sampled audit: does a row that no tracker marked really stay as it was?
 
 Tracking by gradients believes that nothing else writes weights or state. A fused kernel, a write through `.data` or a
-replayed CUDA graph does so without a trace: no hook runs and no version moves. So right after each cut a fresh random
+replayed CUDA graph does so without a trace: no hook runs and no version moves. So after each cut a fresh random
 sample of rows is hashed (live weights and state, before any quantization), and before the next cut it is hashed again.
 A difference in a row that is still unmarked is a *fault*: every row of the table is marked, the coming cut is full,
 and the table is tracked by hashes from then on.
@@ -11,9 +11,11 @@ that with probability (1 - f) ** k, and n such intervals with (1 - f) ** (n * k)
 the rows are missed once with 13 %, five times in a row with 0.004 %. Writes to a single row of a large table are
 practically never found: an audit is a net under the proof, not the proof.
 
-Where rows are copied ahead of a cut, the samples are compared ahead of it, too, by the same thread: to walk to so many
-rows takes longer than most else of a small cut. What is written in between, at the end of an interval, is then found by
-the tables whose turn it is to be compared at the cut, as without that thread: each at every `AT_CUT`th of its cuts.
+Where rows may be copied ahead of a cut, the copying thread hashes the sample, beside training, and compares it shortly
+before the next cut: to walk to so many rows takes longer than most else of a small cut. What is written before the
+first look of that thread is not found, and what is written after its second only by the tables whose turn it is to be
+compared at the cut, as without that thread: each at every `AT_CUT`th of its cuts. A sample of all rows is hashed and
+compared at cuts only, while training waits: who asks for that wants nothing missed.
 
 Rows are drawn from a generator of the audit's own; the training's random streams are never touched.
 """

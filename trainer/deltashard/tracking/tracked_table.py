@@ -53,7 +53,11 @@ class TrackingSettings:
     hash_below_bytes: int = 256 << 10
     """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
     audit_rows: int = 2048
-    """Rows sampled per table and cut (see `audit`); 0 switches the audit off, as many as there are compare all."""
+    """Rows sampled per table and cut (see `audit`); 0 switches the audit off.
+
+    A table with no more rows than that (and than its share of `audit_rows_in_all`) is compared whole: at each cut, by
+    the training thread. A smaller sample is hashed and compared beside training, where rows are copied ahead of cuts.
+    """
     audit_rows_in_all: int = 8192
     """Of all tables together: of more than four each gets its share of them, for each row costs a look at memory."""
     outside_writes: int = 2
@@ -95,6 +99,8 @@ class TrackedTable:  # noqa: PLR0904
         self._seed = settings.seed ^ zlib.crc32(found.key.encode())
         self._tracker: Tracker | None = None
         self._audit = Audit(found.key, self._seed)
+        self._audits_all = False
+        """Whether the sample is all rows: it is read at cuts only."""
         self.samples = 0
         self._outside = 0
         self._shares: str | None = None
@@ -276,17 +282,25 @@ class TrackedTable:  # noqa: PLR0904
         self.sign()
 
     def audit_draw(self, tables: int) -> Callable[[], None] | None:
-        """Draw the audit's next sample, as one of so many tables; what it returns looks at the rows."""
+        """Draw the audit's next sample, as one of so many tables; what it returns looks at the rows.
+
+        A sample of all rows is looked at here: what it is drawn for must not miss what is written beside a thread.
+        """
         count = self._settings.audited_rows(self.marks.rows, tables)
         self.samples += 1
-        if self.watched and count:
-            return self._audit.draw(self._sections(), count)
-        self._audit.forget()
+        self._audits_all = count == self.marks.rows
+        if not self.watched or not count:
+            self._audit.forget()
+            return None
+        look = self._audit.draw(self._sections(), count)
+        if not self._audits_all:
+            return look
+        look()
         return None
 
     def audit_ahead(self) -> Callable[[], None] | None:
-        """What compares the sample ahead of the cut, on another thread; None: nothing is sampled."""
-        return self._audit.ahead(self._sections()) if self.watched else None
+        """What compares the sample ahead of the cut, on another thread; None: nothing is sampled, or all rows are."""
+        return self._audit.ahead(self._sections()) if self.watched and not self._audits_all else None
 
     def audit_check(self, *, ahead: bool = False) -> AuditFault | None:
         """Check the sample, or take what was found ahead; a fault marks everything and ends tracking by gradients."""

@@ -81,7 +81,7 @@ def audited(rows: int = 512) -> tuple[nn.Embedding, Tracking]:
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, 8, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    tracking = Tracking(table, optimizer, settings=TrackingSettings(audit_rows=rows))
+    tracking = Tracking(table, optimizer, settings=TrackingSettings(audit_rows=rows, audit_rows_in_all=ROWS))
     again(tracking, 1)
     return table, tracking
 
@@ -136,6 +136,17 @@ def test_who_writes_between_that_look_and_the_cut_is_found_at_its_turn():
         again(tracking, cut)
     assert found[-1]
     assert tracking.tables[0].tracker == "hashes"
+
+
+def test_a_sample_of_all_rows_is_read_at_cuts_only():
+    """Not by the copying thread: it would miss what is written before its first look, or after its last."""
+    table, tracking = audited(ROWS)
+    again(tracking, 2)
+    tracking.audit_sample(lambda _: pytest.fail("looked at on another thread"))
+    assert tracking.audit_ahead() == []
+    table.weight.data[17] += 1
+    [fault] = tracking.audit_before_commit(ahead=True)
+    assert (fault.rows, fault.checked) == ((17,), ROWS)
 
 
 def test_a_field_that_appears_is_no_fault():
