@@ -21,8 +21,7 @@ from deltashard.loader.loader_access import LoaderAccess, Skip
 from deltashard.loader.loader_state import LoaderState
 from deltashard.loader.loop_check import LoopCheck
 from deltashard.loader.nesting import Nesting
-from deltashard.loader.place import DeliveryQueue, LoaderPlace
-from deltashard.loader.position import LoaderPass, Mark, Position
+from deltashard.loader.position import DeliveryQueue, LoaderPass, LoaderPlace, Mark, Position
 from deltashard.loader.seek import END, Seek
 
 if TYPE_CHECKING:
