@@ -14,8 +14,7 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard.attach.launcher import ChildLauncher, SidecarOptions
-from deltashard.attach.sidecar_environment import environment_hash
+from deltashard.attach.launcher import ChildLauncher, SidecarOptions, environment_hash
 from deltashard.errors import AnotherTrainer, CheckpointMismatch, SidecarUnavailable, UserError
 
 from tests.incidents.toys import ROWS, Run, Toy, kill

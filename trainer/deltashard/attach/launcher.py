@@ -46,7 +46,6 @@ from deltashard.attach.lock import (
     trainer_locks,
 )
 from deltashard.attach.rank import Rank
-from deltashard.attach.sidecar_environment import environment_hash
 from deltashard.errors import SidecarGone, SidecarUnavailable, UserError
 
 log = logging.getLogger("deltashard")
@@ -61,6 +60,18 @@ EXIT_OWNED = 3
 """Exit code of a sidecar that found its runtime directory owned by another one."""
 STAGED_DIR = "DELTASHARD_STAGED_DIR"
 """Names, in a pod, the folder of a volume in which survivors of a lost rank stage what they held."""
+_READ_PREFIXES = ("AWS_", "MINIO_", "GOOGLE_", "AZURE_", "DELTASHARD_")
+_PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
+_READ_NAMES = ("SSL_CERT_FILE", "HOME", *_PROXIES, *(name.lower() for name in _PROXIES))
+_NOT_READ = (
+    "DELTASHARD_SOCKET",
+    "DELTASHARD_CONTENT_HASH",
+    "DELTASHARD_CRASH_AT",
+    "DELTASHARD_URL",
+    "DELTASHARD_RUN",
+    "DELTASHARD_HOLD_S",
+)
+"""Ours, or said by the arguments, or a test's."""
 
 
 class PodLauncher:
@@ -454,3 +465,13 @@ class ChildLauncher:
 
 Launcher = PodLauncher | ChildLauncher
 """Finds a sidecar, and brings it back when it is gone."""
+
+
+def environment_hash(environment: Mapping[str, str], salt: str) -> str:
+    """A hash of what a sidecar reads of its environment, to tell whether it changed; the values cannot be told."""
+    read = {
+        name: value
+        for name, value in environment.items()
+        if (name.startswith(_READ_PREFIXES) or name in _READ_NAMES) and name not in _NOT_READ
+    }
+    return hashlib.sha256(f"{salt}\0{json.dumps(read, sort_keys=True)}".encode()).hexdigest()

@@ -33,7 +33,6 @@ from deltashard.errors import RunWentOn
 from deltashard.partial import staged_part
 from deltashard.partial.hang_watchdog import HangWatchdog
 from deltashard.partial.peer import Peers
-from deltashard.partial.position import moved_on
 from deltashard.partial.recovery_context import RecoveryContext
 from deltashard.partial.rule import (
     RecoverySituation,
@@ -42,6 +41,7 @@ from deltashard.partial.rule import (
     RecoveryWord,
     Staged,
     judge,
+    moved_on,
 )
 from deltashard.partial.staged_part import PartFrames, StagedPart
 from deltashard.partial.stager import Stager

@@ -9,7 +9,7 @@ import pytest
 from deltashard import ResumableSampler
 from deltashard.errors import CheckpointMismatch, UserError
 from deltashard.loader.registry import LoaderRegistry
-from deltashard.partial.position import moved_on
+from deltashard.partial.rule import moved_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader

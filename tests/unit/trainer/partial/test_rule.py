@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from deltashard.loader.position import Position
-from deltashard.partial.position import moved_on
 from deltashard.partial.rule import (
     CARRIED_BYTES,
     RecoverySituation,
@@ -16,6 +15,7 @@ from deltashard.partial.rule import (
     RecoveryWord,
     Staged,
     judge,
+    moved_on,
     pls_of,
     why_unusable,
 )

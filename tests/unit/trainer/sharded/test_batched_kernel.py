@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     )
 
 from deltashard.sharded.batched_kernel import BatchedKernel, kernel_of
-from deltashard.sharded.lookup_tracker import LookupTracker
+from deltashard.sharded.extension import LookupTracker
 from deltashard.tracking.marks import Marks
 
 ROWS, COLUMNS = (20, 30), 8
