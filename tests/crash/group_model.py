@@ -29,9 +29,8 @@ from typing import Any
 from unittest import mock
 
 import greenlet
-from deltashard.attach.attachment import RunMember, SidecarAttachment
+from deltashard.attach.attachment import Listener, RunMember, SidecarAttachment
 from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
-from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Attached, Lost
 from deltashard.cut.save_stream import CutFailed

@@ -19,7 +19,7 @@ from typing import Any
 from deltashard_proto.block_reason import BlockReason
 
 from deltashard.attach import exit_code
-from deltashard.attach.attachment import RunMember, SidecarAttachment
+from deltashard.attach.attachment import Listener, RunMember, SidecarAttachment
 from deltashard.attach.launcher import (
     ChildLauncher,
     Launcher,
@@ -28,7 +28,6 @@ from deltashard.attach.launcher import (
     normal_url,
 )
 from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
-from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank, rank_of_this_process
 from deltashard.attach.session import Link, SidecarSession
 from deltashard.attach.term_signal import TermHandler

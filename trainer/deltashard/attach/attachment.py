@@ -6,15 +6,20 @@ of a newer one it is not known yet what became of the save before.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard.attach.interruption import leaves
 from deltashard.attach.lifecycle import TrainingAttempt
-from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Link, SidecarSession
 from deltashard.tracking.step_clock import StepClock
+
+log = logging.getLogger("deltashard")
 
 
 class SidecarAttachment:
@@ -49,6 +54,29 @@ class SidecarAttachment:
 
     def instruct(self, policy: pb.Policy) -> None:
         self.policy = policy
+
+
+class Listener:
+    """Calls `on_event=`, the program's own: whatever it raises never harms training. On the training thread only."""
+
+    def __init__(
+        self, on_event: Callable[[str, Mapping[str, Any]], None] | None, failed: Callable[[], int]
+    ) -> None:
+        """`failed` counts what `on_event` raised, and returns the count."""
+        self._on_event = on_event
+        self._failed = failed
+
+    def emit(self, name: str, **facts: Any) -> None:
+        """Tell of an event; only what the user's signal handler raises comes out."""
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(name, facts)
+        except BaseException as error:
+            if leaves(error):
+                raise
+            if self._failed() == 1:
+                log.warning("on_event(%r, ...) raised, training goes on", name, exc_info=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

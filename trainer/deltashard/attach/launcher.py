@@ -36,8 +36,8 @@ from deltashard_checkpoint.private_file import open_private, private_dir, write_
 from deltashard_checkpoint.stores.url import local_path
 
 from deltashard.attach import sidecar_log
-from deltashard.attach.leftover import free_arenas
 from deltashard.attach.lock import (
+    free_arenas,
     hold_file,
     holds,
     is_free,

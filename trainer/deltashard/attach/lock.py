@@ -8,11 +8,13 @@ whenever it is collected: a mapping that something still looks at (a control lin
 its file, and is unmapped when the file is opened or given up the next time, while no lock is held.
 
 A second lock, on a file of its own in the runtime directory, is taken before a sidecar is even started: two trainers
-of one run on one machine would replace each other's session for ever.
+of one run on one machine would replace each other's session for ever. By that lock the next trainer of this user also
+tells which arenas killed sidecars left in memory, and removes them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -21,11 +23,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltashard_checkpoint.private_file import open_private
+from deltashard_checkpoint.private_file import NotPrivate, open_private
 from deltashard_proto.arena_layout import Arena, ArenaError, ArenaShape
 
 from deltashard.errors import AnotherTrainer, SidecarUnavailable
 
+IDLE_S = 24 * 3600.0
+"""A runtime directory is left over when nothing in it was written for so long."""
 _PF_EXITING = 0x4
 """A flag of /proc/PID/stat: the process is on its way out (linux/sched.h)."""
 
@@ -236,3 +240,32 @@ def release_file(path: Path) -> None:
         elif users == 1:
             del _files[key]
             os.close(fd)
+
+
+def free_arenas(base: Path, *, keep: Path, idle_s: float = IDLE_S) -> int:
+    """Remove the left-over arenas of the runtime directories in `base`, but for `keep`'s; returns the bytes freed."""
+    freed_bytes = 0
+    for arena in base.glob("*/arena"):
+        home = arena.parent
+        if home == keep or home.is_symlink():
+            continue
+        # Somebody else clears up, or a file of another kind: not ours to judge.
+        with contextlib.suppress(OSError, NotPrivate):
+            newest_s = max(path.lstat().st_mtime for path in (home, *home.iterdir()))
+            if time.time() - newest_s < idle_s or not all(is_free(lock) for lock in trainer_locks(home)):
+                continue
+            freed_bytes += _free_arena(arena, home / "LOCK")
+    return freed_bytes
+
+
+def _free_arena(arena: Path, lock: Path) -> int:
+    """Remove one arena under its sidecar's lock; raises `OSError` when that is held or was never there."""
+    # No trainer process ever holds this lock itself, so closing it here drops nobody's.
+    fd = open_private(lock, os.O_RDWR)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size_bytes = arena.lstat().st_size
+        arena.unlink()
+    finally:
+        os.close(fd)
+    return size_bytes

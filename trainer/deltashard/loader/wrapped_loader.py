@@ -19,8 +19,7 @@ from deltashard.loader.fingerprint import fingerprint
 from deltashard.loader.lifecycle import PassEvent, PassState, Saved, after, saved_in
 from deltashard.loader.loader_access import LoaderAccess, Skip
 from deltashard.loader.loader_state import LoaderState
-from deltashard.loader.loop_check import LoopCheck
-from deltashard.loader.nesting import Nesting
+from deltashard.loader.loop_check import LoopCheck, Nesting
 from deltashard.loader.position import DeliveryQueue, LoaderPass, LoaderPlace, Mark, Position
 from deltashard.loader.seek import END, Seek
 

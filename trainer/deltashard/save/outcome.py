@@ -96,7 +96,6 @@ class SnapshotOutcomes:
 
     @property
     def _flight(self) -> Flight | None:
-        """The snapshot that is in flight."""
         return self._last if self.in_flight else None
 
     # The queue.
@@ -147,7 +146,6 @@ class SnapshotOutcomes:
         self._session.post(lambda: self._listener.emit(name, **facts))
 
     def opened(self) -> None:
-        """An attempt is open."""
         self._watchdog.begin(restored=self._attempt.resumed_step is not None)
         self.precopy.prepare(self._attachment.link)
 

@@ -55,7 +55,6 @@ class Requests:
             handle.kept = why
 
     def fail(self, error: Exception) -> None:
-        """What was asked for and is not cut will not be."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.settle(error=error)

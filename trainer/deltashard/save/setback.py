@@ -9,7 +9,7 @@ from deltashard_checkpoint.backoff import Backoff
 from deltashard_proto.block_reason import BlockReason
 from deltashard_proto.cause import Cause
 
-from deltashard.attach.listener import Listener
+from deltashard.attach.attachment import Listener
 from deltashard.errors import EnvironmentFault
 from deltashard.save.handle import Stats
 from deltashard.tracking.step_clock import StepClock

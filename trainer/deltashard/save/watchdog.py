@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from deltashard_proto.block_reason import BlockReason, word_of
 
-from deltashard.attach.listener import Listener
+from deltashard.attach.attachment import Listener
 from deltashard.save.wait import REMEDY
 from deltashard.tracking.step_clock import StepClock
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from deltashard.attach.launcher import ChildLauncher, SidecarOptions, cache_dir, runtime_dir
-from deltashard.attach.leftover import free_arenas
-from deltashard.attach.lock import hold_file, release_file
+from deltashard.attach.lock import free_arenas, hold_file, release_file
 
 HOLD = """
 import fcntl, sys

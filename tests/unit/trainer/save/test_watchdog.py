@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from deltashard.attach.listener import Listener
+from deltashard.attach.attachment import Listener
 from deltashard.save.wait import MESSAGE, REMEDY
 from deltashard.save.watchdog import INTERVALS, LEAST_S, LOOK_S, BlockedBy, Watchdog
 from deltashard.tracking.step_clock import StepClock
