@@ -30,6 +30,17 @@ WORD = {"runs": 1, "stay": 0, "kept": [], "objects": 5, "bytes": 50}
 Document = dict[str, Any]
 
 
+def merged(before: Document, patch: Document) -> Document:
+    """As the API server merges (RFC 7386)."""
+    found = dict(before)
+    for key, value in patch.items():
+        if value is None:
+            found.pop(key, None)
+        else:
+            found[key] = merged(found.get(key) or {}, value) if isinstance(value, dict) else value
+    return found
+
+
 class Jobs(Api):
     """Keeps the Jobs that are made; statuses are written at once."""
 
@@ -66,8 +77,8 @@ class Jobs(Api):
             return Answer(status=201, document=dict(body))
         if method == "PATCH" and path.endswith("/status") and body is not None:
             self.asked.append(f"{method} {path}")
-            self.statuses.append(body["status"])
-            self._merged[path] = {**self._merged.get(path, {}), **body["status"]}
+            self._merged[path] = merged(self._merged.get(path, {}), body["status"])
+            self.statuses.append({key: self._merged[path].get(key) for key in body["status"]})
             metadata = {"uid": body["metadata"]["uid"]}
             return Answer(status=200, document={"metadata": metadata, "status": self._merged[path]})
         return await super().__call__(method, path, body, **more)
