@@ -21,7 +21,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.errors import DeltashardError, FormatError
 from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.format.frame import Frame, parse_frame
-from deltashard_checkpoint.format.index import Index, Piece, all_encodings
+from deltashard_checkpoint.format.index import Index, Piece, Place, all_encodings
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
@@ -35,7 +35,7 @@ from deltashard_checkpoint.log.replay import fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.maintenance.garbage_collection import debris
 from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, load_indexes
-from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, Rows, choose
 from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
 
@@ -376,8 +376,7 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: Problems) -> list[int]:
     """Restore each into memory, one table at a time; the seqs of those that are whole."""
     total = sum(each.plan(each.entry.tables, blobs=each.blob_names).bytes for each in checkpoints)
-    whole = {each.entry.seq: each for each in checkpoints}
-    restored = []
+    whole: dict[int, OpenCheckpoint] = {}
     with progress("restoring checkpoints", total) as advance:
         for checkpoint in checkpoints:
             try:
@@ -388,8 +387,8 @@ def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: Problems) -
             except (FormatError, IncompletePlan, SchemaMismatch) as error:
                 problems.append(_not_restorable(checkpoint.entry, error))
             else:
-                restored.append(checkpoint.entry.seq)
-    return restored
+                whole[checkpoint.entry.seq] = checkpoint
+    return list(whole)
 
 
 def _check_since(
@@ -398,7 +397,7 @@ def _check_since(
     whole: Mapping[int, OpenCheckpoint],
     problems: Problems,
 ) -> None:
-    """Rows of a part in no frame that says `since` are as they were in that checkpoint, if it is still live."""
+    """Rows of a part in no frame that says `since` are as they were in that checkpoint, if it is one of `whole`."""
     schema, seq = table.schema, checkpoint.entry.seq
     for part in parts_of(checkpoint.state, seq):
         index = checkpoint.indexes[part.index_key]
@@ -408,16 +407,14 @@ def _check_since(
             if before is None or schema not in before.entry.tables:
                 continue
             mine = [place for place in fresh if place.since == since and place.info.table == schema.fqn]
-            for box in index.boxes:
-                if box.table != schema.fqn:
+            for box in (box for box in index.boxes if box.table == schema.fqn):
+                try:
+                    differ = _differing(table, before.span(schema, box.row_start, box.row_stop), box)
+                    differ[_ids(checkpoint, index, mine, box)] = False
+                except (FormatError, IncompletePlan, SchemaMismatch, ObjectNotFound) as error:
+                    what = f"{schema.fqn} cannot be compared with checkpoint {since}: {error.what}"
+                    problems.found(part.index_key, what, (seq,))
                     continue
-                differ = _differing(table, before.span(schema, box.row_start, box.row_stop), box)
-                for place in mine:
-                    data = memoryview(bytearray(place.info.length))
-                    key = run_key(checkpoint.state.run, index.packs[place.pack].key)
-                    checkpoint.store.get_into(key, place.offset, data)
-                    ids = parse_frame(data, None).row_ids().astype(np.int64) - box.row_start
-                    differ[ids[(ids >= 0) & (ids < len(differ))]] = False
                 if differ.any():
                     first = box.row_start + int(np.flatnonzero(differ)[0])
                     what = (
@@ -428,8 +425,24 @@ def _check_since(
                     problems.found(part.index_key, what, (seq,))
 
 
+def _ids(checkpoint: OpenCheckpoint, index: Index, places: Iterable[Place], box: Box) -> Rows:
+    """The rows of frames of one part that lie in `box`, counted from its first one."""
+    found = [np.zeros(0, np.int64)]
+    for place in places:
+        data = memoryview(bytearray(place.info.length))
+        checkpoint.store.get_into(
+            run_key(checkpoint.state.run, index.packs[place.pack].key), place.offset, data
+        )
+        found.append(parse_frame(data, None).row_ids().astype(np.int64) - box.row_start)
+    ids = np.concatenate(found)
+    return ids[(ids >= 0) & (ids < box.row_stop - box.row_start)]
+
+
 def _differing(now: TableArrays, before: TableArrays, box: Box) -> npt.NDArray[np.bool_]:
-    """Which rows of `box` differ in a byte: bool [rows]; `now` is the whole table, `before` the rows of the box."""
+    """Which rows of `box` differ in a byte: bool [rows]; `now` is the whole table, `before` the rows of the box.
+
+    Fields of one value a row are of all its columns: those of a box of some columns are not compared.
+    """
     rows, columns = slice(box.row_start, box.row_stop), slice(box.col_start, box.col_stop)
     differ = np.zeros(box.row_stop - box.row_start, np.bool_)
     for mine, theirs in [
@@ -439,6 +452,8 @@ def _differing(now: TableArrays, before: TableArrays, box: Box) -> npt.NDArray[n
         one, other = mine[rows], theirs
         if one.ndim == 2:
             one, other = one[:, columns], other[:, columns]
+        elif box.col_stop - box.col_start < now.schema.columns:
+            continue
         pair = [np.ascontiguousarray(each).view(np.uint8).reshape(len(differ), -1) for each in (one, other)]
         differ |= (pair[0] != pair[1]).any(axis=1)
     return differ

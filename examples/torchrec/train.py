@@ -98,7 +98,7 @@ def main() -> None:
                 except StopIteration:
                     break
                 step += 1
-                print(f"step {step}, loss {loss.item()!r}", flush=True)
+                print(f"rank {rank} step {step} loss {loss.item()!r}", flush=True)
                 ckpt.step()  # <- the last statement of the loop body
     dist.destroy_process_group()
 

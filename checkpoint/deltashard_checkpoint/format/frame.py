@@ -324,7 +324,9 @@ def _parse_rows(header: _Header, sections: Sections) -> Frame:
     if header.kind is FrameKind.ROWS:
         named = ENCODING_OF_CODE.get(header.encoding)
         if named is None:
-            raise CorruptObject(f"unknown encoding {header.encoding}", where=table.fqn)
+            raise UnsupportedVersion(
+                f"unknown encoding {header.encoding}", where=table.fqn, remedy="update deltashard"
+            )
         encoding = named.name
         scale_bytes, bias_bytes, code_bytes = section_bytes(named, rows, columns[1] - columns[0])
     elif header.encoding or header.exponent or header.exceptions_bytes or tail is not None:

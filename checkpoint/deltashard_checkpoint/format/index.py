@@ -378,9 +378,11 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
         )
     if not 1 <= m.rows <= min(MAX_ROWS, m.row_max - m.row_min + 1):
         raise CorruptObject(f"{m.rows} rows between {m.row_min} and {m.row_max}")
-    if (m.encoding in ENCODINGS) is not (kind is FrameKind.ROWS) or (
-        m.encoding and kind is FrameKind.TOMBSTONE
-    ):
+    if m.encoding and kind is FrameKind.ROWS and m.encoding not in ENCODINGS:
+        raise UnsupportedVersion(
+            f"unknown encoding {m.encoding[:40]!r}", where=table.fqn, remedy="update deltashard"
+        )
+    if bool(m.encoding) is not (kind is FrameKind.ROWS):
         raise CorruptObject(f"encoding {m.encoding[:40]!r} of a {kind.name.lower()} frame")
     # Readers allocate by an index before they see a frame: what it counts must fit the bytes that it says carry it.
     if kind is FrameKind.ROWS:

@@ -152,9 +152,9 @@ class OpenCheckpoint:
                 where=schema.fqn,
                 remedy=f"the table has rows 0 to {schema.rows - 1}",
             )
-        held = target_of(schema, _rows_of(schema, 0, len(wanted)), fields=fields)
         spans = _ranges(np.unique(wanted).astype(np.int64))
         targets = self._targets(schema, spans, fields=fields, advance=_quiet) if spans else []
+        held = target_of(schema, _rows_of(schema, 0, len(wanted)), fields=fields)
         for target in targets:
             box = target.box
             inside = (wanted >= box.row_start) & (wanted < box.row_stop)

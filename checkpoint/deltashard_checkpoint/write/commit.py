@@ -228,7 +228,7 @@ def _checkpoint_of(cut: CutReports, reports: Sequence[tuple[ReportName, ReportBo
         rows=sum(name.rows for name in names),
         raw_bytes=sum(name.raw_bytes for name in names),
         stored_bytes=sum(name.stored_bytes for name in names),
-        stall_s=max(name.stall_ms for name in names) / 1000,
+        stall_s=max(name.stall_us for name in names) / 1e6,
         cut_at_s=first.cut_at_s,
         directive=first.directive,
         fingerprint=dict(first.fingerprint),

@@ -67,6 +67,8 @@ class CutReports:
         self.where = f"run {log.run}, attempt {attempt}, cut {cut}"
         self._prefix = f"{cut_prefix(attempt, cut)}part/"
         self._bodies = bodies
+        self._own: dict[str, ReportBody] = {}
+        """Bodies that are this process's; what another rank reports is often the same."""
         self._found: dict[int, ReportName] = {}
         """By rank; each is of a whole part, so it counts from when it was seen."""
         self._first_missing = 0
@@ -84,7 +86,7 @@ class CutReports:
         body = ReportBody.of(report, layout=self.layout)
         data = body.encode(self.log.run, self.world_size)
         digest = content_digest(data)
-        self._bodies.put(digest, body)
+        self._own[digest] = body
         return ReportName.of(report, step=self.step, layout=self.layout, body=digest), data
 
     def all(self) -> list[tuple[ReportName, ReportBody]]:
@@ -142,8 +144,8 @@ class CutReports:
         return name.rank
 
     def _body(self, name: ReportName) -> ReportBody:
-        """Read once in this process."""
-        if (known := self._bodies.get(name.body)) is not None:
+        """Read once in this process; rank 0's is another at every cut, and not kept."""
+        if (known := self._own.get(name.body) or self._bodies.get(name.body)) is not None:
             return known
         key = f"{self._prefix}{name.text}"
         for _ in range(3):
@@ -153,7 +155,8 @@ class CutReports:
                 raise StoreUnavailable("a listed report is not found", where=key) from None
             if content_digest(data) == name.body:
                 body = ReportBody.decode(data, self.log.run, self.world_size, where=key)
-                self._bodies.put(name.body, body)
+                if name.rank:
+                    self._bodies.put(name.body, body)
                 return body
         raise StoreUnavailable("a report does not match the hash in its name", where=key)
 

@@ -131,7 +131,7 @@ class ReportName:
     rows: int
     raw_bytes: int
     stored_bytes: int
-    stall_ms: int
+    stall_us: int
     xxh3: str
     """Of the index's bytes."""
     body: str
@@ -149,7 +149,7 @@ class ReportName:
             rows=report.rows,
             raw_bytes=report.raw_bytes,
             stored_bytes=part.stored_bytes,
-            stall_ms=round(report.stall_s * 1000),
+            stall_us=round(report.stall_s * 1e6),
             xxh3=index.xxh3,
             body=body,
         )
@@ -159,7 +159,7 @@ class ReportName:
         covers = "x" if self.covers is None else self.covers
         return (
             f"{self.rank:05d}-{self.token}-{self.step}-{self.layout or 'x'}-{covers}-"
-            f"{self.rows}-{self.raw_bytes}-{self.stored_bytes}-{self.stall_ms}-{self.xxh3}-{self.body}.part"
+            f"{self.rows}-{self.raw_bytes}-{self.stored_bytes}-{self.stall_us}-{self.xxh3}-{self.body}.part"
         )
 
 
@@ -168,7 +168,7 @@ def parse_report_name(text: str) -> ReportName | None:
     match = _NAME.fullmatch(text)
     if match is None:
         return None
-    rank, token, step, layout, covers, _, rows, raw_bytes, stored_bytes, stall_ms, xxh3, body = match.groups()
+    rank, token, step, layout, covers, _, rows, raw_bytes, stored_bytes, stall_us, xxh3, body = match.groups()
     return ReportName(
         rank=int(rank),
         token=token,
@@ -178,14 +178,14 @@ def parse_report_name(text: str) -> ReportName | None:
         rows=int(rows),
         raw_bytes=int(raw_bytes),
         stored_bytes=int(stored_bytes),
-        stall_ms=int(stall_ms),
+        stall_us=int(stall_us),
         xxh3=xxh3,
         body=body,
     )
 
 
 class ReportBodyCache:
-    """Bodies of reports by their hash, as far as this process has read or written them; for all cuts of one run."""
+    """Bodies of reports that this process has read, by their hash; for all cuts of one run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -45,8 +45,8 @@ class Rows:
     """Where ids, weights and each field begin, in bytes from the start of the batch."""
     length: int
     """Bytes of the whole batch."""
-    fresh: bool = False
-    """Whether all of them changed since the trainer's newest commit."""
+    fresh: bool | None = None
+    """Whether they changed since the trainer's newest commit; None: not known."""
 
     def block(self, data: memoryview) -> RowBlock:
         """The rows themselves: views of `data`, the bytes of the whole batch; raises `BadBatch` for ids elsewhere."""
@@ -126,7 +126,7 @@ def rows_of(
         within=within,
         offsets=tuple(offsets),
         length=length,
-        fresh=d.fresh,
+        fresh=d.fresh if d.HasField("fresh") else None,
     )
 
 

@@ -197,15 +197,17 @@ class Decider:
 
     def _decide(self) -> None:
         """Choose again; the lock is held. An error costs the choice: the policy's timers hold."""
-        known, self._choice = self._known, None
+        known, choice = self._known, None
         try:
             if known is not None:
-                self._choice = choice = decide(known, self._policy)
+                choice = decide(known, self._policy)
                 self._known = under(choice, known)
                 if choice.applied and choice.cause is not None:
                     self._decided(choice, choice.cause, known)
         except Exception as error:  # noqa: BLE001 - saves and training go on without a decision
             self._log.error("decider.unexpected", exc_info=error)
+            choice = None
+        self._choice = choice  # at once: others read it without the lock
         self._show()
 
     def _decided(self, choice: Choice, cause: str, before: Measurements) -> None:

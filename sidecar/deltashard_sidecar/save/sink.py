@@ -128,7 +128,8 @@ class PartSink:
     def rows(self, batch: Rows, data: memoryview) -> None:
         """Encode and spool one batch; called from the pool, as `blob` is."""
         block = batch.block(data)
-        encoding = encoding_named(self._cut.content.precision.of_table(block.schema.fqn))
+        asked = self._cut.content.precision.of_table(block.schema.fqn)
+        encoding = encoding_named(asked)
         if self._cut.samples:
             self._run.bits.errors.offer(block)
         options = EncodeOptions(
@@ -142,8 +143,10 @@ class PartSink:
         began_s = time.thread_time()
         for frame in encode_row_frames(block, options, step=self._cut.step, out=out):
             self._run.measured.encoded(frame.raw_bytes, time.thread_time() - began_s)
-            self._writer.add(frame, since=self._cut.since if batch.fresh else None)
             held = frame.info.encoding
+            # A frame that could not be encoded as asked is not as it was in that checkpoint, changed or not.
+            new = batch.fresh or (batch.fresh is not None and held != asked)
+            self._writer.add(frame, since=self._cut.since if new else None)
             metrics.rows.labels("in", held).inc(frame.info.rows)
             metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
             metrics.frame_bytes.labels("in", held).inc(frame.info.stored_bytes)

@@ -41,7 +41,9 @@ class Loop:
         self.optimizer = deltashard.optim.RowWiseAdagrad(self.net.parameters(), lr=0.1)
 
     def step(self, ckpt: deltashard.Checkpointer, rng: np.random.Generator) -> None:
-        ids = torch.from_numpy(rng.integers(ROWS, size=6))
+        self.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)))
+
+    def write(self, ckpt: deltashard.Checkpointer, ids: torch.Tensor) -> None:
         self.optimizer.zero_grad()
         loss = self.net["large"](ids).square().sum() + self.net["small"](ids // 5).square().sum()
         loss.backward()
@@ -94,7 +96,7 @@ def _check(folder: Path) -> list[int]:
         for table in TABLES:
             differ = np.zeros(len(now[table][0]), bool)
             for was, value in zip(before[table], now[table], strict=True):
-                differ |= (was != value).reshape(len(was), -1).any(axis=1)
+                differ |= (was.view(np.int32) != value.view(np.int32)).reshape(len(was), -1).any(axis=1)
             mine = [place for place in places if place.info.table == f"{table}.weight"]
             fresh = [_rows(store, index, place) for place in mine if place.since is not None]
             others = [_rows(store, index, place) for place in mine if place.since is None]
@@ -123,6 +125,26 @@ def test_what_changed_since_the_commit_before_is_in_frames_that_say_so(
             (1 if differential == "full" else 2) :
         ]
     ), "all but the first baseline, and the delta that covers it"
+
+
+def test_rows_that_are_stored_raw_beside_others_than_before_are_among_the_new(
+    make: Make, tmp_path: Path
+) -> None:
+    """A frame with many rows of NaN is raw: with the rows that did not change there are too few others in it."""
+    loop = Loop()
+    with torch.no_grad():
+        loop.net["large"].weight[:60] = torch.nan
+    ckpt = make(loop, encoding="q8", differential="full")
+    ckpt.restore()
+    for _ in range(2):
+        loop.write(ckpt, torch.arange(80, ROWS))
+        ckpt.save().wait(60)
+    store = open_store(f"file://{tmp_path / 'store'}")
+    assert len(_check(tmp_path / "store")) == 1
+    assert verify(Target(store=store, run="r"), deep=True).problems == ()
+    seq, entry = max(RunLog(store, "r").refresh().checkpoints.items())
+    places = _index(store, entry.parts[0].index_key).places
+    assert [place.since is not None for place in places if place.info.encoding == "fp32"] == [True], seq
 
 
 @pytest.mark.parametrize(("encoding", "differential"), [("q4", "one-shot"), ("fp32", "consecutive")])
@@ -175,7 +197,7 @@ def test_verify_finds_a_changed_row_that_no_frame_says_is_new(
     assert verify(Target(store=store, run="r"), deep=True).problems == ()
     whole = BlockWriter.table
 
-    def table(writer: BlockWriter, cut: TableCut, *, start: int = 0, fresh: bool = False) -> None:
+    def table(writer: BlockWriter, cut: TableCut, *, start: int = 0, fresh: bool | None = None) -> None:
         whole(writer, cut, start=start, fresh=fresh and not cut.fqn.startswith("large"))
 
     monkeypatch.setattr(BlockWriter, "table", table)

@@ -38,12 +38,18 @@ class RankZygote:
     """The process that ranks are forked from; for tests, which have it as the fixture `rank_zygote`."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = self._start()
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        environment = {key: value for key, value in os.environ.items() if key != "DELTASHARD_CRASH_AT"}
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.support.trainer.rank_zygote"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            env=environment,  # read when it is imported: a scenario that is to crash sets it in the rank
         )
 
     def run(
@@ -65,17 +71,28 @@ class RankZygote:
         workdir.mkdir(exist_ok=True)
         texts = {key: str(value) for key, value in options.items()}
         said = [dict(os.environ), module, str(workdir), world, scenario, texts, agent, spare]
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(json.dumps(said) + "\n")
-        stdin.flush()
-        codes = json.loads(stdout.readline())
+        codes = self._ask(json.dumps(said))
         (workdir / "codes").write_text(json.dumps(codes))
         if any(code > 0 for code in codes):
             raise AssertionError(f"exit codes {codes}\n\n{_logs(workdir, world)}")
         outs = [workdir / "out" / f"{rank}.json" for rank in range(world)]
         return [json.loads(out.read_text()) if out.exists() else None for out in outs]
+
+    def _ask(self, line: str) -> list[int]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(line + "\n")
+            stdin.flush()
+            codes: list[int] = json.loads(stdout.readline())
+        except BaseException:  # by a timeout: its answer would be taken for the next scenario's
+            self._process.kill()
+            self._process.wait()
+            stdout.close()
+            self._process = self._start()
+            raise
+        return codes
 
     def close(self) -> None:
         """End it."""

@@ -201,11 +201,11 @@ class BlockWriter:
         self._threads = 0
         self.copied = CopiedRows()
 
-    def table(self, cut: TableCut, *, start: int = 0, fresh: bool = False) -> None:
+    def table(self, cut: TableCut, *, start: int = 0, fresh: bool | None = None) -> None:
         """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`).
 
-        `start`: of a selection of all rows, only those from this one on. `fresh`: whether all of them changed since the
-        newest commit.
+        `start`: of a selection of all rows, only those from this one on. `fresh`: whether they changed since the newest
+        commit; None: not known.
         """
         self._parts, self._cut = parts_of(cut), cut
         for batch in self.batches(cut, start=start, fresh=fresh):
@@ -215,7 +215,7 @@ class BlockWriter:
         if self._observe is not None:
             self.flush()  # the observer looks at this table's parts
 
-    def batches(self, cut: TableCut, *, start: int = 0, fresh: bool = False) -> Iterator[Batch | None]:
+    def batches(self, cut: TableCut, *, start: int = 0, fresh: bool | None = None) -> Iterator[Batch | None]:
         """Copy one table's rows batch by batch, each when it is asked for; None: it is on its way from a device."""
         parts = parts_of(cut)
         widths = tuple(_width(part) for part in parts)

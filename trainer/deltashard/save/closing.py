@@ -56,7 +56,12 @@ class LastSnapshot:
 
     def finish(self, until_s: float) -> None:
         """Make the last step boundary durable by `until_s` (monotonic), or raise."""
-        self._outcomes.end_copy()  # a signal's handler closes in the middle of it
+        if self._outcomes.copying is not None:
+            raise SaveFailed(
+                "it is called in the middle of a snapshot, by a signal's handler or a getter of state=",
+                where="close()",
+                remedy="have the handler set a flag, and close after step()",
+            )
         self._outcomes.drain(until_s)
         self._outcomes.apply()
         self._requests.refuse_unbound(self._clock.step)

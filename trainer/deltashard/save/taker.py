@@ -412,7 +412,7 @@ class SnapshotTaker:
                 fresh, older = table.marks.select("since_commit"), table.marks.select_older(mode)
                 copied.full &= mode == "all" or table.marks.count(mode) == table.marks.rows
                 writer.table(replace(cut, selection=fresh), fresh=True)
-                writer.table(replace(cut, selection=older))
+                writer.table(replace(cut, selection=older), fresh=False)
             else:
                 selection = table.prepare_cut(mode)
                 copied.full &= selection.all

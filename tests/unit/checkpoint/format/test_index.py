@@ -53,7 +53,7 @@ def _set(path: str, value: object):
         _set("frames.1.offset", 0), _set("frames.0.length", 63), _set("frames.0.length", 0), _set("frames.0.length", (8 << 20) + 64),
         _set("frames.0.kind", 0), _set("frames.0.kind", 9), _set("frames.0.kind", 2), _set("frames.0.xxh3_128", b"short"),
         _set("frames.0.table", 7), _set("frames.0.row_max", 200), _set("frames.0.row_min", 100), _set("frames.0.rows", 0),
-        _set("frames.0.rows", 1 << 40), _set("frames.0.col_stop", 9), _set("frames.0.col_start", 8), _set("frames.0.encoding", "q9"),
+        _set("frames.0.rows", 1 << 40), _set("frames.0.col_stop", 9), _set("frames.0.col_start", 8), _set("frames.12.encoding", "q8"),
         _set("frames.0.encoding", ""), _set("frames.0.name", "x"), _set("tables.0.fqn", ""), _set("tables.0.columns", 1 << 30),
         _set("tables.0.rows", 0), _set("tables.0.dtype", "int8"), _set("tables.0.fields.0.dtype", "object"), _set("tables.0.fields.1.name", "sum"),
         _set("tables.1.fqn", "embeddings.items.weight"), _set("boxes.0.row_stop", 201), _set("boxes.0.col_start", 8),
@@ -79,7 +79,9 @@ def test_frames_out_of_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_set("format", 2), _set("kind", "keys"), _set("kind", "")], ids=["format", "kind", "no kind"]
+    "change",
+    [_set("format", 2), _set("kind", "keys"), _set("kind", ""), _set("frames.0.encoding", "q9")],
+    ids=["format", "kind", "no kind", "encoding"],
 )
 def test_a_newer_index_is_unsupported_and_garbage_is_corrupt(change) -> None:
     """By name."""
