@@ -106,7 +106,10 @@ class Wiring:
         _live.add(self)
 
     def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
-        self.outcomes.tracked(name, facts)
+        """Tracking found something within an optimizer's step: reported at the next boundary."""
+        if name == "state_thrown_away":
+            self.stats.state_thrown_away += 1
+        self.session.post(lambda: self.listener.emit(name, **facts))
 
     def _connect(self) -> tuple[SidecarSession, Link]:
         """Attach; whatever goes wrong, nothing of ours is left in the program."""

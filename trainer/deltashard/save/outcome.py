@@ -15,8 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from deltashard_checkpoint.deciding.precision import SAFE, by_table, encodings_of
 from deltashard_checkpoint.vocabulary import BITS_RULES, bits_of
@@ -139,12 +138,6 @@ class SnapshotOutcomes:
         elif kind == "policy":
             self._attachment.instruct(notice.policy)
 
-    def tracked(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Tracking found something within an optimizer's step: reported at the next boundary."""
-        if name == "state_thrown_away":
-            self._stats.state_thrown_away += 1
-        self._session.post(lambda: self._listener.emit(name, **facts))
-
     def opened(self) -> None:
         self._watchdog.begin(restored=self._attempt.resumed_step is not None)
         self.precopy.prepare(self._attachment.link)
@@ -205,11 +198,6 @@ class SnapshotOutcomes:
             self._requests.put_back(flight.handles)
         else:
             flight.failed(error if isinstance(error, Exception) else SaveFailed("interrupted", where="save"))
-
-    def end_copy(self) -> None:
-        """Nothing is copied any more: left as it is, a copy that was interrupted would put off every later snapshot."""
-        if (flight := self.copying) is not None:
-            self.not_taken(flight, SaveFailed("interrupted", where="save"), again=False)
 
     def _committed(self, commit: Commit) -> None:
         if commit.attempt != self._attempt.number or not self._base.is_news(commit.seq):

@@ -214,7 +214,9 @@ class SnapshotTaker:
             log.debug("save failed", exc_info=error)
             self._setbacks.failed("error", error)
         finally:
-            self._outcomes.end_copy()
+            # Left as it is, a copy that was interrupted would put off every later snapshot.
+            if (flight := self._outcomes.copying) is not None:
+                self._outcomes.not_taken(flight, SaveFailed("interrupted", where="save"), again=False)
 
     def _take(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
         began_s = time.perf_counter() - self._precopy.began_s
