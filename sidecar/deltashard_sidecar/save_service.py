@@ -169,7 +169,7 @@ class SaveService:
         return save
 
     def _made(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
-        """The save, decided and counted as begun; only `InFlightSaves` calls this, so nobody can end it before."""
+        """The save, decided and counted as begun; only `InFlightSaves` calls this, so it cannot end before."""
         attempt = _attempt_of(session, begin)  # while an urgent save waited, another may have been opened
         cut = self._decided(session, attempt, begin)
         save = Save(

@@ -160,7 +160,7 @@ def _objects(store: MemoryStore) -> Objects:
 
 def restored(store: MemoryStore, story: Story, seq: int) -> int:
     """Restore a checkpoint, and compare every bit; its slot. Raises `InvalidCheckpoint`, and `AssertionError`."""
-    state = _log(store).refresh(deadline_s=0.0)  # nobody else writes: what is missing stays so
+    state = _log(store).refresh(deadline_s=0.0)  # no other process writes: what is missing stays so
     found = read_checkpoint(store, RUN, f"seq:{seq}", state=state).tables[TABLE.fqn].weights
     np.testing.assert_array_equal(found, story.expected[seq])
     return seq

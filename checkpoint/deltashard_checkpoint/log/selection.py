@@ -44,7 +44,7 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
         found = sorted((c for c in usable if c.seq in bearers), key=lambda c: bearers.index(c.seq))
     elif kind in {"seq", "step"} and value.isascii() and value.isdigit():
         found = [c for c in usable if (c.seq if kind == "seq" else c.step) == int(value)]
-        # Of one step there may be several: the one of the line that goes on, before those that a rewind set aside.
+        # Of one step there may be several: the one of the line that continues, before those that a rewind set aside.
         found.sort(key=lambda c: (c.seq not in state.aside, c.seq))
     else:
         raise UserError(

@@ -344,7 +344,7 @@ def _differences(model: TableSchema, stored: TableSchema, *, weights_only: bool,
 
 
 def field_differences(model: Iterable[FieldSpec], stored: Iterable[FieldSpec]) -> tuple[list[str], list[str]]:
-    """How fields of the model differ from the stored ones: (where a lenient restore goes on, where none can)."""
+    """How fields of the model differ from the stored ones: (where a lenient restore continues, where none can)."""
     theirs = {spec.name: spec for spec in stored}
     faults, fatal = [], []
     for spec in model:

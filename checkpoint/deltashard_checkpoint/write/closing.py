@@ -1,4 +1,4 @@
-"""Saves that a terminating pod still uploads: its sidecar leaves a marker, and whoever opens an attempt waits for it.
+"""Saves that a terminating pod still uploads: its sidecar leaves a marker, and who opens an attempt waits for it.
 
 The wait is bounded, because that save is worth waiting for, but a marker may be left by a process that was killed.
 """

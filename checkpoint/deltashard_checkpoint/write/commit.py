@@ -9,7 +9,7 @@ the pod that finishes last commits, or that of rank 0 when several finish togeth
 their beginnings cuts were committed, and until then looks at the log seldom (`write.commit_wait`).
 
 In the steady state, and if rank 0's pod does it, a commit gets no object at all: bodies of reports are known by their
-hashes. With one rank there is nobody to report to, and no report.
+hashes. With one rank there is no other process, and no report.
 
 Cuts commit in increasing order: a cut that is not newer than one in the log is abandoned, however complete, so its
 data is provably dead. A cut whose `covers` is no longer live at its slot is abandoned too, and so is one whose ranks

@@ -21,7 +21,8 @@ class CommitPace:
     """How long after its beginning a cut was committed the last time, per kind (baseline or not); of one run.
 
     What ranks upload differs little from cut to cut, so the slowest needs about as long as it did. A wrong guess does
-    no harm: whoever finishes last looks at once and commits, the others find the entry `SELDOM_S` later at most.
+    no harm: the process that finishes last looks at once and commits, the others find the entry `SELDOM_S` later at
+    most.
     """
 
     def __init__(self) -> None:

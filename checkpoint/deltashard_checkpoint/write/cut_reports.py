@@ -74,20 +74,19 @@ class CutReports:
         self._first_missing = 0
 
     def put(self, report: PartReport, patience: Patience) -> None:
-        name, data = self.document(report)
+        body = ReportBody.of(report, layout=self.layout)
+        data = body.encode(self.log.run, self.world_size)
+        name = self._named(report, body, content_digest(data))
         put_own(self.log, f"{self._prefix}{name.text}", data, patience)
 
     def add(self, report: PartReport) -> None:
-        """Count a report of this process that no other one has to see."""
-        self._found[report.part.rank] = self.document(report)[0]
+        """Count the only report of a cut, which no other process has to see: it needs no bytes, and so no hash."""
+        name = self._named(report, ReportBody.of(report, layout=self.layout), "")
+        self._found[name.rank] = name
 
-    def document(self, report: PartReport) -> tuple[ReportName, bytes]:
-        """Name and bytes of a report of this process."""
-        body = ReportBody.of(report, layout=self.layout)
-        data = body.encode(self.log.run, self.world_size)
-        digest = content_digest(data)
+    def _named(self, report: PartReport, body: ReportBody, digest: str) -> ReportName:
         self._own[digest] = body
-        return ReportName.of(report, step=self.step, layout=self.layout, body=digest), data
+        return ReportName.of(report, step=self.step, layout=self.layout, body=digest)
 
     def all(self) -> list[tuple[ReportName, ReportBody]]:
         """By rank, once none is missing. Raises `StoreUnavailable` and what `ReportBody.decode` raises."""

@@ -1,6 +1,6 @@
 """What rank 0's sidecar knows of its run: attempt, cost of saves, failures. Pure: a change makes another one.
 
-    begin of a save     the control line stands still: (step that is cut, when it ended)
+    begin of a save     the control line does not change: (step that is cut, when it ended)
     its commit          stall (of the slowest rank), seconds to durable, slowdown while rows were copied ahead
     the first step that ended after it     what the steps between took beyond quiet ones: the save's cost is complete
 

@@ -273,7 +273,7 @@ class PartSink:
         }
 
     def abandon(self) -> None:
-        """Stop whatever goes on and drop what was spooled; may be called at any time, from any thread."""
+        """Stop encoding and uploading, and drop what was spooled; may be called at any time, from any thread."""
         self._writer.abort()
         if not self._alone:
             decline(self._run, self._who, self._cut.attempt, self._cut.cut, joint=self._joint)

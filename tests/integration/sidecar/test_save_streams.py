@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -25,20 +24,6 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
-
-
-@pytest.fixture
-def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
-    with sidecar(tmp_path, url, encoding="fp32", metrics_port=0) as one:
-        yield one
-
-
-@pytest.fixture
-def trainer(process: SidecarProcess) -> Iterator[Trainer]:
-    one = Trainer(process.socket, Model())
-    one.open()
-    yield one
-    one.close()
 
 
 # Streams and messages of a cut.
@@ -118,7 +103,7 @@ def test_frames_come_in_batches_to_a_trainer_that_takes_them(trainer: Trainer) -
 
 
 def test_a_cut_larger_than_the_arena(tmp_path: Path, url: str) -> None:
-    """It goes on at encoding speed: blocks come back as their batches are encoded."""
+    """Encoding sets the pace: blocks come back as their batches are encoded."""
     with sidecar(tmp_path, url, encoding="q8", arena_bytes="32MiB", metrics_port=0) as process:
         trainer = Trainer(process.socket, Model(rows=300_000, columns=32))
         trainer.open()
@@ -168,7 +153,7 @@ def test_an_aborted_save_frees_its_blocks_at_once(process: SidecarProcess, train
 
 
 def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trainer: Trainer) -> None:
-    """While the trainer lives it may still be writing: nobody gets its blocks until it begins anew."""
+    """While the trainer lives it may still be writing: its blocks are not granted until it begins another save."""
     cut = trainer.begin()
     cut.rows_of(0, None)
     cut.vanish()
@@ -218,7 +203,7 @@ def test_blocks_granted_ahead_go_back_at_an_abort(process: SidecarProcess, train
 def test_blocks_granted_ahead_are_quarantined_where_the_stream_breaks(
     process: SidecarProcess, trainer: Trainer
 ) -> None:
-    """The trainer may still be copying into them, until it begins anew: with a save, or another copy ahead."""
+    """The trainer may still be copying into them, until it begins another save, or another copy ahead."""
     for _ in range(2):
         prepared = Prepared(trainer)
         prepared.call.cancel()
@@ -238,7 +223,7 @@ def test_a_cut_goes_on_with_the_blocks_that_were_granted_ahead(
     began: list[Prepared] = []
 
     def begins() -> bool:
-        """Or is told to ask again: that the save before is over may not have been told to all."""
+        """Or gets the answer to ask again: not all may have heard that the save before is over."""
         prepared = Prepared(trainer)
         prepared.outbox.put(pb.SaveRequest(begin=prepared.begin))
         reply = next(prepared.call)

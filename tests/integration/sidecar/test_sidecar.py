@@ -33,20 +33,6 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-@pytest.fixture
-def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
-    with sidecar(tmp_path, url, encoding="fp32", metrics_port=0) as one:
-        yield one
-
-
-@pytest.fixture
-def trainer(process: SidecarProcess) -> Iterator[Trainer]:
-    one = Trainer(process.socket, Model())
-    one.open()
-    yield one
-    one.close()
-
-
 # The process.
 
 

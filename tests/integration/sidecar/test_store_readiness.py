@@ -300,7 +300,7 @@ def test_a_full_store_and_one_that_is_down(
         eventually(
             lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[-1].cause == "unavailable",
             timeout_s=DEADLINE_S,
-            what="down is told",
+            what="the incident is reported",
         )
         own_minio.start()
         eventually(lambda: number in trainer.commits, timeout_s=DEADLINE_S, what="committed by itself")

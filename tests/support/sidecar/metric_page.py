@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import urllib.request
 
 from tests.support.sidecar_process import SidecarProcess
 
 
 def metric(process: SidecarProcess, name: str) -> float:
     """The value of one sample."""
-    url = f"http://127.0.0.1:{process.ready()['metrics_port']}/metrics"
-    page = urllib.request.urlopen(url, timeout=60).read().decode()
+    page = process.metrics_page()
     found = re.search(rf"^{re.escape(name)} ([0-9.e+-]+)$", page, re.MULTILINE)
     assert found, f"{name} not in\n{page}"
     return float(found[1])

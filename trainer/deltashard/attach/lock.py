@@ -260,7 +260,7 @@ def free_arenas(base: Path, *, keep: Path, idle_s: float = IDLE_S) -> int:
 
 def _free_arena(arena: Path, lock: Path) -> int:
     """Remove one arena under its sidecar's lock; raises `OSError` when that is held or was never there."""
-    # No trainer process ever holds this lock itself, so closing it here drops nobody's.
+    # No trainer process ever holds this lock itself, so closing it here drops none.
     fd = open_private(lock, os.O_RDWR)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

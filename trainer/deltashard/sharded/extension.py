@@ -54,7 +54,7 @@ def _parts(optimizer: Any) -> list[Any] | None:
     """The optimizers inside of TorchRec's; None: `optimizer` is none of them.
 
     Raises:
-        UserError: it keeps state of its own.
+        UserError: it keeps state beside that of the optimizers inside.
     """
     keyed: Any = sys.modules.get("torchrec.optim.keyed")
     fused: Any = sys.modules.get("torchrec.optim.fused")
