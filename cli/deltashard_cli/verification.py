@@ -3,8 +3,8 @@
 Always: every log entry is read, its hash chain and the rules between entries are checked, and every folded state by its
 content; every index of every live checkpoint is read and checked against its name, its log entry and itself; every pack
 is there and has its size; every checkpoint has a complete plan. Deep: every frame and every tail is read, re-hashed and
-parsed, and every live checkpoint is restored, table by table, into memory. Where frames say `since` a live checkpoint,
-the rows that are in none of them have to be as they are in that one.
+parsed, and every live checkpoint is restored, table by table, into memory. Where frames of a table say `since` a live
+checkpoint, its rows that are in none of them have to be as they are in that one.
 
 A problem names the object, what is wrong, and the checkpoints that need it. A store that cannot be reached is no
 problem of the run: that raises.
@@ -397,16 +397,18 @@ def _check_since(
     whole: Mapping[int, OpenCheckpoint],
     problems: Problems,
 ) -> None:
-    """Rows of a part in no frame that says `since` are as they were in that checkpoint, if it is one of `whole`."""
+    """Where frames of a table say `since`, its rows in none of them are as in that checkpoint, if it is of `whole`."""
     schema, seq = table.schema, checkpoint.entry.seq
     for part in parts_of(checkpoint.state, seq):
         index = checkpoint.indexes[part.index_key]
-        fresh = [place for place in index.places if place.since is not None]
+        fresh = [
+            place for place in index.places if place.info.table == schema.fqn and place.since is not None
+        ]
         for since in sorted({place.since for place in fresh if place.since is not None}):
             before = whole.get(since)
             if before is None or schema not in before.entry.tables:
                 continue
-            mine = [place for place in fresh if place.since == since and place.info.table == schema.fqn]
+            mine = [place for place in fresh if place.since == since]
             for box in (box for box in index.boxes if box.table == schema.fqn):
                 try:
                     differ = _differing(table, before.span(schema, box.row_start, box.row_stop), box)

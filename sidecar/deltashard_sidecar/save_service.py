@@ -109,12 +109,15 @@ class SaveService:
             yield _not_prepared("another save of this rank is in flight")
             return
         policy, ranks = self._control.in_force.policy, self._ranks(session)
-        covers = self._content(session, attempt, begin, policy, ranks).covers
+        content = self._content(session, attempt, begin, policy, ranks)
+        since = self._since(session, attempt, begin, content)
         granted = preparation.grant()
         if session.who.rank == 0:
             self._decider.prepares()
         crash_point("stage.prepared")
-        yield pb.SaveReply(prepared=pb.SaveReply.Prepared(covers=covers))
+        yield pb.SaveReply(
+            prepared=pb.SaveReply.Prepared(covers=content.covers, fresh_first=since is not None)
+        )
         yield pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted))
 
     def gone(self, session: Session) -> None:

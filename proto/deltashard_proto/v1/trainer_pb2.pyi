@@ -207,7 +207,7 @@ class OpenReply(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., unopened: _Optional[str] = ...) -> None: ...
 
 class RowBatch(_message.Message):
-    __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop", "fresh")
+    __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop", "fresh", "again")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +217,7 @@ class RowBatch(_message.Message):
     COL_START_FIELD_NUMBER: _ClassVar[int]
     COL_STOP_FIELD_NUMBER: _ClassVar[int]
     FRESH_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     block: int
     offset: int
     table: int
@@ -226,7 +227,8 @@ class RowBatch(_message.Message):
     col_start: int
     col_stop: int
     fresh: bool
-    def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., table: _Optional[int] = ..., rows: _Optional[int] = ..., contiguous: _Optional[bool] = ..., row_start: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., fresh: _Optional[bool] = ...) -> None: ...
+    again: bool
+    def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., table: _Optional[int] = ..., rows: _Optional[int] = ..., contiguous: _Optional[bool] = ..., row_start: _Optional[int] = ..., col_start: _Optional[int] = ..., col_stop: _Optional[int] = ..., fresh: _Optional[bool] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class BlobChunk(_message.Message):
     __slots__ = ("block", "offset", "length", "name", "blob_offset", "blob_bytes")
@@ -372,12 +374,14 @@ class SaveReply(_message.Message):
         fresh_first: bool
         def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ..., rebased: _Optional[bool] = ..., encodings: _Optional[_Mapping[str, str]] = ..., fresh_first: _Optional[bool] = ...) -> None: ...
     class Prepared(_message.Message):
-        __slots__ = ("covers", "refused")
+        __slots__ = ("covers", "refused", "fresh_first")
         COVERS_FIELD_NUMBER: _ClassVar[int]
         REFUSED_FIELD_NUMBER: _ClassVar[int]
+        FRESH_FIRST_FIELD_NUMBER: _ClassVar[int]
         covers: int
         refused: str
-        def __init__(self, covers: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+        fresh_first: bool
+        def __init__(self, covers: _Optional[int] = ..., refused: _Optional[str] = ..., fresh_first: _Optional[bool] = ...) -> None: ...
     class Blocks(_message.Message):
         __slots__ = ("granted",)
         GRANTED_FIELD_NUMBER: _ClassVar[int]

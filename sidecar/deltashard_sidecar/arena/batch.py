@@ -47,6 +47,8 @@ class Rows:
     """Bytes of the whole batch."""
     fresh: bool | None = None
     """Whether they changed since the trainer's newest commit; None: not known."""
+    again: bool = False
+    """Whether other batches have all of them, too."""
 
     def block(self, data: memoryview) -> RowBlock:
         """The rows themselves: views of `data`, the bytes of the whole batch; raises `BadBatch` for ids elsewhere."""
@@ -93,6 +95,8 @@ def rows_of(
     # Every row takes at least a byte, so this bounds the products below.
     if not 0 < d.rows <= min(schema.rows, block_bytes):
         raise BadBatch(f"{d.rows} rows of a table of {schema.rows}", where=where)
+    if d.again and not d.fresh:
+        raise BadBatch("rows are sent again that did not change", where=where)
     if d.contiguous and d.row_start + d.rows > schema.rows:
         raise BadBatch(f"rows from {d.row_start}, {d.rows} of them, of {schema.rows}", where=where)
     within = tuple(
@@ -127,6 +131,7 @@ def rows_of(
         offsets=tuple(offsets),
         length=length,
         fresh=d.fresh if d.HasField("fresh") else None,
+        again=d.again,
     )
 
 

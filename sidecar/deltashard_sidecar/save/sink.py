@@ -140,13 +140,16 @@ class PartSink:
         rows = min(len(block), rows_per_frame(block.schema, columns, encoding))
         out = _buffer(frame_bound(block.schema, columns, rows))
         metrics = self._run.metrics
+        if batch.again and self._cut.since is None:
+            raise BadBatch("rows are sent again that were not wanted apart", where="row batch")
         began_s = time.thread_time()
         for frame in encode_row_frames(block, options, step=self._cut.step, out=out):
             self._run.measured.encoded(frame.raw_bytes, time.thread_time() - began_s)
             held = frame.info.encoding
             # A frame that could not be encoded as asked is not as it was in that checkpoint, changed or not.
             new = batch.fresh or (batch.fresh is not None and held != asked)
-            self._writer.add(frame, since=self._cut.since if new else None)
+            again = frame.info.rows if batch.again else 0
+            self._writer.add(frame, since=self._cut.since if new else None, again=again)
             metrics.rows.labels("in", held).inc(frame.info.rows)
             metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
             metrics.frame_bytes.labels("in", held).inc(frame.info.stored_bytes)

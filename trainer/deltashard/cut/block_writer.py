@@ -77,6 +77,7 @@ class CopiedRows:
     """What was handed over."""
 
     rows: int = 0
+    """Each once."""
     raw_bytes: int = 0
     batches: int = 0
 
@@ -201,21 +202,23 @@ class BlockWriter:
         self._threads = 0
         self.copied = CopiedRows()
 
-    def table(self, cut: TableCut, *, start: int = 0, fresh: bool | None = None) -> None:
+    def table(self, cut: TableCut, *, start: int = 0, fresh: bool | None = None, again: bool = False) -> None:
         """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`).
 
         `start`: of a selection of all rows, only those from this one on. `fresh`: whether they changed since the newest
-        commit; None: not known.
+        commit; None: not known. `again`: whether they are in other batches, too.
         """
         self._parts, self._cut = parts_of(cut), cut
-        for batch in self.batches(cut, start=start, fresh=fresh):
+        for batch in self.batches(cut, start=start, fresh=fresh, again=again):
             if batch is not None:
                 self._send(batch.message, batch.target)
             self._count()
         if self._observe is not None:
             self.flush()  # the observer looks at this table's parts
 
-    def batches(self, cut: TableCut, *, start: int = 0, fresh: bool | None = None) -> Iterator[Batch | None]:
+    def batches(
+        self, cut: TableCut, *, start: int = 0, fresh: bool | None = None, again: bool = False
+    ) -> Iterator[Batch | None]:
         """Copy one table's rows batch by batch, each when it is asked for; None: it is on its way from a device."""
         parts = parts_of(cut)
         widths = tuple(_width(part) for part in parts)
@@ -236,6 +239,7 @@ class BlockWriter:
                     col_start=cut.box.col_start,
                     col_stop=cut.box.col_stop,
                     fresh=fresh,
+                    again=again,
                 )
             )
             chosen = None if ids is None else ids[at_row : at_row + rows]
@@ -250,7 +254,7 @@ class BlockWriter:
                 batch = Batch(message=message, target=target, widths=widths)
             else:
                 self._from_device(message, target, parts, chosen, begin, rows, first, offsets, length)
-            self.copied.rows += rows
+            self.copied.rows += 0 if again else rows
             self.copied.raw_bytes += rows * sum(widths)
             yield batch
 

@@ -5,6 +5,9 @@
     the cut         the thread stops, at most a batch later; rows that were touched are copied again over their place,
                     or behind the others; whatever was not reached is copied as always; then all is handed over
 
+Where rows that changed since the newest commit are wanted apart (`fresh`), the thread copies them first, and the others
+after them. Of these the touched ones are sent once more, as fresh rows: over their place they are not apart.
+
 Training waits for the rows of the steps that the copy took, instead of for all of them.
 
 Why what is handed over is of one step: a row that was copied ahead and is not touched has not changed since the watch
@@ -36,7 +39,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +55,7 @@ from deltashard.cut.block_writer import Batch, BlockWriter, TableCut, parts_of
 from deltashard.cut.save_stream import HOLD_S, CutFailed, SaveStream
 from deltashard.errors import SidecarUnavailable
 from deltashard.state.row_hash import row_bytes
-from deltashard.tracking.marks import Mode, RowSelection
+from deltashard.tracking.marks import Marks, Mode, RowSelection
 from deltashard.tracking.tracking import TrackedTable
 
 log = logging.getLogger("deltashard")
@@ -92,11 +95,23 @@ def _yield_to_training() -> None:
 class Renewed:
     """What was copied ahead of one table, as it is at the cut."""
 
+    full: bool
+    """Whether all rows of the table are taken."""
     again: int
     """Rows that were copied once more."""
-    rest: TableCut
-    """What is still to be copied: of `selection.ids`, or of all rows those from `start` on."""
+    rest: tuple[TableCut, ...]
+    """What is still to be copied; where fresh rows are apart: those, and the others."""
     start: int
+    """Where the first of these begins if it is of all rows."""
+    repeated: TableCut | None
+    """Fresh rows in batches of others, where they have the right values, too."""
+
+    def write(self, writer: BlockWriter, *, fresh_first: bool) -> None:
+        """Copy the rest; `fresh_first`: whether rows that are apart are said to be fresh."""
+        for nth, cut in enumerate(self.rest):
+            writer.table(cut, start=0 if nth else self.start, fresh=not nth if fresh_first else None)
+        if fresh_first and self.repeated is not None:
+            writer.table(self.repeated, fresh=True, again=True)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -111,6 +126,30 @@ class _Copies:
     """Places in the batch that were copied once more, at the cut."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Pass:
+    """One walk over the rows of a table: over all that the cut takes, or over the fresh or the older ones of them."""
+
+    mode: Mode
+    fresh: bool | None = None
+    """Whether its rows are those that changed since the newest commit, or all others; None: either."""
+    whole: bool = False
+    """Whether all rows of the table are taken."""
+    upto: int = 0
+    """Rows below were copied, or were not to be when they were listed."""
+    batches: list[Batch] = field(default_factory=list)
+    """In ascending order of rows."""
+    copies: list[_Copies] = field(default_factory=list)
+    """By batch; kept for `compare`, when the batches themselves are the sidecar's."""
+
+    def find(self, marks: Marks, start: int, stop: int) -> Rows:
+        return (marks.find_older if self.fresh is False else marks.find)(self.mode, start, stop)
+
+    @property
+    def rows(self) -> int:
+        return sum(batch.rows for batch in self.batches)
+
+
 class TableAhead:
     """What is copied ahead of one table: by the copying thread, and after it by the training thread."""
 
@@ -119,10 +158,6 @@ class TableAhead:
         self.table = table
         self.strayed = False
         """Whether rows that nothing touched are not what was copied of them."""
-        self.batches: list[Batch] = []
-        """In ascending order of rows."""
-        self.whole = False
-        """Whether all rows are taken."""
         # The memory of this boundary: a parameter whose `.data` is another's for a while is read where it was.
         self._cut = cut = replace(
             cut, weights=cut.weights.detach(), fields=tuple(each.detach() for each in cut.fields)
@@ -130,49 +165,59 @@ class TableAhead:
         self._marks = table.marks
         self._schema_version = table.schema_version
         self._random = np.random.default_rng()
-        self._copies: list[_Copies] = []
-        """By batch; kept for `compare`, when the batches themselves are the sidecar's."""
         self.astray: Rows = np.empty(0, np.int64)
         """Of the shard, what `compare` found."""
-        self._upto = 0
-        """Rows below were copied, or were not to be when they were listed."""
+        self._passes: list[_Pass] = []
 
     @property
     def rows(self) -> int:
-        return sum(batch.rows for batch in self.batches)
+        return sum(each.rows for each in self._passes)
 
-    def copy(self, writer: BlockWriter, mode: Mode) -> Iterator[Batch]:
-        """Copy what a cut of this mode takes: a batch each time that one is asked for."""
+    def copy(self, writer: BlockWriter, mode: Mode, *, fresh_first: bool = False) -> Iterator[Batch]:
+        """Copy what a cut of this mode takes: a batch each time that one is asked for.
+
+        `fresh_first`: rows that changed since the newest commit by themselves, and then the others.
+        """
+        # IMPORTANT: rows are marked meanwhile, and none is unmarked. A row that the first pass lists is fresh when the
+        # second one comes to it, so no row is in both; one that is in neither, and is to be, is touched.
+        if fresh_first:
+            self._passes = [_Pass(mode="since_commit", fresh=True), _Pass(mode=mode, fresh=False)]
+        else:
+            self._passes = [_Pass(mode=mode)]
+        for each in self._passes:
+            yield from self._walk(writer, each)
+
+    def _walk(self, writer: BlockWriter, walk: _Pass) -> Iterator[Batch]:
         rows = self._marks.rows
-        # Rows are marked meanwhile, and none is unmarked: all stays all.
-        self.whole = self._marks.count(mode) == rows
-        if self.whole:
-            yield from self._copied(writer, RowSelection(all=True, ids=None))
+        walk.whole = walk.fresh is not False and self._marks.count(walk.mode) == rows  # all stays all
+        if walk.whole:
+            yield from self._copied(writer, walk, RowSelection(all=True, ids=None))
         else:
             for start in range(0, rows, LIST_ROWS):
                 stop = min(start + LIST_ROWS, rows)
-                ids = self._marks.find(mode, start, stop)
-                yield from self._copied(writer, RowSelection(all=False, ids=torch.from_numpy(ids)))
-                self._upto = stop
-        self._upto = rows
+                ids = torch.from_numpy(walk.find(self._marks, start, stop))
+                yield from self._copied(writer, walk, RowSelection(all=False, ids=ids))
+                walk.upto = stop
+        walk.upto = rows
 
-    def _copied(self, writer: BlockWriter, selection: RowSelection) -> Iterator[Batch]:
-        for batch in writer.batches(replace(self._cut, selection=selection)):
+    def _copied(self, writer: BlockWriter, walk: _Pass, selection: RowSelection) -> Iterator[Batch]:
+        for batch in writer.batches(replace(self._cut, selection=selection), fresh=walk.fresh):
             assert batch is not None  # on the CPU
             copies = _Copies(
                 rows=self._rows_of(batch),
                 hashes=row_kernel.row_hashes(batch.sections(), _SEED),
                 again=np.empty(0, np.int64),
             )
-            self.batches.append(batch)
-            self._copies.append(copies)
-            self._upto = int(copies.rows[-1]) + 1
+            walk.batches.append(batch)
+            walk.copies.append(copies)
+            walk.upto = int(copies.rows[-1]) + 1
             yield batch
 
     def _rows_of(self, batch: Batch) -> Rows:
-        first = self._cut.box.row_start
-        start = batch.message.rows.row_start
-        return np.arange(start, start + batch.rows) - first if self.whole else batch.ids() - first
+        first, message = self._cut.box.row_start, batch.message.rows
+        if message.contiguous:
+            return np.arange(message.row_start, message.row_start + batch.rows) - first
+        return batch.ids() - first
 
     def compare(self) -> None:
         """After the cut, on the copying thread: find rows that are not what was copied of them ahead of it.
@@ -180,8 +225,10 @@ class TableAhead:
         One that was written since is marked when `astray` is asked for, at a boundary.
         """
         found = []
-        while self._copies:
-            each = self._copies.pop()
+        copies = [each for walk in self._passes for each in walk.copies]
+        self._passes = []
+        while copies:
+            each = copies.pop()
             with memory.reading:
                 values = [row_bytes(part).numpy() for part in parts_of(self._cut)]
                 differ = row_kernel.row_hashes(values, _SEED, rows=each.rows) != each.hashes
@@ -191,43 +238,62 @@ class TableAhead:
 
     def renewed(self, now: TableCut, mode: Mode) -> Renewed | None:
         """Bring the batches up to what the table is now; None: they cannot be, copy it as always."""
-        if not self.batches or not self._same(now):
+        if not self.rows or not self._same(now):
             return None
         touched = self._marks.touched()
-        touched = touched[: np.searchsorted(touched, self._upto)]
-        if len(touched) > self.rows * MOST_AGAIN:
+        first, count = self._passes[0], self._marks.rows
+        if np.searchsorted(touched, first.upto) > self.rows * MOST_AGAIN:
             return None
-        missing: list[Rows] = []
-        again = 0
         values = [row_bytes(part).numpy() for part in parts_of(now)]
+        replaced: list[Rows] = []
+        for walk in self._passes:
+            again = self._replaced(walk, values, touched[: np.searchsorted(touched, walk.upto)])
+            if again is None:
+                self.strayed = True
+                return None
+            replaced.append(again)
+        # Whatever was touched is fresh: the first pass is that of the rows that are fresh, or of all.
+        missed = np.setdiff1d(
+            touched[: np.searchsorted(touched, first.upto)], np.concatenate(replaced), assume_unique=True
+        )
+        rest = [np.concatenate([missed, first.find(self._marks, first.upto, count)])]
+        rest += [walk.find(self._marks, walk.upto, count) for walk in self._passes[1:]]
+        taken = self._marks.count(mode)
+        if self.rows + sum(map(len, rest)) != taken:
+            return None  # never seen; what was copied is not what the cut takes
+
+        def chosen(rows: Rows) -> TableCut:
+            return replace(now, selection=RowSelection(all=False, ids=torch.from_numpy(rows)))
+
+        return Renewed(
+            full=taken == count,
+            again=sum(map(len, replaced)),
+            rest=tuple(
+                now if walk.whole else chosen(rows) for walk, rows in zip(self._passes, rest, strict=True)
+            ),
+            start=first.upto if first.whole else 0,
+            repeated=chosen(replaced[1]) if first.fresh else None,
+        )
+
+    def _replaced(self, walk: _Pass, values: Sequence[npt.NDArray[np.uint8]], touched: Rows) -> Rows | None:
+        """Copy touched rows over their places; which of them have one. None: others are not what was copied."""
+        found: list[Rows] = [np.empty(0, np.int64)]
         at = 0
-        for batch, copies in zip(self.batches, self._copies, strict=True):
+        for batch, copies in zip(walk.batches, walk.copies, strict=True):
             stop = int(np.searchsorted(touched, copies.rows[-1], side="right"))
             rows, at = touched[at:stop], stop
             if self._strays(batch, copies.rows, values, rows):
-                self.strayed = True
                 return None
             if not len(rows):
                 continue
-            if self.whole:
-                places = rows - copies.rows[0]
-            else:
-                places = np.searchsorted(copies.rows, rows)
-                here = copies.rows[places] == rows
-                missing.append(rows[~here])
-                rows, places = rows[here], places[here]
+            places = np.searchsorted(copies.rows, rows)
+            here = copies.rows[places] == rows
+            rows, places = rows[here], places[here]
             for source, target in zip(values, batch.sections(), strict=True):
                 row_kernel.replace_rows(source, rows, target, places)
             copies.again = places
-            again += len(rows)
-        if self.whole:
-            return Renewed(again=again, rest=now, start=self._upto) if self.rows == self._upto else None
-        missing += [touched[at:], self._marks.find(mode, self._upto, self._marks.rows)]
-        rest = np.concatenate(missing)
-        if self.rows + len(rest) != self._marks.count(mode):
-            return None  # never seen; what was copied is not what the cut takes
-        selection = RowSelection(all=False, ids=torch.from_numpy(rest))
-        return Renewed(again=again, rest=replace(now, selection=selection), start=0)
+            found.append(rows)
+        return np.concatenate(found)
 
     def _strays(
         self, batch: Batch, copied: Rows, values: Sequence[npt.NDArray[np.uint8]], touched: Rows
@@ -292,6 +358,8 @@ class Precopy:
         """How long the thread was at it."""
         self.mode: Mode | None = None
         """Of the rows that were copied; None: there are none."""
+        self.fresh_first = False
+        """Whether those that changed since the newest commit are apart."""
         self.why_not = ""
         """Why it ended before all was copied; empty: it did not."""
         self.looked = False
@@ -341,7 +409,7 @@ class Precopy:
             crash_point("precopy.prepared")
             self._spared = int(self.stream.spare_blocks * SPARED_SHARE) + 1
             began_s = time.monotonic()
-            self.mode = self._mode_of(answer)
+            self.mode, self.fresh_first = self._mode_of(answer), answer.fresh_first
             for table in self.tables:
                 self._copy(table, self.mode)
             self._look()
@@ -366,7 +434,7 @@ class Precopy:
         self.looked = True
 
     def _copy(self, table: TableAhead, mode: Mode) -> None:
-        batches = table.copy(self.writer, mode)
+        batches = table.copy(self.writer, mode, fresh_first=self.fresh_first)
         while True:
             if self._stop:
                 raise _Stopped("stopped")

@@ -307,9 +307,9 @@ class SnapshotTaker:
             writer = self._writer(link, stream, until_s, ahead, begun)
             if ahead is not None and ahead.mode != mode:
                 renewed = {}
-            copied = self._write_tables(
-                writer, mode, cuts, ahead, renewed, fresh_first=begun.fresh_first and not renewed
-            )
+            # Rows of all tables are apart, or of none.
+            apart = begun.fresh_first and (not renewed or (ahead is not None and ahead.fresh_first))
+            copied = self._write_tables(writer, mode, cuts, ahead, renewed, fresh_first=apart)
             content = None if self._contents is None else self._content(self._contents, writer)
             for name, tree in self.capture.blobs(flight.step, content):
                 writer.blob(name, tree)
@@ -406,13 +406,13 @@ class SnapshotTaker:
             copied.ahead = ahead.hand_over(mine for mine, _ in renewed.values())
         for table, cut in cuts:
             if table in renewed:
-                mine, now = renewed[table]
-                copied.full &= mine.whole
+                _, now = renewed[table]
+                copied.full &= now.full
                 copied.again += now.again
-                writer.table(now.rest, start=now.start)
+                now.write(writer, fresh_first=fresh_first)
             elif fresh_first:
                 fresh, older = table.marks.select("since_commit"), table.marks.select_older(mode)
-                copied.full &= mode == "all" or table.marks.count(mode) == table.marks.rows
+                copied.full &= table.marks.count(mode) == table.marks.rows
                 writer.table(replace(cut, selection=fresh), fresh=True)
                 writer.table(replace(cut, selection=older), fresh=False)
             else:

@@ -119,13 +119,11 @@ class Marks:
 
     def select_older(self, mode: Mode) -> RowSelection:
         """What `select` has and `select("since_commit")` has not."""
-        # On the CPU by numpy: torch's threads would wait for cores that others have, and training for them.
-        flags = self.flags if self._array is None else self._array
-        older = (flags & _SELECTS["since_commit"]) == 0
+        if self._array is not None:
+            return RowSelection(all=False, ids=torch.from_numpy(self.find_older(mode, 0, self.rows)))
+        older = (self.flags & _SELECTS["since_commit"]) == 0
         if mode != "all":
-            older &= (flags & _SELECTS[mode]) != 0
-        if isinstance(older, np.ndarray):
-            return RowSelection(all=False, ids=torch.from_numpy(np.flatnonzero(older)))
+            older &= (self.flags & _SELECTS[mode]) != 0
         return RowSelection(all=False, ids=torch.nonzero(older).view(-1))
 
     def watch(self) -> None:
@@ -151,6 +149,15 @@ class Marks:
             return np.arange(start, min(stop, self.rows))
         # IMPORTANT: found in a copy. Another thread may mark rows between the two passes that count and list them.
         return row_kernel.find_rows(self._array[start:stop].copy(), _SELECTS[mode]) + start
+
+    def find_older(self, mode: Mode, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The like of `select_older`. By numpy: torch's threads would wait for cores, and training for them."""
+        assert self._array is not None
+        flags = self._array[start:stop].copy()
+        older = (flags & _SELECTS["since_commit"]) == 0
+        if mode != "all":
+            older &= (flags & _SELECTS[mode]) != 0
+        return np.flatnonzero(older) + start
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

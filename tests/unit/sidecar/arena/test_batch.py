@@ -51,6 +51,15 @@ def test_contiguous_rows_need_no_ids() -> None:
     assert batch.block(memoryview(bytes(batch.length))).ids == range(990, 1000)
 
 
+def test_only_rows_that_changed_are_sent_again() -> None:
+    """What they say reaches the index, where others are refused."""
+    place = {"rows": 1, "col_start": 0, "col_stop": 8}
+    batch = rows_of(pb.RowBatch(fresh=True, again=True, **place), TABLES, WHOLE, BLOCK)
+    assert (batch.fresh, batch.again) == (True, True)
+    with pytest.raises(BadBatch, match="did not change"):
+        rows_of(pb.RowBatch(again=True, **place), TABLES, WHOLE, BLOCK)
+
+
 SHARDS = (
     Box(table="t", row_start=0, row_stop=100, col_start=0, col_stop=4),
     Box(table="t", row_start=500, row_stop=600, col_start=0, col_stop=4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,8 +48,9 @@ class Arena:
         self.free.extend(blocks)
 
     def stored(self):
-        """Row -> (weights, state) as what was handed over says; no row twice, no block returned to."""
+        """Row -> (weights, state) as what was handed over says; no row twice but again, no block returned to."""
         found, order = {}, []
+        self.fresh = set()
         for batch in self.sent:
             if not order or order[-1] != batch.block:
                 assert batch.block not in order, "a block that another closed"
@@ -63,8 +65,12 @@ class Arena:
             values = np.frombuffer(block, np.float32, batch.rows * COLUMNS, batch.offset + offsets[1])
             state = np.frombuffer(block, np.float32, batch.rows, batch.offset + offsets[2])
             for at, row in enumerate(ids):
-                assert row - FIRST not in found, "a row twice"
-                found[row - FIRST] = (values.reshape(-1, COLUMNS)[at].tolist(), float(state[at]))
+                held = (values.reshape(-1, COLUMNS)[at].tolist(), float(state[at]))
+                assert (row - FIRST in found) == batch.again, "a row twice"
+                assert found.setdefault(row - FIRST, held) == held, "two values of a row"
+                assert row - FIRST not in self.fresh, "a fresh row twice"
+                if batch.fresh:
+                    self.fresh.add(row - FIRST)
         return found
 
 
@@ -118,6 +124,7 @@ lives = st.lists(
         during,
         st.sampled_from(["baseline", "commit", "failed", "lost"]),
         st.sampled_from(["cut", "cut", "discard", "other mode"]),
+        st.booleans(),
     ),
     min_size=1,
     max_size=5,
@@ -127,7 +134,8 @@ lives = st.lists(
 def play(script):
     """Cuts with copies ahead; after each, what it handed over is compared with the table."""
     table = Table()
-    for number, (before, mode, between, fate, end) in enumerate(script, 1):
+    for number, (before, mode, between, fate, end, wanted) in enumerate(script, 1):
+        apart = wanted and mode != "since_commit"
         table.write(before)
         table.marks.mark(torch.tensor(sorted(before), dtype=torch.int64))
         arena = Arena()
@@ -135,7 +143,7 @@ def play(script):
         table.watch()
         ahead = TableAhead(table, table.cut())
         written = []
-        batches = ahead.copy(writer, mode)
+        batches = ahead.copy(writer, mode, fresh_first=apart)
         for what, how in between:
             if what == "copy":
                 for _ in range(how):
@@ -163,11 +171,17 @@ def play(script):
             writer.table(table.cut(table.marks.select(now)))
         else:
             assert rows == ahead.rows
-            writer.table(renewed.rest, start=renewed.start)
+            renewed.write(writer, fresh_first=apart)
         stored = arena.stored()
         assert writer.copied.rows == len(stored)
         want = set(range(ROWS)) if now == "all" else table.changed[now]
         assert stored.keys() >= want, (now, sorted(want - stored.keys()))
+        if renewed is not None:
+            assert arena.fresh >= (table.changed["since_commit"] if apart else set()), (
+                "changed, and not fresh"
+            )
+            assert arena.fresh <= (set(table.marks.find("since_commit", 0, ROWS)) if apart else set())
+            assert renewed.full == (len(stored) == ROWS)
         for row, (weights, state) in stored.items():
             assert weights == table.weights[row].tolist(), (row, "weights of another step")
             assert state == float(table.state[row]), (row, "state of another step")
@@ -199,7 +213,7 @@ def test_a_cut_holds_every_changed_row_as_it_is_then(script):
     play(script)
 
 
-WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline", "cut")]
+WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline", "cut", False)]
 
 
 @pytest.mark.parametrize("blind", ["touched", "watch"])
@@ -221,6 +235,25 @@ def test_the_model_sees_rows_of_another_step(monkeypatch, blind):
         play(WRITTEN_MEANWHILE)
 
 
+def test_the_model_sees_changed_rows_that_are_not_sent_as_fresh(monkeypatch):
+    """Of 70 rows two have changed; a third is written when it was copied with the others, over its place alone."""
+    script = [
+        ({1}, "all", [], "baseline", "cut", False),
+        ({1, 2}, "all", [("copy", 99), ("step", {9})], "lost", "cut", True),
+    ]
+    play(script)
+    write = precopy.Renewed.write
+    monkeypatch.setattr(
+        precopy.Renewed,
+        "write",
+        lambda renewed, writer, fresh_first: write(
+            replace(renewed, repeated=None), writer, fresh_first=fresh_first
+        ),
+    )
+    with pytest.raises(AssertionError, match="changed, and not fresh"):
+        play(script)
+
+
 def test_only_what_was_touched_is_copied_again():
     """All rows copied ahead, two written since, one of them marked twice: two rows again, none besides."""
     table, arena = Table(), Arena()
@@ -233,6 +266,24 @@ def test_only_what_was_touched_is_copied_again():
         table.marks.mark(torch.tensor(sorted(rows)))
     renewed = ahead.renewed(table.cut(), "all")
     assert (renewed.again, renewed.start) == (2, ROWS)
+
+
+def test_a_row_that_changes_after_it_was_copied_with_the_older_ones_is_sent_once_more():
+    """Every other row is fresh at first; two of the others are written when all were copied, and these go twice."""
+    table, writer, ahead = _half_marked()
+    copied = [(batch.message.rows.fresh, batch.rows) for batch in ahead.copy(writer, "all", fresh_first=True)]
+    assert copied == sorted(copied, key=lambda each: not each[0]), "fresh ones first"
+    assert sum(rows for fresh, rows in copied if fresh) == ROWS // 2
+    table.write({3, 4, 69})
+    table.marks.mark(torch.tensor([3, 4, 69]))
+    renewed = ahead.renewed(table.cut(), "all")
+    assert renewed.again == 3
+    assert renewed.repeated.selection.ids.tolist() == [3, 69]
+    assert [cut.selection.ids.tolist() for cut in renewed.rest] == [[], []]
+    before = writer.copied.rows
+    writer.goes_on(block=lambda: 0, send=lambda _message, _bytes: None)
+    renewed.write(writer, fresh_first=True)
+    assert (before, writer.copied.rows) == (ROWS, 0), "each row counts once"
 
 
 def _half_marked() -> tuple[Table, BlockWriter, TableAhead]:

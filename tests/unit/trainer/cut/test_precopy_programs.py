@@ -1,7 +1,7 @@
 """Random programs, any optimizer and table, with copies ahead of cuts in the midst: what is stored is what is there.
 
 A store is kept beside the program: each cut's rows are written into it as they were handed over, and after every cut it
-has to equal weights and state in full, bit for bit.
+has to equal weights and state in full, bit for bit. Where a program's cuts are baselines, they say which rows changed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Arena:
 class Program:
     """A training under tracking, its store, and the copy ahead that may be under way."""
 
-    def __init__(self, case, seed, how):
+    def __init__(self, case, seed, how, *, apart=False):
+        """`apart`: cuts take all rows, those that changed since the newest commit in batches of their own."""
+        self.apart, self.mode = apart, "all" if apart else "since_commit"
         self.training, self.cutter = begin(*case, seed, how)
         self.table, self.tracking = self.cutter.table, self.cutter.tracking
         self.store = [part.clone() for part in parts_of(self.cut())]
@@ -75,7 +77,7 @@ class Program:
             self.writer = BlockWriter(self.arena, block=self.arena.take, send=self.arena.send, threads=1)
             self.ahead = TableAhead(self.table, self.cut())
             self.table.marks.watch()
-            self.batches = self.ahead.copy(self.writer, "since_commit")
+            self.batches = self.ahead.copy(self.writer, self.mode, fresh_first=self.apart)
             self.copy()
 
     def copy(self):
@@ -97,7 +99,7 @@ class Program:
         cutter.cut += 1
         self.tracking.audit_before_commit()
         self.tracking.refresh()
-        renewed = None if self.ahead is None else self.ahead.renewed(self.cut(), "since_commit")
+        renewed = None if self.ahead is None else self.ahead.renewed(self.cut(), self.mode)
         SEEN["renewed" if renewed else "discarded" if self.ahead else "plain"] += 1
         if self.ahead is None:
             self.arena = Arena()
@@ -109,14 +111,18 @@ class Program:
         if renewed:
             SEEN["ahead"] += self.ahead.rows
             SEEN["again"] += renewed.again
-            self.writer.table(renewed.rest, start=renewed.start)
+            SEEN["repeated"] += 0 if renewed.repeated is None else len(renewed.repeated.selection.ids)
+            renewed.write(self.writer, fresh_first=self.apart)
+        elif self.apart:
+            self.writer.table(self.cut(self.table.marks.select("since_commit")), fresh=True)
+            self.writer.table(self.cut(self.table.marks.select_older("all")))
         else:
             self.writer.table(self.cut(self.table.prepare_cut("since_commit")))
         self.writer.flush()
         self.ahead = None
         self.apply()
-        self.tracking.cut_taken(cutter.cut, "since_commit")
-        self.tracking.committed(cutter.cut, baseline=False)
+        self.tracking.cut_taken(cutter.cut, self.mode)
+        self.tracking.committed(cutter.cut, baseline=self.apart)
         self.tracking.audit_sample()
 
     def apply(self):
@@ -124,6 +130,8 @@ class Program:
         parts = parts_of(self.cut())
         if len(parts) != len(self.store):  # a field appeared or went: all rows are sent
             self.store = [torch.full_like(part, 77) for part in parts]
+        before = [part.clone() for part in self.store]
+        said, sent = (torch.zeros(ROWS, dtype=torch.int64, device="cpu") for _ in range(2))
         widths = [part[0].numel() * part.element_size() for part in parts]
         for batch in self.arena.sent:
             offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=widths)
@@ -133,6 +141,9 @@ class Program:
                 if batch.contiguous
                 else torch.from_numpy(np.frombuffer(block, np.int64, batch.rows, batch.offset).copy())
             )
+            assert bool((sent[rows] > 0).all() if batch.again else (sent[rows] == 0).all()), "a row twice"
+            sent[rows] += 1
+            said[rows] += int(batch.fresh)
             for part, stored, at in zip(parts, self.store, offsets[1:], strict=True):
                 values = torch.frombuffer(
                     block, dtype=part.dtype, count=batch.rows * part[0].numel(), offset=batch.offset + at
@@ -142,6 +153,17 @@ class Program:
             same = (part == stored) | (part.isnan() & stored.isnan())
             wrong = (~same.view(ROWS, -1).all(1)).nonzero().view(-1).tolist()
             assert not wrong, f"rows {wrong[:8]} are of another step ({self.table.tracker})"
+        if self.apart:
+            changed = [
+                ((was != now) & ~(was.isnan() & now.isnan())).view(ROWS, -1).any(1).cpu()
+                for was, now in zip(before, self.store, strict=True)
+            ]
+            assert bool((sent > 0).all())
+            assert bool((said <= 1).all())
+            unsaid = (torch.stack(changed).any(0) & (said == 0)).nonzero().view(-1).tolist()
+            assert not unsaid, (
+                f"rows {unsaid[:8]} changed, and no fresh batch has them ({self.table.tracker})"
+            )
 
 
 CASES = [
@@ -178,17 +200,18 @@ def _small(monkeypatch):
         max_size=18,
     ),
     seed=st.integers(0, 1000),
+    apart=st.booleans(),
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_stored_is_what_is_there(device, case, events, seed):
+def test_what_is_stored_is_what_is_there(device, case, events, seed, apart):
     """Any optimizer x any table x any sequence of events: after every cut no row is of another step."""
     if (
         "replace_module" in events
     ):  # torch itself cannot give the state of a parameter that is in no group any more
         events = [event for event in events if event != "reload_optimizer"]
     with quiet(), torch.device(device):
-        program = Program(case, seed, ALL_SEEN if TRACELESS & set(events) else PLAIN)
+        program = Program(case, seed, ALL_SEEN if TRACELESS & set(events) else PLAIN, apart=apart)
         for event in [*events, "cut"]:
             if event in ("watch", "copy", "train_and_copy"):
                 getattr(program, event)()
@@ -200,10 +223,11 @@ def test_what_is_stored_is_what_is_there(device, case, events, seed):
 
 @pytest.mark.slow
 def test_programs_did_copy_ahead():
-    """The property is not vacuous: copies were used, rows were copied again, and copies were thrown away."""
+    """The property is not vacuous: copies were used, rows were copied or sent again, and copies were thrown away."""
     if not SEEN:
         pytest.skip("the property did not run in this process")
-    assert min(SEEN["renewed"], SEEN["discarded"], SEEN["ahead"], SEEN["again"]) > 0, SEEN
+    kinds = ("renewed", "discarded", "ahead", "again", "repeated")
+    assert min(SEEN[kind] for kind in kinds) > 0, SEEN
 
 
 @pytest.mark.slow
@@ -215,7 +239,7 @@ def test_a_gradient_applied_again_is_seen():
         program.take()
         program.training.train()
         program.watch()
-        while program.ahead._upto < ROWS:
+        for _ in range(ROWS):
             program.copy()
         program.training.step_again()
         program.take()

@@ -111,7 +111,7 @@ def test_nothing_astray_and_nothing_copied_ahead(monkeypatch):
 def test_a_comparison_that_failed_is_a_fault(monkeypatch):
     """It has found nothing, which is not to know that nothing is there."""
     program = Program(monkeypatch, strays=False)
-    program.ahead._copies[0].hashes = np.empty(ROWS + 1, np.uint64)
+    program.ahead._passes[0].copies[0].hashes = np.empty(ROWS + 1, np.uint64)
     program.compare()
     assert program.found == 1
     found = program.comparison.result()
