@@ -1,10 +1,11 @@
 """`deltashard verify`: is what the log promises there, and does it restore?
 
 Always: every log entry is read, its hash chain and the rules between entries are checked, and every folded state by its
-content; every index of every live checkpoint is read and checked against its name, its log entry and itself; every pack
-is there and has its size; every checkpoint has a complete plan. Deep: every frame and every tail is read, re-hashed and
-parsed, and every live checkpoint is restored, table by table, into memory. Where frames of a table say `since` a live
-checkpoint, its rows that are in none of them have to be as they are in that one.
+content; every index of every live checkpoint is read and checked against its name, its log entry and itself; frames of
+a table say `since` one checkpoint, and earlier; every pack is there and has its size; every checkpoint has a complete
+plan. Deep: every frame and every tail is read, re-hashed and parsed, and every live checkpoint is restored, table by
+table, into memory. Where frames of a table say `since` a live checkpoint, its rows that are in none of them have to be
+as they are in that one.
 
 A problem names the object, what is wrong, and the checkpoints that need it. A store that cannot be reached is no
 problem of the run: that raises.
@@ -107,6 +108,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
     }
     packs = _check_packs(indexes, needed_by, sizes, problems)
     _check_encodings(state, live, indexes, problems)
+    _check_hints(state, live, indexes, problems)
     broken = {seq for problem in problems for seq in problem.checkpoints}
     whole = [state.checkpoints[seq] for seq in sorted(live - broken)]
     opened = [
@@ -282,6 +284,23 @@ def _check_encodings(
         if all_encodings(indexes[key].encodings for key in keys) != entry.encodings:
             what = "the entry and the indexes differ in the encodings of tables"
             problems.found(entry_key(entry.seq), what, (seq,))
+
+
+def _check_hints(
+    state: RunState, live: Iterable[int], indexes: Mapping[str, Index], problems: Problems
+) -> None:
+    """What the frames of a table say `since` is one checkpoint, and an earlier one."""
+    for seq in sorted(live):
+        for part in parts_of(state, seq) if _is_listed(state, seq) else ():
+            said: dict[str, set[int]] = {}
+            for place in indexes[part.index_key].places if part.index_key in indexes else ():
+                if place.since is not None:
+                    said.setdefault(place.info.table, set()).add(place.since)
+            for table, named in said.items():
+                if len(named) > 1 or max(named) >= seq:
+                    slots = ", ".join(map(str, sorted(named)))
+                    what = f"frames of {table} say since {slots}, not one earlier checkpoint"
+                    problems.found(part.index_key, what, (seq,))
 
 
 def _check_plan(checkpoint: OpenCheckpoint, problems: Problems) -> bool:

@@ -22,6 +22,7 @@ from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_cli import verification
 from deltashard_cli.target import Target
 from deltashard_cli.verification import verify
 from torch import nn
@@ -237,6 +238,41 @@ def test_an_attempt_says_it_of_what_it_encoded_itself(make: Make, tmp_path: Path
         again.step(ckpt, rng)
         ckpt.save().wait(60)
     assert _check(tmp_path / "store") == before
+
+
+@pytest.mark.parametrize("fault", ["two checkpoints", "itself"])
+def test_verify_finds_frames_that_do_not_say_since_one_earlier_checkpoint(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Planted in the index of the newest of three baselines, as it is read: its name has its hash."""
+    rng = np.random.default_rng(3)
+    loop = Loop()
+    ckpt = make(loop, encoding="fp32", differential="full")
+    ckpt.restore()
+    for _ in range(3):
+        loop.step(ckpt, rng)
+        ckpt.save().wait(60)
+    leave(ckpt)
+    store = open_store(f"file://{tmp_path / 'store'}")
+    first, _, seq = sorted(RunLog(store, "r").refresh().checkpoints)
+    key = RunLog(store, "r").refresh().checkpoints[seq].parts[0].index_key
+    index = _index(store, key)
+    at = [place.info.table == "large.weight" and place.since is not None for place in index.places].index(
+        True
+    )
+    places = list(index.places)
+    if fault == "itself":
+        places[at] = replace(places[at], since=seq)
+    else:
+        where = [place.info.table == "large.weight" and place.since is None for place in places].index(True)
+        places[where] = replace(places[where], since=first)
+    read = verification._read_indexes
+    planted = {key: replace(index, places=tuple(places))}
+    monkeypatch.setattr(verification, "_read_indexes", lambda *args: read(*args) | planted)
+    (problem,) = verify(Target(store=store, run="r")).problems
+    assert problem.object == key
+    assert "not one earlier checkpoint" in problem.what
+    assert problem.checkpoints == (seq,)
 
 
 def test_verify_finds_a_changed_row_that_no_frame_says_is_new(
