@@ -249,8 +249,8 @@ class SaveService:
         # IMPORTANT: who asks for all rows may not vouch for its marks.
         if commit is None or begin.full or commit == content.covers:
             return None
-        state = self._run.log_of(session.who).state
-        alike = encoded_alike(state, attempt, commit, tables=session.who.tables, precision=content.precision)
+        state, who = self._run.known(session.who), session.who
+        alike = encoded_alike(state, attempt, commit, tables=who.tables, precision=content.precision)
         return commit if alike else None
 
     def _ranks(self, session: Session) -> Ranks:

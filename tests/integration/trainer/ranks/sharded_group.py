@@ -24,7 +24,9 @@ def _training(sharding: str, optimizer: str) -> Training:
     return Training(sharding, optimizer, dense=DENSE[optimizer])
 
 
-def _checkpointer(workdir: Path, training: Training, run: str, encoding: str = "fp32") -> Checkpointer:
+def _checkpointer(
+    workdir: Path, training: Training, run: str, encoding: str = "fp32", **options: Any
+) -> Checkpointer:
     return Checkpointer(
         training.model,
         [training.dense],
@@ -33,6 +35,7 @@ def _checkpointer(workdir: Path, training: Training, run: str, encoding: str = "
         encoding=encoding,
         grace_s=None,
         tracking=TrackingSettings(hash_below_bytes=0),
+        **options,
     )
 
 
@@ -63,6 +66,19 @@ def save(rank: int, workdir: Path, sharding: str, optimizer: str, encoding: str,
         "commits": ckpt.stats.commits,
         "trackers": sorted({t.tracker for t in ckpt._program.tracking.saved}),
     }
+
+
+def baselines(rank: int, workdir: Path, sharding: str, count: str) -> Any:
+    """Train, and save all rows after every other step."""
+    training = _training(sharding, "rowwise")
+    ckpt = _checkpointer(workdir, training, "baselines", "q8", differential="full")
+    ckpt.restore()
+    for step in range(2 * int(count)):
+        training.train(batch(step, rank))
+        ckpt.step()
+        if step % 2:
+            ckpt.save().wait(100)
+    ckpt.close()
 
 
 def read(rank: int, workdir: Path, socket: str, runs: str, shardings: str, optimizer: str) -> Any:
