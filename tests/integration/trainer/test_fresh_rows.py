@@ -25,11 +25,14 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli import verification
 from deltashard_cli.target import Target
 from deltashard_cli.verification import verify
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.checkpointers import Make, checkpointers, leave
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 ROWS, DIM = 500, 8
 TABLES = ("large", "small")
 
@@ -37,7 +40,8 @@ TABLES = ("large", "small")
 class Loop:
     """Two tables; steps write rows that a test names."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pointwise: bool = False) -> None:
+        """`pointwise`: whether the optimizer has a value of each weight; else one of each row."""
         torch.manual_seed(1)
         self.net: Any = nn.ModuleDict(
             {
@@ -45,7 +49,8 @@ class Loop:
                 "small": nn.Embedding(ROWS // 5, DIM, sparse=True),
             }
         )
-        self.optimizer = deltashard.optim.RowWiseAdagrad(self.net.parameters(), lr=0.1)
+        adagrad: Any = torch.optim.Adagrad if pointwise else deltashard.optim.RowWiseAdagrad
+        self.optimizer = adagrad(self.net.parameters(), lr=0.1)
 
     def step(self, ckpt: deltashard.Checkpointer, rng: np.random.Generator) -> None:
         self.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)))
@@ -79,7 +84,7 @@ def _values(folder: Path, seq: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         for table in TABLES:
             rows = ROWS if table == "large" else ROWS // 5
             read = stored.rows(f"{table}.weight", torch.arange(rows))
-            found[table] = read.weights.numpy().copy(), read.state["sum"].numpy().reshape(rows).copy()
+            found[table] = read.weights.numpy().copy(), read.state["sum"].numpy().reshape(rows, -1).copy()
     return found
 
 
@@ -238,6 +243,104 @@ def test_an_attempt_says_it_of_what_it_encoded_itself(make: Make, tmp_path: Path
         again.step(ckpt, rng)
         ckpt.save().wait(60)
     assert _check(tmp_path / "store") == before
+
+
+def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sidecar dies when all of the third save but its commit is stored; the next one says since the second."""
+    monkeypatch.setenv("DELTASHARD_CRASH_AT", "index.after_put:3")
+    rng = np.random.default_rng(3)
+    loop = Loop()
+    ckpt = make(loop, encoding="q8", differential="full")
+    ckpt.restore()
+    for _ in range(2):
+        loop.step(ckpt, rng)
+        ckpt.save().wait(60)
+    store = open_store(f"file://{tmp_path / 'store'}")
+    second = max(RunLog(store, "r").refresh().checkpoints)
+    before = loop.net["large"].weight.detach().clone()
+    loop.step(ckpt, rng)
+    lost = ckpt.save()
+    with pytest.raises(deltashard.SaveFailed):
+        lost.wait(60)
+    rows = set(np.flatnonzero((loop.net["large"].weight.detach() != before).any(1).numpy()))
+    assert rows
+
+    eventually(lambda: loop.step(ckpt, rng) or ckpt._attachment.link, what="another sidecar")
+    ckpt.save().wait(60)
+    state = RunLog(store, "r").refresh()
+    seq = min(each for each in state.checkpoints if each > second)
+    assert seq in _check(tmp_path / "store")
+    index = _index(store, state.checkpoints[seq].parts[0].index_key)
+    fresh = [
+        place for place in index.places if place.since is not None and place.info.table == "large.weight"
+    ]
+    assert {place.since for place in fresh} == {second}
+    assert rows <= {int(row) for place in fresh for row in _rows(store, index, place)}
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    moves=st.lists(
+        st.one_of(st.integers(1, 14), st.integers(1, 14), st.sampled_from(["save", "restart"])),
+        min_size=5,
+        max_size=14,
+    ),
+    pointwise=st.booleans(),
+    encoding=st.sampled_from(["fp32", "q8"]),
+    differential=st.sampled_from(["full", "one-shot", "intermittent"]),
+)
+def test_what_any_program_says_is_true(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    moves: list[int | str],
+    pointwise: bool,
+    encoding: str,
+    differential: str,
+) -> None:
+    """Steps with saves that are copied ahead, saves that are asked for, programs that die and resume."""
+    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
+    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    folder = tmp_path_factory.mktemp("program")
+    rng = np.random.default_rng(3)
+    with checkpointers(folder, monkeypatch, keep_last=100) as make:
+
+        def begun() -> tuple[Loop, deltashard.Checkpointer]:
+            loop = Loop(pointwise=pointwise)
+            ckpt = make(
+                loop,
+                encoding=encoding,
+                differential=differential,
+                every_steps=8,
+                tracking=TrackingSettings(hash_below_bytes=0),
+            )
+            ckpt.restore()
+            return loop, ckpt
+
+        loop, ckpt = begun()
+        for move in (10, "save", 10, *moves, "save"):
+            if move == "restart":
+                leave(ckpt)
+                loop, ckpt = begun()
+            elif move == "save":
+                loop.step(ckpt, rng)
+                ckpt.save().wait(60)
+            else:
+                for _ in range(int(move)):
+                    loop.step(ckpt, rng)
+                    if (copying := ckpt._outcomes.precopy._now) is not None:
+                        eventually(lambda copying=copying: copying.done, what="the copy")
+                ckpt._outcomes.drain(float("inf"))
+        leave(ckpt)
+        assert _check(folder / "store")
+        found = verify(Target(store=open_store(f"file://{folder / 'store'}"), run="r"), deep=True)
+        assert found.problems == ()
 
 
 @pytest.mark.parametrize("fault", ["two checkpoints", "itself"])
