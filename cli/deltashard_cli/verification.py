@@ -4,8 +4,8 @@ Always: every log entry is read, its hash chain and the rules between entries ar
 content; every index of every live checkpoint is read and checked against its name, its log entry and itself; frames of
 a table say `since` one checkpoint, and earlier; every pack is there and has its size; every checkpoint has a complete
 plan. Deep: every frame and every tail is read, re-hashed and parsed, and every live checkpoint is restored, table by
-table, into memory. Where frames of a table say `since` a live checkpoint, its rows that are in none of them have to be
-as they are in that one.
+table, into memory. Where frames of a table say `since` a live checkpoint, these frames over that one
+have to make this one.
 
 A problem names the object, what is wrong, and the checkpoints that need it. A store that cannot be reached is no
 problem of the run: that raises.
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from deltashard_checkpoint.errors import DeltashardError, FormatError
 from deltashard_checkpoint.format import typed_tree
-from deltashard_checkpoint.format.frame import Frame, parse_frame
+from deltashard_checkpoint.format.frame import Frame
 from deltashard_checkpoint.format.index import Index, Piece, Place, all_encodings
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.format.schema import Box
@@ -36,7 +36,8 @@ from deltashard_checkpoint.log.replay import fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.maintenance.garbage_collection import debris
 from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, load_indexes
-from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, Rows, choose
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
 
@@ -416,65 +417,71 @@ def _check_since(
     whole: Mapping[int, OpenCheckpoint],
     problems: Problems,
 ) -> None:
-    """Where frames of a table say `since`, its rows in none of them are as in that checkpoint, if it is of `whole`."""
+    """Follow: what frames of a table say `since` over that checkpoint, if it is of `whole`, makes this one's rows."""
     schema, seq = table.schema, checkpoint.entry.seq
     for part in parts_of(checkpoint.state, seq):
         index = checkpoint.indexes[part.index_key]
         fresh = [
             place for place in index.places if place.info.table == schema.fqn and place.since is not None
         ]
-        for since in sorted({place.since for place in fresh if place.since is not None}):
-            before = whole.get(since)
-            if before is None or schema not in before.entry.tables:
+        since = fresh[0].since if fresh else None
+        before = None if since is None else whole.get(since)
+        if before is None or schema not in before.entry.tables:
+            continue
+        for box in (box for box in index.boxes if box.table == schema.fqn):
+            try:
+                followed = _rows_of_box(before.span(schema, box.row_start, box.row_stop), box)
+                _apply(checkpoint, index, fresh, followed)
+            except (FormatError, IncompletePlan, SchemaMismatch, ObjectNotFound) as error:
+                what = f"{schema.fqn} cannot be followed from checkpoint {since}: {error.what}"
+                problems.found(part.index_key, what, (seq,))
                 continue
-            mine = [place for place in fresh if place.since == since]
-            for box in (box for box in index.boxes if box.table == schema.fqn):
-                try:
-                    differ = _differing(table, before.span(schema, box.row_start, box.row_stop), box)
-                    differ[_ids(checkpoint, index, mine, box)] = False
-                except (FormatError, IncompletePlan, SchemaMismatch, ObjectNotFound) as error:
-                    what = f"{schema.fqn} cannot be compared with checkpoint {since}: {error.what}"
-                    problems.found(part.index_key, what, (seq,))
-                    continue
-                if differ.any():
-                    first = box.row_start + int(np.flatnonzero(differ)[0])
-                    what = (
-                        f"{int(differ.sum())} rows of {schema.fqn} (first: {first}) differ from checkpoint {since} "
-                        f"and are in no frame that says since {since}: the checkpoint restores, "
-                        f"a follower of {since} must read it whole"
-                    )
-                    problems.found(part.index_key, what, (seq,))
+            differ = _differing(table, followed)
+            if differ.any():
+                first = box.row_start + int(np.flatnonzero(differ)[0])
+                what = (
+                    f"{int(differ.sum())} rows of {schema.fqn} (first: {first}) are not those of checkpoint {since} "
+                    f"with the frames that say since {since}: the checkpoint restores, "
+                    f"a follower of {since} must read it whole"
+                )
+                problems.found(part.index_key, what, (seq,))
 
 
-def _ids(checkpoint: OpenCheckpoint, index: Index, places: Iterable[Place], box: Box) -> Rows:
-    """The rows of frames of one part that lie in `box`, counted from its first one."""
-    found = [np.zeros(0, np.int64)]
-    for place in places:
-        data = memoryview(bytearray(place.info.length))
-        checkpoint.store.get_into(
-            run_key(checkpoint.state.run, index.packs[place.pack].key), place.offset, data
-        )
-        found.append(parse_frame(data, None).row_ids().astype(np.int64) - box.row_start)
-    ids = np.concatenate(found)
-    return ids[(ids >= 0) & (ids < box.row_stop - box.row_start)]
+def _rows_of_box(rows: TableArrays, box: Box) -> TableTarget:
+    """The columns of `box` of its rows. Fields of one value a row are of all columns: a box of some is without them."""
+    columns = slice(box.col_start, box.col_stop)
+    return TableTarget(
+        schema=rows.schema,
+        box=box,
+        weights=rows.weights[:, columns],
+        fields={
+            name: values[:, columns] if values.ndim == 2 else values
+            for name, values in rows.fields.items()
+            if values.ndim == 2 or box.col_stop - box.col_start == rows.schema.columns
+        },
+    )
 
 
-def _differing(now: TableArrays, before: TableArrays, box: Box) -> npt.NDArray[np.bool_]:
-    """Which rows of `box` differ in a byte: bool [rows]; `now` is the whole table, `before` the rows of the box.
+def _apply(checkpoint: OpenCheckpoint, index: Index, places: Iterable[Place], target: TableTarget) -> None:
+    """Frames of one part over what `target` holds, in their order."""
+    run, applier = checkpoint.state.run, FrameApplier([target])
+    for place in sorted(places, key=lambda place: place.order):
+        found = [memoryview(bytearray(piece.length)) for piece in place.pieces]
+        for piece, data in zip(place.pieces, found, strict=True):
+            checkpoint.store.get_into(run_key(run, index.packs[piece.pack].key), piece.offset, data)
+        applier.apply(*found)
 
-    Fields of one value a row are of all its columns: those of a box of some columns are not compared.
-    """
+
+def _differing(now: TableArrays, then: TableTarget) -> npt.NDArray[np.bool_]:
+    """Which rows of a box differ in a byte: bool [rows]; `now` is the whole table."""
+    box = then.box
     rows, columns = slice(box.row_start, box.row_stop), slice(box.col_start, box.col_stop)
     differ = np.zeros(box.row_stop - box.row_start, np.bool_)
-    for mine, theirs in [
-        (now.weights, before.weights),
-        *((values, before.fields[name]) for name, values in now.fields.items()),
+    for mine, other in [
+        (now.weights, then.weights),
+        *((now.fields[name], values) for name, values in then.fields.items()),
     ]:
-        one, other = mine[rows], theirs
-        if one.ndim == 2:
-            one, other = one[:, columns], other[:, columns]
-        elif box.col_stop - box.col_start < now.schema.columns:
-            continue
+        one = mine[rows][:, columns] if mine.ndim == 2 else mine[rows]
         pair = [np.ascontiguousarray(each).view(np.uint8).reshape(len(differ), -1) for each in (one, other)]
         differ |= (pair[0] != pair[1]).any(axis=1)
     return differ

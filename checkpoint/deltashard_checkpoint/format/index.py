@@ -94,6 +94,15 @@ class Place:
         return self.info.rows - self.again
 
     @property
+    def order(self) -> tuple[object, ...]:
+        """By what a part's frames are applied: newest step first (a compaction holds many), rows before tombstones.
+
+        Those that say `since` before others: who follows reads only these, and has the same copy of a row that is in
+        two. Then as they lie in the pack, so that ranges join.
+        """
+        return -self.info.step, self.info.kind, self.since is None, self.pack, self.offset
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         """The frame and its tail."""
         info = self.info

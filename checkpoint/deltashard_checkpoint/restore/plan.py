@@ -421,8 +421,7 @@ def _ordered(
 ) -> Iterator[tuple[ChainLink, Place, TableSchema]]:
     """Frames that meet a wanted box, in the order they must be applied.
 
-    Newest checkpoint first; within one, newest step first (a compaction holds frames of many steps), rows before
-    tombstones, and then as they lie in the pack, so that ranges join.
+    Newest checkpoint first; within one by `Place.order`.
     """
     by_table: dict[str, list[Box]] = {}
     for box in wanted:
@@ -441,7 +440,7 @@ def _ordered(
             if place.info.kind is not FrameKind.BLOB
             and any(meets(place.info, box) for box in pieces.get(place.info.table, ()))
         ]
-        chosen.sort(key=lambda place: (-place.info.step, place.info.kind, place.pack, place.offset))
+        chosen.sort(key=lambda place: place.order)
         for place in chosen:
             yield link, place, tables[place.info.table]
 

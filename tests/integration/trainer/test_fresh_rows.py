@@ -55,9 +55,12 @@ class Loop:
     def step(self, ckpt: deltashard.Checkpointer, rng: np.random.Generator) -> None:
         self.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)))
 
-    def write(self, ckpt: deltashard.Checkpointer, ids: torch.Tensor) -> None:
+    def write(self, ckpt: deltashard.Checkpointer, ids: torch.Tensor, *, spoilt: int = 0) -> None:
+        """Write rows `ids`, and to the last `spoilt` of the large table's NaN."""
         self.optimizer.zero_grad()
         loss = self.net["large"](ids).square().sum() + self.net["small"](ids // 5).square().sum()
+        if spoilt:
+            loss = loss + self.net["large"](ids[-spoilt:]).sum() * torch.nan
         loss.backward()
         self.optimizer.step()
         ckpt.step()
@@ -67,6 +70,13 @@ class Loop:
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     with checkpointers(tmp_path, monkeypatch, keep_last=100, precopy=False) as build:
         yield build
+
+
+def _save(loop: Loop, ckpt: deltashard.Checkpointer, rng: np.random.Generator, times: int) -> None:
+    """A step and a save, so many times."""
+    for _ in range(times):
+        loop.step(ckpt, rng)
+        ckpt.save().wait(60)
 
 
 def _index(store: Store, key: str) -> Index:
@@ -210,6 +220,48 @@ def test_rows_that_were_copied_ahead_say_it_too(
         assert _check(tmp_path / "store") == checkpoints[1:]
 
 
+def test_one_copy_counts_of_a_row_that_is_raw_in_one_frame_and_not_in_the_other(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven rows change after they were copied, one of them to NaN: seven are stored raw, five hundred are not."""
+    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
+    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    loop = Loop()
+    ckpt = make(
+        loop,
+        encoding="q8",
+        differential="full",
+        precopy=True,
+        every_steps=12,
+        tracking=TrackingSettings(hash_below_bytes=0),
+    )
+    ckpt.restore()
+    spoilt = False
+    while ckpt.stats.cuts < 4:
+        copying, before = ckpt._outcomes.precopy._now, ckpt.stats.cuts
+        if copying is not None:
+            eventually(lambda copying=copying: copying.done, what="the copy")
+        if copying is not None and before == 3 and not spoilt:
+            loop.write(ckpt, torch.arange(400, 407), spoilt=1)
+            spoilt = True
+        else:
+            loop.write(ckpt, torch.arange(20))
+        if ckpt.stats.cuts > before:
+            ckpt._outcomes.drain(float("inf"))
+    leave(ckpt)
+    store = open_store(f"file://{tmp_path / 'store'}")
+    newest = max(_check(tmp_path / "store"))
+    (part,) = RunLog(store, "r").refresh().checkpoints[newest].parts
+    index = _index(store, part.index_key)
+    two = [
+        place
+        for place in index.places
+        if place.info.kind is FrameKind.ROWS and 403 in _rows(store, index, place)
+    ]
+    assert {place.info.encoding for place in two} == {"fp32", "q8"}
+    assert verify(Target(store=store, run="r"), deep=True).problems == ()
+
+
 @pytest.mark.parametrize(("encoding", "differential"), [("q4", "one-shot"), ("fp32", "consecutive")])
 def test_it_is_left_out_where_it_would_not_hold_or_says_nothing(
     make: Make, tmp_path: Path, encoding: str, differential: str
@@ -219,9 +271,7 @@ def test_it_is_left_out_where_it_would_not_hold_or_says_nothing(
     loop = Loop()
     ckpt = make(loop, encoding=encoding, differential=differential)
     ckpt.restore()
-    for _ in range(4):
-        loop.step(ckpt, rng)
-        ckpt.save().wait(60)
+    _save(loop, ckpt, rng, 4)
     assert _check(tmp_path / "store") == []
 
 
@@ -231,17 +281,13 @@ def test_an_attempt_says_it_of_what_it_encoded_itself(make: Make, tmp_path: Path
     first = Loop()
     ckpt = make(first, encoding="q8", differential="one-shot")
     ckpt.restore()
-    for _ in range(3):
-        first.step(ckpt, rng)
-        ckpt.save().wait(60)
+    _save(first, ckpt, rng, 3)
     leave(ckpt)
     before = _check(tmp_path / "store")
     again = Loop()
     ckpt = make(again, encoding="q8", differential="one-shot")
     ckpt.restore()
-    for _ in range(3):
-        again.step(ckpt, rng)
-        ckpt.save().wait(60)
+    _save(again, ckpt, rng, 3)
     assert _check(tmp_path / "store") == before
 
 
@@ -254,9 +300,7 @@ def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
     loop = Loop()
     ckpt = make(loop, encoding="q8", differential="full")
     ckpt.restore()
-    for _ in range(2):
-        loop.step(ckpt, rng)
-        ckpt.save().wait(60)
+    _save(loop, ckpt, rng, 2)
     store = open_store(f"file://{tmp_path / 'store'}")
     second = max(RunLog(store, "r").refresh().checkpoints)
     before = loop.net["large"].weight.detach().clone()
@@ -288,7 +332,7 @@ def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
 )
 @given(
     moves=st.lists(
-        st.one_of(st.integers(1, 14), st.integers(1, 14), st.sampled_from(["save", "restart"])),
+        st.one_of(st.integers(1, 14), st.integers(1, 14), st.sampled_from(["save", "restart", "spoil"])),
         min_size=5,
         max_size=14,
     ),
@@ -328,6 +372,8 @@ def test_what_any_program_says_is_true(
             if move == "restart":
                 leave(ckpt)
                 loop, ckpt = begun()
+            elif move == "spoil":
+                loop.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)), spoilt=1)
             elif move == "save":
                 loop.step(ckpt, rng)
                 ckpt.save().wait(60)
@@ -352,9 +398,7 @@ def test_verify_finds_frames_that_do_not_say_since_one_earlier_checkpoint(
     loop = Loop()
     ckpt = make(loop, encoding="fp32", differential="full")
     ckpt.restore()
-    for _ in range(3):
-        loop.step(ckpt, rng)
-        ckpt.save().wait(60)
+    _save(loop, ckpt, rng, 3)
     leave(ckpt)
     store = open_store(f"file://{tmp_path / 'store'}")
     first, _, seq = sorted(RunLog(store, "r").refresh().checkpoints)
@@ -386,9 +430,7 @@ def test_verify_finds_a_changed_row_that_no_frame_says_is_new(
     loop = Loop()
     ckpt = make(loop, encoding="q8", differential="full")
     ckpt.restore()
-    for _ in range(2):
-        loop.step(ckpt, rng)
-        ckpt.save().wait(60)
+    _save(loop, ckpt, rng, 2)
     store = open_store(f"file://{tmp_path / 'store'}")
     assert verify(Target(store=store, run="r"), deep=True).problems == ()
     whole = BlockWriter.table

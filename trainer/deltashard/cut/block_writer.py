@@ -254,8 +254,9 @@ class BlockWriter:
                 batch = Batch(message=message, target=target, widths=widths)
             else:
                 self._from_device(message, target, parts, chosen, begin, rows, first, offsets, length)
-            self.copied.rows += 0 if again else rows
-            self.copied.raw_bytes += rows * sum(widths)
+            if not again:
+                self.copied.rows += rows
+                self.copied.raw_bytes += rows * sum(widths)
             yield batch
 
     def hand_over(self, batch: Batch) -> None:

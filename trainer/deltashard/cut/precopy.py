@@ -92,6 +92,19 @@ def _yield_to_training() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest:
+    """What is still to be copied of a table."""
+
+    cut: TableCut
+    start: int = 0
+    """Where it begins if it is of all rows."""
+    fresh: bool | None = None
+    """As in `BlockWriter.table`."""
+    again: bool = False
+    """Whether batches of older rows have them, too: they were copied over their places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Renewed:
     """What was copied ahead of one table, as it is at the cut."""
 
@@ -99,19 +112,15 @@ class Renewed:
     """Whether all rows of the table are taken."""
     again: int
     """Rows that were copied once more."""
-    rest: tuple[TableCut, ...]
-    """What is still to be copied; where fresh rows are apart: those, and the others."""
-    start: int
-    """Where the first of these begins if it is of all rows."""
-    repeated: TableCut | None
-    """Fresh rows in batches of others, where they have the right values, too."""
+    rest: tuple[_Rest, ...]
 
     def write(self, writer: BlockWriter, *, fresh_first: bool) -> None:
         """Copy the rest; `fresh_first`: whether rows that are apart are said to be fresh."""
-        for nth, cut in enumerate(self.rest):
-            writer.table(cut, start=0 if nth else self.start, fresh=not nth if fresh_first else None)
-        if fresh_first and self.repeated is not None:
-            writer.table(self.repeated, fresh=True, again=True)
+        for each in self.rest:
+            if fresh_first:
+                writer.table(each.cut, start=each.start, fresh=each.fresh, again=each.again)
+            elif not each.again:
+                writer.table(each.cut, start=each.start)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -225,10 +234,8 @@ class TableAhead:
         One that was written since is marked when `astray` is asked for, at a boundary.
         """
         found = []
-        copies = [each for walk in self._passes for each in walk.copies]
-        self._passes = []
-        while copies:
-            each = copies.pop()
+        walks, self._passes = self._passes, []
+        for each in (each for walk in walks for each in walk.copies):
             with memory.reading:
                 values = [row_bytes(part).numpy() for part in parts_of(self._cut)]
                 differ = row_kernel.row_hashes(values, _SEED, rows=each.rows) != each.hashes
@@ -241,59 +248,64 @@ class TableAhead:
         if not self.rows or not self._same(now):
             return None
         touched = self._marks.touched()
-        first, count = self._passes[0], self._marks.rows
-        if np.searchsorted(touched, first.upto) > self.rows * MOST_AGAIN:
+        first = self._passes[0]
+        count = self._marks.rows
+        touched = touched[: np.searchsorted(touched, first.upto)]
+        if len(touched) > self.rows * MOST_AGAIN:
             return None
         values = [row_bytes(part).numpy() for part in parts_of(now)]
-        replaced: list[Rows] = []
+        renewed = np.zeros(len(touched), np.bool_)
+        rest: list[_Rest] = []
+        left = 0
+
+        def remains(rows: Rows, *, fresh: bool | None, again: bool = False) -> None:
+            chosen = replace(now, selection=RowSelection(all=False, ids=torch.from_numpy(rows)))
+            rest.append(_Rest(cut=chosen, fresh=fresh, again=again))
+
         for walk in self._passes:
-            again = self._replaced(walk, values, touched[: np.searchsorted(touched, walk.upto)])
-            if again is None:
+            here = self._replaced(walk, values, touched)
+            if here is None:
                 self.strayed = True
                 return None
-            replaced.append(again)
+            renewed |= here
+            if walk is not first:
+                remains(touched[here], fresh=True, again=True)
         # Whatever was touched is fresh: the first pass is that of the rows that are fresh, or of all.
-        missed = np.setdiff1d(
-            touched[: np.searchsorted(touched, first.upto)], np.concatenate(replaced), assume_unique=True
-        )
-        rest = [np.concatenate([missed, first.find(self._marks, first.upto, count)])]
-        rest += [walk.find(self._marks, walk.upto, count) for walk in self._passes[1:]]
+        for walk in self._passes:
+            if walk.whole:
+                rest.append(_Rest(cut=now, start=walk.upto, fresh=walk.fresh))
+                left += count - walk.upto
+                continue
+            rows = walk.find(self._marks, walk.upto, count)
+            if walk is first:
+                rows = np.concatenate([touched[~renewed], rows])
+            remains(rows, fresh=walk.fresh)
+            left += len(rows)
         taken = self._marks.count(mode)
-        if self.rows + sum(map(len, rest)) != taken:
+        if self.rows + left != taken:
             return None  # never seen; what was copied is not what the cut takes
+        return Renewed(full=taken == count, again=int(renewed.sum()), rest=tuple(rest))
 
-        def chosen(rows: Rows) -> TableCut:
-            return replace(now, selection=RowSelection(all=False, ids=torch.from_numpy(rows)))
-
-        return Renewed(
-            full=taken == count,
-            again=sum(map(len, replaced)),
-            rest=tuple(
-                now if walk.whole else chosen(rows) for walk, rows in zip(self._passes, rest, strict=True)
-            ),
-            start=first.upto if first.whole else 0,
-            repeated=chosen(replaced[1]) if first.fresh else None,
-        )
-
-    def _replaced(self, walk: _Pass, values: Sequence[npt.NDArray[np.uint8]], touched: Rows) -> Rows | None:
+    def _replaced(
+        self, walk: _Pass, values: Sequence[npt.NDArray[np.uint8]], touched: Rows
+    ) -> npt.NDArray[np.bool_] | None:
         """Copy touched rows over their places; which of them have one. None: others are not what was copied."""
-        found: list[Rows] = [np.empty(0, np.int64)]
+        found = np.zeros(len(touched), np.bool_)
         at = 0
         for batch, copies in zip(walk.batches, walk.copies, strict=True):
-            stop = int(np.searchsorted(touched, copies.rows[-1], side="right"))
-            rows, at = touched[at:stop], stop
+            start, at = at, int(np.searchsorted(touched, copies.rows[-1], side="right"))
+            rows = touched[start:at]
             if self._strays(batch, copies.rows, values, rows):
                 return None
             if not len(rows):
                 continue
             places = np.searchsorted(copies.rows, rows)
-            here = copies.rows[places] == rows
+            here = found[start:at] = copies.rows[places] == rows
             rows, places = rows[here], places[here]
             for source, target in zip(values, batch.sections(), strict=True):
                 row_kernel.replace_rows(source, rows, target, places)
             copies.again = places
-            found.append(rows)
-        return np.concatenate(found)
+        return found
 
     def _strays(
         self, batch: Batch, copied: Rows, values: Sequence[npt.NDArray[np.uint8]], touched: Rows

@@ -182,6 +182,19 @@ def test_rows_that_a_frame_repeats_count_for_nothing_in_a_baseline() -> None:
         _plan([(link, index)], [_want(model.table)])
 
 
+def test_of_two_copies_of_a_row_the_one_that_says_since_comes_first() -> None:
+    """Wherever it lies: who follows reads no other."""
+    model = Model(schema())
+    link, index = _part(
+        model.table, [*model.frames(range(200)), *model.frames(range(10))], seq=1, covers=None
+    )
+    *places, last = index.places
+    index = replace(index, places=(*places, replace(last, since=0, again=10)))
+    plan = _plan([(link, index)], [_want(model.table)])
+    first = plan.requests[0].frames[0]
+    assert (first.info.rows, plan.frames) == (10, len(index.places))
+
+
 def test_tombstones_count_for_nothing_in_a_baseline() -> None:
     """A few bytes name any number of them; memory is given by what a baseline is taken to hold."""
     model = Model(schema())

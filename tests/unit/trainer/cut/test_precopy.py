@@ -247,7 +247,9 @@ def test_the_model_sees_changed_rows_that_are_not_sent_as_fresh(monkeypatch):
         precopy.Renewed,
         "write",
         lambda renewed, writer, fresh_first: write(
-            replace(renewed, repeated=None), writer, fresh_first=fresh_first
+            replace(renewed, rest=tuple(each for each in renewed.rest if not each.again)),
+            writer,
+            fresh_first=fresh_first,
         ),
     )
     with pytest.raises(AssertionError, match="changed, and not fresh"):
@@ -265,7 +267,7 @@ def test_only_what_was_touched_is_copied_again():
         table.write(rows)
         table.marks.mark(torch.tensor(sorted(rows)))
     renewed = ahead.renewed(table.cut(), "all")
-    assert (renewed.again, renewed.start) == (2, ROWS)
+    assert (renewed.again, [each.start for each in renewed.rest]) == (2, [ROWS])
 
 
 def test_a_row_that_changes_after_it_was_copied_with_the_older_ones_is_sent_once_more():
@@ -278,8 +280,8 @@ def test_a_row_that_changes_after_it_was_copied_with_the_older_ones_is_sent_once
     table.marks.mark(torch.tensor([3, 4, 69]))
     renewed = ahead.renewed(table.cut(), "all")
     assert renewed.again == 3
-    assert renewed.repeated.selection.ids.tolist() == [3, 69]
-    assert [cut.selection.ids.tolist() for cut in renewed.rest] == [[], []]
+    rest = [(each.cut.selection.ids.tolist(), each.fresh, each.again) for each in renewed.rest]
+    assert rest == [([3, 69], True, True), ([], True, False), ([], False, False)]
     before = writer.copied.rows
     writer.goes_on(block=lambda: 0, send=lambda _message, _bytes: None)
     renewed.write(writer, fresh_first=True)

@@ -111,7 +111,7 @@ class Program:
         if renewed:
             SEEN["ahead"] += self.ahead.rows
             SEEN["again"] += renewed.again
-            SEEN["repeated"] += 0 if renewed.repeated is None else len(renewed.repeated.selection.ids)
+            SEEN["repeated"] += sum(len(each.cut.selection.ids) for each in renewed.rest if each.again)
             renewed.write(self.writer, fresh_first=self.apart)
         elif self.apart:
             self.writer.table(self.cut(self.table.marks.select("since_commit")), fresh=True)
