@@ -22,7 +22,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.errors import DeltashardError, FormatError
 from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.format.frame import Frame
-from deltashard_checkpoint.format.index import Index, Piece, Place, all_encodings
+from deltashard_checkpoint.format.index import Index, Piece, all_encodings
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
@@ -36,9 +36,10 @@ from deltashard_checkpoint.log.replay import fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.maintenance.garbage_collection import debris
 from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, load_indexes
+from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
-from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch
+from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch, plan_of_new_rows
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
 
 from deltashard_cli.output import Advance, progress
@@ -421,24 +422,29 @@ def _check_since(
     schema, seq = table.schema, checkpoint.entry.seq
     for part in parts_of(checkpoint.state, seq):
         index = checkpoint.indexes[part.index_key]
-        fresh = [
-            place for place in index.places if place.info.table == schema.fqn and place.since is not None
-        ]
-        since = fresh[0].since if fresh else None
+        said = {place.since for place in index.places if place.info.table == schema.fqn} - {None}
+        since = said.pop() if said else None
         before = None if since is None else whole.get(since)
         if before is None or schema not in before.entry.tables:
             continue
-        for box in (box for box in index.boxes if box.table == schema.fqn):
-            try:
-                followed = _rows_of_box(before.span(schema, box.row_start, box.row_stop), box)
-                _apply(checkpoint, index, fresh, followed)
-            except (FormatError, IncompletePlan, SchemaMismatch, ObjectNotFound) as error:
-                what = f"{schema.fqn} cannot be followed from checkpoint {since}: {error.what}"
-                problems.found(part.index_key, what, (seq,))
-                continue
-            differ = _differing(table, followed)
+        try:
+            followed = [
+                _rows_of_box(before.span(schema, box.row_start, box.row_stop), box)
+                for box in index.boxes
+                if box.table == schema.fqn
+            ]
+            applier = FrameApplier(followed)
+            plan = plan_of_new_rows(seq, index, schema)
+            for fetched in Fetcher(checkpoint.store, checkpoint.state.run).fetch(plan):
+                applier.apply(fetched.frame)
+        except (FormatError, IncompletePlan, SchemaMismatch, ObjectNotFound) as error:
+            what = f"{schema.fqn} cannot be followed from checkpoint {since}: {error.what}"
+            problems.found(part.index_key, what, (seq,))
+            continue
+        for each in followed:
+            differ = _differing(table, each)
             if differ.any():
-                first = box.row_start + int(np.flatnonzero(differ)[0])
+                first = each.box.row_start + int(np.flatnonzero(differ)[0])
                 what = (
                     f"{int(differ.sum())} rows of {schema.fqn} (first: {first}) are not those of checkpoint {since} "
                     f"with the frames that say since {since}: the checkpoint restores, "
@@ -460,16 +466,6 @@ def _rows_of_box(rows: TableArrays, box: Box) -> TableTarget:
             if values.ndim == 2 or box.col_stop - box.col_start == rows.schema.columns
         },
     )
-
-
-def _apply(checkpoint: OpenCheckpoint, index: Index, places: Iterable[Place], target: TableTarget) -> None:
-    """Frames of one part over what `target` holds, in their order."""
-    run, applier = checkpoint.state.run, FrameApplier([target])
-    for place in sorted(places, key=lambda place: place.order):
-        found = [memoryview(bytearray(piece.length)) for piece in place.pieces]
-        for piece, data in zip(place.pieces, found, strict=True):
-            checkpoint.store.get_into(run_key(run, index.packs[piece.pack].key), piece.offset, data)
-        applier.apply(*found)
 
 
 def _differing(now: TableArrays, then: TableTarget) -> npt.NDArray[np.bool_]:

@@ -1,8 +1,7 @@
 """The index of a part: which frames lie where in which packs. Protobuf outside, frozen dataclasses inside.
 
-An index is put after all its packs and before the log entry. Its name carries the hash of its bytes, and it carries
-the hash of every frame, so whoever has the log entry can check all that hangs from it. Reading it back is strict:
-nothing an index says reaches a plan before it was checked against the packs, tables and limits of the format.
+An index is put after all its packs and before the log entry. Its name has the hash of its bytes, and it has that of
+every frame, so the log entry proves all of them. Nothing an index says reaches a plan before it was checked.
 """
 
 from __future__ import annotations
@@ -97,10 +96,9 @@ class Place:
     def order(self) -> tuple[object, ...]:
         """By what a part's frames are applied: newest step first (a compaction holds many), rows before tombstones.
 
-        Those that say `since` before others: who follows reads only these, and has the same copy of a row that is in
-        two. Then as they lie in the pack, so that ranges join.
+        Of two copies of a row the one in a frame of `again` counts: who follows reads it, too. Then as the packs lie.
         """
-        return -self.info.step, self.info.kind, self.since is None, self.pack, self.offset
+        return -self.info.step, self.info.kind, not self.again, self.pack, self.offset
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

@@ -223,6 +223,18 @@ def restore_plan(  # noqa: PLR0913
     )
 
 
+def plan_of_new_rows(seq: int, index: Index, table: TableSchema) -> Plan:
+    """The frames of a part that say `since`: over the rows of that checkpoint they make those of checkpoint `seq`."""
+    requests = _Requests(state=True)
+    for place in sorted(index.places, key=lambda place: place.order):
+        if place.since is not None and place.info.table == table.fqn:
+            requests.add(index, place, seq, table, baseline=False)
+    return Plan(
+        requests=requests.done(), chain=(seq,), bytes=requests.bytes, frames=requests.frames, blobs=(),
+        initial=(), notes=(),
+    )  # fmt: skip
+
+
 @dataclass(slots=True)
 class _Range:
     """A request in the making."""

@@ -21,7 +21,7 @@ import xxhash
 KINDS = ("genesis", "attempt", "checkpoint", "compact", "retire", "reclaim", "repair", "pin", "rewind")
 INDEX = "format run attempt cut step rank token tables* packs* frames* boxes* covers raw_bytes kind"
 FRAME = "kind pack offset length hash step table row_min row_max rows col_start col_stop encoding name "
-FRAME += "blob_offset blob_bytes since? again tail"
+FRAME += "blob_offset blob_bytes since again tail"
 DTYPES = "float32 float16 bfloat16 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 "
 DTYPES += "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
 DTYPES = ["", *DTYPES.split()]  # the first four are also what raw encodings of these numbers hold
@@ -286,16 +286,15 @@ def varint(at):
 
 
 def decode_message(data, names):
-    """A protobuf message by its names of fields, `*` of many values, `?` maybe absent; others are passed over."""
+    """A protobuf message by its names of fields; unknown numbers are passed over."""
     names, at = names.split(), io.BytesIO(data)
-    absent = {"*": [], "?": None}
-    message = {name.strip("*?"): absent.get(name[-1], 0) for name in names}
+    message = {name.strip("*"): [] if "*" in name else 0 for name in names}
     while at.tell() < len(data):
         number, wire = divmod(varint(at), 8)
         value = varint(at) if wire == 0 else at.read({1: 8, 5: 4}.get(wire) or varint(at))
         if number <= len(names):
             name = names[number - 1]
-            message[name.strip("*?")] = [*message[name[:-1]], value] if "*" in name else value
+            message[name.strip("*")] = [*message[name[:-1]], value] if "*" in name else value
     return message
 
 
@@ -317,7 +316,7 @@ def read_index(run, c, part):
             f["tail"]["pack"] = packs[f["tail"]["pack"]]
             need(re.search(r"[-/]s\d{5}\.pack$", f["tail"]["pack"]), "a tail among frames")
         need(not re.search(r"[-/]s\d{5}\.pack$", f["pack"]), "a frame among tails")
-    return sorted(frames, key=lambda f: (-f["step"], f["kind"], f["since"] is None, f["pack"], f["offset"]))
+    return sorted(frames, key=lambda f: (-f["step"], f["kind"], not f["again"], f["pack"], f["offset"]))
 
 
 def to_odd(t, error):

@@ -182,7 +182,7 @@ def test_rows_that_a_frame_repeats_count_for_nothing_in_a_baseline() -> None:
         _plan([(link, index)], [_want(model.table)])
 
 
-def test_of_two_copies_of_a_row_the_one_that_says_since_comes_first() -> None:
+def test_of_two_copies_of_a_row_the_one_in_a_frame_of_again_comes_first() -> None:
     """Wherever it lies: who follows reads no other."""
     model = Model(schema())
     link, index = _part(
