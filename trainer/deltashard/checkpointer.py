@@ -101,7 +101,7 @@ class Checkpointer:
             keep_last: how many checkpoints are retained.
             arena_bytes: shared memory between trainer and sidecar.
             metrics_port: Prometheus endpoint of a sidecar started here; 0 picks a free port.
-            sidecar: further settings of a sidecar started here, by name.
+            sidecar: further settings of a sidecar started here, by name; those above are refused.
             fresh: begin anew although the run has checkpoints; without it that is refused at the first step.
             validate: called before every cut; False vetoes it (a NaN guard).
             content_hash: record what a restore must bring back, see `content_hash`; default: the variable

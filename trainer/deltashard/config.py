@@ -37,6 +37,13 @@ MAX_METADATA = 60_000
 _NAME = "1 to 200 printable characters without a space at an end"
 
 
+_ALIKE = {
+    "every_s", "every_steps", "goal", "encoding", "differential", "state_encoding", "keep_last", "arena_bytes",
+    "metrics_port", "tables",
+}  # fmt: skip
+"""Arguments that are settings of a sidecar under the same name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointConfig:
     """The arguments of `Checkpointer`, which documents them; each has its name and its default there.
@@ -81,6 +88,10 @@ class CheckpointConfig:
                 raise _refusal(name, value, takes, remedy)
         _check_goal(self.goal)
         _check_recovery(self)
+        for name in sorted(_ALIKE & (self.sidecar or {}).keys()):
+            raise UserError(
+                f"{name} is an argument of its own", where="Checkpointer(sidecar=)", remedy=f"{name}="
+            )
         handed = optimizers_of(self.optimizer, self.model)
         if not isinstance(self.optimizer, list | Mapping):
             object.__setattr__(self, "optimizer", handed)
@@ -102,11 +113,7 @@ class CheckpointConfig:
     @property
     def sidecar_settings(self) -> dict[str, object]:
         """Settings of a sidecar that is started for this run, by name; None: its default."""
-        alike = (
-            "every_s", "every_steps", "goal", "encoding", "differential", "state_encoding", "keep_last", "arena_bytes",
-            "metrics_port",
-        )  # fmt: skip
-        settings: dict[str, object] = {name: getattr(self, name) for name in alike}
+        settings: dict[str, object] = {name: getattr(self, name) for name in _ALIKE}
         settings |= {"bits_goal": self.bits, "tables": text_of(self.tables) if self.tables else None}
         return settings | {"linger_s": 30.0} | dict(self.sidecar or {})
 

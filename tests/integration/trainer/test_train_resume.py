@@ -764,6 +764,8 @@ def test_a_setting_that_the_sidecar_does_not_have(make: Make) -> None:
     """It was said in an argument, of which the message speaks."""
     with pytest.raises(UserError, match=r"no setting 'nope' \[Checkpointer\(sidecar=\)\]"):
         make(Loop(), sidecar={"nope": 1})
+    with pytest.raises(UserError, match="keep_last is an argument of its own"):
+        make(Loop(), keep_last=5, sidecar={"keep_last": 1})
 
 
 def test_restore_after_training_began_is_refused(make: Make) -> None:
