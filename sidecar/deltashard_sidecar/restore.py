@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError
 from deltashard_checkpoint.format.frame import FrameKind
-from deltashard_checkpoint.format.index import box_message, box_of, frame_message, table_message
+from deltashard_checkpoint.format.index import box_message, box_of
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
@@ -239,17 +239,15 @@ class Restore:
                 filled = pb.RestoreReply.Filled(
                     block=self._blocks[number],
                     offset=offset + planned.offset,
-                    frame=frame_message(info),
-                    seq=planned.seq,
+                    length=info.length,
                     baseline=planned.baseline,
-                    table=None if planned.table is None else table_message(planned.table),
-                    after_blobs=planned.table is not None,
                     last=not left[number],
                 )
                 if frame.tail is not None:
                     number, offset = self._places[frame.tail_request]
                     left[number] -= 1
                     filled.tail_block, filled.tail_offset = self._blocks[number], offset + frame.tail_offset
+                    filled.tail_length = len(frame.tail)
                     filled.tail_last = not left[number]
                 batch.append(filled)
                 # Frames that are there are handed over. None is kept back: the next one may be long in coming.

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.restore.frame_applier import FrameApplier
 from deltashard_proto.arena_layout import STEP, Arena, ArenaShape, aligned, sections
@@ -234,25 +235,26 @@ class Trainer:
                 kind = reply.WhichOneof("kind")
                 if kind == "batch":
                     frames = reply.batch.frames
-                    self.batches_read.append([frame.frame.xxh3_128.hex() for frame in frames])
+                    self.batches_read.append([])
                     for filled in frames:
                         count += 1
                         if hold is not None:
                             hold(count)
-                        length = filled.frame.length
-                        frame = bytes(self.arena.block(filled.block)[filled.offset : filled.offset + length])
+                        frame = bytes(self.arena.block(filled.block)[filled.offset :][: filled.length])
                         tail = None
                         if filled.HasField("tail_block"):
                             held = self.arena.block(filled.tail_block)
-                            tail = bytes(held[filled.tail_offset :][: filled.frame.tail.length])
-                        for applied in applier.apply(frame, tail):
+                            tail = bytes(held[filled.tail_offset :][: filled.tail_length])
+                        parsed = parse_frame(frame, tail)
+                        self.batches_read[-1].append(parsed.info.digest.hex())
+                        for applied in applier.apply(parsed):
                             if not filled.baseline:
                                 table = next(
                                     t for t in self.model.tables if t.fqn == applied.target.schema.fqn
                                 )
                                 table.dirty.update(int(row) for row in applied.rows)
-                        if filled.frame.name:
-                            names.add(filled.frame.name)
+                        if parsed.info.name:
+                            names.add(parsed.info.name)
                         freed = [filled.block] * filled.last + [filled.tail_block] * filled.tail_last
                         if freed:
                             outbox.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=freed)))

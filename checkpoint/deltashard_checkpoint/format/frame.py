@@ -221,13 +221,15 @@ def parse_frame(
     else:
         frame = _parse_rows(header, sections)
     sections.end()
-    if tail is None:
-        return frame
-    found = parse_tail(tail, verify=verify)
-    _check_tail(found, frame.info)
-    if replace(found.table, fields=()) != frame.table:
+    return frame if tail is None else with_tail(frame, parse_tail(tail, verify=verify))
+
+
+def with_tail(frame: Frame, tail: Tail) -> Frame:
+    """The frame with the state of its rows; raises `ForeignObject` for the tail of another one."""
+    _check_tail(tail, frame.info)
+    if replace(tail.table, fields=()) != frame.table:
         raise ForeignObject(f"a tail and its frame differ in the shape of table {frame.info.table}")
-    return replace(frame, table=found.table, fields=found.fields)
+    return replace(frame, table=tail.table, fields=tail.fields)
 
 
 def parse_tail(buffer: bytes | bytearray | memoryview, *, verify: bool = True) -> Tail:

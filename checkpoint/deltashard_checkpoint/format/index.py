@@ -193,7 +193,7 @@ def encode_index(index: Index) -> bytes:
     )
     positions = {table.fqn: i for i, table in enumerate(index.tables)}
     for place in sorted(index.places, key=place_order):
-        message.frames.append(frame_message(place.info, table=positions.get(place.info.table, 0)))
+        message.frames.append(_frame_message(place.info, table=positions.get(place.info.table, 0)))
         message.frames[-1].pack = place.pack
         message.frames[-1].offset = place.offset
         if place.info.tail is not None:
@@ -328,7 +328,7 @@ def box_of(message: index_pb2.Box) -> Box:
     )
 
 
-def frame_message(info: FrameInfo, *, table: int = 0) -> index_pb2.Frame:
+def _frame_message(info: FrameInfo, *, table: int) -> index_pb2.Frame:
     """The protobuf form of a frame's description; packs and offsets are the caller's to set."""
     return index_pb2.Frame(
         kind=index_pb2.FrameKind.Name(int(info.kind)),

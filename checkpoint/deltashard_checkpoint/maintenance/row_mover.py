@@ -23,7 +23,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault
-from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
+from deltashard_checkpoint.format.frame import Frame, FrameKind
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame, raw_bytes_of, take_rows
 from deltashard_checkpoint.format.index import Index
 from deltashard_checkpoint.log.chain import ChainLink, parts_of
@@ -134,7 +134,7 @@ def move_checkpoint(
     with PartWriter(store, target, cache, deadline_s=DEADLINE_S) as writer:
         for fetched in Fetcher(log.store, log.run, cache=cache, deadline_s=DEADLINE_S).fetch(plan):
             give_way()
-            frame = parse_frame(fetched.data, fetched.tail, verify=False)
+            frame = fetched.frame
             moved: EncodedFrame | None
             if frame.info.kind is FrameKind.BLOB:
                 moved = EncodedFrame(info=frame.info, data=fetched.data, raw_bytes=len(frame.chunk))

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -37,7 +37,14 @@ from deltashard_checkpoint.errors import (
     UnsupportedVersion,
 )
 from deltashard_checkpoint.format import object_key
-from deltashard_checkpoint.format.frame import Frame, parse_frame
+from deltashard_checkpoint.format.frame import (
+    Frame,
+    FrameInfo,
+    Tail,
+    checked_frame,
+    checked_tail,
+    with_tail,
+)
 from deltashard_checkpoint.format.index import Pack
 from deltashard_checkpoint.restore.plan import (
     MAX_REQUEST_BYTES,
@@ -49,10 +56,18 @@ from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
 from deltashard_checkpoint.stores.deadline import deadline
 
+_Found = TypeVar("_Found", Frame, Tail)
 DEFAULT_PREFETCH_BYTES = 64 << 20
 DEFAULT_WORKERS = 8
 _GRACE_S = 5.0
 """Past the deadline the stores raise by themselves; only then does waiting for them end."""
+
+
+class _Parsed(NamedTuple):
+    """What was read of a request, each one checked."""
+
+    frames: list[Frame]
+    tails: list[Tail]
 
 
 class Destination(Protocol):
@@ -139,7 +154,7 @@ class Fetcher:
         until = time.monotonic() + self._deadline_s
         todo = deque(plan.requests)
         arrivals = _Arrivals()
-        under_way: deque[tuple[RangeRequest, memoryview, Future[None]]] = deque()
+        under_way: deque[tuple[RangeRequest, memoryview, Future[_Parsed]]] = deque()
         ahead = 0
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="fetch")
         try:
@@ -153,16 +168,16 @@ class Fetcher:
                     ahead += request.length
                 request, memory, future = under_way.popleft()
                 try:
-                    future.result(max(0.0, until - time.monotonic()) + _GRACE_S)
+                    parsed = future.result(max(0.0, until - time.monotonic()) + _GRACE_S)
                 except FutureTimeout:
                     raise self._too_late(request) from None
                 ahead -= request.length
-                yield from arrivals.take(request, memory)
+                yield from arrivals.take(request, memory, parsed)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, request: RangeRequest, memory: memoryview, until: float) -> None:
-        """Fill the memory with the request's bytes and check each frame."""
+    def _read(self, request: RangeRequest, memory: memoryview, until: float) -> _Parsed:
+        """Fill the memory with the request's bytes; its frames, or tails, each one checked."""
         if time.monotonic() >= until:
             raise self._too_late(request)
         key = object_key.run_key(self._run, request.key)
@@ -176,37 +191,44 @@ class Fetcher:
             else:
                 self._store_bytes += request.length
         # A wrong bit on the wire must not condemn a checkpoint: the store is always asked twice.
-        for planned in (*request.frames, *request.tails):
-            self._check(key, request, planned, memory, until, rereads=2 if cached else 1)
+        rereads = 2 if cached else 1
 
-    def _check(
+        def checked(planned: PlannedFrame, check: Callable[[memoryview, FrameInfo], _Found]) -> _Found:
+            return self._checked(key, request, planned, check, memory, until, rereads=rereads)
+
+        return _Parsed(
+            frames=[checked(planned, checked_frame) for planned in request.frames],
+            tails=[checked(planned, checked_tail) for planned in request.tails],
+        )
+
+    def _checked(
         self,
         key: str,
         request: RangeRequest,
         planned: PlannedFrame,
+        check: Callable[[memoryview, FrameInfo], _Found],
         memory: memoryview,
         until: float,
         *,
         rereads: int,
-    ) -> None:
-        """Check a frame or a tail by its index; read a wrong one again from the store, then give the checkpoint up."""
+    ) -> _Found:
+        """A frame or a tail, checked by its index; a wrong one is read again, then the checkpoint is given up."""
         place = memory[planned.span]
         offset = request.offset + planned.offset
-        for left in range(rereads, -1, -1):
+        while True:
             try:
-                planned.check(place)
+                return check(place, planned.info)
             except UnsupportedVersion:
                 raise
             except FormatError as error:
-                if not left:
+                if not rereads:
                     raise InvalidCheckpoint(
                         f"the frame at {offset} (+{len(place)} bytes) of checkpoint {planned.seq} is wrong, read twice "
                         f"from the store: {error.what}",
                         where=key,
                         remedy="an older checkpoint may be whole",
                     ) from None
-            else:
-                return
+            rereads -= 1
             if self._cache is not None:
                 self._cache.drop(key)
             if self._shared is not None:
@@ -269,31 +291,33 @@ class _Arrivals:
 
     def __init__(self) -> None:
         self._requests = 0
-        self._frames: deque[tuple[PlannedFrame, int, memoryview]] = deque()
+        self._frames: deque[tuple[PlannedFrame, Frame, int, memoryview]] = deque()
 
-    def take(self, request: RangeRequest, memory: memoryview) -> Iterator[FetchedFrame]:
+    def take(self, request: RangeRequest, memory: memoryview, parsed: _Parsed) -> Iterator[FetchedFrame]:
         """The frames that are there, with their tails, now that the next request is."""
         number = self._requests
         self._requests += 1
-        self._frames.extend((planned, number, memory[planned.span]) for planned in request.frames)
-        tails = deque(request.tails)
+        for planned, frame in zip(request.frames, parsed.frames, strict=True):
+            self._frames.append((planned, frame, number, memory[planned.span]))
+        tails = deque(zip(request.tails, parsed.tails, strict=True))
         while self._frames and (tails or not self._frames[0][0].state):
-            planned, at, data = self._frames.popleft()
-            tail = tails.popleft() if planned.state else None
-            state = None if tail is None else memory[tail.span]
-            try:
-                frame = parse_frame(data, state, verify=False)
-            except FormatError as error:  # each is what its index says, and they do not go together
-                raise InvalidCheckpoint(
-                    f"a frame and its tail of checkpoint {planned.seq}: {error.what}",
-                    where=request.key,
-                    remedy="an older checkpoint may be whole",
-                ) from error
+            planned, frame, at, data = self._frames.popleft()
+            tail: PlannedFrame | None = None
+            if planned.state:
+                tail, state = tails.popleft()
+                try:
+                    frame = with_tail(frame, state)
+                except FormatError as error:  # each is what its index says, and they do not go together
+                    raise InvalidCheckpoint(
+                        f"a frame and its tail of checkpoint {planned.seq}: {error.what}",
+                        where=request.key,
+                        remedy="an older checkpoint may be whole",
+                    ) from error
             yield FetchedFrame(
                 planned=planned,
                 frame=frame,
                 data=data,
-                tail=state,
+                tail=None if tail is None else memory[tail.span],
                 request=at,
                 tail_request=number,
                 tail_offset=0 if tail is None else tail.offset,

@@ -22,7 +22,7 @@ from deltashard_proto.cause import Cause
 from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.blob_name import is_read_by
-from deltashard_checkpoint.format.frame import FrameInfo, FrameKind, checked_frame, checked_tail
+from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
 from deltashard_checkpoint.format.frame_layout import MAX_FRAME_BYTES
 from deltashard_checkpoint.format.index import Index, Place
 from deltashard_checkpoint.format.object_key import parse_index_key
@@ -85,10 +85,6 @@ class PlannedFrame:
         """Its bytes in the request's range."""
         length = self.info.tail.length if self.tail and self.info.tail else self.info.length
         return slice(self.offset, self.offset + length)
-
-    def check(self, data: memoryview) -> None:
-        """Raise `FormatError` unless the bytes are whole and what the index says."""
-        (checked_tail if self.tail else checked_frame)(data, self.info)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

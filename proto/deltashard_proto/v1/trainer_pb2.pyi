@@ -472,30 +472,26 @@ class RestoreReply(_message.Message):
         notes: _containers.RepeatedScalarFieldContainer[str]
         def __init__(self, step: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., frames: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., initial: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
     class Filled(_message.Message):
-        __slots__ = ("block", "offset", "frame", "seq", "baseline", "table", "last", "after_blobs", "tail_block", "tail_offset", "tail_last")
+        __slots__ = ("block", "offset", "length", "last", "baseline", "tail_block", "tail_offset", "tail_length", "tail_last")
         BLOCK_FIELD_NUMBER: _ClassVar[int]
         OFFSET_FIELD_NUMBER: _ClassVar[int]
-        FRAME_FIELD_NUMBER: _ClassVar[int]
-        SEQ_FIELD_NUMBER: _ClassVar[int]
-        BASELINE_FIELD_NUMBER: _ClassVar[int]
-        TABLE_FIELD_NUMBER: _ClassVar[int]
+        LENGTH_FIELD_NUMBER: _ClassVar[int]
         LAST_FIELD_NUMBER: _ClassVar[int]
-        AFTER_BLOBS_FIELD_NUMBER: _ClassVar[int]
+        BASELINE_FIELD_NUMBER: _ClassVar[int]
         TAIL_BLOCK_FIELD_NUMBER: _ClassVar[int]
         TAIL_OFFSET_FIELD_NUMBER: _ClassVar[int]
+        TAIL_LENGTH_FIELD_NUMBER: _ClassVar[int]
         TAIL_LAST_FIELD_NUMBER: _ClassVar[int]
         block: int
         offset: int
-        frame: _index_pb2.Frame
-        seq: int
-        baseline: bool
-        table: _index_pb2.TableSchema
+        length: int
         last: bool
-        after_blobs: bool
+        baseline: bool
         tail_block: int
         tail_offset: int
+        tail_length: int
         tail_last: bool
-        def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., frame: _Optional[_Union[_index_pb2.Frame, _Mapping]] = ..., seq: _Optional[int] = ..., baseline: _Optional[bool] = ..., table: _Optional[_Union[_index_pb2.TableSchema, _Mapping]] = ..., last: _Optional[bool] = ..., after_blobs: _Optional[bool] = ..., tail_block: _Optional[int] = ..., tail_offset: _Optional[int] = ..., tail_last: _Optional[bool] = ...) -> None: ...
+        def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., last: _Optional[bool] = ..., baseline: _Optional[bool] = ..., tail_block: _Optional[int] = ..., tail_offset: _Optional[int] = ..., tail_length: _Optional[int] = ..., tail_last: _Optional[bool] = ...) -> None: ...
     class Batch(_message.Message):
         __slots__ = ("frames",)
         FRAMES_FIELD_NUMBER: _ClassVar[int]

@@ -13,8 +13,9 @@ from typing import Any
 
 import grpc
 from deltashard_checkpoint.errors import InvalidCheckpoint
-from deltashard_checkpoint.format.frame import FrameBytes
+from deltashard_checkpoint.format.frame import Frame, FrameBytes, parse_frame
 from deltashard_checkpoint.format.index import box_message, box_of
+from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_proto.cause import Cause, heard
@@ -48,9 +49,11 @@ class Received:
 def read_frames(
     link: Link,
     want: pb.RestoreRequest.Want,
-    take: Callable[[memoryview, memoryview | None, pb.RestoreReply.Filled], None],
+    take: Callable[[Frame, bool], None],
 ) -> tuple[pb.RestoreReply.Plan, pb.RestoreReply.Done]:
-    """Run one Restore call; `take` gets the bytes of every frame, and of its tail, valid only during the call.
+    """Run one Restore call; `take` gets every frame with its tail, and whether it is of a baseline, in order.
+
+    A frame lies in the arena, and is valid only during the call.
 
     Raises:
         InvalidCheckpoint: the checkpoint's bytes are wrong or gone for sure: fall back.
@@ -74,13 +77,13 @@ def read_frames(
                 plan = reply.plan
             elif kind == "batch":
                 for filled in reply.batch.frames:
-                    frame = _bytes(link, filled.block, filled.offset, filled.frame.length)
+                    data = _bytes(link, filled.block, filled.offset, filled.length)
                     tail = (
-                        _bytes(link, filled.tail_block, filled.tail_offset, filled.frame.tail.length)
+                        _bytes(link, filled.tail_block, filled.tail_offset, filled.tail_length)
                         if filled.HasField("tail_block")
                         else None
                     )
-                    take(frame, tail, filled)
+                    take(parse_frame(data, tail, verify=False), filled.baseline)
                     freed = [filled.block] * filled.last + [filled.tail_block] * filled.tail_last
                     if freed:
                         out.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=freed)))
@@ -184,28 +187,22 @@ class Arrivals:
         self._blobs: Blobs | None = None
         self.rounded: dict[str, str] = {}
 
-    def take(self, frame: memoryview, tail: memoryview | None, filled: pb.RestoreReply.Filled) -> None:
-        if not filled.HasField("table"):
+    def take(self, frame: Frame, baseline: bool) -> None:
+        if frame.table is None:
             self._dense.apply(frame)
             return
         if self._blobs is None:
-            if not filled.after_blobs:
-                raise RestoreFailed(
-                    "the sidecar sends rows before the dense state: it is older than this library",
-                    where="restore",
-                    remedy="update the sidecar (the operator's image) to this library's version",
-                )
             self._begin_rows()
-        self._note(filled.table.fqn, filled.table.dtype, filled.frame.encoding)
-        self._rows(frame, tail, filled)
+        self._note(frame.table, frame.info.encoding)
+        self._rows(frame, baseline)
 
-    def _note(self, table: str, dtype: str, encoding: str) -> None:
+    def _note(self, table: TableSchema, encoding: str) -> None:
         stored = ENCODINGS.get(encoding)  # empty: rows that are gone
-        if stored is None or stored.dtype == dtype:
+        if stored is None or stored.dtype == table.dtype:
             return
-        before = self.rounded.get(table)
+        before = self.rounded.get(table.fqn)
         if before is None or stored.bits < ENCODINGS[before].bits:
-            self.rounded[table] = encoding
+            self.rounded[table.fqn] = encoding
 
     @property
     def rounded_state(self) -> Mapping[str, str]:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.format.frame import Frame
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
-from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import Tensor
 
 from deltashard.errors import CheckpointMismatch
@@ -145,17 +145,15 @@ class ModelTargets:
         for table, held in self._tables:
             self.placed.append(self._place(table, held, frozenset(strangers)))
 
-    def taker(
-        self, applier: FrameApplier
-    ) -> Callable[[memoryview, memoryview | None, pb.RestoreReply.Filled], None]:
+    def taker(self, applier: FrameApplier) -> Callable[[Frame, bool], None]:
         """The consumer of frames: decode, scatter, note what came from deltas."""
         by_target = {id(p.target): p for p in self.placed}
         first = True
 
-        def take(frame: memoryview, tail: memoryview | None, filled: pb.RestoreReply.Filled) -> None:
+        def take(frame: Frame, baseline: bool) -> None:
             nonlocal first
-            for applied in applier.apply(frame, tail):
-                if not filled.baseline:
+            for applied in applier.apply(frame):
+                if not baseline:
                     placed = by_target[id(applied.target)]
                     placed.from_deltas[applied.rows - placed.target.box.row_start] = True
             if first:

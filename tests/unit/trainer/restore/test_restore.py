@@ -1,26 +1,22 @@
 """What a restore does with the frames it is sent."""
 
+import numpy as np
 import pytest
-from deltashard.errors import RestoreFailed
 from deltashard.restore.frame_stream import Arrivals
 from deltashard_checkpoint.errors import InvalidCheckpoint
-from deltashard_proto.v1 import index_pb2
-from deltashard_proto.v1 import trainer_pb2 as pb
-
-
-def _row(*, after_blobs: bool) -> pb.RestoreReply.Filled:
-    return pb.RestoreReply.Filled(table=index_pb2.TableSchema(fqn="t"), after_blobs=after_blobs)
-
-
-def test_rows_before_blobs_are_an_older_sidecars() -> None:
-    """Nothing was judged yet, so nothing of the model may change; and the checkpoint is not to blame."""
-    arrivals = Arrivals(targets=None, judge=None)
-    with pytest.raises(RestoreFailed, match="older than this library"):
-        arrivals.take(memoryview(b""), None, _row(after_blobs=False))
+from deltashard_checkpoint.format.frame import parse_frame
+from deltashard_checkpoint.format.frame_encoder import EncodeOptions, encode_rows
+from deltashard_checkpoint.format.row_block import RowBlock
+from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.vocabulary import encoding_named
 
 
 def test_rows_of_a_checkpoint_without_blobs_are_not_taken() -> None:
-    """It is not whole: an older one may be."""
+    """Nothing was judged, so nothing of the model may change: it is not whole, and an older one may be."""
+    schema = TableSchema(fqn="t", rows=1, columns=4, dtype="float32", fields=())
+    weights = np.zeros((1, 4), np.float32)
+    rows = RowBlock(schema=schema, ids=range(1), weights=weights, fields={}, columns=range(4))
+    frame = encode_rows(rows, EncodeOptions(encoding=encoding_named("fp32")), step=1)
     arrivals = Arrivals(targets=None, judge=None)
     with pytest.raises(InvalidCheckpoint, match="rng"):
-        arrivals.take(memoryview(b""), None, _row(after_blobs=True))
+        arrivals.take(parse_frame(frame.data), True)
