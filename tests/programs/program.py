@@ -328,7 +328,7 @@ class Program:
         if s.between == "spare":
             iter(loader)
         elif s.between == "peek":
-            next(iter(loader))
+            next(iter(loader), None)  # restored at the end of an epoch there is none, as the page says
         self.loader = loader
         self.between_epochs = getattr(loader, "delivered", 0) % -(-SAMPLES // BATCH) == 0
         self.held = DataLoader(Items(SimpleNamespace(augment="none", batch="tuple"), 8), 4)

@@ -28,7 +28,7 @@
 #define ABI 3
 #define LANES 16
 #define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, ties to even */
-#define AROUND_FROM (1 << 20)
+#define AROUND_FROM (1 << 19) /* bytes: a frame has up to 1 MiB of weights */
 #define AHEAD 16 /* rows: a chosen row is asked for so long before it is needed, for memory is far away */
 #define INLINE static inline __attribute__((always_inline))
 
