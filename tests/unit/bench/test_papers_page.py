@@ -147,6 +147,7 @@ def test_shards_are_put_together(papers, tmp_path):
     assert found["state"] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_check_n_run_finds_what_is_wrong(papers):
     """Of a source's cells: order by bits, by policy, and rows that do not come back."""
     part = papers("check_n_run_claims")

@@ -21,6 +21,7 @@ from deltashard_checkpoint.stores.url import open_store
 from tests.support.checkpoint import sample
 from tests.support.tool import ROOT
 
+pytestmark = pytest.mark.slow
 TABLE = sample.schema(rows=200, pointwise=False)
 BOXES = ([sample.box(TABLE, 0, 120, 0, 8)], [sample.box(TABLE, 120, 200, 0, 8)])
 Held = dict[int, dict[str, Any]]

@@ -193,6 +193,7 @@ def test_a_manifest_or_layout_that_is_gone_or_wrong_makes_the_checkpoint_invalid
         other.parts(replace(entry, step=entry.step + 1))
 
 
+@pytest.mark.slow
 def test_several_ranks_are_not_compacted(tmp_path: Path) -> None:
     run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
     seq = None

@@ -25,6 +25,8 @@ from tests.crash.log_victim import ROWS, log_of, save, values
 from tests.support.checkpoint.run_builder import Run, resealed, rows
 from tests.support.checkpoint.snapshot import read_checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):

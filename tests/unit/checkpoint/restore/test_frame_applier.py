@@ -102,6 +102,7 @@ def test_state_that_was_narrowed_is_named_where_it_is_wanted() -> None:
 
 @pytest.mark.parametrize("before", ["rows", "columns", "grid"])
 @pytest.mark.parametrize("after", ["rows", "columns", "grid", "whole"])
+@pytest.mark.slow
 def test_restore_goes_to_any_other_sharding(tmp_path: Path, before: str, after: str) -> None:
     """Saved under one sharding (a baseline and a delta), restored under another: the same values.
 

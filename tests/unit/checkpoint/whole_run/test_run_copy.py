@@ -28,6 +28,7 @@ from deltashard_cli.verification import verify
 
 from tests.unit.checkpoint.format.second_reader import read_run, restore
 
+pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 LIVE = {"run": (2, 4, 5, 6, 11, 14, 17, 19, 20), "run-3": (4, 5, 7, 9, 10, 13), "run-4": (2, 3, 6, 13)}  # fmt: skip
 TOMBSTONES = {("run", seq) for seq in (4, 5, 6, 11)}

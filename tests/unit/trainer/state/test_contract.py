@@ -511,6 +511,7 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
         Program(model, Alone(list(model.parameters())))
 
 
+@pytest.mark.slow
 def test_only_modules_with_a_contract_are_asked() -> None:
     """Ordinary models cost nothing: torch's own layers have none."""
     model = nn.Sequential(

@@ -111,6 +111,7 @@ def test_copies_and_pickles_of_the_model_watch_nothing() -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.slow
 def test_a_compiled_model_is_compiled_once_however_many_steps_it_takes(fullgraph: bool) -> None:
     """The hooks run inside of the compiled frame: what they read of a step would compile it anew at each."""
     from torch._dynamo.testing import CompileCounter
