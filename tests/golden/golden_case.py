@@ -11,7 +11,7 @@ import numpy as np
 from deltashard_checkpoint.format import object_key, typed_tree
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
-from deltashard_checkpoint.format.index import Index, Pack, Place, place_order
+from deltashard_checkpoint.format.index import Index, Pack, Place, index_order
 from deltashard_checkpoint.format.schema import TableSchema
 
 from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
@@ -42,7 +42,7 @@ def sample_places(frames: Iterable[EncodedFrame]) -> tuple[tuple[Place, ...], tu
         table = parse_frame(frame.data, frame.tail).table
         if table is not None and frame.info.kind is FrameKind.ROWS:
             tables[table.fqn] = table
-    return tuple(sorted(places, key=place_order)), tuple(tables.values())
+    return tuple(sorted(places, key=index_order)), tuple(tables.values())
 
 
 def sample_packs(places: Iterable[Place]) -> tuple[Pack, ...]:

@@ -37,10 +37,10 @@ MAX_METADATA = 60_000
 _NAME = "1 to 200 printable characters without a space at an end"
 
 
-_ALIKE = {
+_ALIKE = (
     "every_s", "every_steps", "goal", "encoding", "differential", "state_encoding", "keep_last", "arena_bytes",
     "metrics_port", "tables",
-}  # fmt: skip
+)  # fmt: skip
 """Arguments that are settings of a sidecar under the same name."""
 
 
@@ -88,7 +88,7 @@ class CheckpointConfig:
                 raise _refusal(name, value, takes, remedy)
         _check_goal(self.goal)
         _check_recovery(self)
-        for name in sorted(_ALIKE & (self.sidecar or {}).keys()):
+        for name in (each for each in _ALIKE if each in (self.sidecar or {})):
             raise UserError(
                 f"{name} is an argument of its own", where="Checkpointer(sidecar=)", remedy=f"{name}="
             )

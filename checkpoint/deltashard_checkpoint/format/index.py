@@ -93,10 +93,10 @@ class Place:
         return self.info.rows - self.again
 
     @property
-    def order(self) -> tuple[object, ...]:
-        """By what a part's frames are applied: newest step first (a compaction holds many), rows before tombstones.
+    def application_order(self) -> tuple[object, ...]:
+        """A part's frames are applied newest step first (a compaction holds many), rows before tombstones.
 
-        Of two copies of a row the one in a frame of `again` counts: who follows reads it, too. Then as the packs lie.
+        Of two copies of a row the one in a frame with `again` counts: a follower reads it, too. Then by pack, offset.
         """
         return -self.info.step, self.info.kind, not self.again, self.pack, self.offset
 
@@ -167,7 +167,7 @@ def all_encodings(
     return {table: tuple(sorted(held[table])) for table in sorted(held)}
 
 
-def place_order(place: Place) -> tuple[bool, str, int, int, str, int, int, int]:
+def index_order(place: Place) -> tuple[bool, str, int, int, str, int, int, int]:
     """The order of frames in an index: by table, kind and first row; blobs last, by name and offset."""
     i = place.info
     blob = i.kind is FrameKind.BLOB
@@ -192,7 +192,7 @@ def encode_index(index: Index) -> bytes:
         kind=ROWS_AND_BLOBS,
     )
     positions = {table.fqn: i for i, table in enumerate(index.tables)}
-    for place in sorted(index.places, key=place_order):
+    for place in sorted(index.places, key=index_order):
         message.frames.append(_frame_message(place.info, table=positions.get(place.info.table, 0)))
         message.frames[-1].pack = place.pack
         message.frames[-1].offset = place.offset
@@ -448,7 +448,7 @@ def _checked(message: index_pb2.Index) -> Index:
                 again=frame.again,
             )
         )
-    if places != sorted(places, key=place_order):
+    if places != sorted(places, key=index_order):
         raise CorruptObject("frames are out of order")
     _check_places(places, stored)
     return Index(

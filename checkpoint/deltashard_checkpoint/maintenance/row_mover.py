@@ -139,7 +139,7 @@ def move_checkpoint(
             if frame.info.kind is FrameKind.BLOB:
                 moved = EncodedFrame(info=frame.info, data=fetched.data, raw_bytes=len(frame.chunk))
             else:
-                moved = _survivors(frame, fetched, provided.claim(frame))
+                moved = _survivors(fetched, provided.claim(frame))
                 if moved is not None and frame.info.kind is FrameKind.TOMBSTONE and not target.compaction:
                     raise CompactionUnfit(
                         f"rows of {frame.info.table} are tombstones within the chain",
@@ -155,7 +155,8 @@ def move_checkpoint(
     return part, index
 
 
-def _survivors(frame: Frame, fetched: FetchedFrame, mine: npt.NDArray[np.bool_]) -> EncodedFrame | None:
+def _survivors(fetched: FetchedFrame, mine: npt.NDArray[np.bool_]) -> EncodedFrame | None:
+    frame = fetched.frame
     assert frame.table is not None
     if mine.all():
         return EncodedFrame(

@@ -222,7 +222,7 @@ def restore_plan(  # noqa: PLR0913
 def plan_of_new_rows(seq: int, index: Index, table: TableSchema) -> Plan:
     """The frames of a part that say `since`: over the rows of that checkpoint they make those of checkpoint `seq`."""
     requests = _Requests(state=True)
-    for place in sorted(index.places, key=lambda place: place.order):
+    for place in sorted(index.places, key=lambda place: place.application_order):
         if place.since is not None and place.info.table == table.fqn:
             requests.add(index, place, seq, table, baseline=False)
     return Plan(
@@ -429,7 +429,7 @@ def _ordered(
 ) -> Iterator[tuple[ChainLink, Place, TableSchema]]:
     """Frames that meet a wanted box, in the order they must be applied.
 
-    Newest checkpoint first; within one by `Place.order`.
+    Newest checkpoint first; within one by `Place.application_order`.
     """
     by_table: dict[str, list[Box]] = {}
     for box in wanted:
@@ -448,7 +448,7 @@ def _ordered(
             if place.info.kind is not FrameKind.BLOB
             and any(meets(place.info, box) for box in pieces.get(place.info.table, ()))
         ]
-        chosen.sort(key=lambda place: place.order)
+        chosen.sort(key=lambda place: place.application_order)
         for place in chosen:
             yield link, place, tables[place.info.table]
 

@@ -269,7 +269,7 @@ class PartWriter:
                 if info.tail is not None:
                     place = replace(place, tail_pack=tail.number, tail_offset=tail_offset)
                 filling.places.append(place)
-                # Of each row once: who plans cuts takes what is not rows for blobs.
+                # Each row counts once: bytes beyond those of the rows are taken for blobs.
                 self._raw_bytes += 0 if again else frame.raw_bytes
         return [(*spot, each) for spot, each in zip(spots, data, strict=True)]
 

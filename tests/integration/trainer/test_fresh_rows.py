@@ -55,12 +55,12 @@ class Loop:
     def step(self, ckpt: deltashard.Checkpointer, rng: np.random.Generator) -> None:
         self.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)))
 
-    def write(self, ckpt: deltashard.Checkpointer, ids: torch.Tensor, *, spoilt: int = 0) -> None:
-        """Write rows `ids`, and to the last `spoilt` of the large table's NaN."""
+    def write(self, ckpt: deltashard.Checkpointer, ids: torch.Tensor, *, nan_rows: int = 0) -> None:
+        """Write rows `ids`, and to the last `nan_rows` of the large table's NaN."""
         self.optimizer.zero_grad()
         loss = self.net["large"](ids).square().sum() + self.net["small"](ids // 5).square().sum()
-        if spoilt:
-            loss = loss + self.net["large"](ids[-spoilt:]).sum() * torch.nan
+        if nan_rows:
+            loss = loss + self.net["large"](ids[-nan_rows:]).sum() * torch.nan
         loss.backward()
         self.optimizer.step()
         ckpt.step()
@@ -236,14 +236,14 @@ def test_one_copy_counts_of_a_row_that_is_raw_in_one_frame_and_not_in_the_other(
         tracking=TrackingSettings(hash_below_bytes=0),
     )
     ckpt.restore()
-    spoilt = False
+    written = False
     while ckpt.stats.cuts < 4:
         copying, before = ckpt._outcomes.precopy._now, ckpt.stats.cuts
         if copying is not None:
             eventually(lambda copying=copying: copying.done, what="the copy")
-        if copying is not None and before == 3 and not spoilt:
-            loop.write(ckpt, torch.arange(400, 407), spoilt=1)
-            spoilt = True
+        if copying is not None and before == 3 and not written:
+            loop.write(ckpt, torch.arange(400, 407), nan_rows=1)
+            written = True
         else:
             loop.write(ckpt, torch.arange(20))
         if ckpt.stats.cuts > before:
@@ -332,7 +332,7 @@ def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
 )
 @given(
     moves=st.lists(
-        st.one_of(st.integers(1, 14), st.integers(1, 14), st.sampled_from(["save", "restart", "spoil"])),
+        st.one_of(st.integers(1, 14), st.integers(1, 14), st.sampled_from(["save", "restart", "nan"])),
         min_size=5,
         max_size=14,
     ),
@@ -372,8 +372,8 @@ def test_what_any_program_says_is_true(
             if move == "restart":
                 leave(ckpt)
                 loop, ckpt = begun()
-            elif move == "spoil":
-                loop.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)), spoilt=1)
+            elif move == "nan":
+                loop.write(ckpt, torch.from_numpy(rng.integers(ROWS, size=6)), nan_rows=1)
             elif move == "save":
                 loop.step(ckpt, rng)
                 ckpt.save().wait(60)

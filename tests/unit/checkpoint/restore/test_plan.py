@@ -183,7 +183,7 @@ def test_rows_that_a_frame_repeats_count_for_nothing_in_a_baseline() -> None:
 
 
 def test_of_two_copies_of_a_row_the_one_in_a_frame_of_again_comes_first() -> None:
-    """Wherever it lies: who follows reads no other."""
+    """Wherever it lies: a follower reads no other."""
     model = Model(schema())
     link, index = _part(
         model.table, [*model.frames(range(200)), *model.frames(range(10))], seq=1, covers=None
