@@ -125,7 +125,9 @@ class FileStore(Store):
             # IMPORTANT: link is the commit point of a create-only put: atomic, and refused when the name is taken.
             os.link(temporary, path)
         except FileExistsError as error:
-            raise ObjectExists("object exists", where=f"{self.url}/{key}") from error
+            # A client of NFS repeats a request whose answer was lost: then the name is taken by our own file.
+            if not path.samefile(temporary):
+                raise ObjectExists("object exists", where=f"{self.url}/{key}") from error
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
