@@ -31,6 +31,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from deltashard_operator import VERSION, structured_logging
+from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
@@ -43,7 +44,6 @@ from deltashard_operator.kube.lease import LeaderOnly, Lease
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.kube.watch_session import STALE_S
 from deltashard_operator.main import EXIT_USAGE, OPTION_TYPES, api_client
-from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.tls.authority import Authority, AuthorityOptions
 from deltashard_operator.tls.metric import AuthorityMetrics
 

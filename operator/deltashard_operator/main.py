@@ -26,10 +26,10 @@ from deltashard_operator import structured_logging
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.admission.webhook import Webhook
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.policy_cache import PolicyCache
 from deltashard_operator.kube import object_watch, watched_namespace
 from deltashard_operator.kube.object_watch import ObjectWatch
-from deltashard_operator.policy.chart_defaults import Defaults
-from deltashard_operator.policy.policy_cache import PolicyCache
 from deltashard_operator.tls.certificate import Certificate
 
 EXIT_USAGE = 2

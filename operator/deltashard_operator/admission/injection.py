@@ -20,6 +20,9 @@ from typing import Any
 from deltashard_operator import VERSION
 from deltashard_operator.admission import sidecar_container, sidecar_resource, sidecar_volume
 from deltashard_operator.admission.sidecar_container import Place
+from deltashard_operator.api.annotation import Annotations, seconds
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import Policy, whole_blocks
 from deltashard_operator.kube import run_identity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
@@ -40,9 +43,6 @@ from deltashard_operator.kube.cluster_name import (
     is_mesh_proxy,
 )
 from deltashard_operator.kube.run_identity import IdentityRecipe
-from deltashard_operator.policy.annotation import Annotations, seconds
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import Policy, whole_blocks
 
 _IDENTITY = (
     "DELTASHARD_WORKLOAD_KIND",

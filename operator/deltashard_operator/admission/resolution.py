@@ -14,14 +14,14 @@ from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.review import Request, Resolved
 from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.run_holder import UNKNOWN, Holders
+from deltashard_operator.api import workload_policy
+from deltashard_operator.api.admission_deadline import Deadline
+from deltashard_operator.api.chart_defaults import Defaults, FleetAuthorityMissing
+from deltashard_operator.api.policy_cache import PolicyCache, Spec, unavailable
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import watched_namespace
 from deltashard_operator.kube.cluster_name import POLICY
-from deltashard_operator.policy import workload_policy
-from deltashard_operator.policy.admission_deadline import Deadline
-from deltashard_operator.policy.chart_defaults import Defaults, FleetAuthorityMissing
-from deltashard_operator.policy.policy_cache import PolicyCache, Spec, unavailable
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import Policy
 
 _log = structlog.get_logger("deltashard.webhook")
 

@@ -26,11 +26,11 @@ from deltashard_operator.admission import run_claim, warning, workload_kind
 from deltashard_operator.admission.injection import check_marked, inject, is_injected
 from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.workload_kind import Target
+from deltashard_operator.api import annotation
+from deltashard_operator.api.annotation import Annotations
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import json_patch, run_identity
-from deltashard_operator.policy import annotation
-from deltashard_operator.policy.annotation import Annotations
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import Policy
 
 
 class BadReview(UserError):

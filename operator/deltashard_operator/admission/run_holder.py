@@ -25,10 +25,10 @@ from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
 from deltashard_operator.admission import run_claim
 from deltashard_operator.admission.run_claim import Numbering, RunClaim
+from deltashard_operator.api.admission_deadline import Deadline
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.call import Answer, ApiClient, NoReply, Requester
 from deltashard_operator.kube.cluster_name import RUN_ID
-from deltashard_operator.policy.admission_deadline import Deadline
-from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.reclaim import ReclaimState

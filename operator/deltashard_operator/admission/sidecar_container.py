@@ -14,6 +14,10 @@ from typing import Any
 
 from deltashard_operator.admission.sidecar_resource import Resources
 from deltashard_operator.admission.sidecar_volume import Volumes
+from deltashard_operator.api import annotation as notes
+from deltashard_operator.api import store_access
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import FIXED, Policy
 from deltashard_operator.kube import restricted, run_identity
 from deltashard_operator.kube.cluster_name import (
     CACHE_PATH,
@@ -25,10 +29,6 @@ from deltashard_operator.kube.cluster_name import (
     TOKEN_PATH,
 )
 from deltashard_operator.kube.run_identity import IdentityRecipe
-from deltashard_operator.policy import annotation as notes
-from deltashard_operator.policy import store_access
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import FIXED, Policy
 
 COMMAND = "deltashard-sidecar"
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import SIDECAR
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import Policy
 
 STORAGE = "ephemeral-storage"
 STORAGE_SLACK_BYTES = 1 << 30

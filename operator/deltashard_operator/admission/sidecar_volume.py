@@ -2,7 +2,7 @@
 
 `deltashard-shm` is memory: arena and socket, shared with the training container and nobody else. `deltashard-cache`
 is disk: spooled packs and the local copy of checkpoints, the sidecar's alone, as are the files by which the store is
-reached (`policy.store_access`).
+reached (`api.store_access`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_operator.api import store_access
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
     CACHE_PATH,
@@ -20,9 +23,6 @@ from deltashard_operator.kube.cluster_name import (
     SHM_VOLUME,
     STORE_VOLUME,
 )
-from deltashard_operator.policy import store_access
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import Policy
 
 SHM_SLACK_BYTES = 16 << 20
 """Memory volume beyond the arena: the file's header, the socket, locks."""

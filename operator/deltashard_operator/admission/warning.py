@@ -9,8 +9,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from deltashard_operator.admission import injection, workload_kind
 from deltashard_operator.admission.workload_kind import Target
+from deltashard_operator.api.workload_policy import DELETE, Policy
 from deltashard_operator.kube.cluster_name import SIDECAR
-from deltashard_operator.policy.workload_policy import DELETE, Policy
 
 
 def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ from deltashard_operator.admission import review
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.resolution import Resolver
 from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.api.admission_deadline import Deadline
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.policy_cache import PolicyCache
 from deltashard_operator.kube.webhook_configuration import PATH
-from deltashard_operator.policy.admission_deadline import Deadline
-from deltashard_operator.policy.chart_defaults import Defaults
-from deltashard_operator.policy.policy_cache import PolicyCache
 from deltashard_operator.tls.certificate import Certificate, CertificateUnusable
 
 MAX_BODY_BYTES = 16 << 20

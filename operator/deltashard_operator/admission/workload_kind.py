@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltashard_operator.admission.injection import labelled
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import owner_reference, run_identity
 from deltashard_operator.kube.cluster_name import RUN_ID
 from deltashard_operator.kube.run_identity import IdentityRecipe
-from deltashard_operator.policy.refusal import Refusal
 
 Document = dict[str, Any]
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"

@@ -25,6 +25,8 @@ import structlog
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.policy_writer import PolicyWriter
@@ -36,8 +38,6 @@ from deltashard_operator.controller.writer import Writes
 from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello
 from deltashard_operator.kube.call import Caller
-from deltashard_operator.policy.chart_defaults import Defaults
-from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import directive, judgement, run_record, watched_run
 from deltashard_operator.run.watched_run import Run
 

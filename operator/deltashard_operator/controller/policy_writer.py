@@ -13,13 +13,13 @@ from typing import Any
 import structlog
 from deltashard_checkpoint.errors import DeltashardError
 
+from deltashard_operator.api import workload_policy
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.round import Rounds
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.kube.call import MERGE, ApiUnavailable, Caller
-from deltashard_operator.policy import workload_policy
-from deltashard_operator.policy.chart_defaults import Defaults
-from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import policy_standing, run_record
 from deltashard_operator.run.watched_run import Run
 

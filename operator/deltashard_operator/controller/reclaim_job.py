@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from deltashard_operator.api import store_access
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import restricted
 from deltashard_operator.kube.cluster_name import (
     CACHE_PATH,
@@ -19,8 +21,6 @@ from deltashard_operator.kube.cluster_name import (
     USER_ID,
     WORKLOAD_UID,
 )
-from deltashard_operator.policy import store_access
-from deltashard_operator.policy.workload_policy import Policy
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.reclaim import ReclaimState
 from deltashard_operator.run.watched_run import Run

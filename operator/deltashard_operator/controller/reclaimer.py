@@ -18,16 +18,16 @@ from typing import Any
 import structlog
 from deltashard_checkpoint.errors import DeltashardError
 
+from deltashard_operator.api import workload_policy
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.round import Rounds
 from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.fleet.sidecar_report import RunKey
 from deltashard_operator.kube.call import ApiUnavailable, Caller
-from deltashard_operator.policy import workload_policy
-from deltashard_operator.policy.chart_defaults import Defaults
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import Policy
 from deltashard_operator.run import observed_object, reclaim_judgement
 from deltashard_operator.run.reclaim import ReclaimState
 

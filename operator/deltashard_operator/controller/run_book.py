@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_operator.api import workload_policy
+from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.controller.status import Pace, Served
 from deltashard_operator.fleet.sidecar_report import Directive, RunKey
-from deltashard_operator.policy import workload_policy
-from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import NodeView, Wish
 from deltashard_operator.run.watched_run import Notice, Run, Taken

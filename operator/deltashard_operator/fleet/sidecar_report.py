@@ -26,7 +26,7 @@ from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL, NO_BITS_RULE
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
-from deltashard_operator.policy.workload_policy import OFFERED
+from deltashard_operator.api.workload_policy import OFFERED
 
 T = TypeVar("T")
 RunKey = tuple[str, str]

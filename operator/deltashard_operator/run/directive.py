@@ -15,10 +15,10 @@ from typing import Any
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_operator.api import annotation as notes
+from deltashard_operator.api import workload_policy
 from deltashard_operator.fleet.sidecar_report import KEPT, TIMERS, whole
 from deltashard_operator.kube.cluster_name import POLICY
-from deltashard_operator.policy import annotation as notes
-from deltashard_operator.policy import workload_policy
 from deltashard_operator.run.observed_object import Wish
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deltashard_operator.policy.workload_policy import DELETE, Policy
+from deltashard_operator.api.workload_policy import DELETE, Policy
 from deltashard_operator.run.judgement import ABSENT_S
 from deltashard_operator.run.reclaim import MAX_MESSAGE, Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import Notice, Run

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deltashard_operator.policy import workload_policy
+from deltashard_operator.api import workload_policy
 
 from tests.integration.charts.helm import CERTIFICATE, CHART, Document, HelmRefused, Rendering, render
 

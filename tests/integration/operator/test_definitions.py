@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_operator.policy import workload_policy
+from deltashard_operator.api import workload_policy
 from deltashard_operator.run import run_record
 from deltashard_proto.v1 import trainer_pb2 as pb
 

@@ -13,8 +13,8 @@ import os
 from typing import Any
 
 import pytest
+from deltashard_operator.api.refusal import CODES
 from deltashard_operator.kube import cluster_name
-from deltashard_operator.policy.refusal import CODES
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.status import ALL
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.kube.call import Answer, Caller
-from deltashard_operator.policy.chart_defaults import Defaults
 
 Document = dict[str, Any]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from deltashard_operator.api.workload_policy import merged
 from deltashard_operator.kube import cluster_name
-from deltashard_operator.policy.workload_policy import merged
 
 from tests.support.operator import sample
 from tests.support.published import PUBLISHED

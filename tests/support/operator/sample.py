@@ -11,10 +11,10 @@ from typing import Any
 import jsonpatch
 from deltashard_operator.admission import review as admissions
 from deltashard_operator.admission.review import Answer, Request, Resolved
-from deltashard_operator.policy.annotation import Annotations
-from deltashard_operator.policy.policy_cache import GROUP, VERSION
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import Policy, merged, resolve
+from deltashard_operator.api.annotation import Annotations
+from deltashard_operator.api.policy_cache import GROUP, VERSION
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import Policy, merged, resolve
 
 DEFAULTS: dict[str, Any] = {
     "store": {

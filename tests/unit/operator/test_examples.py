@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 from deltashard_operator.admission.workload_kind import KINDS
+from deltashard_operator.api.annotation import Annotations
+from deltashard_operator.api.workload_policy import merged, resolve
 from deltashard_operator.kube import cluster_name
-from deltashard_operator.policy.annotation import Annotations
-from deltashard_operator.policy.workload_policy import merged, resolve
 
 from tests.support.operator.example import (
     DEFAULTS,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from deltashard_operator.admission import resolution, run_holder
 from deltashard_operator.admission.workload_kind import KINDS
-from deltashard_operator.policy import annotation, policy_cache, workload_policy
-from deltashard_operator.policy.refusal import CODES
+from deltashard_operator.api import annotation, policy_cache, workload_policy
+from deltashard_operator.api.refusal import CODES
 from deltashard_operator.run import condition
 
 from tests.support.operator import sample

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from deltashard_operator.admission.injection import group_of, inject
+from deltashard_operator.api import workload_policy
+from deltashard_operator.api.annotation import Annotations
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import cluster_name, run_identity
-from deltashard_operator.policy import workload_policy
-from deltashard_operator.policy.annotation import Annotations
-from deltashard_operator.policy.refusal import Refusal
 from deltashard_sidecar import settings
 
 from tests.support.operator import sample

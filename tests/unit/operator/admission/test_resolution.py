@@ -11,10 +11,10 @@ from deltashard_operator.admission import review
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.resolution import Resolver
 from deltashard_operator.admission.run_holder import Holders
-from deltashard_operator.policy.admission_deadline import Deadline
-from deltashard_operator.policy.chart_defaults import Defaults
-from deltashard_operator.policy.policy_cache import PolicyCache
-from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.api.admission_deadline import Deadline
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.policy_cache import PolicyCache
+from deltashard_operator.api.refusal import Refusal
 
 from tests.support.operator import sample
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from deltashard_operator.admission import review
 from deltashard_operator.admission.run_claim import Numbering, RunClaim
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import cluster_name
-from deltashard_operator.policy.refusal import Refusal
 
 from tests.support.operator import sample
 

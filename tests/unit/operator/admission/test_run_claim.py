@@ -8,9 +8,9 @@ import pytest
 from deltashard_operator.admission import run_claim
 from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.kube import owner_reference
 from deltashard_operator.kube.cluster_name import RUNS
-from deltashard_operator.policy.admission_deadline import Deadline
 
 JOBSET = {
     "apiVersion": "jobset.x-k8s.io/v1alpha2",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.admission import sidecar_resource
-from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.api.refusal import Refusal
 
 from tests.support.operator import sample
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.fleet.sidecar_report import Directive, heartbeat_of
 from deltashard_operator.kube.cluster_name import BITS, GOAL, INTERVAL
-from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run.directive import decided, differs
 from deltashard_operator.run.observed_object import Wish
 from deltashard_proto.v1 import fleet_pb2 as wire

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_operator.policy.workload_policy import Policy
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.run import judgement, reclaim_judgement, run_record, watched_run
 from deltashard_operator.run.observed_object import JobView, Wish, Workload
 from deltashard_operator.run.reclaim import MAX_MESSAGE, MAX_TRIES, Reclaim, ReclaimState

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_operator.api.field import NAME, Fields
 from deltashard_operator.kube.cluster_name import CA_PATH, CACHE_PATH, SHM_PATH, TOKEN_PATH
-from deltashard_operator.policy.field import NAME, Fields
 
 MAX_ENV = 32
 MAX_VOLUMES = 8

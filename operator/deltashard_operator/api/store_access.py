@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube.cluster_name import (
     CA_PATH,
     CA_VOLUME,
@@ -19,7 +20,6 @@ from deltashard_operator.kube.cluster_name import (
     TOKEN_PATH,
     TOKEN_VOLUME,
 )
-from deltashard_operator.policy.workload_policy import Policy
 
 TOKEN_LIFETIME_S = 3600
 _SECRET_VARIABLES = {

@@ -28,19 +28,19 @@ from deltashard_checkpoint.vocabulary import (
 )
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
-from deltashard_operator.policy import store_spec
-from deltashard_operator.policy.annotation import (
+from deltashard_operator.api import store_spec
+from deltashard_operator.api.annotation import (
     MAX_ARENA_BYTES,
     MIN_ARENA_BYTES,
     NO_PRECISION,
     PRECISIONS,
     Annotations,
 )
-from deltashard_operator.policy.extension import Extension, extension_of
-from deltashard_operator.policy.field import NAME, Fields
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.store_spec import WebIdentity
+from deltashard_operator.api.extension import Extension, extension_of
+from deltashard_operator.api.field import NAME, Fields
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.store_spec import WebIdentity
+from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
 
 DEFAULT = "default"
 """Policy name that means the chart's default policy where the namespace has none of that name."""

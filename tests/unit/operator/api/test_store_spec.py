@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from deltashard_checkpoint.stores.url import options_of, scheme_of
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.store_spec import WebIdentity
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.store_spec import WebIdentity
 
 from tests.support.operator import sample
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from deltashard_operator.policy import workload_policy
-from deltashard_operator.policy.annotation import Annotations
-from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.api import workload_policy
+from deltashard_operator.api.annotation import Annotations
+from deltashard_operator.api.refusal import Refusal
 
 from tests.support.operator import sample
 

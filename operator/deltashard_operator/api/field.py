@@ -11,8 +11,8 @@ from deltashard_checkpoint.deciding.goal import goal as goal_of
 from deltashard_checkpoint.deciding.precision import MAX_TABLES, text_of
 from deltashard_checkpoint.vocabulary import ENCODING_CHOICES
 
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import quantity
-from deltashard_operator.policy.refusal import Refusal
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 """Of an object of the cluster."""

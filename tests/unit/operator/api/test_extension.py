@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from deltashard_operator.admission.injection import inject
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import run_identity
-from deltashard_operator.policy.refusal import Refusal
 
 from tests.support.operator import sample
 
@@ -175,7 +175,7 @@ def test_what_may_not_be_is_a_sentence(spec: dict[str, Any], says: str) -> None:
 
 def test_a_policys_network_is_over_the_defaults_field_by_field() -> None:
     """A namespace's own authorities do not take away the cluster's proxy."""
-    from deltashard_operator.policy.workload_policy import merged, read
+    from deltashard_operator.api.workload_policy import merged, read
 
     defaults = {**sample.DEFAULTS, "network": {"httpsProxy": "http://proxy:1"}}
     found = read("p", merged({"network": {"caBundle": {"configMap": "c"}}}, defaults)).extension

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from deltashard_operator.api import annotation
+from deltashard_operator.api.annotation import TAKES
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.cluster_name import PREFIX
-from deltashard_operator.policy import annotation
-from deltashard_operator.policy.annotation import TAKES
-from deltashard_operator.policy.refusal import Refusal
 
 MIB = 1 << 20
 

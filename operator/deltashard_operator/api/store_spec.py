@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
-from deltashard_operator.policy.field import NAME, Fields
+from deltashard_operator.api.field import NAME, Fields
 
 ADDRESSINGS = ("auto", "path", "virtual")
 ENCRYPTIONS = {"SSE-S3": "AES256", "SSE-KMS": "aws:kms"}

@@ -14,6 +14,7 @@ from deltashard_checkpoint.deciding.goal import BadGoal
 from deltashard_checkpoint.deciding.goal import goal as goal_of
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, BITS_RULES, NO_BITS_RULE, ONE_RUN, RUN_PER_POD
 
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
@@ -28,7 +29,6 @@ from deltashard_operator.kube.cluster_name import (
     RUN_ID,
     RUNS,
 )
-from deltashard_operator.policy.refusal import Refusal
 
 MIN_ARENA_BYTES = 64 << 20
 MAX_ARENA_BYTES = 1 << 40

@@ -17,9 +17,9 @@ from typing import Any, cast
 import urllib3
 from kubernetes import client
 
+from deltashard_operator.api.admission_deadline import Deadline
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
-from deltashard_operator.policy.admission_deadline import Deadline
-from deltashard_operator.policy.refusal import Refusal
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointpolicies"
 ABSENT_S = 1.0

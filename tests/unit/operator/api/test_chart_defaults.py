@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from deltashard_operator.policy.chart_defaults import BadDefaults, Defaults, FleetAuthorityMissing
+from deltashard_operator.api.chart_defaults import BadDefaults, Defaults, FleetAuthorityMissing
 
 from tests.support.operator import sample
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deltashard_operator.api.admission_deadline import Deadline
+from deltashard_operator.api.policy_cache import GROUP, PLURAL, VERSION, PolicyCache
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.object_watch import ObjectWatch
-from deltashard_operator.policy.admission_deadline import Deadline
-from deltashard_operator.policy.policy_cache import GROUP, PLURAL, VERSION, PolicyCache
-from deltashard_operator.policy.refusal import Refusal
 from kubernetes import client
 
 from tests.support.eventually import eventually

@@ -16,11 +16,11 @@ from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.review import Answer
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.admission.webhook import Webhook
+from deltashard_operator.api import admission_deadline
+from deltashard_operator.api.admission_deadline import Deadline
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.policy_cache import PolicyCache
 from deltashard_operator.kube import cluster_name, webhook_configuration
-from deltashard_operator.policy import admission_deadline
-from deltashard_operator.policy.admission_deadline import Deadline
-from deltashard_operator.policy.chart_defaults import Defaults
-from deltashard_operator.policy.policy_cache import PolicyCache
 from deltashard_operator.tls.certificate import Certificate
 from kubernetes import client
 
