@@ -246,6 +246,11 @@ class Settings:
         return self.dir / "ready.json"
 
     @property
+    def grace_s(self) -> float:
+        """How long a trainer of this pod may save after SIGTERM; 0: no pod, for a trainer started this sidecar."""
+        return self.term_deadline_s if self.linger_s < 0 else 0.0
+
+    @property
     def blocks(self) -> int:
         return self.arena_bytes // self.block_bytes
 

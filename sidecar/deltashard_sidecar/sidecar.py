@@ -157,6 +157,7 @@ class Sidecar:
             run=self.run.name,
             url=self.settings.url,
             took_part=self.run.participation.newest(self.run.name),
+            grace_s=self.settings.grace_s,
         )
 
     def _check_group(self, request: pb.AttachRequest) -> None:

@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from deltashard_checkpoint.deciding.ending import reason_of
@@ -69,7 +69,7 @@ class Checkpointer:
         tables: Mapping[str, str] | None = None,
         content_hash: bool | None = None,
         precopy: bool | None = None,
-        grace_s: float | None = 20.0,
+        grace_s: float | Literal["auto"] | None = "auto",
         recovery: str = "full",
         pls_target: float | None = None,
         planned_steps: int | None = None,
@@ -109,7 +109,8 @@ class Checkpointer:
             precopy: copy rows ahead of a cut, on a thread of its own while training goes on, where that is worth it and
                 exact (`cut.precopy`). Default: yes, unless the variable DELTASHARD_PRECOPY is 0. `stats.head_starts`
                 says what came of it.
-            grace_s: after SIGTERM: an urgent save may take so long; None leaves SIGTERM alone.
+            grace_s: after SIGTERM an urgent save may take so many seconds. "auto" is the pod's grace period less 5 s
+                (in which its processes end), and 20 s without a pod. None leaves SIGTERM alone.
             recovery: "full" (all ranks go back to the newest checkpoint, bit for bit), or "partial": when some ranks
                 die, the others keep their rows, which is not exact (docs/distributed.md says what it costs, and where).
             pls_target: with "partial": the portion of lost samples (PLS) that the run may come to; beyond it: full.

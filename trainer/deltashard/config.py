@@ -15,7 +15,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deltashard_checkpoint.deciding.goal import goal as goal_of
@@ -73,7 +73,7 @@ class CheckpointConfig:
     tables: Mapping[str, str] | None = None
     content_hash: bool | None = None
     precopy: bool | None = None
-    grace_s: float | None = 20.0
+    grace_s: float | Literal["auto"] | None = "auto"
     recovery: str = "full"
     pls_target: float | None = None
     planned_steps: int | None = None
@@ -225,7 +225,11 @@ _TAKES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
         'for example sidecar={"cache_bytes": "4GiB"}',
     ),
     "every_s": (_is_seconds, _SECONDS, "leave every_s= out to save by steps or on demand only"),
-    "grace_s": (_is_seconds, _SECONDS, "grace_s=None leaves SIGTERM alone"),
+    "grace_s": (
+        lambda grace_s: grace_s == "auto" or _is_seconds(grace_s),
+        f'"auto" or {_SECONDS}',
+        "leave grace_s= out if in doubt; grace_s=None leaves SIGTERM alone",
+    ),
     "every_steps": (
         lambda count: _is_count(count, least=0),
         "a whole number, 0 or more",

@@ -216,12 +216,15 @@ class Wiring:
         )
         plan.watch(base, lambda step: self.taker.capture.blobs(step, None, all_here=True), records.term)
 
-    def _handle_term(self, grace_s: float | None, requests: Requests) -> TermHandler | None:
+    def _handle_term(self, grace_s: float | str | None, requests: Requests) -> TermHandler | None:
         def on_sigterm() -> None:
             requests.hurry("sigterm")
             self.clock.notice()
 
-        term = None if grace_s is None else TermHandler(grace_s=grace_s, notice=on_sigterm)
+        def until_end_s() -> float:
+            return self.attachment.grace_s if grace_s == "auto" else float(grace_s or 0.0)
+
+        term = None if grace_s is None else TermHandler(grace_s=until_end_s, notice=on_sigterm)
         self.term = term if term is not None and term.install() else None
         return self.term
 

@@ -3,7 +3,7 @@
 What it adds: one native sidecar, first among the init containers (behind a mesh's proxy, its way to the network); its
 volumes; one mount and one variable for the training container; the managed-by label, the marker and the policy's name;
 one supplemental group where there is none; pull secrets of the policy. What it changes: a grace period of 30 s (the
-API's default) when the policy wants more. All else is the user's and stays as written, so that an unchanged manifest
+API's default) becomes the policy's. All else is the user's and stays as written, so that an unchanged manifest
 can be applied again to an immutable template.
 
 A template with the marker is returned as it is, whatever it holds and whichever version put it there: schedulers edit
@@ -243,7 +243,7 @@ def _share_group(spec: Document) -> None:
 def _grace_s(spec: Mapping[str, Any], policy: Policy, *, keep: bool) -> int:
     stated = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
     if stated == DEFAULT_GRACE_S and not keep:
-        return max(DEFAULT_GRACE_S, policy.grace_s)
+        return policy.grace_s
     return int(stated)
 
 

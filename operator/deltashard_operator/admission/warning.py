@@ -12,6 +12,10 @@ from deltashard_operator.admission.workload_kind import Target
 from deltashard_operator.api.workload_policy import DELETE, Policy
 from deltashard_operator.kube.cluster_name import SIDECAR
 
+SPOT = "cloud.google.com/gke-spot"
+"""Label of nodes that may be taken away at short notice."""
+SPOT_GRACE_S = 15
+
 
 def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[str, ...]:
     """What to warn the author of an injected workload about, by what was written."""
@@ -23,6 +27,11 @@ def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[st
         warnings.append(
             f"deltashard: terminationGracePeriodSeconds is {grace_s} s and policy {policy.name} asks for "
             f"{policy.grace_s} s; a save at eviction may not end in time"
+        )
+    if _asks_for_spot(spec) and (grace_s if kept else policy.grace_s) > SPOT_GRACE_S:
+        warnings.append(
+            f"deltashard: {SPOT} nodes give a pod {SPOT_GRACE_S} s to end, whatever its grace period is: set "
+            f"gracePeriodSeconds {SPOT_GRACE_S} in policy {policy.name}, or a save may not end in time"
         )
     if not spec.get("hostNetwork") and policy.metrics_port and not injection.metrics_port(spec, policy):
         warnings.append(
@@ -57,6 +66,20 @@ def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[st
                 "of one training, one of them trains and fences the others"
             )
     return tuple(warnings)
+
+
+def _asks_for_spot(spec: Mapping[str, Any]) -> bool:
+    affinity = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ) or {}
+    terms = affinity.get("nodeSelectorTerms") or []
+    asked = [
+        rule.get("key")
+        for term in terms
+        for rule in term.get("matchExpressions") or []
+        if rule.get("operator") in {"In", "Exists"}
+    ]
+    return SPOT in (spec.get("nodeSelector") or {}) or SPOT in asked
 
 
 def _needs_names(spec: Mapping[str, Any], policy: Policy) -> bool:

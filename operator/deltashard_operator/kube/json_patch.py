@@ -2,7 +2,7 @@
 
 Injection only adds. That is not believed but computed: a patch is made from before and after; an object that lost a
 key, or a list that lost or reordered an element, has no such patch, and asking for one raises `NotAnAddition`. `add`
-on a member that exists replaces it (RFC 6902, 4.1), which is how the grace period is raised.
+on a member that exists replaces it (RFC 6902, 4.1), which is how the grace period is set.
 
 Elements of a list are the same when they are equal or bear the same `name`.
 """

@@ -49,7 +49,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "took_part")
+    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "took_part", "grace_s")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class AttachReply(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     TOOK_PART_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     arena_path: str
     arena_bytes: int
@@ -76,7 +77,8 @@ class AttachReply(_message.Message):
     run: str
     url: str
     took_part: int
-    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., took_part: _Optional[int] = ...) -> None: ...
+    grace_s: float
+    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., took_part: _Optional[int] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("seq", "attempt", "cut", "step", "baseline", "durable_s", "stored_bytes", "raw_bytes", "rows")

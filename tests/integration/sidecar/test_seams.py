@@ -231,6 +231,42 @@ def test_sigterm_saves_this_step_also_when_an_older_save_is_in_the_way(
         signal.signal(signal.SIGTERM, previous)
 
 
+@pytest.mark.parametrize(
+    ("grace_s", "pod_s", "expected_s"), [("auto", 115, 115), ("auto", 10, 10), (60.0, 115, 60)]
+)
+def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    grace_s: float | str,
+    pod_s: int,
+    expected_s: int,
+) -> None:
+    """A long step, and an older save that uploads, do not lose the urgent save; a number that the script gives wins."""
+    committed: list[int | None] = []
+    loop = Loop(adagrad, seed=0)
+    previous = signal.signal(signal.SIGTERM, lambda *_: committed.append(ckpt._outcomes.committed_step))
+    try:
+        store = (tmp_path / "store").as_uri()
+        with sidecar(tmp_path, store, encoding="fp32", term_deadline_s=pod_s) as process:
+            monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
+            ckpt = make(loop, grace_s=grace_s)
+            ckpt.restore()
+            loop.train(ckpt, 2)
+            older = ckpt.save("older")
+            signal.raise_signal(signal.SIGTERM)
+            term = ckpt._wiring.term
+            assert term is not None
+            assert expected_s / 2 < term.left_s <= expected_s
+            assert committed == []
+            loop.train(ckpt, 1)
+            assert older.done
+            assert committed == [3]
+            ckpt.close()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_news_of_a_save_reaches_the_next_attachment(tmp_path: Path, *, fails: bool) -> None:
     """A stream that broke took the news with it: a trainer that waited for it would never save again."""

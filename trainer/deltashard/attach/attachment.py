@@ -21,6 +21,9 @@ from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
+OWN_GRACE_S = 20.0
+"""After SIGTERM an urgent save may take so long where there is no pod."""
+
 
 class SidecarAttachment:
     """The sidecar's epoch and policy, and the control line that the clock ticks on."""
@@ -36,6 +39,8 @@ class SidecarAttachment:
         self._epoch = first.reply.epoch
         self.policy: pb.Policy = first.reply.policy
         """The sidecar's, as it last reported it."""
+        self.grace_s = first.reply.grace_s or OWN_GRACE_S
+        """The pod's: after SIGTERM an urgent save may take so long."""
         clock.adopt(first.line)
 
     @property
@@ -50,6 +55,7 @@ class SidecarAttachment:
         self._clock.adopt(link.line)
         self._clock.show()
         self._epoch, self.policy = link.reply.epoch, link.reply.policy
+        self.grace_s = link.reply.grace_s or OWN_GRACE_S
         return restarted
 
     def instruct(self, policy: pb.Policy) -> None:

@@ -36,7 +36,8 @@ EXIT_SIGTERM = 128 + signal.SIGTERM
 class TermHandler:
     """Installed for one Checkpointer; `notice` is called from the handler and must only set flags."""
 
-    def __init__(self, *, grace_s: float, notice: Callable[[], None]) -> None:
+    def __init__(self, *, grace_s: Callable[[], float], notice: Callable[[], None]) -> None:
+        """`grace_s` is asked when the signal comes: a sidecar that was started again may have another."""
         self._grace_s = grace_s
         self._notice = notice
         self._previous: Any = None
@@ -104,8 +105,9 @@ class TermHandler:
         if self.until_s is not None or not self._installed or os.getpid() != self._pid:
             self.chain(signum, frame)
             return
-        self.until_s = time.monotonic() + self._grace_s
-        self._timer = threading.Timer(self._grace_s, self._expired)
+        grace_s = self._grace_s()
+        self.until_s = time.monotonic() + grace_s
+        self._timer = threading.Timer(grace_s, self._expired)
         self._timer.daemon = True
         self._timer.start()
         self._notice()

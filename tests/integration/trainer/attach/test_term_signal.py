@@ -15,7 +15,7 @@ import os, signal, sys
 from deltashard.attach.term_signal import TermHandler
 
 heard = []
-handler = TermHandler(grace_s=60.0, notice=lambda: heard.append(True))
+handler = TermHandler(grace_s=lambda: 60.0, notice=lambda: heard.append(True))
 assert handler.install()
 signal.raise_signal(signal.SIGTERM)
 assert heard and handler.left_s > 0
@@ -51,7 +51,7 @@ CHILD = """
 import os, signal
 from deltashard.attach.term_signal import TermHandler
 
-first, second = (TermHandler(grace_s=60.0, notice=lambda: None) for _ in range(2))
+first, second = (TermHandler(grace_s=lambda: 60.0, notice=lambda: None) for _ in range(2))
 assert first.install() and second.install()
 pid = os.fork()
 if pid == 0:
@@ -82,7 +82,7 @@ def heard() -> Iterator[list[str]]:
 
 
 def installed(notice: Callable[[], None]) -> TermHandler:
-    handler = TermHandler(grace_s=600.0, notice=notice)
+    handler = TermHandler(grace_s=lambda: 600.0, notice=notice)
     assert handler.install()
     return handler
 

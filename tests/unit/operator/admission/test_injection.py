@@ -90,7 +90,7 @@ def test_web_identity_takes_the_place_of_the_secret() -> None:
     assert not any(v["name"] == "deltashard-store" for v in result["spec"]["volumes"])
 
 
-def test_grace_is_raised_from_the_default_only() -> None:
+def test_grace_is_changed_from_the_default_only() -> None:
     """30 is the API's default; any other value, and a 30 known to be written, is the user's."""
     assert injected(sample.template())["spec"]["terminationGracePeriodSeconds"] == 120
     assert (
@@ -103,8 +103,9 @@ def test_grace_is_raised_from_the_default_only() -> None:
     result = injected(sample.template(terminationGracePeriodSeconds=30), keep_grace=True)
     assert result["spec"]["terminationGracePeriodSeconds"] == 30
     assert sample.expanded(sample.sidecar_of(result), {})["DELTASHARD_TERM_DEADLINE_S"] == "25"
-    low = injected(sample.template(), {"gracePeriodSeconds": 20})
-    assert "terminationGracePeriodSeconds" not in low["spec"]
+    spot = injected(sample.template(), {"gracePeriodSeconds": 15})
+    assert spot["spec"]["terminationGracePeriodSeconds"] == 15
+    assert sample.expanded(sample.sidecar_of(spot), {})["DELTASHARD_TERM_DEADLINE_S"] == "10"
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,10 @@ def test_warnings() -> None:
     assert "warnings" not in sample.answer(job(OPT_IN))
     (grace,) = sample.answer(job(OPT_IN, terminationGracePeriodSeconds=45))["warnings"]
     assert "terminationGracePeriodSeconds is 45 s and policy default asks for 120 s" in grace
+    spot = {"cloud.google.com/gke-spot": "true"}
+    (short,) = sample.answer(job(OPT_IN, nodeSelector=spot))["warnings"]
+    assert "give a pod 15 s to end" in short
+    assert "warnings" not in sample.answer(job(OPT_IN, nodeSelector=spot), {"gracePeriodSeconds": 15})
     ports = [{"name": "t", "ports": [{"containerPort": 9464}]}]
     (port,) = sample.answer(job(OPT_IN, containers=ports))["warnings"]
     assert "port 9464" in port
@@ -171,7 +175,7 @@ def test_warnings() -> None:
     assert "warnings" not in sample.answer(job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}))
     (kept,) = sample.answer(job(OPT_IN), {"reclaimPolicy": "Delete"})["warnings"]
     assert "will stay" in kept
-    assert all(len(w) <= 200 for w in (grace, port, stuck, alike, kept))
+    assert all(len(w) <= 200 for w in (grace, short, port, stuck, alike, kept))
 
 
 def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
@@ -188,8 +192,10 @@ def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
         assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 30
         assert "may not end in time" in response["warnings"][0]
     server_side["metadata"]["managedFields"][0]["operation"] = "Update"  # holds defaults, too
-    result = sample.applied(server_side, sample.answer(server_side))
-    assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 120
+    for seconds in (120, 15):
+        response = sample.answer(server_side, {"gracePeriodSeconds": seconds})
+        result = sample.applied(server_side, response)
+        assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
 
 
 @pytest.mark.parametrize(
