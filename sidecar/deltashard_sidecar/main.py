@@ -34,6 +34,8 @@ from deltashard_sidecar.session import lifecycle as session_lifecycle
 from deltashard_sidecar.stop_signal import StopSignals
 
 if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
     from deltashard_sidecar.fleet.fleet_stream import Fleet
     from deltashard_sidecar.fleet.standing import Standing
     from deltashard_sidecar.sidecar import Sidecar
@@ -118,13 +120,13 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
     run = Run(config, metrics=metrics, log=log)
     sidecar = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
-    scraped = metrics.serve(config.metrics_host, config.metrics_port) if config.metrics_port >= 0 else None
+    scraped = _serve_metrics(config, metrics, log)
     server = Server(sidecar, config.socket_path)
     server.start()
     facts = {
         "pid": os.getpid(),
         "epoch": keeper.epoch,
-        "metrics_port": None if scraped is None else scraped[1],
+        "metrics_port": None if scraped is None else scraped.server_port,
         "protocol": TRAINER_PROTOCOL.most,
     }
     crash_point("serve.before_ready")
@@ -161,11 +163,27 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     if mine:
         config.socket_path.unlink(missing_ok=True)
     if scraped is not None:
-        scraped[0].shutdown()
+        scraped.shutdown()
     run.close()
     keeper.retire()
     log.info("sidecar.stopped")
     return status
+
+
+def _serve_metrics(config: settings.Settings, metrics: Metrics, log: Logger) -> WSGIServer | None:
+    """The running endpoint, if it is wanted and its port is free: saves do not depend on it."""
+    if config.metrics_port < 0:
+        return None
+    try:
+        return metrics.serve(config.metrics_host, config.metrics_port)
+    except OSError as error:
+        log.warning(
+            "sidecar.no_metrics",
+            what=str(error),
+            where=f"{config.metrics_host}:{config.metrics_port}",
+            remedy="set another metrics_port; saves and restores work without",
+        )
+        return None
 
 
 def _judge_kernels(config: settings.Settings, metrics: Metrics, log: Logger) -> None:

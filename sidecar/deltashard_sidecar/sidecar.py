@@ -105,11 +105,15 @@ class Sidecar:
         self._unseen: Session | None = None
         """Rank 0's, which goes on in an attempt that is not seen in the log yet."""
         metrics.watch_blocks(keeper.counts, [use.value for use in Use])
-        metrics.trainers.set_function(lambda: len(self.sessions.all()))
         metrics.blocked.set_function(lambda: keeper.blocked(self.sessions.ranks())[0])
+        metrics.watch_steps(self._steps)
 
     def start(self) -> None:
         self.maintenance.start()
+
+    def _steps(self) -> dict[tuple[str, int], int]:
+        training = [each.who for each in self.sessions.all() if each.attempt.number is not None]
+        return {(self.run.name, who.rank): self.keeper.step_of(who.local_rank) for who in training}
 
     # Attachments.
 
@@ -134,6 +138,7 @@ class Sidecar:
             self._found(session, attempt)
         elif session.who.rank == 0:
             self.decider.came()
+        self.metrics.leads |= session.who.rank == 0
         self.decider.attached(len(self.sessions.all()))
         self.activity.attached()
         self.log.info(
@@ -276,7 +281,6 @@ class Sidecar:
         self.decider.opened(opening, self.run.log_of(who).state)
         self.control.opened(session, reply, late=late)
         self.activity.opened(reply)
-        self.metrics.attempts.inc()
         self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=session.who.rank)
         self.control.direct(session)
         return reply

@@ -23,7 +23,7 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.deciding import measurements
-from deltashard_sidecar.deciding.choice import CAUSES, Choice, decide, under
+from deltashard_sidecar.deciding.choice import Choice, decide, under
 from deltashard_sidecar.deciding.measurements import (
     Cost,
     MeasuredSave,
@@ -66,8 +66,6 @@ class Decider:
         self._choice: Choice | None = None
         self._looked_at: tuple[float, int] | None = None
         """The timers that were chosen at the last look; None: none were."""
-        for cause in CAUSES:
-            metrics.decided.labels(cause)
 
     # What holds.
 

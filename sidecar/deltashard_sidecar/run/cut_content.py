@@ -23,7 +23,8 @@ class DifferentialOverride(NamedTuple):
     """Why a cut does not hold what its differential alone would have it hold."""
 
     kind: str
-    """One of `telemetry.metric.TURNS`."""
+    """A baseline is left to a compaction, which costs training less (cheaper) or restores in time (goal), or was made
+    already (compacted); or the cut is a baseline for more bits (raised)."""
     text: str
 
 

@@ -223,10 +223,8 @@ class Save:
         """One batch, on a thread of the pool; whatever happens to it, its block is given back."""
         try:
             if not self.life.ended:
-                started_s = time.thread_time()
                 crash_point("encode.first")
                 work()
-                self._metrics.encode.inc(time.thread_time() - started_s)
         except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
             self.fail(error)
         finally:
@@ -256,7 +254,6 @@ class Save:
         self._metrics.copied(
             rows=seal.rows, ahead=seal.precopied_rows, again=seal.recopied_rows, slower_s=seal.slowdown_s
         )
-        self._metrics.in_flight.inc()
         self._stalls.sealed()
         self._log.info(
             "save.staged", stall_s=round(seal.stall_s, 4), rows=seal.rows, raw_bytes=seal.raw_bytes
@@ -320,7 +317,6 @@ class Save:
                     self._log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
                 else:
                     self.life = self.life.on(SaveEvent.COMMIT)
-                    self._metrics.in_flight.dec()
             self.commit = commit
             self._tell()
         except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
@@ -350,8 +346,6 @@ class Save:
             failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
-        else:
-            self._metrics.in_flight.dec()
         for encode in self._no_longer_held():
             encode()  # of a save that has ended it only gives the block back: nothing to queue for behind other saves
         self._sink.abandon()

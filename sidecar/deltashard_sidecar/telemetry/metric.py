@@ -1,8 +1,8 @@
 """Prometheus metrics of one sidecar: names and units by convention, prefix `deltashard_`, one registry per process.
 
 No label grows without bound: encodings, block uses, causes, sources and directions are closed sets; causes that are not
-in `CAUSES` count as `other`. Ages are computed at scrape time from the last commit, so a hung sidecar's last scrape
-still tells the truth about when it was.
+in `CAUSES` count as `other`. A run of many pods costs Prometheus little: a series with labels begins with its first
+event, and what is said of the run is served by the sidecar of its rank 0.
 """
 
 from __future__ import annotations
@@ -10,12 +10,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
 from deltashard_proto.cause import Cause
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    disable_created_metrics,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from deltashard_sidecar.settings import version
 
 CAUSES = frozenset(
     [
@@ -54,30 +68,45 @@ FLEET_CAUSES = frozenset(
     ]
 )
 """Why the controller's heartbeat service did not take this sidecar in."""
-TURNS = ("cheaper", "goal", "compacted", "raised")
-"""Why a cut was not what its differential alone would make it: the baseline is left to a compaction, because that
-costs training less, or a restore would take too long, or it was made already; or it is a baseline for more bits."""
-COMPACTIONS = ("owed", "length", "goal")
-"""Why a chain was compacted: a cut was made to build on what it makes, it was too long, or its restore too slow."""
-STALL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
+STALL_BUCKETS = (0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
+SECONDS_BUCKETS = (0.5, 2.5, 10.0, 30.0, 60.0, 180.0, 600.0)
+OF_EVERY_POD = frozenset(
+    f"deltashard_{name}"
+    for name in (
+        "build_info",
+        "numpy_kernels",
+        "fleet_connected",
+        "fleet_refusals",
+        "commits",
+        "save_failures",
+        "restores",
+        "rows",
+        "raw_bytes",
+        "frame_bytes",
+        "cache_bytes",
+    )
+)
+"""Families that every sidecar of a run serves, beside its trainers' steps and its own processor time."""
+CPU_STAT = Path("/sys/fs/cgroup/cpu.stat")
 
 
-class Metrics:
-    """Every metric of the sidecar, by attribute."""
+class Metrics(Collector):
+    """Every metric of the sidecar, by attribute; it collects what is served of them."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._last_commit_s = 0.0
+        self.leads = False
+        """Whether rank 0 of a run was ever attached here."""
+        self._steps: Callable[[], Mapping[tuple[str, int], int]] = dict
         gauge = functools.partial(Gauge, registry=self.registry)
         counter = functools.partial(Counter, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
-        self.age = gauge(
-            "deltashard_checkpoint_age_seconds",
-            "Time since the newest commit, one resumed from included; 0 before",
+        build = gauge("deltashard_build_info", "Always 1; what runs here", ("version", "component"))
+        build.labels(version(), "sidecar").set(1)
+        self.last_commit = gauge(
+            "deltashard_last_commit_timestamp_seconds",
+            "Unix time of the newest commit, one resumed from included; 0 before",
         )
-        self.age.set_function(lambda: time.time() - self._last_commit_s if self._last_commit_s else 0.0)
-        self.last_commit = gauge("deltashard_last_commit_timestamp_seconds", "Unix time of the newest commit")
         self.last_step = gauge("deltashard_last_committed_step", "Training step of the newest commit")
         self.lost_samples = gauge(
             "deltashard_lost_samples_share",
@@ -118,13 +147,11 @@ class Metrics:
             "Bytes of frames written (in) and handed to a trainer (out)",
             ("direction", "encoding"),
         )
-        self.encode = counter("deltashard_encode_cpu_seconds", "Processor time spent encoding")
         self.blocks = gauge("deltashard_arena_blocks", "Blocks of the arena by use", ("use",))
         self.numpy_kernels = gauge(
             "deltashard_numpy_kernels", "1: rows are encoded by numpy, slowly; 0: by native kernels"
         )
         self.queue = gauge("deltashard_encode_queue_batches", "Batches handed over and not yet encoded")
-        self.in_flight = gauge("deltashard_saves_in_flight", "Saves staged and not yet ended")
         self.spooled = gauge("deltashard_cache_bytes", "Bytes in the cache directory")
         self.restores = counter("deltashard_restores", "Restores served, by outcome", ("outcome",))
         self.restore_seconds = histogram(
@@ -137,8 +164,6 @@ class Metrics:
         self.retries = counter(
             "deltashard_store_retries", "Attempts on the store that failed and may be retried"
         )
-        self.trainers = gauge("deltashard_trainers_attached", "Trainers attached")
-        self.attempts = counter("deltashard_attempts_opened", "Attempts opened by trainers of this process")
         self.log_damaged = counter(
             "deltashard_log_damaged",
             "Attempts opened on a commit log that could not be followed to its end: commits may be lost",
@@ -189,20 +214,14 @@ class Metrics:
         self.decided = counter(
             "deltashard_intervals_decided", "Intervals chosen, by what had changed", ("cause",)
         )
-        for when in ("ahead", "again", "held"):
-            self.copied_rows.labels(when)
-        for why in TURNS:
-            self.turns.labels(why)
-        for why in COMPACTIONS:
-            self.compactions.labels(why)
-        for cause in sorted(FLEET_CAUSES):
-            self.fleet_refusals.labels(cause)
-        for cause in sorted([*CAUSES, "other"]):
-            self.failures.labels(cause)
 
     def watch_blocks(self, counts: Callable[[], dict[str, int]], uses: Iterable[str]) -> None:
         for use in uses:
             self.blocks.labels(use).set_function(lambda use=use: counts()[use])  # type: ignore[misc]
+
+    def watch_steps(self, steps: Callable[[], Mapping[tuple[str, int], int]]) -> None:
+        """`steps` gives those of the trainers that train here, by run and rank."""
+        self._steps = steps
 
     def copied(self, *, rows: int, ahead: int, again: int, slower_s: float) -> None:
         """A cut of `rows` was handed over; what a trainer says is bounded by what it can be."""
@@ -223,18 +242,43 @@ class Metrics:
 
     def resumed(self, *, step: int, at_s: float) -> None:
         """A trainer goes on from a checkpoint committed at `at_s` (Unix seconds, by its writer's clock)."""
-        self._last_commit_s = at_s
         self.last_commit.set(at_s)
         self.last_step.set(step)
 
     def committed(self, *, step: int, baseline: bool, durable_s: float) -> None:
-        self._last_commit_s = time.time()
-        self.last_commit.set(self._last_commit_s)
+        self.last_commit.set(time.time())
         self.last_step.set(step)
         self.durable.observe(durable_s)
         self.commits.labels("baseline" if baseline else "delta").inc()
 
-    def serve(self, host: str, port: int) -> tuple[WSGIServer, int]:
-        """Serve `/metrics`; returns the server and the port it got (port 0 picks one)."""
-        server, _thread = start_http_server(port, addr=host, registry=self.registry)
-        return server, int(server.server_port)
+    def collect(self) -> Iterator[Metric]:
+        for family in self.registry.collect():
+            if self.leads or family.name in OF_EVERY_POD:
+                yield family
+        steps = GaugeMetricFamily(
+            "deltashard_trainer_step", "The step that a trainer finished last", labels=("run", "rank")
+        )
+        for (run, rank), step in self._steps().items():
+            steps.add_metric((run, str(rank)), step)
+        yield steps
+        if (throttled_s := _throttled_s()) is not None:
+            yield CounterMetricFamily(
+                "deltashard_sidecar_cpu_throttled_seconds",
+                "For how long the container's CPU limit held threads up, one after the other",
+                value=throttled_s,
+            )
+
+    def serve(self, host: str, port: int) -> WSGIServer:
+        """Serve `/metrics` (port 0 picks one); raises `OSError` where the port cannot be had."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        page = CollectorRegistry()
+        page.register(self)
+        return start_http_server(port, addr=host, registry=page)[0]
+
+
+def _throttled_s() -> float | None:
+    """Of this container, by its cgroup; None: it has no limit, or does not show it."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^throttled_usec (\d+)$", CPU_STAT.read_text(), re.MULTILINE)
+        return None if found is None else int(found[1]) / 1e6
+    return None

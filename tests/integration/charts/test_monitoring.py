@@ -14,7 +14,7 @@ from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE, 
 from deltashard_operator.run.watched_run import Run
 from deltashard_operator.tls.metric import AuthorityMetrics
 from deltashard_sidecar.telemetry.metric import Metrics
-from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
 from tests.integration.charts.helm import CHART, render
 from tests.integration.charts.monitoring import ON, alerts, queries, records, rules
@@ -27,9 +27,9 @@ FOREIGN = {"apiserver_admission_webhook_rejection_count"}
 SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 
 
-def exported(registry: CollectorRegistry) -> Iterator[str]:
-    """Names of all series of a registry."""
-    for family in registry.collect():
+def exported(collector: Collector) -> Iterator[str]:
+    """Names of all series that it collects."""
+    for family in collector.collect():
         for suffix in SUFFIXES[family.type]:
             yield family.name + suffix
 
@@ -50,8 +50,10 @@ def everything() -> Iterator[str]:
     controller.follow(NoRuns())
     FleetMetrics(controller.registry)
     AuthorityMetrics(controller.registry)
-    for metrics in (Metrics(), WebhookMetrics(), controller):
-        yield from exported(metrics.registry)
+    sidecar = Metrics()
+    sidecar.leads = True
+    for collector in (sidecar, WebhookMetrics().registry, controller.registry):
+        yield from exported(collector)
 
 
 EXPORTED = set(everything())
@@ -79,6 +81,12 @@ def test_a_metric_that_is_not_there_would_be_seen() -> None:
 def steady(value: float, *, until_s: int = 3600) -> list[tuple[float, float]]:
     """A gauge, read every 30 s."""
     return [(float(at), value) for at in range(0, until_s + 1, 30)]
+
+
+def counted(*, begins_s: int, times: int = 60) -> list[tuple[float, float]]:
+    """A counter that is not there before its first event, and has one each minute, read every 30 s."""
+    risen = rising(begins_s=begins_s - 60)
+    return [(at, min(value, float(times))) for at, value in risen if value]
 
 
 def rising(
@@ -138,18 +146,19 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     (
         "SavesFailing",
         "both say so: told once",
-        {CONDITION % "SavesFailing": steady(1), FAILURES % "unavailable": rising(begins_s=2400)},
+        {CONDITION % "SavesFailing": steady(1), FAILURES % "unavailable": counted(begins_s=2400)},
         True,
     ),
-    ("SavesFailing", "every save fails", {FAILURES % "unavailable": rising(begins_s=2400)}, True),
+    ("SavesFailing", "every save fails", {FAILURES % "unavailable": counted(begins_s=2400)}, True),
+    ("SavesFailing", "four did, the first ever", {FAILURES % "full": counted(begins_s=3000, times=4)}, True),
     (
         "SavesFailing",
         "some fail, some do not",
-        {FAILURES % "unavailable": rising(begins_s=2400), COMMITS: rising(begins_s=2400)},
+        {FAILURES % "unavailable": counted(begins_s=2400), COMMITS: counted(begins_s=2400)},
         False,
     ),
-    ("SavesFailing", "one failed", {FAILURES % "unavailable": rising(begins_s=3500)}, False),
-    ("SavesFailing", "fenced: another pod trains", {FAILURES % "fenced": rising(begins_s=2400)}, False),
+    ("SavesFailing", "one failed", {FAILURES % "unavailable": counted(begins_s=3500)}, False),
+    ("SavesFailing", "fenced: another pod trains", {FAILURES % "fenced": counted(begins_s=2400)}, False),
     ("RestoresFallingBack", "one did", {CONDITION % "FellBack": steady(1)}, True),
     ("RestoresFallingBack", "other troubles", {CONDITION % "Stale": steady(1)}, False),
     ("TrackingFault", "one", {CONDITION % "TrackingFault": steady(1)}, True),
@@ -198,6 +207,7 @@ def test_an_alert_fires_when_it_should(alert: str, situation: str, series: Sampl
 OTHER = RUN.replace("train", "other")
 PHASE = 'deltashard_run_phase{namespace="team-a",run="train",phase="%s"}'
 TRAINED = f"deltashard_run_trained_seconds_total{RUN}"
+STEP = 'deltashard_trainer_step{namespace="team-a",pod="train-%d",run="team-a/train",rank="%d"}'
 EVERY_S = 240
 
 
@@ -251,6 +261,9 @@ BESIDE = {
 """Another run, a third as long and without any loss."""
 
 RECORDS: list[tuple[str, str, Samples, float | None]] = [
+    ("run_step_skew:steps", "two pods", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(9)}, 3.0),
+    ("run_step_skew:steps", "one restores", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(0)}, 0.0),
+    ("run_step_skew:steps", "none trains", {STEP % (0, 0): constant(0)}, None),
     ("run_checkpoint_fresh:bool", "young", FRESH, 1.0),
     ("run_checkpoint_fresh:bool", "old", STALE, 0.0),
     ("run_checkpoint_fresh:bool", "by steps alone", FRESH | {INTERVAL: constant(0)}, None),
