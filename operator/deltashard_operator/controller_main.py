@@ -26,8 +26,9 @@ from typing import Any
 import structlog
 from aiohttp import web
 from deltashard_checkpoint.errors import DeltashardError, UserError
+from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files, usable_host
 from kubernetes import client, config
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from deltashard_operator import VERSION, structured_logging
@@ -63,8 +64,8 @@ _log = structlog.get_logger("deltashard.controller")
 class Options:
     """What can be set on the controller."""
 
-    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
-    """Address both ports bind."""
+    host: str = EVERY_ADDRESS
+    """Address both ports bind; `::` is every one of IPv4 and IPv6."""
     fleet_port: int = 9443
     """TLS port that sidecars report to."""
     metrics_port: int = 9090
@@ -142,6 +143,7 @@ class Process:
         self._api = api
         api.user_agent = USER_AGENT
         self.prometheus = CollectorRegistry()
+        ProcessCollector(registry=self.prometheus)
         self.metrics = metrics = ControllerMetrics(self.prometheus)
         self.call = Caller(api, count=lambda verb, outcome: metrics.calls.labels(verb, outcome).inc())
         self.lease = Lease(
@@ -272,7 +274,7 @@ class Process:
             return task
 
         try:
-            await web.TCPSite(runner, self.options.host, self.options.metrics_port).start()
+            await web.SockSite(runner, listen(self.options.host, self.options.metrics_port)).start()
             start(self.lag.run(), "lag")
             if not await _unless(stop, self.lease.acquire()):
                 return
@@ -287,7 +289,7 @@ class Process:
                 start(self.controller.watches.settle_for_ever(), "settle"),
                 start(self.watch.run(), "watch"),
             )
-            await self.fleet.start(self.options.host, self.options.fleet_port)
+            await self.fleet.start(usable_host(self.options.host), self.options.fleet_port)
             _log.info("controller.serving", metrics_port=runner.addresses[0][1], port=self.fleet.port)
             await stop.wait()
             self.stopping = True
@@ -339,6 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-controller`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
     structured_logging.configure()
+    raise_open_files()
     object_watch.quiet()
 
     async def run() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files
 from kubernetes import client, config
 
 from deltashard_operator import structured_logging
@@ -39,8 +40,8 @@ EXIT_USAGE = 2
 class Options:
     """What can be set on the webhook."""
 
-    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
-    """Address both ports bind."""
+    host: str = EVERY_ADDRESS
+    """Address both ports bind; `::` is every one of IPv4 and IPv6."""
     port: int = 9443
     """TLS port of /mutate."""
     metrics_port: int = 9090
@@ -132,8 +133,8 @@ async def serve(options: Options, api: client.ApiClient) -> None:
         await secure.setup()
         await plain.setup()
         context = webhook.certificate.front
-        await web.TCPSite(secure, options.host, options.port, ssl_context=context).start()
-        await web.TCPSite(plain, options.host, options.metrics_port).start()
+        await web.SockSite(secure, listen(options.host, options.port), ssl_context=context).start()
+        await web.SockSite(plain, listen(options.host, options.metrics_port)).start()
         log = structlog.get_logger("deltashard.webhook")
         log.info("webhook.serving", port=secure.addresses[0][1], metrics_port=plain.addresses[0][1])
         await stop.wait()
@@ -157,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-webhook`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
     structured_logging.configure()
+    raise_open_files()
     object_watch.quiet()
     try:
         asyncio.run(serve(options, api_client(options.kubeconfig)))

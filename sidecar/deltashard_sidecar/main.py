@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.private_file import open_private, write_private
+from deltashard_checkpoint.process import raise_open_files
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
@@ -83,6 +84,7 @@ def owns(directory: Path, fd: int) -> bool:
 def serve(argv: Sequence[str]) -> int:
     """Run the sidecar until a signal, or until it lingered long enough without a trainer."""
     os.umask(0o007)
+    raise_open_files()
     config = settings.load(argv, os.environ)
     from deltashard_sidecar.telemetry.structured_logging import configure, explain
 

@@ -172,7 +172,7 @@ class Settings:
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 picks a free one (see ready.json), -1 is off."""
     metrics_host: str = "127.0.0.1"
-    """Address the Prometheus endpoint binds; in a pod `0.0.0.0`."""
+    """Address the Prometheus endpoint binds; in a pod `::`, every one of both families."""
     linger_s: float = -1.0
     """Exit when no trainer has been attached and no save in flight for so long, after the start for 30 s more; -1 never
     exits (pods)."""

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from deltashard_operator.api.refusal import CODES
@@ -15,6 +22,7 @@ class WebhookMetrics:
 
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
+        ProcessCollector(registry=r)
         self.admissions = Counter(
             "deltashard_webhook_admissions",
             "Admissions answered, by kind and by outcome (injected, unchanged, a refusal's code, failed)",

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_checkpoint.process import EVERY_ADDRESS
+
 from deltashard_operator.admission.sidecar_resource import Resources
 from deltashard_operator.admission.sidecar_volume import Volumes
 from deltashard_operator.api import annotation as notes
@@ -132,7 +134,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "DELTASHARD_KEEP_LAST": str(policy.keep_last),
         "DELTASHARD_TERM_DEADLINE_S": str(saving_s(place.grace_s)),
         "DELTASHARD_METRICS_PORT": str(place.metrics_port or -1),
-        "DELTASHARD_METRICS_HOST": "0.0.0.0",  # noqa: S104 - the pod's own network
+        "DELTASHARD_METRICS_HOST": EVERY_ADDRESS,
         "DELTASHARD_POLICY": policy.name,
         "DELTASHARD_RUNS": policy.runs,
         "DELTASHARD_PODS": str(place.recipe.pods or ""),

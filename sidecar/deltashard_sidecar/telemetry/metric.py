@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
+from deltashard_checkpoint.process import usable_host
 from deltashard_proto.cause import Cause
 from prometheus_client import (
     CollectorRegistry,
@@ -23,6 +24,7 @@ from prometheus_client import (
     Gauge,
     Histogram,
     Metric,
+    ProcessCollector,
     disable_created_metrics,
     start_http_server,
 )
@@ -273,7 +275,8 @@ class Metrics(Collector):
         disable_created_metrics()  # type: ignore[no-untyped-call]
         page = CollectorRegistry()
         page.register(self)
-        return start_http_server(port, addr=host, registry=page)[0]
+        ProcessCollector(registry=page)
+        return start_http_server(port, addr=usable_host(host), registry=page)[0]
 
 
 def _throttled_s() -> float | None:

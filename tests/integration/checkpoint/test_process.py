@@ -1,0 +1,75 @@
+"""What each program of deltashard asks of its machine: addresses of both families, and all files that it may open."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import urllib3
+import yaml
+from deltashard_checkpoint.process import EVERY_ADDRESS, listen, usable_host
+
+from tests.support.eventually import eventually
+from tests.support.server.minio_server import free_port
+
+NOBODY = {
+    "apiVersion": "v1",
+    "kind": "Config",
+    "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],
+    "users": [{"name": "u", "user": {}}],
+    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    "current-context": "c",
+}
+"""A kubeconfig of an API server that is not there."""
+API = "--kubeconfig={at}/kubeconfig --certificate-dir={at}"
+PROGRAMS = {
+    "webhook": f"deltashard_operator.main --port={{port}} {API}",
+    "controller": f"deltashard_operator.controller_main --fleet-port={{port}} {API}",
+    "sidecar": (
+        "deltashard_sidecar.main serve --run=r --url=file://{at}/store --dir={at}/run --cache-dir={at}/cache "
+        "--arena-bytes=67108864 --metrics-host=::"
+    ),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_both_families_are_served_and_all_files_can_be_opened(program: str, tmp_path: Path) -> None:
+    """A kubelet of an IPv6-only cluster probes the v6 address; containerd 2 leaves a low soft limit of open files."""
+    port, log = free_port(), tmp_path / "log"
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(NOBODY))
+    flags = PROGRAMS[program].format(at=tmp_path, port=free_port())
+    command = f"ulimit -Sn 256; exec {sys.executable} -m {flags} --metrics-port={port}"
+    with log.open("wb") as out:
+        process = subprocess.Popen(["bash", "-c", command], stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+    try:
+        with urllib3.PoolManager(retries=False, timeout=60.0) as http:
+
+            def metrics(host: str) -> str:
+                assert process.poll() is None, log.read_text()
+                try:
+                    return http.request("GET", f"http://{host}:{port}/metrics").data.decode()
+                except urllib3.exceptions.HTTPError:
+                    return ""
+
+            for host in ("127.0.0.1", "[::1]"):
+                page = eventually(lambda host=host: metrics(host), host)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert process.returncode == 0, log.read_text()
+    files = dict(line.split() for line in page.splitlines() if line.startswith("process_"))
+    assert float(files["process_max_fds"]) == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert 0 < float(files["process_open_fds"]) < 256
+
+
+def test_without_ipv6_it_listens_on_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was started with ipv6.disable=1."""
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    assert [usable_host(each) for each in ("127.0.0.1", "::1")] == ["127.0.0.1", "::1"]
+    with listen(EVERY_ADDRESS, 0) as server:
+        assert (server.family, server.getsockname()[0]) == (socket.AF_INET, "0.0.0.0")
