@@ -24,7 +24,6 @@ from prometheus_client import (
     Gauge,
     Histogram,
     Metric,
-    ProcessCollector,
     disable_created_metrics,
     start_http_server,
 )
@@ -275,7 +274,6 @@ class Metrics(Collector):
         disable_created_metrics()  # type: ignore[no-untyped-call]
         page = CollectorRegistry()
         page.register(self)
-        ProcessCollector(registry=page)
         return start_http_server(port, addr=usable_host(host), registry=page)[0]
 
 
