@@ -41,7 +41,7 @@ from deltashard_operator.fleet.service import Files, Fleet
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import object_watch
 from deltashard_operator.kube.call import ApiUnavailable, Caller
-from deltashard_operator.kube.lease import LeaderOnly, Lease
+from deltashard_operator.kube.lease import DURATION_S, LeaderOnly, Lease
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.kube.watch_session import STALE_S
 from deltashard_operator.main import EXIT_USAGE, OPTION_TYPES, api_client
@@ -90,7 +90,7 @@ class Options:
     """How often sidecars report."""
     identity: str = ""
     """What it is called in the Lease that keeps two controllers apart; empty: the host's name, which is the pod's."""
-    lease_s: float = 15.0
+    lease_s: float = DURATION_S
     """A controller that is silent for so long is followed by another."""
     drain_s: float = 10.0
     """How long unwritten statuses are written after SIGTERM."""
@@ -212,6 +212,10 @@ class Process:
     def unready(self) -> list[str]:
         """Why it does not do its work."""
         reasons = [*self.dead(), *self.fleet.unready()]
+        if self.lease.refused:
+            reasons.append(
+                f"the API does not let it have the Lease that one must hold to write: {self.lease.refused}"
+            )
         if not self.controller.synced:
             reasons.append("not everything that there is was seen yet")
         if self.freshness.heard_s() > STALE_S:

@@ -7,8 +7,7 @@ write calls itself none `MARGIN_S` before anybody may take it. At its end it let
 
 Who finds another's name in the Lease that it held knows that what it counted is old: `LeaseLost`, and the process ends
 for a fresh one. An API that is away is no such reason: nothing can be written then, and the Lease is still there later.
-Where there is no Lease to be had (the chart makes it, and gives the right to it) the controller goes on without until
-there is: that is as before there were Leases, and it is said.
+Who finds no Lease makes it. Where none can be had (its right is missing) nobody leads, and `refused` says why.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
 
 NAME = "deltashard-controller"
-DURATION_S = 15.0
-RENEW_S = 3.0
-MARGIN_S = 5.0
+DURATION_S = 10.0
+RENEW_S = 2.0
+MARGIN_S = 3.0
 CALL_S = 5.0
 """Seconds for a read or a write; one that takes longer counts as failed."""
 RELEASE_S = 3.0
@@ -62,25 +61,24 @@ class Lease:
         self._seen: tuple[str, float] = ("", 0.0)
         """Version of the Lease, and since when it is seen (monotonic seconds)."""
         self._until_s = 0.0
-        self._absent = False
         self._had = False
         """Whether it ever led."""
+        self.refused = ""
+        """Why the API does not let it have the Lease; empty while it does."""
 
     @property
     def held(self) -> bool:
-        return self._absent or self._monotonic() < self._until_s
+        return self._monotonic() < self._until_s
 
     async def acquire(self) -> None:
-        """Wait until it is ours (or there is none)."""
+        """Wait until it is ours."""
         said = False
         while not await self._try():
             if not said:
                 _log.info("lease.waiting", lease=NAME)
             said = True
             await self._sleep(RENEW_S)
-        _log.info(
-            "lease.acquired" if not self._absent else "lease.absent", lease=NAME, identity=self._identity
-        )
+        _log.info("lease.acquired", lease=NAME, identity=self._identity)
 
     async def keep(self) -> None:
         """Renew it for ever; raises `LeaseLost`."""
@@ -109,7 +107,7 @@ class Lease:
             _log.warning("lease.unavailable", error=f"{type(error).__name__}: {error}"[:300])
             return self.held
         if ours:
-            self._had = True
+            self._had, self.refused = True, ""
             self._until_s = begun_s + self._duration_s - MARGIN_S
         return ours
 
@@ -118,16 +116,8 @@ class Lease:
         if found.status == 404:
             body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": NAME}}
             found = await self._call("POST", self._path, body, tries=1)
-            if found.status == 409:
-                return False
         if not found.ok:
-            if self._seen[0]:  # there is one: this answer does not say otherwise
-                return False
-            if not self._absent:
-                _log.warning("lease.unusable", lease=NAME, error=found.sentence)
-            self._absent = self._had = True
-            return True
-        self._absent = False
+            return self._without(found)
         lease, now_s = found.document, self._monotonic()
         version, holder = str(lease["metadata"].get("resourceVersion", "")), _holder(lease)
         if version != self._seen[0]:
@@ -138,8 +128,17 @@ class Lease:
                     f"{holder} leads now", where=f"Lease {NAME}", remedy="a fresh process waits for its turn"
                 )
             if now_s < self._seen[1] + self._duration_s:
+                self.refused = ""
                 return False
-        return (await self._put(lease, holder=self._identity)).ok
+        written = await self._put(lease, holder=self._identity)
+        return self._without(written) if not written.ok else True
+
+    def _without(self, answer: Answer) -> bool:
+        """Not ours by this answer, which is either another's write in between (409) or a refusal."""
+        before, self.refused = self.refused, "" if answer.status == 409 else answer.sentence
+        if self.refused and self.refused != before:
+            _log.warning("lease.refused", lease=NAME, error=self.refused)
+        return False
 
     async def _put(self, lease: Mapping[str, Any], *, holder: str) -> Answer:
         before = lease.get("spec") or {}

@@ -394,10 +394,13 @@ RESOURCES = {resource for rights in RIGHTS.values() for resource in rights} | {
     "rbac.authorization.k8s.io/clusterroles",
 }
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
+LEASES = "coordination.k8s.io/leases"
+CREATED = {"create"}
+"""A right that cannot name an object."""
 OWN = {
     "secrets": ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"),
     "configmaps": ("deltashard-fleet-ca",),
-    "coordination.k8s.io/leases": ("deltashard-controller",),
+    LEASES: ("deltashard-controller",),
 }
 
 
@@ -412,13 +415,15 @@ def test_rights_are_the_least(release: Release, http: Rest) -> None:
         for resource in sorted(RESOURCES):
             for namespace in ("team-a", NAMESPACE):
                 may = {verb for verb in VERBS if allowed(http, account, namespace, verb, resource)}
-                assert may == rights.get(resource, set()), (account, namespace, resource)
+                lease = (account, namespace, resource) == ("deltashard-controller", NAMESPACE, LEASES)
+                assert may == (CREATED if lease else rights.get(resource, set())), (account, resource)
     for resource, names in OWN.items():
         for name in (*names, "another"):
             for account in RIGHTS:
                 may = {verb for verb in VERBS if allowed(http, account, NAMESPACE, verb, resource, name)}
                 has = account == "deltashard-controller" and name != "another"
-                assert may == ({"get", "update"} if has else set()), (account, resource, name)
+                made = CREATED if (account, resource) == ("deltashard-controller", LEASES) else set()
+                assert may == ({"get", "update"} if has else set()) | made, (account, resource, name)
     configurations_ = "admissionregistration.k8s.io/mutatingwebhookconfigurations"
     for name, rights in (("deltashard-webhook", {"get", "patch"}), ("another", set())):
         may = {v for v in VERBS if allowed(http, "deltashard-controller", "", v, configurations_, name)}

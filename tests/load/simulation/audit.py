@@ -97,6 +97,7 @@ ALLOWED = (
         names=frozenset({"deltashard-controller"}),
         namespace=SYSTEM,
     ),
+    Allowed(verbs=_verbs("create"), group="coordination.k8s.io", resource="leases", namespace=SYSTEM),
     Allowed(
         verbs=_verbs("patch"),
         group="admissionregistration.k8s.io",

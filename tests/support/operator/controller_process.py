@@ -51,7 +51,7 @@ class ControllerProcess:
     status_interval_s: float = 1.0
     heartbeat_s: float = 60.0
     namespace: str = "deltashard-system"
-    """Where its Lease is; there is none where the namespace is not."""
+    """Where its Lease is; made at the start."""
     identity: str = ""
     policy: Document = field(default_factory=lambda: sample.DEFAULTS)
     """The chart's default policy."""
@@ -66,6 +66,8 @@ class ControllerProcess:
         self.fleet_port, self.metrics_port = self.fleet_port or free_port(), free_port()
         (self.directory / "policy.yaml").write_text(yaml.safe_dump(self.policy))
         put(self.directory, self.authority.issue())
+        with self.apiserver.http() as http:
+            http.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}})
         flags = {
             "host": "127.0.0.1",
             "fleet-port": self.fleet_port,

@@ -147,18 +147,45 @@ def test_of_two_that_take_it_at_once_one_has_it(api: client.ApiClient, namespace
     asyncio.run(scenario())
 
 
-def test_without_a_lease_to_be_had_it_goes_on(api: client.ApiClient) -> None:
-    """An older chart gives no right to one; here the namespace is not even there."""
+def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Rest, namespace: str) -> None:
+    """Argo CD applies no Leases, so there is none from a manifest. With the right to create it, one leads."""
+    group = "rbac.authorization.k8s.io"
+    roles = f"/apis/{group}/v1/namespaces/{namespace}"
 
-    async def scenario() -> None:
-        world = World(api, "not-there")
-        lease = world.lease("first")
-        await lease.acquire()
-        world.now_s += 1000.0
-        assert lease.held
+    def granted(*verbs: str) -> dict[str, Any]:
+        rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": list(verbs)}
+        return {"metadata": {"name": "controller"}, "rules": [rule]}
+
+    assert http("POST", f"{roles}/roles", granted("get", "update")).status == 201
+    bound = {
+        "metadata": {"name": "controller"},
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": "controller"},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": "controller"}],
+    }
+    assert http("POST", f"{roles}/rolebindings", bound).status == 201
+
+    async def scenario(api: client.ApiClient) -> None:
+        world = World(api, namespace)
+        both = [world.lease("first"), world.lease("second")]
+
+        async def tried() -> list[bool]:
+            return [await each._try() for each in both]
+
+        while "cannot create" not in both[0].refused:  # the API server learns of a role in a moment
+            assert await tried() == [False, False]
+        assert await tried() == [False, False]
+        assert [each.held for each in both] == [False, False]
+        assert all("cannot create resource" in each.refused for each in both), both[0].refused
+        assert http("PUT", f"{roles}/roles/controller", granted("get", "update", "create")).status == 200
+        while not any(await tried()):
+            pass
+        assert [each.held for each in both].count(True) == 1
+        assert [bool(each.refused) for each in both] == [False, False]
         world.call.close()
 
-    asyncio.run(scenario())
+    with apiserver.api() as api:
+        api.set_default_header("Impersonate-User", "controller")
+        asyncio.run(scenario(api))
 
 
 def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
