@@ -1,4 +1,6 @@
-"""Makes the table of values in the chart's README.md from the comments in values.yaml; `--check` only compares.
+"""Makes what the chart's README.md and values.schema.json say of values from the comments in values.yaml.
+
+`--check` only compares.
 
 A comment stands right above its key. A map whose entries have comments is a section; any other value is a row. A value
 without a comment is an error.
@@ -10,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -57,20 +60,42 @@ def rendered(readme: str, values: str) -> str:
     return f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
+def described(schema: str, values: str) -> str:
+    """The schema with each value's comment as its description, for editors."""
+    document = json.loads(schema)
+    lines = values.splitlines()
+
+    def describe(part: dict[str, Any], node: yaml.MappingNode) -> None:
+        part = document["definitions"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        known = part.get("properties", {})
+        for key, value in node.value:
+            comment = comment_above(lines, key.start_mark.line)
+            if key.value in known and comment:
+                old = known[key.value]
+                known[key.value] = {"description": comment} | old | {"description": comment}
+                if isinstance(value, yaml.MappingNode):
+                    describe(old, value)
+
+    describe(document, yaml.compose(values, Loader=yaml.SafeLoader))
+    return json.dumps(document, indent=2) + "\n"
+
+
 def main() -> int:
-    """Write the README, or with `--check` say whether it is as it should be."""
-    path = CHART / "README.md"
-    readme = path.read_text(encoding="utf-8")
-    try:
-        wanted = rendered(readme, (CHART / "values.yaml").read_text(encoding="utf-8"))
-    except Unfit as error:
-        sys.stderr.write(f"tools/chart_readme.py: {error}\n")
-        return 1
-    if "--check" not in sys.argv[1:]:
-        path.write_text(wanted, encoding="utf-8")
-    elif wanted != readme:
-        sys.stderr.write(f"{path} is not what values.yaml says: run tools/chart_readme.py\n")
-        return 1
+    """Write README and schema, or with `--check` say whether they are as they should be."""
+    values = (CHART / "values.yaml").read_text(encoding="utf-8")
+    for name, make in (("README.md", rendered), ("values.schema.json", described)):
+        path = CHART / name
+        before = path.read_text(encoding="utf-8")
+        try:
+            wanted = make(before, values)
+        except Unfit as error:
+            sys.stderr.write(f"tools/chart_readme.py: {error}\n")
+            return 1
+        if "--check" not in sys.argv[1:]:
+            path.write_text(wanted, encoding="utf-8")
+        elif wanted != before:
+            sys.stderr.write(f"{path} is not what values.yaml says: run tools/chart_readme.py\n")
+            return 1
     return 0
 
 

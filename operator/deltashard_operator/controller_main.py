@@ -10,7 +10,6 @@ Every flag is also a variable: `--metrics-port` is `DELTASHARD_CONTROLLER_METRIC
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import os
@@ -19,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.lease import DURATION_S, LeaderOnly, Lease
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.kube.watch_session import STALE_S
-from deltashard_operator.main import EXIT_USAGE, OPTION_TYPES, api_client
+from deltashard_operator.main import EXIT_USAGE, api_client, options_of
 from deltashard_operator.tls.authority import Authority, AuthorityOptions
 from deltashard_operator.tls.metric import AuthorityMetrics
 
@@ -56,7 +55,17 @@ LAG_WINDOW_S = 60.0
 PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 USER_AGENT = f"deltashard-controller/{VERSION}"
 """What audit logs and managedFields call it."""
-CHOICES = {"certificates": ("builtin", "external")}
+TaintKeys = tuple[str, ...]
+DISRUPTION_TAINTS = (
+    "karpenter.sh/disrupted",
+    "ToBeDeletedByClusterAutoscaler",
+    "cloud.google.com/impending-node-termination",
+    "aws-node-termination-handler/spot-itn",
+    "aws-node-termination-handler/scheduled-maintenance",
+    "aws-node-termination-handler/asg-lifecycle-termination",
+    "aws-node-termination-handler/rebalance-recommendation",
+)
+"""Taints by which others announce a node's end; few of them cordon it."""
 _log = structlog.get_logger("deltashard.controller")
 
 
@@ -94,21 +103,14 @@ class Options:
     """A controller that is silent for so long is followed by another."""
     drain_s: float = 10.0
     """How long unwritten statuses are written after SIGTERM."""
+    disruption_taints: TaintKeys = DISRUPTION_TAINTS
+    """Keys of taints, by commas, that announce a node's end as a cordon does."""
+    log_level: str = "info"
+    """The least that is logged."""
 
 
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """Options from the command line over the environment over the defaults; exits on nonsense."""
-    parser = argparse.ArgumentParser(prog="deltashard-controller", description=__doc__.splitlines()[0])
-    for field in fields(Options):
-        variable = f"DELTASHARD_CONTROLLER_{field.name.upper()}"
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=OPTION_TYPES.get(str(field.type), str),
-            choices=CHOICES.get(field.name),
-            default=environ.get(variable) or field.default,
-            help=f"default {field.default}; variable {variable}",
-        )
-    return Options(**vars(parser.parse_args(argv)))
+    return options_of(Options, "deltashard-controller", argv, environ)
 
 
 class Lag:
@@ -344,7 +346,7 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-controller`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    structured_logging.configure()
+    structured_logging.configure(options.log_level)
     raise_open_files()
     object_watch.quiet()
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from aiohttp import web
@@ -34,6 +34,7 @@ from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.tls.certificate import Certificate
 
 EXIT_USAGE = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class Options:
     """How to reach the API; without, as a pod."""
     drain_s: float = 10.0
     """How long admissions are answered after SIGTERM."""
+    log_level: str = "info"
+    """The least that is logged."""
 
 
 def _namespaces(text: str) -> tuple[str, ...]:
@@ -74,22 +77,29 @@ OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "Path": Path,
     "Path | None": Path,
     "tuple[str, ...]": _namespaces,
+    "TaintKeys": lambda text: tuple(each.strip() for each in text.split(",") if each.strip()),
 }
 """How an option's text is read, by the type of its field; any other is text."""
+CHOICES = {"certificates": ("builtin", "external"), "log_level": structured_logging.LEVELS}
 
 
-def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """Options from the command line over the environment over the defaults; exits on nonsense."""
-    parser = argparse.ArgumentParser(prog="deltashard-webhook", description=__doc__.splitlines()[0])
-    for field in fields(Options):
-        variable = f"DELTASHARD_WEBHOOK_{field.name.upper()}"
+def options_of(kind: type[T], program: str, argv: Sequence[str], environ: Mapping[str, str]) -> T:
+    """Options from the command line over the environment over the defaults of a dataclass; exits on nonsense."""
+    parser = argparse.ArgumentParser(prog=program, description=kind.__doc__)
+    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
+        variable = f"{program}_{field.name}".replace("-", "_").upper()
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=OPTION_TYPES.get(str(field.type), str),
+            choices=CHOICES.get(field.name),
             default=environ.get(variable) or field.default,
             help=f"default {field.default}; variable {variable}",
         )
-    return Options(**vars(parser.parse_args(argv)))
+    return kind(**vars(parser.parse_args(argv)))
+
+
+def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
+    return options_of(Options, "deltashard-webhook", argv, environ)
 
 
 def api_client(kubeconfig: Path | None) -> client.ApiClient:
@@ -157,7 +167,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-webhook`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    structured_logging.configure()
+    structured_logging.configure(options.log_level)
     raise_open_files()
     object_watch.quiet()
     try:

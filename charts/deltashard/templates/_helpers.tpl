@@ -19,11 +19,54 @@ app.kubernetes.io/component: {{ .component }}
 
 {{/* An image's reference; takes a dict of `root` and `image`. */}}
 {{- define "deltashard.image" -}}
+{{- $repository := .image.repository -}}
+{{- with .root.Values.global.imageRegistry -}}
+{{- $repository = printf "%s/%s" . (regexReplaceAll "^[^/]*[.:][^/]*/" $repository "") -}}
+{{- end -}}
 {{- if .image.digest -}}
-{{ .image.repository }}@{{ .image.digest }}
+{{ $repository }}@{{ .image.digest }}
 {{- else -}}
-{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{ $repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
 {{- end }}
+{{- end }}
+
+{{/* Name of a component's service account; takes a dict of `root` and `component`. */}}
+{{- define "deltashard.account" -}}
+{{- $account := (get .root.Values .component).serviceAccount -}}
+{{- if not (or $account.create $account.name) -}}
+{{- fail (printf "%s.serviceAccount.create is false, so %s.serviceAccount.name must be that of an account that is there" .component .component) -}}
+{{- end -}}
+{{- $account.name | default (printf "deltashard-%s" .component) -}}
+{{- end }}
+
+{{/* The service account itself, where the chart makes it; takes the same. */}}
+{{- define "deltashard.serviceAccount" -}}
+{{- $account := (get .root.Values .component).serviceAccount -}}
+{{- if $account.create }}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ include "deltashard.account" . }}
+  namespace: {{ .root.Release.Namespace }}
+  labels: {{- include "deltashard.labels" . | nindent 4 }}
+  {{- with $account.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A Service's metadata below its labels, and the head of its spec. */}}
+{{- define "deltashard.serviceHead" -}}
+{{- with .Values.service.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+{{- end }}
+spec:
+  {{- with .Values.service.ipFamilyPolicy }}
+  ipFamilyPolicy: {{ . }}
+  {{- end }}
+  {{- with .Values.service.ipFamilies }}
+  ipFamilies: {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 
 {{/* Address at which sidecars reach the controller. */}}
@@ -99,23 +142,20 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- end -}}
 {{- end }}
 
-{{/* Security context of every pod: what PodSecurity's `restricted` asks for. */}}
+{{/* Security context of every pod: what PodSecurity's `restricted` asks for, and what the values say over it. */}}
 {{- define "deltashard.podSecurity" -}}
-runAsNonRoot: true
-{{- if not (kindIs "invalid" .Values.runAsUser) }}
-runAsUser: {{ .Values.runAsUser | int64 }}
-runAsGroup: {{ .Values.runAsUser | int64 }}
-fsGroup: {{ .Values.runAsUser | int64 }}
-{{- end }}
-seccompProfile:
-  type: RuntimeDefault
+{{- $base := dict "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- if not (kindIs "invalid" .Values.runAsUser) -}}
+{{- range list "runAsUser" "runAsGroup" "fsGroup" -}}
+{{- $_ := set $base . ($.Values.runAsUser | int64) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml (mustMergeOverwrite $base (deepCopy .Values.podSecurityContext)) }}
 {{- end }}
 
 {{- define "deltashard.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- $base := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) -}}
+{{- toYaml (mustMergeOverwrite $base (deepCopy .Values.securityContext)) }}
 {{- end }}
 
 {{/* Names of the Secrets that hold the two certificates. */}}
@@ -126,20 +166,77 @@ capabilities:
 {{ eq .Values.certificates.mode "existing" | ternary .Values.certificates.existing.fleetSecret "deltashard-fleet-tls" }}
 {{- end }}
 
-{{/* Where a component's pods may be scheduled; takes the component's values. */}}
-{{- define "deltashard.scheduling" -}}
-{{- with .priorityClassName }}
+{{/* What all pods have alike: where they may be, as whom, and what pulls their image; takes a dict of `root` and `component`. */}}
+{{- define "deltashard.pod" -}}
+{{- $global := .root.Values.global -}}
+{{- $own := get .root.Values .component | default dict -}}
+enableServiceLinks: false
+securityContext: {{- include "deltashard.podSecurity" .root | nindent 2 }}
+{{- with concat .root.Values.imagePullSecrets $global.imagePullSecrets | uniq }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with $own.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with .nodeSelector }}
-nodeSelector: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .tolerations }}
+nodeSelector: {{- toYaml (mustMergeOverwrite (dict "kubernetes.io/os" "linux") $global.nodeSelector ($own.nodeSelector | default dict)) | nindent 2 }}
+{{- with concat ($own.tolerations | default list) $global.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .affinity }}
+{{- with $own.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- if $own.topologySpread }}
+topologySpreadConstraints:
+  {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: {{ $own.topologySpread }}
+    labelSelector:
+      matchLabels: {{- include "deltashard.selector" $ | nindent 8 }}
+    matchLabelKeys: [pod-template-hash]
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Metadata of a Deployment's pods; takes the same. */}}
+{{- define "deltashard.podMetadata" -}}
+{{- $own := get .root.Values .component -}}
+labels:
+  {{- include "deltashard.labels" . | nindent 2 }}
+  {{- with $own.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  kubectl.kubernetes.io/default-container: {{ .component }}
+  deltashard.io/default-policy-sum: {{ include "deltashard.defaultPolicy" .root | sha256sum }} # read once, at the start
+  {{- with $own.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{/* What a monitor or a rule is called and where it is; takes a dict of `root`, `name` and its values as `own`. */}}
+{{- define "deltashard.monitor" -}}
+name: {{ .name }}
+namespace: {{ .own.namespace | default .root.Release.Namespace }}
+labels:
+  {{- include "deltashard.labels" (dict "root" .root "component" "monitoring") | nindent 2 }}
+  {{- with merge (dict) .own.labels .root.Values.monitoring.labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{/* Name, duration and labels of an alert; takes a list of the root, its name, its `for` and its severity. */}}
+{{- define "deltashard.alert" -}}
+{{- $rules := (index . 0).Values.monitoring.rules -}}
+{{- $own := get $rules.alerts (index . 1) | default dict -}}
+alert: {{ index . 1 }}
+{{- with $own.for | default (index . 2) }}
+for: {{ . }}
+{{- end }}
+labels: {{- toYaml (merge (dict "severity" ($own.severity | default (index . 3))) $rules.alertLabels) | nindent 2 }}
 {{- end }}
 
 {{/* What every pod of the chart may reach, where network policies are on. */}}

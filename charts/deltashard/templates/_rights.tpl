@@ -34,7 +34,7 @@ roleRef:
   name: {{ $name }}
 subjects:
   - kind: ServiceAccount
-    name: {{ $name }}
+    name: {{ include "deltashard.account" $ }}
     namespace: {{ $.root.Release.Namespace }}
 {{- end }}
 {{- end }}

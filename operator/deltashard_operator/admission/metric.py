@@ -12,6 +12,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from deltashard_operator import VERSION
 from deltashard_operator.api.refusal import CODES
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -23,6 +24,10 @@ class WebhookMetrics:
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
         ProcessCollector(registry=r)
+        build = Gauge(
+            "deltashard_build_info", "Always 1; what runs here", ("version", "component"), registry=r
+        )
+        build.labels(VERSION, "webhook").set(1)
         self.admissions = Counter(
             "deltashard_webhook_admissions",
             "Admissions answered, by kind and by outcome (injected, unchanged, a refusal's code, failed)",

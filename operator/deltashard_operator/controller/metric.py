@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from deltashard_operator import VERSION
 from deltashard_operator.controller import event
 from deltashard_operator.kube import call
 from deltashard_operator.run import condition, roll_call
@@ -43,6 +44,10 @@ class ControllerMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = CollectorRegistry() if registry is None else registry
+        build = Gauge(
+            "deltashard_build_info", "Always 1; what runs here", ("version", "component"), registry=r
+        )
+        build.labels(VERSION, "controller").set(1)
         self.calls = Counter(
             "deltashard_controller_api_calls", "Answers of the API", ("verb", "outcome"), registry=r
         )

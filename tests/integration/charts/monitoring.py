@@ -23,7 +23,8 @@ def rules() -> list[dict[str, Any]]:
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    return {rule["alert"]: rule for rule in rules() if "alert" in rule}
+    """By name without the prefix, which keeps them apart from others' in one Alertmanager."""
+    return {rule["alert"].removeprefix("Deltashard"): rule for rule in rules() if "alert" in rule}
 
 
 def records() -> list[tuple[str, str]]:

@@ -19,10 +19,18 @@ from tests.support.eventually import eventually
 from tests.support.server.apiserver import Rest
 from tests.support.server.minio_server import ROOT
 
+MONITOR = {
+    "labels": {"team": "a"},
+    "metricRelabelings": [{"action": "drop", "regex": "go_.*", "sourceLabels": ["__name__"]}],
+}
 MONITORING = {
-    "podMonitor": {"enabled": True},
-    "serviceMonitor": {"enabled": True},
-    "rules": {"enabled": True},
+    "podMonitor": {"enabled": True, **MONITOR, "sampleLimit": 500, "podTargetLabels": ["team"]},
+    "serviceMonitor": {"enabled": True, **MONITOR},
+    "rules": {
+        "enabled": True,
+        "alertLabels": {"team": "a"},
+        "alerts": {"DeltashardSavesFailing": {"for": "1h"}},
+    },
     "dashboard": {"enabled": True, "annotations": {"folder": "Training"}},
 }
 TOLERATION = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -34,6 +42,11 @@ PLACED = {
     "priorityClassName": "system-cluster-critical",
     "podLabels": {"team": "training"},
     "podAnnotations": {"team": "training"},
+    "serviceAccount": {"annotations": {"team": "training"}},
+    "extraArgs": ["--log-level=debug"],
+    "extraEnv": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+    "extraVolumes": [{"name": "more", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
 }
 VALUES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -41,8 +54,23 @@ VALUES: dict[str, dict[str, Any]] = {
         "commonLabels": {"team": "training"},
         "imagePullSecrets": ["pull"],
         "defaultPolicy": {"store": {"url": "s3://bucket/prefix", "secretName": "store"}},
-        "webhook": PLACED,
-        "controller": PLACED,
+        "webhook": {
+            **PLACED,
+            "timeoutSeconds": 10,
+            "namespaceSelector": {
+                "matchLabels": {"team": "a"},
+                "matchExpressions": [{"key": "b", "operator": "Exists"}],
+            },
+            "strategy": {"type": "Recreate"},
+        },
+        "controller": {**PLACED, "replicas": 2},
+        "global": {"imageRegistry": "registry.example:5000", "imagePullSecrets": ["more"]},
+        "podSecurityContext": {"fsGroupChangePolicy": "OnRootMismatch"},
+        "securityContext": {"privileged": False},
+        "service": {"ipFamilyPolicy": "PreferDualStack", "ipFamilies": ["IPv4"]},
+        "extraObjects": [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x", "namespace": "default"}}
+        ],
         "networkPolicies": {"enabled": True, "metricsFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}]},
         "monitoring": MONITORING,
     },
@@ -152,7 +180,8 @@ def test_selectors_meet_what_they_select() -> None:
     webhook, controller = ["deltashard-webhook"], ["deltashard-controller"]
     assert selected(rendering.find("Service", "deltashard-webhook")["spec"]["selector"]) == webhook
     assert selected(rendering.find("Service", "deltashard-fleet")["spec"]["selector"]) == controller
-    assert selected(rendering.find("PodDisruptionBudget")["spec"]["selector"]["matchLabels"]) == webhook
+    budgets = rendering.all("PodDisruptionBudget")
+    assert [selected(each["spec"]["selector"]["matchLabels"]) for each in budgets] == [webhook, controller]
     for name, owners in (("webhook", webhook), ("controller", controller), ("test", [])):
         policy = rendering.find("NetworkPolicy", f"deltashard-{name}")
         assert selected(policy["spec"]["podSelector"]["matchLabels"]) == owners

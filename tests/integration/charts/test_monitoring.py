@@ -374,14 +374,18 @@ def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
     """A page for each: what it means, what it costs, how to look, what to do."""
     pages = {path.name for path in RUNBOOKS.glob("*.md")} - {"README.md"}
     assert {f"{name}.md" for name in alerts()} == pages
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    known = schema["properties"]["monitoring"]["properties"]["rules"]["properties"]["alerts"]["propertyNames"]
+    assert [rule["alert"] for rule in alerts().values()] == known["enum"]
     for name, rule in alerts().items():
+        assert rule["alert"] == f"Deltashard{name}"
         assert rule["annotations"]["runbook_url"].endswith(f"/docs/kubernetes/runbooks/{name}.md")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
         assert rule["labels"]["severity"] in {"critical", "warning"}
         text = (RUNBOOKS / f"{name}.md").read_text(encoding="utf-8")
         assert re.findall(r"^#+ (.*)$", text, re.MULTILINE) == [
-            name,
+            rule["alert"],
             "Meaning",
             "Impact",
             "Diagnosis",

@@ -4,72 +4,161 @@ from __future__ import annotations
 
 import base64
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import yaml
-from deltashard_operator.api import workload_policy
 
-from tests.integration.charts.helm import CERTIFICATE, CHART, Document, HelmRefused, Rendering, render
-
-VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-
-WHOLE = {"resources", "labels", "annotations", "apiServerPorts"}
-"""Values that are set as a whole."""
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Paths of all values that a user may set, `a.b.c`."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value and key not in WHOLE:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key
+from tests.integration.charts.helm import CERTIFICATE, CHART, Rendering, render
+from tests.integration.charts.value import (
+    VALUES,
+    at,
+    chart_test_pod,
+    default,
+    leaves,
+    merged,
+    nested,
+    pod_specs,
+    policy,
+)
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
-    head, _, rest = path.partition(".")
-    return {head: nested(rest, value) if rest else value}
+def holds(shown: Any, value: Any) -> bool:
+    """Whether the value is there; of a map each entry, of a list each item among what else there may be."""
+    if isinstance(value, dict) and isinstance(shown, dict):
+        return all(holds(shown.get(key), each) for key, each in value.items())
+    if isinstance(value, list) and isinstance(shown, list):
+        return all(each in shown for each in value)
+    if isinstance(value, list) and isinstance(shown, str):
+        return shown == ",".join(value)
+    return bool(shown == value)
 
 
-def merged(*many: Mapping[str, Any]) -> dict[str, Any]:
-    """Values over values, as Helm does it."""
-    result: dict[str, Any] = {}
-    for values in many:
-        for key, value in values.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged(result[key], value) if both else value
-    return result
+MONITORS = (("monitoring.podMonitor.enabled", True), ("monitoring.serviceMonitor.enabled", True))
+RULES = (("monitoring.rules.enabled", True),)
+POLICIES = (("networkPolicies.enabled", True),)
+CERT_MANAGER = (("certificates.mode", "cert-manager"), ("certificates.certManager.renewBefore", "240h"))
+EXISTING = (
+    ("certificates.mode", "existing"),
+    ("certificates.existing.webhookCa", CERTIFICATE),
+    ("certificates.existing.fleetCa", CERTIFICATE),
+)
+DASHBOARD = (("monitoring.dashboard.enabled", True),)
+NEEDED = {
+    "monitoring.": (*MONITORS, *RULES, *DASHBOARD),
+    "networkPolicies.": POLICIES,
+    "certificates.certManager.": CERT_MANAGER,
+    "certificates.existing.": EXISTING,
+}
+"""Other values without which those that begin so show nowhere."""
+TEAM = {"team": "training"}
+SMALL = {"requests": {"cpu": "1m"}, "limits": {"cpu": 1}}
+TOLERATION = [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
+AFFINITY = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+DROPPED = [{"action": "drop", "regex": "go_.*", "sourceLabels": ["__name__"]}]
+WEBHOOKS = "MutatingWebhookConfiguration/deltashard-webhook webhooks.0"
+DASHBOARD_AT = "ConfigMap/deltashard-dashboard metadata"
 
 
-def of_pod(component: str, *path: str) -> Callable[[Rendering], Any]:
-    """A field of a component's pod template."""
+def of_both(component: str) -> dict[str, tuple[Any, str]]:
+    """What webhook and controller have alike."""
+    spread = "spec.topologySpreadConstraints"
+    deployment = f"Deployment/deltashard-{component}"
+    here = {
+        "replicas": (3, f"{deployment} spec.replicas"),
+        "resources": (SMALL, "container.resources"),
+        "podDisruptionBudget.maxUnavailable": (
+            "50%",
+            f"PodDisruptionBudget/deltashard-{component} spec.maxUnavailable",
+        ),
+        "topologySpread": ("DoNotSchedule", f"{spread}.0.whenUnsatisfiable"),
+        "priorityClassName": ("system-node-critical", "spec.priorityClassName"),
+        "nodeSelector": ({"pool": "system"}, "spec.nodeSelector"),
+        "tolerations": (TOLERATION, "spec.tolerations"),
+        "affinity": (AFFINITY, "spec.affinity"),
+        "podLabels": (TEAM, "metadata.labels"),
+        "podAnnotations": (TEAM, "metadata.annotations"),
+        "serviceAccount.annotations": (TEAM, f"ServiceAccount/deltashard-{component} metadata.annotations"),
+        "extraArgs": (["--kubeconfig=/k"], "container.args"),
+        "extraEnv": ([{"name": "A", "value": "b"}], "container.env"),
+        "extraVolumes": ([{"name": "v", "emptyDir": {}}], "spec.volumes"),
+        "extraVolumeMounts": ([{"name": "v", "mountPath": "/v"}], "container.volumeMounts"),
+    }
+    return {
+        f"{component}.{path}": (value, place if "/" in place else f"{component} {place}")
+        for path, (value, place) in here.items()
+    }
 
-    def look(rendering: Rendering) -> Any:
-        value: Any = rendering.find("Deployment", f"deltashard-{component}")["spec"]["template"]
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else value[int(key)]
-        return value
 
-    return look
+SHOWN: dict[str, tuple[Any, str]] = {
+    "global.imagePullSecrets": (["shared"], "pods imagePullSecrets.*.name"),
+    "global.nodeSelector": ({"pool": "system"}, "pods nodeSelector"),
+    "global.tolerations": (TOLERATION, "pods tolerations"),
+    "imagePullSecrets": (["pull"], "pods imagePullSecrets.*.name"),
+    "runAsUser": (1000, "pods securityContext.runAsUser"),
+    "podSecurityContext": ({"fsGroupChangePolicy": "OnRootMismatch"}, "pods securityContext"),
+    "securityContext": ({"privileged": False}, "pods containers.0.securityContext"),
+    "service.ipFamilyPolicy": ("RequireDualStack", "Service/* spec.ipFamilyPolicy"),
+    "service.ipFamilies": (["IPv6"], "Service/* spec.ipFamilies"),
+    "service.annotations": (TEAM, "Service/* metadata.annotations"),
+    "logLevel": ("debug", "Deployment/* spec.template.spec.containers.0.args.--log-level"),
+    "image.pullPolicy": ("Always", "pods containers.0.imagePullPolicy"),
+    **of_both("webhook"),
+    **of_both("controller"),
+    "webhook.failurePolicy": ("Ignore", f"{WEBHOOKS}.failurePolicy"),
+    "webhook.timeoutSeconds": (10, f"{WEBHOOKS}.timeoutSeconds"),
+    "webhook.annotations": (TEAM, "MutatingWebhookConfiguration/* metadata.annotations"),
+    "webhook.strategy": ({"type": "Recreate"}, "Deployment/deltashard-webhook spec.strategy"),
+    "controller.disruptionTaints": (["a/b"], "controller container.args.--disruption-taints"),
+    "controller.keepFinishedDays": (0.5, "controller container.args.--keep-finished-days"),
+    "certificates.certManager.duration": ("720h", "Certificate/deltashard-fleet spec.duration"),
+    "certificates.existing.webhookSecret": ("mine", "webhook spec.volumes.tls.secret.secretName"),
+    "certificates.existing.fleetSecret": ("mine", "controller spec.volumes.tls.secret.secretName"),
+    "networkPolicies.apiServerPorts": ([16443], "NetworkPolicy/* spec.egress.1.ports.*.port"),
+    "monitoring.podMonitor.namespace": ("prometheus", "PodMonitor/* metadata.namespace"),
+    "monitoring.podMonitor.labels": (TEAM, "PodMonitor/* metadata.labels"),
+    "monitoring.podMonitor.metricRelabelings": (
+        DROPPED,
+        "PodMonitor/* spec.podMetricsEndpoints.0.metricRelabelings",
+    ),
+    "monitoring.podMonitor.sampleLimit": (500, "PodMonitor/* spec.sampleLimit"),
+    "monitoring.podMonitor.podTargetLabels": (["team"], "PodMonitor/* spec.podTargetLabels"),
+    "monitoring.serviceMonitor.namespace": ("prometheus", "ServiceMonitor/* metadata.namespace"),
+    "monitoring.serviceMonitor.labels": (TEAM, "ServiceMonitor/* metadata.labels"),
+    "monitoring.serviceMonitor.metricRelabelings": (
+        DROPPED,
+        "ServiceMonitor/* spec.endpoints.0.metricRelabelings",
+    ),
+    "monitoring.rules.namespace": ("prometheus", "PrometheusRule/* metadata.namespace"),
+    "monitoring.rules.labels": (TEAM, "PrometheusRule/* metadata.labels"),
+    "monitoring.rules.alertLabels": (TEAM, "PrometheusRule/* spec.groups.1.rules.0.labels"),
+    "monitoring.dashboard.labels": ({"grafana": "yes"}, f"{DASHBOARD_AT}.labels"),
+    "monitoring.dashboard.annotations": ({"folder": "Training"}, f"{DASHBOARD_AT}.annotations"),
+}
+"""Values that show as they are: another value, and where it stands."""
+SWITCHED = {
+    "crds.enabled": "CustomResourceDefinition",
+    "webhook.podDisruptionBudget.enabled": "PodDisruptionBudget/deltashard-webhook",
+    "controller.podDisruptionBudget.enabled": "PodDisruptionBudget/deltashard-controller",
+    "webhook.serviceAccount.create": "ServiceAccount/deltashard-webhook",
+    "controller.serviceAccount.create": "ServiceAccount/deltashard-controller",
+    "networkPolicies.enabled": "NetworkPolicy",
+    "monitoring.podMonitor.enabled": "PodMonitor",
+    "monitoring.serviceMonitor.enabled": "ServiceMonitor",
+    "monitoring.rules.enabled": "PrometheusRule",
+    "monitoring.dashboard.enabled": "ConfigMap/deltashard-dashboard",
+}
+"""Values that say whether there are objects of a kind, or one of a name."""
+
+
+# What shows in another form.
 
 
 def container(component: str, key: str) -> Callable[[Rendering], Any]:
     """A field of a component's container."""
-    return of_pod(component, "spec", "containers", "0", key)
-
-
-def ports(rendering: Rendering) -> dict[str, int]:
-    """Ports of the webhook's container, by name."""
-    return {each["name"]: each["containerPort"] for each in container("webhook", "ports")(rendering)}
-
-
-def policy(rendering: Rendering) -> Any:
-    return yaml.safe_load(rendering.find("ConfigMap", "deltashard-default-policy")["data"]["policy.yaml"])
+    return lambda rendering: at(f"{component} container.{key}")(rendering)[0]
 
 
 def webhooks(rendering: Rendering, key: str) -> list[Any]:
@@ -82,31 +171,12 @@ def creates_jobs(rendering: Rendering) -> bool:
     return any("jobs" in rule["resources"] and "create" in rule["verbs"] for rule in rules)
 
 
-def test_pod(rendering: Rendering) -> Document:
-    return rendering.find("Pod", "deltashard-test", hook=True)
-
-
-test_pod.__test__ = False  # type: ignore[attr-defined]  # the chart's, not pytest's
+def count(kind: str) -> Callable[[Rendering], int]:
+    return lambda rendering: len(rendering.all(kind))
 
 
 def certificates(rendering: Rendering, key: str) -> list[Any]:
     return [rendering.find("Certificate", f"deltashard-{name}")["spec"][key] for name in ("webhook", "fleet")]
-
-
-def ingress(rendering: Rendering) -> Any:
-    return rendering.find("NetworkPolicy", "deltashard-webhook")["spec"]["ingress"][1]["from"]
-
-
-def egress(rendering: Rendering) -> list[Any]:
-    """Ports of the API server that all policies let through."""
-    policies = rendering.all("NetworkPolicy")
-    ports = [[p["port"] for p in policy["spec"]["egress"][1]["ports"]] for policy in policies]
-    assert len(ports) == 3
-    return ports
-
-
-def labels(kind: str) -> Callable[[Rendering], Any]:
-    return lambda rendering: rendering.find(kind)["metadata"]["labels"]
 
 
 def alert(name: str, key: str = "expr") -> Callable[[Rendering], Any]:
@@ -118,12 +188,27 @@ def alert(name: str, key: str = "expr") -> Callable[[Rendering], Any]:
     return look
 
 
-def runbooks(rendering: Rendering) -> Any:
-    return alert("SavesFailing", "annotations")(rendering)["runbook_url"].rpartition("/")[0]
+def selectors(rendering: Rendering) -> list[Any]:
+    """Of namespaces, by webhook and policies."""
+    policies = [p["spec"]["matchConstraints"] for p in rendering.all("ValidatingAdmissionPolicy")]
+    return [*webhooks(rendering, "namespaceSelector"), *(each["namespaceSelector"] for each in policies)]
 
 
-def count(kind: str) -> Callable[[Rendering], int]:
-    return lambda rendering: len(rendering.all(kind))
+def accounts(component: str) -> Callable[[Rendering], Any]:
+    """Names that a component's account goes by."""
+
+    def look(rendering: Rendering) -> set[str]:
+        subjects = [
+            each["name"]
+            for kind in ("ClusterRoleBinding", "RoleBinding")
+            for binding in rendering.all(kind, f"deltashard-{component}")
+            for each in binding["subjects"]
+        ]
+        made = rendering.all("ServiceAccount")
+        own = [each["metadata"]["name"] for each in made if component in str(each["metadata"]["labels"])]
+        return {*subjects, *own, *at(f"{component} spec.serviceAccountName")(rendering)}
+
+    return look
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,81 +224,20 @@ class Case:
     """Other values that it needs."""
 
 
-POLICIES = (("networkPolicies.enabled", True),)
-CERT_MANAGER = (("certificates.mode", "cert-manager"),)
-EXISTING = (
-    ("certificates.mode", "existing"),
-    ("certificates.existing.webhookCa", CERTIFICATE),
-    ("certificates.existing.fleetCa", CERTIFICATE),
-)
-MONITORS = (("monitoring.podMonitor.enabled", True), ("monitoring.serviceMonitor.enabled", True))
-RULES = (("monitoring.rules.enabled", True),)
-DASHBOARD = (("monitoring.dashboard.enabled", True),)
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 OTHER = "-----BEGIN CERTIFICATE-----\nMIIC\n-----END CERTIFICATE-----\n"
 STORE = {"store": {"url": "s3://bucket/prefix"}, "intervalSeconds": 60}
-TOLERATION = [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]
-AFFINITY = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
-SMALL = {"requests": {"cpu": "1m"}, "limits": {"cpu": 1}}
 OPERATOR = "ghcr.io/deltashard/deltashard-operator"
 SIDECAR = "ghcr.io/deltashard/deltashard-sidecar"
-PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+OBJECT = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}}
 
 
 def images(rendering: Rendering) -> set[str]:
-    made = [container(component, "image")(rendering) for component in ("webhook", "controller")]
-    return {*made, test_pod(rendering)["spec"]["containers"][0]["image"]}
+    return {spec["containers"][0]["image"] for spec in pod_specs(rendering)}
 
 
-def pull_policies(rendering: Rendering) -> set[str]:
-    made = [container(component, "imagePullPolicy")(rendering) for component in ("webhook", "controller")]
-    return {*made, test_pod(rendering)["spec"]["containers"][0]["imagePullPolicy"]}
-
-
-def pod_specs(rendering: Rendering) -> list[Document]:
-    """Of all pods of the chart."""
-    made = [of_pod(component, "spec")(rendering) for component in ("webhook", "controller")]
-    return [*made, test_pod(rendering)["spec"]]
-
-
-def users(rendering: Rendering) -> set[Any]:
-    keys = ("runAsUser", "runAsGroup", "fsGroup")
-    return {spec["securityContext"].get(key) for spec in pod_specs(rendering) for key in keys}
-
-
-def spread(rendering: Rendering) -> Any:
-    constraints = of_pod("webhook", "spec", "topologySpreadConstraints")(rendering)
-    return {each["whenUnsatisfiable"] for each in constraints}
-
-
-def scheduling(component: str) -> Iterator[Case]:
-    """What webhook and controller have alike."""
-
-    def case(key: str, value: Any, before: Any, *path: str) -> Case:
-        return Case(
-            path=f"{component}.{key}", value=value, look=of_pod(component, *path), before=before, after=value
-        )
-
-    yield case("priorityClassName", "system-cluster-critical", None, "spec", "priorityClassName")
-    yield case("nodeSelector", {"pool": "system"}, None, "spec", "nodeSelector")
-    yield case("tolerations", TOLERATION, None, "spec", "tolerations")
-    yield case("affinity", AFFINITY, None, "spec", "affinity")
-    defaults = VALUES[component]["resources"]
-    yield Case(
-        path=f"{component}.resources",
-        value=SMALL,
-        look=container(component, "resources"),
-        before=defaults,
-        after=merged(defaults, SMALL),
-    )
-    for key, where in (("podLabels", "labels"), ("podAnnotations", "annotations")):
-        yield Case(
-            path=f"{component}.{key}",
-            value={"team": "training"},
-            look=of_pod(component, "metadata", where, "team"),
-            before=None,
-            after="training",
-        )
+def sidecar(rendering: Rendering) -> str:
+    return str(policy(rendering)["sidecar"]["image"])
 
 
 def watched(rendering: Rendering) -> dict[str, Any]:
@@ -235,7 +259,7 @@ def watched(rendering: Rendering) -> dict[str, Any]:
         "everywhere": sorted({resource for rule in cluster for resource in rule["resources"]}),
         "webhook's": len(rendering.all("ClusterRole", "deltashard-webhook")),
         "scraped": rendering.find("PodMonitor")["spec"]["namespaceSelector"],
-        "tested": test_pod(rendering)["spec"]["containers"][0]["args"],
+        "tested": chart_test_pod(rendering)["spec"]["containers"][0]["args"],
     }
 
 
@@ -261,13 +285,6 @@ CASES = [
         },
         before={None},
         after={"training"},
-    ),
-    Case(
-        path="imagePullSecrets",
-        value=["pull"],
-        look=lambda r: [spec.get("imagePullSecrets") for spec in pod_specs(r)],
-        before=[None] * 3,
-        after=[[{"name": "pull"}]] * 3,
     ),
     Case(
         path="watchNamespaces",
@@ -304,52 +321,6 @@ CASES = [
         before=["deltashard-view", "deltashard-edit"],
         after=[],
     ),
-    Case(path="runAsUser", value=1000, look=users, before={65532}, after={1000}),
-    Case(
-        path="image.repository",
-        value="registry.example/operator",
-        look=images,
-        before={f"{OPERATOR}:0.1.0"},
-        after={"registry.example/operator:0.1.0"},
-    ),
-    Case(
-        path="image.tag",
-        value="1.2.3",
-        look=images,
-        before={f"{OPERATOR}:0.1.0"},
-        after={f"{OPERATOR}:1.2.3"},
-    ),
-    Case(
-        path="image.digest",
-        value=DIGEST,
-        look=images,
-        before={f"{OPERATOR}:0.1.0"},
-        after={f"{OPERATOR}@{DIGEST}"},
-    ),
-    Case(
-        path="image.pullPolicy", value="Always", look=pull_policies, before={"IfNotPresent"}, after={"Always"}
-    ),
-    Case(
-        path="sidecarImage.repository",
-        value="registry.example/sidecar",
-        look=lambda r: policy(r)["sidecar"]["image"],
-        before=f"{SIDECAR}:0.1.0",
-        after="registry.example/sidecar:0.1.0",
-    ),
-    Case(
-        path="sidecarImage.tag",
-        value="1.2.3",
-        look=lambda r: policy(r)["sidecar"]["image"],
-        before=f"{SIDECAR}:0.1.0",
-        after=f"{SIDECAR}:1.2.3",
-    ),
-    Case(
-        path="sidecarImage.digest",
-        value=DIGEST,
-        look=lambda r: policy(r)["sidecar"]["image"],
-        before=f"{SIDECAR}:0.1.0",
-        after=f"{SIDECAR}@{DIGEST}",
-    ),
     Case(
         path="sidecarImage.pullPolicy",
         value="Always",
@@ -379,106 +350,16 @@ CASES = [
         after=({"enabled": True}, True),
     ),
     Case(
-        path="webhook.replicas",
-        value=3,
-        look=lambda r: r.find("Deployment", "deltashard-webhook")["spec"]["replicas"],
-        before=2,
-        after=3,
-    ),
-    Case(
-        path="webhook.failurePolicy",
-        value="Ignore",
-        look=lambda r: webhooks(r, "failurePolicy"),
-        before=["Fail", "Fail"],
-        after=["Ignore", "Ignore"],
-    ),
-    Case(
-        path="webhook.exemptNamespaces",
-        value=["legacy"],
-        look=lambda r: {
-            json.dumps(selector["matchExpressions"][0]["values"])
-            for selector in [
-                *webhooks(r, "namespaceSelector"),
-                *(
-                    p["spec"]["matchConstraints"]["namespaceSelector"]
-                    for p in r.all("ValidatingAdmissionPolicy")
-                ),
-            ]
-        },
-        before={'["kube-system", "deltashard-system"]'},
-        after={'["kube-system", "deltashard-system", "legacy"]'},
-    ),
-    Case(
-        path="webhook.drainSeconds",
-        value=60,
-        look=lambda r: (
-            [a for a in container("webhook", "args")(r) if "drain" in a],
-            of_pod("webhook", "spec", "terminationGracePeriodSeconds")(r),
-        ),
-        before=(["--drain-s=10"], 25),
-        after=(["--drain-s=60"], 75),
-    ),
-    Case(
-        path="webhook.port",
-        value=10250,
-        look=lambda r: (
-            ports(r)["webhook"],
-            f"--port={ports(r)['webhook']}" in container("webhook", "args")(r),
-        ),
-        before=(9443, True),
-        after=(10250, True),
-    ),
-    Case(
-        path="webhook.metricsPort",
-        value=9091,
-        look=lambda r: (
-            ports(r)["metrics"],
-            f"--metrics-port={ports(r)['metrics']}" in container("webhook", "args")(r),
-        ),
-        before=(9090, True),
-        after=(9091, True),
-    ),
-    Case(
         path="webhook.hostNetwork",
         value=True,
         look=lambda r: (
-            of_pod("webhook", "spec", "hostNetwork")(r),
-            of_pod("webhook", "spec", "dnsPolicy")(r),
+            *at("webhook spec.hostNetwork")(r),
+            *at("webhook spec.dnsPolicy")(r),
             r.find("Deployment", "deltashard-webhook")["spec"]["strategy"]["rollingUpdate"],
         ),
         before=(None, None, {"maxUnavailable": 0, "maxSurge": 1}),
         after=(True, "ClusterFirstWithHostNet", {"maxUnavailable": 1, "maxSurge": 0}),
     ),
-    Case(
-        path="webhook.podDisruptionBudget.enabled",
-        value=False,
-        look=count("PodDisruptionBudget"),
-        before=1,
-        after=0,
-    ),
-    Case(
-        path="webhook.podDisruptionBudget.maxUnavailable",
-        value="50%",
-        look=lambda r: r.find("PodDisruptionBudget")["spec"]["maxUnavailable"],
-        before=1,
-        after="50%",
-    ),
-    Case(
-        path="webhook.topologySpread",
-        value="DoNotSchedule",
-        look=spread,
-        before={"ScheduleAnyway"},
-        after={"DoNotSchedule"},
-    ),
-    Case(
-        path="controller.keepFinishedDays",
-        value=0.5,
-        look=lambda r: [a for a in container("controller", "args")(r) if "keep" in a],
-        before=["--keep-finished-days=7"],
-        after=["--keep-finished-days=0.5"],
-    ),
-    *scheduling("webhook"),
-    *scheduling("controller"),
     Case(
         path="certificates.mode",
         value="cert-manager",
@@ -498,38 +379,6 @@ CASES = [
         given=CERT_MANAGER,
     ),
     Case(
-        path="certificates.certManager.duration",
-        value="720h",
-        look=lambda r: certificates(r, "duration"),
-        before=["2160h"] * 2,
-        after=["720h"] * 2,
-        given=(*CERT_MANAGER, ("certificates.certManager.renewBefore", "240h")),
-    ),
-    Case(
-        path="certificates.certManager.renewBefore",
-        value="240h",
-        look=lambda r: certificates(r, "renewBefore"),
-        before=["720h"] * 2,
-        after=["240h"] * 2,
-        given=CERT_MANAGER,
-    ),
-    Case(
-        path="certificates.existing.webhookSecret",
-        value="mine",
-        look=lambda r: [v["secret"]["secretName"] for v in pod_specs(r)[0]["volumes"] if v["name"] == "tls"],
-        before=["deltashard-webhook-tls"],
-        after=["mine"],
-        given=EXISTING,
-    ),
-    Case(
-        path="certificates.existing.fleetSecret",
-        value="mine",
-        look=lambda r: [v["secret"]["secretName"] for v in pod_specs(r)[1]["volumes"] if v["name"] == "tls"],
-        before=["deltashard-fleet-tls"],
-        after=["mine"],
-        given=EXISTING,
-    ),
-    Case(
         path="certificates.existing.webhookCa",
         value=OTHER,
         look=lambda r: {base64.b64decode(w["caBundle"]).decode() for w in webhooks(r, "clientConfig")},
@@ -545,96 +394,6 @@ CASES = [
         after=OTHER,
         given=EXISTING,
     ),
-    Case(path="networkPolicies.enabled", value=True, look=count("NetworkPolicy"), before=0, after=3),
-    Case(
-        path="networkPolicies.apiServerPorts",
-        value=[16443],
-        look=egress,
-        before=[[443, 6443, 8443]] * 3,
-        after=[[16443]] * 3,
-        given=POLICIES,
-    ),
-    Case(
-        path="networkPolicies.metricsFrom",
-        value=PEERS,
-        look=ingress,
-        before=[{"namespaceSelector": {}}],
-        after=PEERS,
-        given=POLICIES,
-    ),
-    Case(
-        path="monitoring.interval",
-        value="15s",
-        look=lambda r: (
-            r.find("PodMonitor")["spec"]["podMetricsEndpoints"][0]["interval"],
-            r.find("ServiceMonitor")["spec"]["endpoints"][0]["interval"],
-        ),
-        before=("30s", "30s"),
-        after=("15s", "15s"),
-        given=MONITORS,
-    ),
-    Case(
-        path="monitoring.labels",
-        value={"release": "prometheus"},
-        look=lambda r: {
-            labels(kind)(r).get("release") for kind in ("PodMonitor", "ServiceMonitor", "PrometheusRule")
-        },
-        before={None},
-        after={"prometheus"},
-        given=(*MONITORS, *RULES),
-    ),
-    Case(path="monitoring.podMonitor.enabled", value=True, look=count("PodMonitor"), before=0, after=1),
-    Case(
-        path="monitoring.serviceMonitor.enabled", value=True, look=count("ServiceMonitor"), before=0, after=1
-    ),
-    Case(path="monitoring.rules.enabled", value=True, look=count("PrometheusRule"), before=0, after=1),
-    Case(
-        path="monitoring.rules.runbooks",
-        value="https://wiki.example/deltashard",
-        look=runbooks,
-        before=VALUES["monitoring"]["rules"]["runbooks"],
-        after="https://wiki.example/deltashard",
-        given=RULES,
-    ),
-    Case(
-        path="monitoring.rules.staleIntervals",
-        value=7,
-        look=lambda r: "> 7 * deltashard_run_interval_seconds" in alert("CheckpointStale")(r),
-        before=False,
-        after=True,
-        given=RULES,
-    ),
-    Case(
-        path="monitoring.rules.certificateDays",
-        value=7,
-        look=lambda r: "< 7 * 86400" in alert("CertificateNearExpiry")(r),
-        before=False,
-        after=True,
-        given=RULES,
-    ),
-    Case(
-        path="monitoring.dashboard.enabled",
-        value=True,
-        look=lambda r: len(r.all("ConfigMap", "deltashard-dashboard")),
-        before=0,
-        after=1,
-    ),
-    Case(
-        path="monitoring.dashboard.labels",
-        value={"grafana": "yes"},
-        look=lambda r: r.find("ConfigMap", "deltashard-dashboard")["metadata"]["labels"].get("grafana"),
-        before=None,
-        after="yes",
-        given=DASHBOARD,
-    ),
-    Case(
-        path="monitoring.dashboard.annotations",
-        value={"folder": "Training"},
-        look=lambda r: r.find("ConfigMap", "deltashard-dashboard")["metadata"].get("annotations"),
-        before=None,
-        after={"folder": "Training"},
-        given=DASHBOARD,
-    ),
     Case(
         path="test.namespace",
         value="team-a",
@@ -643,30 +402,214 @@ CASES = [
                 r.find(kind, "deltashard-test", hook=True)["metadata"]["namespace"]
                 for kind in ("Role", "RoleBinding")
             },
-            test_pod(r)["spec"]["containers"][0]["args"],
+            chart_test_pod(r)["spec"]["containers"][0]["args"],
         ),
         before=({"default"}, ["--namespace=default"]),
         after=({"team-a"}, ["--namespace=team-a"]),
     ),
+    *(
+        Case(path=f"{path}.{key}", value=value, look=look, before=before, after=after)
+        for path, look, name, before in (
+            ("image", images, OPERATOR, {f"{OPERATOR}:0.1.0"}),
+            ("sidecarImage", sidecar, SIDECAR, f"{SIDECAR}:0.1.0"),
+        )
+        for key, value, made in (
+            ("repository", "registry.example/other", "registry.example/other:0.1.0"),
+            ("tag", "1.2.3", f"{name}:1.2.3"),
+            ("digest", DIGEST, f"{name}@{DIGEST}"),
+        )
+        for after in [{made} if path == "image" else made]
+    ),
+    Case(
+        path="global.imageRegistry",
+        value="registry.example:5000",
+        look=lambda r: (images(r), sidecar(r)),
+        before=({f"{OPERATOR}:0.1.0"}, f"{SIDECAR}:0.1.0"),
+        after=(
+            {"registry.example:5000/deltashard/deltashard-operator:0.1.0"},
+            "registry.example:5000/deltashard/deltashard-sidecar:0.1.0",
+        ),
+    ),
+    Case(
+        path="extraObjects",
+        value=[OBJECT, json.dumps(OBJECT).replace("more", "text")],
+        look=lambda r: [len(r.all("ConfigMap", f"deltashard-{name}")) for name in ("more", "text")],
+        before=[0, 0],
+        after=[1, 1],
+    ),
+    *(
+        Case(
+            path=f"{component}.serviceAccount.name",
+            value="mine",
+            look=accounts(component),
+            before={f"deltashard-{component}"},
+            after={"mine"},
+        )
+        for component in ("webhook", "controller")
+    ),
+    Case(
+        path="webhook.exemptNamespaces",
+        value=["legacy"],
+        look=lambda r: {json.dumps(each["matchExpressions"][0]["values"]) for each in selectors(r)},
+        before={'["kube-system", "deltashard-system"]'},
+        after={'["kube-system", "deltashard-system", "legacy"]'},
+    ),
+    Case(
+        path="webhook.namespaceSelector",
+        value={"matchLabels": TEAM, "matchExpressions": [{"key": "a", "operator": "Exists"}]},
+        look=lambda r: {json.dumps(each["matchExpressions"][1:]) for each in selectors(r)},
+        before={"[]"},
+        after={
+            json.dumps(
+                [
+                    {"key": "a", "operator": "Exists"},
+                    {"key": "team", "operator": "In", "values": ["training"]},
+                ]
+            )
+        },
+    ),
+    Case(
+        path="webhook.drainSeconds",
+        value=60,
+        look=lambda r: (
+            container("webhook", "args.--drain-s")(r),
+            at("webhook spec.terminationGracePeriodSeconds")(r),
+        ),
+        before=(10, [25]),
+        after=(60, [75]),
+    ),
+    *(
+        Case(
+            path=f"webhook.{path}",
+            value=10250,
+            look=lambda r, name=name, flag=flag: (
+                container("webhook", f"ports.{name}.containerPort")(r),
+                container("webhook", f"args.{flag}")(r),
+            ),
+            before=(before, before),
+            after=(10250, 10250),
+        )
+        for path, name, flag, before in (
+            ("port", "webhook", "--port", 9443),
+            ("metricsPort", "metrics", "--metrics-port", 9090),
+        )
+    ),
+    Case(
+        path="certificates.certManager.renewBefore",
+        value="480h",
+        look=lambda r: certificates(r, "renewBefore"),
+        before=["720h"] * 2,
+        after=["480h"] * 2,
+    ),
+    Case(
+        path="networkPolicies.metricsFrom",
+        value=PEERS,
+        look=at("NetworkPolicy/deltashard-webhook spec.ingress.1.from"),
+        before=[[{"namespaceSelector": {}}]],
+        after=[PEERS],
+    ),
+    Case(
+        path="monitoring.interval",
+        value="15s",
+        look=lambda r: (
+            at("PodMonitor/* spec.podMetricsEndpoints.0.interval")(r)
+            + at("ServiceMonitor/* spec.endpoints.0.interval")(r)
+        ),
+        before=["30s", "30s"],
+        after=["15s", "15s"],
+    ),
+    Case(
+        path="monitoring.labels",
+        value=TEAM,
+        look=lambda r: [
+            at(f"{kind}/* metadata.labels.team")(r)
+            for kind in ("PodMonitor", "ServiceMonitor", "PrometheusRule")
+        ],
+        before=[[None]] * 3,
+        after=[["training"]] * 3,
+    ),
+    Case(
+        path="monitoring.rules.runbooks",
+        value="https://wiki.example/deltashard",
+        look=lambda r: alert("DeltashardSavesFailing", "annotations")(r)["runbook_url"],
+        before=VALUES["monitoring"]["rules"]["runbooks"] + "/SavesFailing.md",
+        after="https://wiki.example/deltashard/SavesFailing.md",
+    ),
+    Case(
+        path="monitoring.rules.alerts",
+        value={"DeltashardSavesFailing": {"for": "30m", "severity": "page"}},
+        look=lambda r: (
+            alert("DeltashardSavesFailing", "for")(r),
+            alert("DeltashardSavesFailing", "labels")(r),
+            alert("DeltashardControllerDown", "for")(r),
+        ),
+        before=("10m", {"severity": "critical"}, "10m"),
+        after=("30m", {"severity": "page"}, "10m"),
+    ),
+    *(
+        Case(
+            path=f"monitoring.rules.{path}",
+            value=7,
+            look=lambda r, name=name, text=text: text in alert(name)(r),
+            before=False,
+            after=True,
+        )
+        for path, name, text in (
+            ("staleIntervals", "DeltashardCheckpointStale", "> 7 * deltashard_run_interval_seconds"),
+            ("certificateDays", "DeltashardCertificateNearExpiry", "< 7 * 86400"),
+        )
+    ),
     Case(
         path="test.resources",
         value=SMALL,
-        look=lambda r: test_pod(r)["spec"]["containers"][0]["resources"],
+        look=lambda r: chart_test_pod(r)["spec"]["containers"][0]["resources"],
         before=VALUES["test"]["resources"],
         after=merged(VALUES["test"]["resources"], SMALL),
     ),
 ]
 
 
+def needed(path: str) -> dict[str, Any]:
+    """Values without which the one shows nowhere; what says whether there is something needs none of the kind."""
+    given = next((values for begins, values in NEEDED.items() if path.startswith(begins)), ())
+    return merged(*(nested(*each) for each in given if each[0] != path))
+
+
 def test_every_value_has_a_case() -> None:
     """And no case is for a value that is gone."""
-    assert sorted(case.path for case in CASES) == sorted(leaves(VALUES))
+    assert sorted([*(case.path for case in CASES), *SHOWN, *SWITCHED]) == sorted(leaves(VALUES))
+
+
+@pytest.mark.parametrize("path", SHOWN)
+def test_a_value_shows(path: str) -> None:
+    """At its place, and the default there is the documented one."""
+    value, place = SHOWN[path]
+    given, look, begun = needed(path), at(place), default(path)
+    before, after = look(render(given)), look(render(merged(given, nested(path, value))))
+    assert not any(holds(shown, value) for shown in before)
+    assert begun in ("", 0, [], {}) or all(holds(shown, begun) for shown in before)
+    wanted = merged(begun, value) if isinstance(value, dict) else value
+    assert after
+    assert all(holds(shown, wanted) for shown in after), (after, wanted)
+
+
+@pytest.mark.parametrize("path", SWITCHED)
+def test_a_switch_takes_away_what_it_names(path: str) -> None:
+    """Or brings it; nothing else of the kind is there without."""
+    kind, _, name = SWITCHED[path].partition("/")
+    named = {path.replace("create", "name"): "mine"} if path.endswith("create") else {}
+    given = merged(needed(path), *(nested(*each) for each in named.items()))
+    there = [len(render(merged(given, nested(path, on))).all(kind, name or None)) for on in (False, True)]
+    if named:
+        there[1] = len(render(needed(path)).all(kind, name))
+    assert there[0] == 0
+    assert there[1] > 0
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.path)
-def test_a_value_shows(case: Case) -> None:
+def test_a_value_shows_in_its_own_way(case: Case) -> None:
     """Where its comment says, and the default there is the documented one."""
-    given = merged(*(nested(*each) for each in case.given))
+    given = merged(needed(case.path), *(nested(*each) for each in case.given))
     before, after = render(given), render(merged(given, nested(case.path, case.value)))
     assert before.documents != after.documents
     assert case.look(before) == case.before
@@ -676,211 +619,10 @@ def test_a_value_shows(case: Case) -> None:
 def test_templates_are_all_seen() -> None:
     """Every template makes something for some of the values of these tests; hooks of the uninstall, on a cluster only."""
     seen: set[str] = set()
-    for given in ((), POLICIES, CERT_MANAGER, EXISTING, (*MONITORS, *RULES), DASHBOARD):
+    more = (("extraObjects", [OBJECT]),)
+    for given in (more, POLICIES, CERT_MANAGER, EXISTING, (*MONITORS, *RULES), DASHBOARD):
         seen |= render(merged(*(nested(*each) for each in given))).sources
     written = {
         str(path.relative_to(CHART)) for path in (CHART / "templates").rglob("*") if path.suffix == ".yaml"
     }
     assert seen == written - {"templates/webhook/uninstall.yaml"}
-
-
-def schemas(
-    schema: Mapping[str, Any], values: Any, path: str = ""
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Schema of every value, by path; fails for a value that has none."""
-    if "$ref" in schema:
-        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
-    yield path, schema
-    if isinstance(values, dict) and "properties" in schema:
-        assert set(values) <= set(schema["properties"]), path
-        for key, value in values.items():
-            yield from schemas(schema["properties"][key], value, f"{path}.{key}" if path else key)
-
-
-@pytest.mark.parametrize("path", [path for path, schema in schemas(SCHEMA, VALUES) if "properties" in schema])
-def test_a_value_that_does_not_exist_is_refused(path: str) -> None:
-    """At every level: a typo is an error, not a default."""
-    with pytest.raises(HelmRefused, match="'typo' not allowed"):
-        render(nested(f"{path}.typo" if path else "typo", 1))
-
-
-@pytest.mark.parametrize("path", sorted(leaves(VALUES)))
-def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
-    """A list of lists is right nowhere."""
-    with pytest.raises(HelmRefused, match="values don't meet the specifications"):
-        render(nested(path, [[1.5]]))
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("webhook.replicas", 0),
-        ("webhook.failurePolicy", "fail"),
-        ("webhook.exemptNamespaces", ["Upper"]),
-        ("webhook.podDisruptionBudget.maxUnavailable", 0),
-        ("watchNamespaces", ["team-*"]),
-        ("watchNamespaces", ["team-a", "team-a"]),
-        ("test.namespace", "team_a"),
-        ("webhook.tolerations", [{"effects": "NoSchedule"}]),
-        ("image.digest", "sha256:abc"),
-        ("image.repository", "registry.example/operator:tag"),
-        ("certificates.mode", "certmanager"),
-        ("certificates.certManager.issuerRef", {"kind": "Issuer"}),
-        ("certificates.existing.webhookCa", "/etc/ca.crt"),
-        ("networkPolicies.apiServerPorts", []),
-        ("monitoring.interval", "30"),
-        ("monitoring.rules.runbooks", "https://wiki.example/"),
-        ("defaultPolicy", {"bits": 5}),
-        ("defaultPolicy", {"bits": 8, "encoding": "q8"}),
-        ("defaultPolicy", {"intervalSeconds": 0}),
-        ("defaultPolicy", {"intervalSeconds": 0, "everySteps": 0}),
-        ("defaultPolicy", {"store": {"url": "file:///tmp"}}),
-        ("defaultPolicy", {"store": {"secretName": "without-url"}}),
-        ("defaultPolicy", {"intervalSecond": 5}),
-        ("defaultPolicy", {"interval": {"goal": "soon"}}),
-        ("defaultPolicy", {"interval": {"goal": "overhead=60%"}}),
-        ("defaultPolicy", {"interval": {"mode": "apply"}}),
-        ("defaultPolicy", {"precision": {"leastBits": 5}}),
-        ("defaultPolicy", {"precision": {"tables": {"emb=x": "q8"}}}),
-        ("defaultPolicy", {"precision": {"tables": {"emb": "q7"}}}),
-        ("defaultPolicy", {"deciding": {"enabled": False}}),
-        ("defaultPolicy", {"reclaiming": {"enabled": True}}),
-        ("defaultPolicy", {"reclaimPolicy": "Recycle"}),
-        ("defaultPolicy", {"reclaimAfterSeconds": -1}),
-        ("defaultPolicy", {"reclaimServiceAccount": "A B"}),
-        ("defaultPolicy", {"sidecar": {"env": [{"name": "DELTASHARD_URL", "value": "x"}]}}),
-        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}}),
-        ("defaultPolicy", {"sidecar": {"env": [{"name": "http_proxy", "value": "x"}]}}),
-        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v"}]}}),
-        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "deltashard-x", "configMap": {"name": "c"}}]}}),
-        ("defaultPolicy", {"network": {"httpsProxy": "http://user:pw@proxy:1"}}),
-        ("defaultPolicy", {"network": {"caBundle": {"key": "ca.crt"}}}),
-        ("webhook.port", 443),
-        ("runAsUser", 0),
-    ],
-)
-def test_nonsense_is_refused(path: str, value: Any) -> None:
-    """Before anything reaches a cluster."""
-    with pytest.raises(HelmRefused, match="values don't meet the specifications"):
-        render(nested(path, value))
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"store": {"url": "gs://bkt", "region": "eu"}}, "store.region is a word of s3:// alone"),
-        (
-            {"store": {"url": "az://ctr", "encryption": {"kind": "SSE-S3"}}},
-            "encryption is a word of s3:// alone",
-        ),
-        ({"store": {"url": "s3://bkt", "account": "acc1"}}, "account is a word of az:// alone"),
-        ({"store": {"url": "gs://bkt", "webIdentity": {}}}, "webIdentity is nothing for gs://"),
-        ({"store": {"url": "az://ctr", "webIdentity": {"clientId": "c"}}}, "needs clientId and tenantId"),
-        (
-            {"store": {"url": "s3://bkt", "webIdentity": {"clientId": "c"}}},
-            "clientId is a word of az:// alone",
-        ),
-        (
-            {"store": {"url": "s3://bkt", "encryption": {"kind": "SSE-S3", "keyId": "k"}}},
-            "keyId belongs to kind SSE-KMS",
-        ),
-        ({"reclaimPolicy": "Delete"}, "removes nothing without reclaim.enabled"),
-        ({"network": {"noProxy": "a"}}, "noProxy is nothing without"),
-        ({"sidecar": {"volumeMounts": [{"name": "v", "mountPath": "/a"}]}}, "v names none of"),
-        (
-            {
-                "sidecar": {
-                    "volumes": [{"name": "v", "configMap": {"name": "c"}}],
-                    "volumeMounts": [{"name": "v", "mountPath": "/etc"}],
-                }
-            },
-            "/etc is in or above /etc/deltashard",
-        ),
-    ],
-)
-def test_words_that_do_not_go_together_are_refused(values: dict[str, Any], says: str) -> None:
-    """With a sentence, at the installation: the webhook would refuse every annotated Job by it."""
-    with pytest.raises(HelmRefused, match=re.escape(says)):
-        render({"defaultPolicy": values})
-
-
-def test_one_port_does_not_serve_two() -> None:
-    with pytest.raises(HelmRefused, match="both 9090"):
-        render({"webhook": {"port": 9090}})
-
-
-@pytest.mark.parametrize(("replicas", "away"), [(2, 2), (3, 5), (2, "51%"), (3, "99%")])
-def test_a_budget_under_which_all_replicas_may_go_is_refused(replicas: int, away: int | str) -> None:
-    """A drain would then stop every annotated Job; the sentence says how to get on."""
-    webhook = {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}
-    with pytest.raises(
-        HelmRefused, match=rf"maxUnavailable \({away}\) lets all {replicas} replicas.* must leave one"
-    ):
-        render({"webhook": webhook})
-    webhook["podDisruptionBudget"] = {"maxUnavailable": away, "enabled": False}
-    assert not render({"webhook": webhook}).all("PodDisruptionBudget")
-
-
-@pytest.mark.parametrize(("replicas", "away"), [(1, 1), (2, "50%"), (3, 2), (3, "66%"), (100, "99%")])
-def test_a_budget_that_leaves_a_replica_is_taken(replicas: int, away: int | str) -> None:
-    """A single replica has nothing to leave: whoever wants only one has said so."""
-    rendering = render({"webhook": {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}})
-    assert rendering.find("PodDisruptionBudget")["spec"]["maxUnavailable"] == away
-
-
-@pytest.mark.parametrize("left", ["kube-system", "deltashard-system", "legacy"])
-def test_a_namespace_that_is_watched_and_left_alone_is_refused(left: str) -> None:
-    """The sentence names it, and both lists."""
-    values = {"watchNamespaces": ["team-a", left], "webhook": {"exemptNamespaces": ["legacy"]}}
-    with pytest.raises(HelmRefused, match=f"watchNamespaces has {left}, which is left alone"):
-        render(values)
-
-
-def test_a_value_can_be_left_to_the_cluster() -> None:
-    """OpenShift gives each namespace its own range of users."""
-    rendering = render({"runAsUser": None})
-    assert users(rendering) == {None}
-    assert {spec["securityContext"]["runAsNonRoot"] for spec in pod_specs(rendering)} == {True}
-
-
-@pytest.mark.parametrize(
-    ("stated", "goal"),
-    [
-        ({}, "auto"),
-        ({"bits": 4}, "auto"),
-        ({"interval": {"mostSeconds": 600}}, "auto"),
-        ({"interval": {"goal": "lost-work=5m"}}, "lost-work=5m"),
-        ({"intervalSeconds": 60}, "fixed"),
-        ({"everySteps": 100}, "fixed"),
-        ({"intervalSeconds": 60, "interval": {"goal": "auto"}}, "auto"),
-    ],
-)
-def test_the_default_policy_chooses_its_interval_unless_it_states_one(
-    stated: dict[str, Any], goal: str
-) -> None:
-    """As the webhook and the controller read what the chart gives them."""
-    found = policy(render({"defaultPolicy": {"store": {"url": "s3://bucket/x"}, **stated}}))
-    assert workload_policy.read("default", found).goal == goal
-
-
-def test_the_schema_of_the_default_policy_is_the_resource_s() -> None:
-    """What a CheckpointPolicy takes, the value takes, and nothing else."""
-    text = (CHART / "templates" / "crds" / "checkpointpolicies.yaml").read_text(encoding="utf-8")
-    versions = yaml.safe_load(text)["spec"]["versions"]
-    resource = versions[0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    assert fields(SCHEMA["properties"]["defaultPolicy"]) == fields(resource)
-
-
-def fields(schema: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Paths of a schema's fields, with what both kinds of schema say in the same words."""
-    found = {}
-    for key, value in schema.get("properties", {}).items():
-        quantity = "x-kubernetes-int-or-string" in value or value.get("$ref") == "#/definitions/quantity"
-        said = (
-            ()
-            if quantity
-            else tuple(repr(value.get(word)) for word in ("pattern", "enum", "minimum", "maximum"))
-        )
-        found[f"{path}.{key}"] = ("quantity",) if quantity else said
-        found |= fields(value, f"{path}.{key}")
-    return found

@@ -10,6 +10,12 @@ matchExpressions:
       {{- range .Values.webhook.exemptNamespaces }}
       - {{ . }}
       {{- end }}
+  {{- with .Values.webhook.namespaceSelector.matchExpressions }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- range $key, $value := .Values.webhook.namespaceSelector.matchLabels }}
+  - {key: {{ $key | quote }}, operator: In, values: [{{ $value | quote }}]}
+  {{- end }}
 {{- end }}
 
 {{/* Which namespaces' workloads are sent to the webhook. Where no policy refuses what is annotated elsewhere, it does. */}}
@@ -46,5 +52,5 @@ matchPolicy: Equivalent
 namespaceSelector: {{- include "deltashard.admission.watched" . | nindent 2 }}
 reinvocationPolicy: IfNeeded
 sideEffects: None
-timeoutSeconds: 5
+timeoutSeconds: {{ .Values.webhook.timeoutSeconds }}
 {{- end }}

@@ -1,0 +1,256 @@
+"""What the chart refuses before anything reaches a cluster, and what the schema says of each value."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+from deltashard_operator.api import workload_policy
+
+from tests.integration.charts.helm import CHART, HelmRefused, render
+from tests.integration.charts.value import VALUES, leaves, nested, pod_specs, policy
+
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+
+
+def schemas(
+    schema: Mapping[str, Any], values: Any, path: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Schema of every value, by path; fails for a value that has none."""
+    if "$ref" in schema:
+        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+    yield path, schema
+    if isinstance(values, dict) and "properties" in schema:
+        assert set(values) <= set(schema["properties"]), path
+        for key, value in values.items():
+            yield from schemas(schema["properties"][key], value, f"{path}.{key}" if path else key)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, schema in schemas(SCHEMA, VALUES) if "properties" in schema and path != "global"]
+)
+def test_a_value_that_does_not_exist_is_refused(path: str) -> None:
+    """At every level: a typo is an error, not a default. What is global is other charts', too."""
+    with pytest.raises(HelmRefused, match="'typo' not allowed"):
+        render(nested(f"{path}.typo" if path else "typo", 1))
+
+
+@pytest.mark.parametrize("path", sorted(leaves(VALUES)))
+def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
+    """A list of lists is right nowhere."""
+    with pytest.raises(HelmRefused, match="values don't meet the specifications"):
+        render(nested(path, [[1.5]]))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("webhook.replicas", 0),
+        ("webhook.failurePolicy", "fail"),
+        ("webhook.exemptNamespaces", ["Upper"]),
+        ("webhook.podDisruptionBudget.maxUnavailable", 0),
+        ("watchNamespaces", ["team-*"]),
+        ("watchNamespaces", ["team-a", "team-a"]),
+        ("test.namespace", "team_a"),
+        ("webhook.tolerations", [{"effects": "NoSchedule"}]),
+        ("image.digest", "sha256:abc"),
+        ("image.repository", "registry.example/operator:tag"),
+        ("certificates.mode", "certmanager"),
+        ("certificates.certManager.issuerRef", {"kind": "Issuer"}),
+        ("certificates.existing.webhookCa", "/etc/ca.crt"),
+        ("networkPolicies.apiServerPorts", []),
+        ("monitoring.interval", "30"),
+        ("monitoring.rules.runbooks", "https://wiki.example/"),
+        ("defaultPolicy", {"bits": 5}),
+        ("defaultPolicy", {"bits": 8, "encoding": "q8"}),
+        ("defaultPolicy", {"intervalSeconds": 0}),
+        ("defaultPolicy", {"intervalSeconds": 0, "everySteps": 0}),
+        ("defaultPolicy", {"store": {"url": "file:///tmp"}}),
+        ("defaultPolicy", {"store": {"secretName": "without-url"}}),
+        ("defaultPolicy", {"intervalSecond": 5}),
+        ("defaultPolicy", {"interval": {"goal": "soon"}}),
+        ("defaultPolicy", {"interval": {"goal": "overhead=60%"}}),
+        ("defaultPolicy", {"interval": {"mode": "apply"}}),
+        ("defaultPolicy", {"precision": {"leastBits": 5}}),
+        ("defaultPolicy", {"precision": {"tables": {"emb=x": "q8"}}}),
+        ("defaultPolicy", {"precision": {"tables": {"emb": "q7"}}}),
+        ("defaultPolicy", {"deciding": {"enabled": False}}),
+        ("defaultPolicy", {"reclaiming": {"enabled": True}}),
+        ("defaultPolicy", {"reclaimPolicy": "Recycle"}),
+        ("defaultPolicy", {"reclaimAfterSeconds": -1}),
+        ("defaultPolicy", {"reclaimServiceAccount": "A B"}),
+        ("defaultPolicy", {"sidecar": {"env": [{"name": "DELTASHARD_URL", "value": "x"}]}}),
+        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}}),
+        ("defaultPolicy", {"sidecar": {"env": [{"name": "http_proxy", "value": "x"}]}}),
+        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v"}]}}),
+        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "deltashard-x", "configMap": {"name": "c"}}]}}),
+        ("defaultPolicy", {"network": {"httpsProxy": "http://user:pw@proxy:1"}}),
+        ("defaultPolicy", {"network": {"caBundle": {"key": "ca.crt"}}}),
+        ("webhook.port", 443),
+        ("webhook.timeoutSeconds", 4),
+        ("webhook.strategy", "Recreate"),
+        ("controller.replicas", 0),
+        ("controller.disruptionTaints", ["a key"]),
+        ("service.ipFamilies", ["v6"]),
+        ("logLevel", "verbose"),
+        ("monitoring.rules.alerts", {"SavesFailing": {"for": "1m"}}),
+        ("runAsUser", 0),
+    ],
+)
+def test_nonsense_is_refused(path: str, value: Any) -> None:
+    """Before anything reaches a cluster."""
+    with pytest.raises(HelmRefused, match="values don't meet the specifications"):
+        render(nested(path, value))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"store": {"url": "gs://bkt", "region": "eu"}}, "store.region is a word of s3:// alone"),
+        (
+            {"store": {"url": "az://ctr", "encryption": {"kind": "SSE-S3"}}},
+            "encryption is a word of s3:// alone",
+        ),
+        ({"store": {"url": "s3://bkt", "account": "acc1"}}, "account is a word of az:// alone"),
+        ({"store": {"url": "gs://bkt", "webIdentity": {}}}, "webIdentity is nothing for gs://"),
+        ({"store": {"url": "az://ctr", "webIdentity": {"clientId": "c"}}}, "needs clientId and tenantId"),
+        (
+            {"store": {"url": "s3://bkt", "webIdentity": {"clientId": "c"}}},
+            "clientId is a word of az:// alone",
+        ),
+        (
+            {"store": {"url": "s3://bkt", "encryption": {"kind": "SSE-S3", "keyId": "k"}}},
+            "keyId belongs to kind SSE-KMS",
+        ),
+        ({"reclaimPolicy": "Delete"}, "removes nothing without reclaim.enabled"),
+        ({"network": {"noProxy": "a"}}, "noProxy is nothing without"),
+        ({"sidecar": {"volumeMounts": [{"name": "v", "mountPath": "/a"}]}}, "v names none of"),
+        (
+            {
+                "sidecar": {
+                    "volumes": [{"name": "v", "configMap": {"name": "c"}}],
+                    "volumeMounts": [{"name": "v", "mountPath": "/etc"}],
+                }
+            },
+            "/etc is in or above /etc/deltashard",
+        ),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(values: dict[str, Any], says: str) -> None:
+    """With a sentence, at the installation: the webhook would refuse every annotated Job by it."""
+    with pytest.raises(HelmRefused, match=re.escape(says)):
+        render({"defaultPolicy": values})
+
+
+def descriptions(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Of every property of a part of the schema, by path; the default policy's are the resource's."""
+    for key, value in schema.get("properties", {}).items():
+        yield f"{path}.{key}", value.get("description", "")
+        if key != "defaultPolicy":
+            yield from descriptions(value, f"{path}.{key}")
+    parts = [schema.get("items"), schema.get("additionalProperties"), *schema.get("anyOf", ())]
+    for part in parts:
+        if isinstance(part, dict):
+            yield from descriptions(part, path)
+
+
+def test_the_schema_describes_every_value() -> None:
+    """For editors, which show what the schema says."""
+    parts = {"": SCHEMA, **SCHEMA["definitions"]}
+    found = dict(each for name, part in parts.items() for each in descriptions(part, name))
+    assert len(found) > 140
+    assert [path for path, text in found.items() if not text] == []
+
+
+@pytest.mark.parametrize("component", ["webhook", "controller"])
+def test_an_account_that_is_yours_has_a_name(component: str) -> None:
+    """Nobody is bound to an account that neither the chart makes nor anybody names."""
+    with pytest.raises(HelmRefused, match=f"{component}.serviceAccount.name must be that of an account"):
+        render({component: {"serviceAccount": {"create": False}}})
+
+
+def test_one_port_does_not_serve_two() -> None:
+    with pytest.raises(HelmRefused, match="both 9090"):
+        render({"webhook": {"port": 9090}})
+
+
+@pytest.mark.parametrize(("replicas", "away"), [(2, 2), (3, 5), (2, "51%"), (3, "99%")])
+def test_a_budget_under_which_all_replicas_may_go_is_refused(replicas: int, away: int | str) -> None:
+    """A drain would then stop every annotated Job; the sentence says how to get on."""
+    webhook = {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}
+    with pytest.raises(
+        HelmRefused, match=rf"maxUnavailable \({away}\) lets all {replicas} replicas.* must leave one"
+    ):
+        render({"webhook": webhook})
+    webhook["podDisruptionBudget"] = {"maxUnavailable": away, "enabled": False}
+    assert not render({"webhook": webhook}).all("PodDisruptionBudget", "deltashard-webhook")
+
+
+@pytest.mark.parametrize(("replicas", "away"), [(1, 1), (2, "50%"), (3, 2), (3, "66%"), (100, "99%")])
+def test_a_budget_that_leaves_a_replica_is_taken(replicas: int, away: int | str) -> None:
+    """A single replica has nothing to leave: whoever wants only one has said so."""
+    rendering = render({"webhook": {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}})
+    assert rendering.find("PodDisruptionBudget", "deltashard-webhook")["spec"]["maxUnavailable"] == away
+
+
+@pytest.mark.parametrize("left", ["kube-system", "deltashard-system", "legacy"])
+def test_a_namespace_that_is_watched_and_left_alone_is_refused(left: str) -> None:
+    """The sentence names it, and both lists."""
+    values = {"watchNamespaces": ["team-a", left], "webhook": {"exemptNamespaces": ["legacy"]}}
+    with pytest.raises(HelmRefused, match=f"watchNamespaces has {left}, which is left alone"):
+        render(values)
+
+
+def test_a_value_can_be_left_to_the_cluster() -> None:
+    """OpenShift gives each namespace its own range of users."""
+    rendering = render({"runAsUser": None})
+    keys = ("runAsUser", "runAsGroup", "fsGroup")
+    assert not any(key in spec["securityContext"] for spec in pod_specs(rendering) for key in keys)
+    assert {spec["securityContext"]["runAsNonRoot"] for spec in pod_specs(rendering)} == {True}
+
+
+@pytest.mark.parametrize(
+    ("stated", "goal"),
+    [
+        ({}, "auto"),
+        ({"bits": 4}, "auto"),
+        ({"interval": {"mostSeconds": 600}}, "auto"),
+        ({"interval": {"goal": "lost-work=5m"}}, "lost-work=5m"),
+        ({"intervalSeconds": 60}, "fixed"),
+        ({"everySteps": 100}, "fixed"),
+        ({"intervalSeconds": 60, "interval": {"goal": "auto"}}, "auto"),
+    ],
+)
+def test_the_default_policy_chooses_its_interval_unless_it_states_one(
+    stated: dict[str, Any], goal: str
+) -> None:
+    """As the webhook and the controller read what the chart gives them."""
+    found = policy(render({"defaultPolicy": {"store": {"url": "s3://bucket/x"}, **stated}}))
+    assert workload_policy.read("default", found).goal == goal
+
+
+def test_the_schema_of_the_default_policy_is_the_resource_s() -> None:
+    """What a CheckpointPolicy takes, the value takes, and nothing else."""
+    text = (CHART / "templates" / "crds" / "checkpointpolicies.yaml").read_text(encoding="utf-8")
+    versions = yaml.safe_load(text)["spec"]["versions"]
+    resource = versions[0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    assert fields(SCHEMA["properties"]["defaultPolicy"]) == fields(resource)
+
+
+def fields(schema: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Paths of a schema's fields, with what both kinds of schema say in the same words."""
+    found = {}
+    for key, value in schema.get("properties", {}).items():
+        quantity = "x-kubernetes-int-or-string" in value or value.get("$ref") == "#/definitions/quantity"
+        said = (
+            ()
+            if quantity
+            else tuple(repr(value.get(word)) for word in ("pattern", "enum", "minimum", "maximum"))
+        )
+        found[f"{path}.{key}"] = ("quantity",) if quantity else said
+        found |= fields(value, f"{path}.{key}")
+    return found
