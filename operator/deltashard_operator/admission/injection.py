@@ -73,7 +73,12 @@ def has_sidecar(template: Mapping[str, Any]) -> bool:
 
 
 def inject(
-    template: Mapping[str, Any], policy: Policy, recipe: IdentityRecipe, *, keep_grace: bool = False
+    template: Mapping[str, Any],
+    policy: Policy,
+    recipe: IdentityRecipe,
+    *,
+    keep_grace: bool = False,
+    queued: bool = False,
 ) -> Document:
     """The pod template (`metadata`, `spec`) with the sidecar in it; the argument is not touched.
 
@@ -82,6 +87,7 @@ def inject(
         policy: resolved for this workload.
         recipe: how its pods learn who they are.
         keep_grace: the grace period is known to be the user's word even if it is 30.
+        queued: Kueue admits the workload, by the resources that it requests.
 
     Raises:
         Refusal: the template cannot be injected as it is written.
@@ -112,7 +118,9 @@ def inject(
     place = Place(
         recipe=recipe,
         volumes=added,
-        resources=sidecar_resource.of_sidecar(spec, policy, cache_volume_bytes=added.node_disk_bytes),
+        resources=sidecar_resource.of_sidecar(
+            spec, policy, cache_volume_bytes=added.node_disk_bytes, queued=queued
+        ),
         group=group_of(spec),
         metrics_port=metrics_port(spec, policy),
         declares_port=not host_network,

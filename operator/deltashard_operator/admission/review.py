@@ -111,7 +111,13 @@ def answer(resolved: Resolved) -> Answer:
         return _refused(uid, target.kind, policy)
     keep_grace = workload_kind.states_grace(target)
     try:
-        template = inject(target.template, policy, target.recipe, keep_grace=keep_grace)
+        template = inject(
+            target.template,
+            policy,
+            target.recipe,
+            keep_grace=keep_grace,
+            queued=workload_kind.is_queued(target),
+        )
     except Refusal as refusal:
         return _refused(uid, target.kind, refusal)
     if template == target.template:

@@ -7,6 +7,9 @@ It states an `ephemeral-storage` *limit* only where every other container has on
 evicts a pod that uses more than the sum of its limits, whoever wrote them, and a sum with only ours in it would hold
 the user's containers to our cache. Where a LimitRange has a default for storage, the policy has to state one.
 
+It *requests* the cache's `ephemeral-storage`, but for a workload of a Kueue queue: a ClusterQueue admits nothing that
+requests a resource it does not cover, and few cover storage. The volume's size still bounds the cache.
+
 Pod-level resources (`spec.resources`) bound the sum. Too small for the sidecar beside what the containers request is
 refused, with the sum; nothing of the user's is ever changed.
 """
@@ -37,7 +40,7 @@ class Resources:
     memory_request_bytes: int
     memory_limit_bytes: int
     storage_request_bytes: int
-    """What the cache may take of the node's disk; 0: it lies on a volume that is not counted."""
+    """Request of the node's disk; 0: none is stated."""
     storage_limit_bytes: int
     """Limit of the node's disk; 0: none is stated."""
 
@@ -58,18 +61,21 @@ class Resources:
         return {"requests": requests, "limits": limits}
 
 
-def of_sidecar(spec: Mapping[str, Any], policy: Policy, *, cache_volume_bytes: int) -> Resources:
+def of_sidecar(
+    spec: Mapping[str, Any], policy: Policy, *, cache_volume_bytes: int, queued: bool = False
+) -> Resources:
     """The sidecar's resources in a pod with this spec; raises `Refusal` (PodResourcesTooSmall, BadTemplate).
 
-    `cache_volume_bytes` is what the cache may take of the node's disk, 0 when it does not lie there.
+    `cache_volume_bytes` is what the cache may take of the node's disk, 0 when it does not lie there. `queued`: Kueue
+    admits the workload.
     """
     try:
-        return _of_sidecar(spec, policy, cache_volume_bytes)
+        return _of_sidecar(spec, policy, cache_volume_bytes, queued=queued)
     except ValueError as error:
         raise Refusal("BadTemplate", str(error), where="resources of the pod template") from None
 
 
-def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int) -> Resources:
+def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int, *, queued: bool) -> Resources:
     containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
     limited = all(STORAGE in _part(each, "limits") for each in containers)
     cpu_limit, memory_request = policy.cpu_limit_millis, policy.arena_bytes + policy.memory_request_bytes
@@ -79,13 +85,17 @@ def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int) -> Re
     pod_limit = _part(spec, "limits").get("cpu")
     if pod_limit is not None:  # a container's limit may not exceed the pod's
         cpu_limit = max(policy.cpu_request_millis, min(cpu_limit, quantity.millis_of(pod_limit)))
+    storage_limit = _storage_limit(policy, cache_bytes, limited=limited)
+    storage_request = policy.storage_request_bytes
+    if storage_request is None:  # beside a limit the API would request all of it
+        storage_request = cache_bytes if storage_limit or not queued else 0
     ours = Resources(
         cpu_request_millis=policy.cpu_request_millis,
         cpu_limit_millis=cpu_limit,
         memory_request_bytes=memory_request,
         memory_limit_bytes=memory_limit,
-        storage_request_bytes=cache_bytes,
-        storage_limit_bytes=_storage_limit(policy, cache_bytes, limited=limited),
+        storage_request_bytes=storage_request,
+        storage_limit_bytes=storage_limit,
     )
     _check_pod_level(spec, ours)
     return ours
@@ -93,7 +103,7 @@ def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int) -> Re
 
 def _storage_limit(policy: Policy, cache_bytes: int, *, limited: bool) -> int:
     if policy.storage_limit_bytes:
-        return max(policy.storage_limit_bytes, cache_bytes)
+        return max(policy.storage_limit_bytes, policy.storage_request_bytes or 0, cache_bytes)
     return cache_bytes + STORAGE_SLACK_BYTES if cache_bytes and limited else 0
 
 

@@ -42,6 +42,11 @@ def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[st
             "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
             "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
         )
+    if policy.storage_request_bytes and workload_kind.is_queued(target):
+        warnings.append(
+            f"deltashard: policy {policy.name} requests ephemeral-storage: Kueue "
+            "admits the workload only if the ClusterQueue covers it"
+        )
     if policy.reclaim == DELETE and not policy.reclaims:
         warnings.append(
             f"deltashard: policy {policy.name} has reclaimPolicy Delete, and the chart's reclaim.enabled is false: the "

@@ -16,7 +16,7 @@ from typing import Any
 from deltashard_operator.admission.injection import labelled
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import owner_reference, run_identity
-from deltashard_operator.kube.cluster_name import RUN_ID
+from deltashard_operator.kube.cluster_name import QUEUE_LABEL, RUN_ID
 from deltashard_operator.kube.run_identity import IdentityRecipe
 
 Document = dict[str, Any]
@@ -139,6 +139,14 @@ def unknown_owner(target: Target) -> str:
     if owner is None or owner.group_kind in owner_reference.KNOWN:
         return ""
     return f"{owner.kind} of {owner.api_version}"
+
+
+def is_queued(target: Target) -> bool:
+    """Whether Kueue admits the workload, by the resources that it requests."""
+    return any(
+        QUEUE_LABEL in ((each.get("metadata") or {}).get("labels") or {})
+        for each in (target.document, target.template)
+    )
 
 
 def states_grace(target: Target) -> bool:

@@ -106,6 +106,8 @@ class Policy:
     """Memory requested besides the arena, which is added."""
     memory_limit_bytes: int = 1 << 30
     """Limit of memory besides the arena, which is added."""
+    storage_request_bytes: int | None = None
+    """The sidecar's ephemeral-storage request; None: what its cache may take, and nothing in a queue."""
     storage_limit_bytes: int = 0
     """The sidecar's ephemeral-storage limit; 0: stated only where every container of the pod has one."""
     run_as_user: int | None = USER_ID
@@ -255,6 +257,9 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         cpu_limit_millis=max(cpu_request, limits.millis("cpu", 2000)),
         memory_request_bytes=memory_request,
         memory_limit_bytes=max(memory_request, limits.bytes("memory", 1 << 30)),
+        storage_request_bytes=requests.bytes("ephemeral-storage", 0, low=0)
+        if requests.says("ephemeral-storage")
+        else None,
         storage_limit_bytes=limits.bytes("ephemeral-storage", 0, low=0),
         run_as_user=sidecar.nullable_integer("runAsUser", USER_ID),
         metrics_port=sidecar.integer("metricsPort", METRICS_PORT, high=65535),

@@ -60,6 +60,7 @@ JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 JOBSET_REPLICA_LABEL = "jobset.sigs.k8s.io/job-global-index"
 JOBSET_REPLICAS_LABEL = "jobset.sigs.k8s.io/replicatedjob-replicas"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 KUBEFLOW_REPLICA_LABEL = "training.kubeflow.org/replica-type"
 KUBEFLOW_INDEX_LABEL = "training.kubeflow.org/replica-index"
 

@@ -52,7 +52,7 @@ GOOD_POLICY: dict[str, Any] = {
         "imagePullPolicy": "Always",
         "imagePullSecrets": ["pull"],
         "resources": {
-            "requests": {"cpu": "500m", "memory": "512Mi"},
+            "requests": {"cpu": "500m", "memory": "512Mi", "ephemeral-storage": 0},
             "limits": {"cpu": 2, "memory": "1Gi", "ephemeral-storage": "12Gi"},
         },
         "runAsUser": None,

@@ -94,6 +94,23 @@ def test_everything_else_is_admitted_untouched(document: dict[str, Any]) -> None
     assert untouched.review["response"] == {"uid": "0b4f3c1e-0000-0000-0000-000000000001", "allowed": True}
 
 
+@pytest.mark.parametrize("on", ["job", "template"])
+def test_a_queue_is_asked_for_no_storage(on: str) -> None:
+    """A ClusterQueue admits nothing that requests a resource it does not cover: by default processors and memory."""
+    document = job(OPT_IN)
+    labelled = document if on == "job" else document["spec"]["template"]
+    labelled["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
+    response = sample.answer(document)
+    resources = sample.sidecar_of(sample.applied(document, response)["spec"]["template"])["resources"]
+    assert set(resources["requests"]) == {"cpu", "memory"}
+    assert "warnings" not in response
+    stated = {"sidecar": {"resources": {"requests": {"ephemeral-storage": "2Gi"}}}}
+    response = sample.answer(document, stated)
+    resources = sample.sidecar_of(sample.applied(document, response)["spec"]["template"])["resources"]
+    assert resources["requests"]["ephemeral-storage"] == "2Gi"
+    assert "requests ephemeral-storage" in response["warnings"][0]
+
+
 def test_only_create_counts() -> None:
     """An update of an annotated Job is nobody's to change."""
     assert sample.answer(job(OPT_IN), operation="UPDATE")["allowed"]

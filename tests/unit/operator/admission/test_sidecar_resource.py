@@ -56,6 +56,12 @@ def test_a_storage_limit_is_stated_only_where_all_others_have_one() -> None:
     assert ours(spec({}), stated)["limits"]["ephemeral-storage"] == "30Gi", "the policy's word"
 
 
+def test_the_policy_says_what_is_requested_of_the_nodes_disk() -> None:
+    for stated, request in (("0", None), ("2Gi", "2Gi")):
+        spec_of = {"sidecar": {"resources": {"requests": {"ephemeral-storage": stated}}}}
+        assert ours(spec({}), spec_of)["requests"].get("ephemeral-storage") == request
+
+
 def test_pod_level_resources_that_suffice_bound_our_limit() -> None:
     """A container's limit may not exceed the pod's."""
     pod = {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"cpu": "1500m", "memory": "4Gi"}}
