@@ -7,14 +7,18 @@ API's default) becomes the policy's. All else is the user's and stays as written
 can be applied again to an immutable template.
 
 A template with the marker is returned as it is, whatever it holds and whichever version put it there: schedulers edit
-templates, and versions mix. So `inject(inject(x)) == inject(x)`. Whether its sidecar is the one that its annotations
-mean is `check_marked`'s question.
+templates, and versions mix. So `inject(inject(x)) == inject(x)`. Only the workload's name and UID are added where a
+template of another kind than a Job's could not say them. Whether its sidecar is the one that its annotations mean is
+`check_marked`'s question.
+
+Who applies the manifest of a JobSet again sends its lists without what was put into them. `put_back` adds it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deltashard_operator import VERSION
@@ -100,7 +104,7 @@ def inject(
                 where=INJECTED,
                 remedy="remove the annotation",
             )
-        return copy.deepcopy(dict(template))
+        return _identified(template, recipe, policy.run_id)
     if has_sidecar(template):
         raise Refusal(
             "ContainerNameTaken",
@@ -108,8 +112,7 @@ def inject(
             where=f"container {SIDECAR}",
             remedy="rename your container",
         )
-    result = copy.deepcopy(dict(template))
-    spec = result.get("spec") or {}
+    spec = template.get("spec") or {}
     _check_supported(spec)
     trainer = _trainer(spec, policy.container)
     added = sidecar_volume.of_pod(spec, policy)
@@ -127,18 +130,92 @@ def inject(
         grace_s=grace_s,
         profile_key=sidecar_container.profile_key(spec, trainer),
     )
-    _join(trainer)
-    inits = list(spec.get("initContainers") or [])
-    inits.insert(_position(inits), sidecar_container.sidecar(policy, place))
-    spec["initContainers"] = inits
-    spec["volumes"] = [*(spec.get("volumes") or []), *copy.deepcopy(added.added)]
-    if grace_s != spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S):
-        spec["terminationGracePeriodSeconds"] = grace_s
+    parts = _Parts(
+        trainer=str(trainer.get("name")),
+        sidecar=sidecar_container.sidecar(policy, place),
+        volumes=added.added,
+        grace_s=grace_s,
+        pull_secrets=tuple({"name": name} for name in policy.image_pull_secrets),
+        notes={POLICY: policy.name, INJECTED: VERSION},
+    )
+    return _assembled(template, parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What is put into a template."""
+
+    trainer: str
+    sidecar: Document
+    volumes: tuple[Document, ...]
+    grace_s: int
+    pull_secrets: tuple[Document, ...]
+    notes: Mapping[str, str]
+
+
+def _assembled(template: Mapping[str, Any], parts: _Parts) -> Document:
+    result = copy.deepcopy(dict(template))
+    spec = result["spec"]
+    _join(_trainer(spec, parts.trainer))
+    if not has_sidecar(result):
+        inits = list(spec.get("initContainers") or [])
+        inits.insert(_position(inits), copy.deepcopy(parts.sidecar))
+        spec["initContainers"] = inits
+    _add_named(spec, "volumes", parts.volumes)
+    if parts.grace_s != spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S):
+        spec["terminationGracePeriodSeconds"] = parts.grace_s
     _share_group(spec)
-    _add_pull_secrets(spec, policy)
+    _add_named(spec, "imagePullSecrets", parts.pull_secrets)
     result["metadata"] = labelled(result.get("metadata") or {})
-    notes = result["metadata"].get("annotations") or {}
-    result["metadata"]["annotations"] = {POLICY: policy.name, **notes, INJECTED: VERSION}
+    result["metadata"]["annotations"] = {**parts.notes, **(result["metadata"].get("annotations") or {})}
+    return result
+
+
+def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Document:
+    """The template, with what it lacks of that which was put into `injected`, as it was before an update.
+
+    Raises:
+        Refusal: it has no place for it any more.
+    """
+    spec = injected["spec"]
+    sidecar = next((each for each in spec.get("initContainers") or [] if each["name"] == SIDECAR), None)
+    trainer = next((each["name"] for each in spec["containers"] if _mounts(each, SHM_VOLUME)), None)
+    if sidecar is None or trainer is None:
+        return copy.deepcopy(dict(template))
+    notes = injected["metadata"]["annotations"]
+    stated = (template.get("spec") or {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
+    parts = _Parts(
+        trainer=trainer,
+        sidecar=sidecar,
+        volumes=tuple(each for each in spec.get("volumes") or [] if _mounts(sidecar, each["name"])),
+        grace_s=spec.get("terminationGracePeriodSeconds", stated) if stated == DEFAULT_GRACE_S else stated,
+        pull_secrets=tuple(spec.get("imagePullSecrets") or []),
+        notes={key: notes[key] for key in (POLICY, INJECTED) if key in notes},
+    )
+    return _assembled(template, parts)
+
+
+def _mounts(container: Mapping[str, Any], volume: str) -> bool:
+    return any(each.get("name") == volume for each in container.get("volumeMounts") or [])
+
+
+def _identified(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: str | None) -> Document:
+    """A marked template, whose sidecar knows its workload."""
+    result = copy.deepcopy(dict(template))
+    for each in result["spec"].get("initContainers") or []:
+        names = {variable["name"] for variable in each.get("env") or []}
+        if each["name"] == SIDECAR and not names.issuperset(_IDENTITY):
+            identity = run_identity.environment(recipe, run_id)
+            ours = {variable["name"] for variable in identity}
+            each["env"] = [*identity, *(variable for variable in each["env"] if variable["name"] not in ours)]
+            # Definitions of before Kubernetes 1.28 drop it.
+            each.setdefault("restartPolicy", "Always")
+        if (
+            each["name"] == SIDECAR and recipe.kind == "JobSet"
+        ):  # whose Jobs may be made anew with other numbers
+            for variable in each.get("env") or []:
+                if variable["name"] == "DELTASHARD_PODS" and recipe.pods:
+                    variable["value"] = str(recipe.pods)
     return result
 
 
@@ -156,15 +233,22 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
     sidecar = next((each for each in inits if each.get("name") == SIDECAR), None)
     if sidecar is None:
         return  # which `inject` refuses
+    if recipe.kind == "JobSet" and recipe.uid is not None and recipe.uid.text:
+        raise Refusal(
+            "Unsupported",
+            "the JobSet controller writes no label jobset.sigs.k8s.io/jobset-uid",
+            where="JobSet",
+            remedy="upgrade it to 0.9 or newer",
+        )
     has = {str(each.get("name")): _bare(each) for each in sidecar.get("env") or []}
     wants = {each["name"]: _bare(each) for each in run_identity.environment(recipe, annotations.run_id)}
     for name in _IDENTITY:
-        if name in has and has[name] != wants[name]:
+        if name in has and name in wants and has[name] != wants[name]:
             raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
     if (runs := has.get("DELTASHARD_RUNS", {}).get("value", "")) != (annotations.runs or ""):
         raise _copied(RUNS, f"the sidecar that is in it already has DELTASHARD_RUNS={runs[:80]!r}")
     pods = has.get("DELTASHARD_PODS", {}).get("value", "")
-    if pods != str(recipe.pods or ""):
+    if recipe.kind != "JobSet" and pods != str(recipe.pods or ""):
         raise _copied(
             INJECTED,
             f"the sidecar that is in it already was put in for {pods or 'an unknown number of'} pods",
@@ -219,7 +303,7 @@ def _check_supported(spec: Mapping[str, Any]) -> None:
 
 
 def _trainer(spec: Mapping[str, Any], name: str | None) -> Document:
-    containers: list[Document] = spec["containers"]
+    containers: list[Document] = spec.get("containers") or []
     if name is None:
         return next((each for each in containers if not is_mesh_proxy(each.get("name"))), containers[0])
     for container in containers:
@@ -301,9 +385,9 @@ def _position(inits: list[Document]) -> int:
     return max((n for n, each in enumerate(inits, 1) if is_mesh_proxy(each.get("name"))), default=0)
 
 
-def _add_pull_secrets(spec: Document, policy: Policy) -> None:
-    present = spec.get("imagePullSecrets") or []
+def _add_named(spec: Document, key: str, wanted: tuple[Document, ...]) -> None:
+    present = spec.get(key) or []
     names = {each.get("name") for each in present}
-    missing = [{"name": name} for name in policy.image_pull_secrets if name not in names]
+    missing = [copy.deepcopy(each) for each in wanted if each["name"] not in names]
     if missing:
-        spec["imagePullSecrets"] = [*present, *missing]
+        spec[key] = [*present, *missing]

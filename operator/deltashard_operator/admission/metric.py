@@ -62,7 +62,7 @@ class WebhookMetrics:
             ("outcome",),
             registry=r,
         )
-        for kind in ("Job", "Pod", "other"):
+        for kind in ("Job", "JobSet", "Pod", "PyTorchJob", "other"):
             for outcome in ("injected", "unchanged", "failed", *CODES):
                 self.admissions.labels(kind, outcome)
         for outcome in ("loaded", "failed"):

@@ -11,7 +11,7 @@ import asyncio
 import structlog
 
 from deltashard_operator.admission.metric import WebhookMetrics
-from deltashard_operator.admission.review import Request, Resolved
+from deltashard_operator.admission.review import Part, Request, Resolved
 from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.run_holder import UNKNOWN, Holders
 from deltashard_operator.api import workload_policy
@@ -53,23 +53,24 @@ class Resolver:
         return [*listing, *self._defaults.unready()]
 
     async def resolve(self, request: Request, deadline: Deadline) -> Resolved:
-        """The policy of an annotated workload, or the refusal."""
+        """The policies of an annotated workload, or the refusal."""
         try:
-            return Resolved(request=request, policy=await self._policy(request, deadline))
+            found = [await self._policy(request.namespace, each, deadline) for each in request.parts]
+            return Resolved(request=request, policies=tuple(found))
         except Refusal as refusal:
-            return Resolved(request=request, policy=refusal)
+            return Resolved(request=request, policies=refusal)
 
-    async def _policy(self, request: Request, deadline: Deadline) -> Policy:
+    async def _policy(self, namespace: str, part: Part, deadline: Deadline) -> Policy:
         """The policy; raises `Refusal`."""
-        if not watched_namespace.is_watched(request.namespace, self._namespaces):
-            raise not_watched(request.namespace)
-        name = request.annotations.policy
-        spec = await self._spec(request.namespace, name, deadline)
-        if request.claim is not None:
-            await self._check_holder(request.claim, deadline)
+        if not watched_namespace.is_watched(namespace, self._namespaces):
+            raise not_watched(namespace)
+        name = part.annotations.policy
+        spec = await self._spec(namespace, name, deadline)
+        if part.claim is not None:
+            await self._check_holder(part.claim, deadline)
         if spec is None:
             raise workload_policy.not_found(name, default=self._defaults.has_store())
-        return workload_policy.resolve(name, spec, request.annotations)
+        return workload_policy.resolve(name, spec, part.annotations)
 
     async def _spec(self, namespace: str, name: str, deadline: Deadline) -> Spec | None:
         """The merged spec of a policy: from the cache, else by one live look, else the default of that name."""

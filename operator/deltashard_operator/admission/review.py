@@ -1,12 +1,13 @@
 """An AdmissionReview in, an AdmissionReview out: `parse`, then `answer`. Pure; `resolution` stands between the two.
 
     parse(body) -> Request | Answer         the object, its kind, its annotations, read once
-    resolution.resolve(request) -> Resolved its policy, or why it may not be admitted: what the API has to be asked for
+    resolution.resolve(request) -> Resolved its policies, or why it may not be admitted: what the API is asked for
     answer(resolved) -> Answer              the injected object as a patch, and warnings
 
 What needs no look at the API is answered by `parse`: an object to leave alone, a manifest that contradicts itself.
 
-Nothing but the CREATE of an annotated Job or pod is ever changed or refused; the webhook configuration's conditions
+Nothing but the CREATE of what is annotated is ever changed or refused, and the update of a JobSet or a PyTorchJob that
+was injected: there what an applied manifest took out is put back. The webhook configuration's conditions
 keep everything else away, and what comes anyway is admitted untouched. A refusal carries its code as the status'
 reason and a sentence as its message. What our own code gets wrong is raised, for the API server to treat by its
 failure policy.
@@ -15,15 +16,15 @@ failure policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deltashard_checkpoint.errors import UserError
 
 from deltashard_operator import VERSION
 from deltashard_operator.admission import run_claim, warning, workload_kind
-from deltashard_operator.admission.injection import check_marked, inject, is_injected
+from deltashard_operator.admission.injection import check_marked, inject, is_injected, put_back
 from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.workload_kind import Target
 from deltashard_operator.api import annotation
@@ -31,6 +32,7 @@ from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import json_patch, run_identity
+from deltashard_operator.kube.cluster_name import POLICY
 
 
 class BadReview(UserError):
@@ -38,16 +40,25 @@ class BadReview(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """An annotated Job or pod, or the template of one."""
+
+    target: Target
+    annotations: Annotations
+    claim: RunClaim | None = None
+    """The older run it asks to go on with; None: it begins a new one, or it is not the one that would."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The CREATE of an annotated Job or pod."""
+    """The CREATE of an object with annotated parts."""
 
     uid: str
     """The review's, which its answer bears."""
     namespace: str
-    target: Target
-    annotations: Annotations
-    claim: RunClaim | None
-    """The older run it asks to go on with; None: it begins a new one."""
+    kind: str
+    document: Mapping[str, Any]
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +66,8 @@ class Resolved:
     """A request, and what the API and the chart have to say to it."""
 
     request: Request
-    policy: Policy | Refusal
-    """The policy to inject by, or why the workload may not be admitted."""
+    policies: tuple[Policy, ...] | Refusal
+    """The policy of each part, or why the workload may not be admitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +76,7 @@ class Answer:
 
     review: dict[str, Any]
     kind: str
-    """Job, Pod or other."""
+    """Of those that are injected, or other."""
     outcome: str
     """injected, unchanged, or the code of a refusal."""
     sentence: str = ""
@@ -82,35 +93,60 @@ def parse(body: bytes) -> Request | Answer:
     request = _request(json.loads(body))
     uid, namespace = request["uid"], str(request.get("namespace", ""))
     group, kind = (str((request.get("kind") or {}).get(key, "")) for key in ("group", "kind"))
-    target = workload_kind.target(group, kind, request["object"]) if _is_create(request) else None
-    if target is None or not annotation.opted_in(*target.annotations):
-        return _unchanged(uid, kind if kind in {"Job", "Pod"} else "other")
+    document, before = request.get("object") or {}, None
+    if request.get("operation") == "UPDATE" and (group, kind) in workload_kind.TEMPLATED:
+        before = request.get("oldObject")
+    if (group, kind) not in workload_kind.ADMITTED or not _is_whole(request, before):
+        return _unchanged(uid, "other")
     try:
+        parts = parts_of(group, kind, document)
+        if before is not None:
+            return _updated(uid, kind, document, parts, parts_of(group, kind, before))
+    except Refusal as refusal:
+        return _refused(uid, kind, refusal)
+    if not parts:
+        return _unchanged(uid, kind)
+    if (group, kind) not in workload_kind.TEMPLATED:
+        parts = tuple(_claiming(each, kind, namespace) for each in parts)
+    return Request(uid=uid, namespace=namespace, kind=kind, document=document, parts=parts)
+
+
+def parts_of(group: str, kind: str, document: Mapping[str, Any]) -> tuple[Part, ...]:
+    """The annotated parts of an object; raises `Refusal` where one contradicts itself."""
+    parts = []
+    for target in workload_kind.targets(group, kind, document):
+        if not annotation.opted_in(*target.annotations):
+            continue
         said = annotation.read(*target.annotations)
         workload_kind.check(target)
         if is_injected(target.template):
             check_marked(target.template, said, target.recipe)
-    except Refusal as refusal:
-        return _refused(uid, kind, refusal)
-    claim = None
-    if said.run_id is not None:
-        claim = RunClaim(
-            namespace=namespace,
-            run_id=said.run_id,
-            workload_uid=run_identity.workload_uid(kind, target.document),
-            numbering=run_claim.numbering_of_object(kind, target.document),
-        )
-    return Request(uid=uid, namespace=namespace, target=target, annotations=said, claim=claim)
+        parts.append(Part(target=target, annotations=said))
+    return tuple(parts)
 
 
-def answer(resolved: Resolved) -> Answer:
-    """The object with its sidecar, or the refusal; raises `InternalBug` for a fault of ours."""
-    request, policy = resolved.request, resolved.policy
-    uid, target = request.uid, request.target
-    if isinstance(policy, Refusal):
-        return _refused(uid, target.kind, policy)
-    keep_grace = workload_kind.states_grace(target)
-    try:
+def _claiming(part: Part, kind: str, namespace: str) -> Part:
+    run_id, target = part.annotations.run_id, part.target
+    if run_id is None:
+        return part
+    claim = RunClaim(
+        namespace=namespace,
+        run_id=run_id,
+        workload_uid=run_identity.workload_uid(kind, target.document),
+        numbering=run_claim.numbering_of_object(kind, target.document),
+    )
+    return replace(part, claim=claim)
+
+
+def injected(
+    document: Mapping[str, Any], parts: Iterable[tuple[Part, Policy]]
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The object with a sidecar in each of these parts, and warnings; raises `Refusal`."""
+    changed: list[tuple[Target, Mapping[str, Any]]] = []
+    warnings: list[str] = []
+    for part, policy in parts:
+        target = part.target
+        keep_grace = workload_kind.states_grace(target)
         template = inject(
             target.template,
             policy,
@@ -118,21 +154,87 @@ def answer(resolved: Resolved) -> Answer:
             keep_grace=keep_grace,
             queued=workload_kind.is_queued(target),
         )
+        if template != target.template:
+            changed.append((target, target.put(template, part.annotations.run_id)))
+            warnings += warning.of_workload(target, policy, keep_grace=keep_grace)
+    return workload_kind.with_each(document, changed), tuple(dict.fromkeys(warnings))
+
+
+def injected_manifest(
+    document: Mapping[str, Any], policy_of: Callable[[Annotations], Policy]
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """A manifest of any kind of `KINDS` with the sidecar in it, before it is created, and warnings.
+
+    Raises:
+        Refusal: nothing in it is annotated, or it cannot be injected as it is written.
+    """
+    group, _, _ = str(document.get("apiVersion", "")).rpartition("/")
+    parts = parts_of(group, str(document.get("kind", "")), document)
+    if not parts:
+        raise Refusal(
+            "Unsupported",
+            f"no pod template with the annotation {POLICY} is in it",
+            where=f"{document.get('kind')} {(document.get('metadata') or {}).get('name')}",
+            remedy=f"annotate a template of one of {', '.join(each.kind for each in workload_kind.KINDS)}",
+        )
+    return injected(document, [(part, policy_of(part.annotations)) for part in parts])
+
+
+def answer(resolved: Resolved) -> Answer:
+    """The object with its sidecar, or the refusal; raises `InternalBug` for a fault of ours."""
+    request, policies = resolved.request, resolved.policies
+    if isinstance(policies, Refusal):
+        return _refused(request.uid, request.kind, policies)
+    try:
+        document, warnings = injected(request.document, zip(request.parts, policies, strict=True))
     except Refusal as refusal:
-        return _refused(uid, target.kind, refusal)
-    if template == target.template:
-        return _unchanged(uid, target.kind)
-    operations = json_patch.additions(target.document, target.put(template, request.annotations.run_id))
-    warnings = warning.of_workload(target, policy, keep_grace=keep_grace)
+        return _refused(request.uid, request.kind, refusal)
+    names = ",".join(dict.fromkeys(each.name for each in policies))
+    return _patched(request.uid, request.kind, request.document, document, policy=names, warnings=warnings)
+
+
+def _updated(
+    uid: str, kind: str, document: Mapping[str, Any], parts: tuple[Part, ...], before: tuple[Part, ...]
+) -> Answer:
+    """What was injected when the object was created, again in what was applied over it."""
+    old = {each.target.name: each for each in before if is_injected(each.target.template)}
+    changed = []
+    for part in parts:
+        was = old.get(part.target.name)
+        if was is None:
+            continue
+        if part.annotations != was.annotations:
+            raise Refusal(
+                "BadAnnotation",
+                f"the {kind} got its sidecar when it was created, by other annotations than these",
+                where=part.target.name,
+                remedy="create it anew",
+            )
+        template = put_back(part.target.template, was.target.template)
+        changed.append((part.target, part.target.put(template, part.annotations.run_id)))
+    return _patched(uid, kind, document, workload_kind.with_each(document, changed))
+
+
+def _patched(
+    uid: str,
+    kind: str,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    policy: str = "",
+    warnings: tuple[str, ...] = (),
+) -> Answer:
+    if before == after:
+        return _unchanged(uid, kind)
     review = _review(
         uid,
         allowed=True,
         patchType="JSONPatch",
-        patch=json_patch.encoded(operations),
-        auditAnnotations={"injected": VERSION, "policy": policy.name},
+        patch=json_patch.encoded(json_patch.additions(before, after)),
+        auditAnnotations={"injected": VERSION, **({"policy": policy} if policy else {})},
         **({"warnings": list(warnings)} if warnings else {}),
     )
-    return Answer(review=review, kind=target.kind, outcome="injected")
+    return Answer(review=review, kind=kind, outcome="injected")
 
 
 def _request(review: object) -> Mapping[str, Any]:
@@ -147,10 +249,10 @@ def _request(review: object) -> Mapping[str, Any]:
     return request
 
 
-def _is_create(request: Mapping[str, Any]) -> bool:
-    """Whether an object of its own is created, not a subresource of one."""
+def _is_whole(request: Mapping[str, Any], before: object) -> bool:
+    """Whether an object of its own, not a subresource of one, is created, or updated from `before`."""
     return (
-        request.get("operation") == "CREATE"
+        (request.get("operation") == "CREATE" or isinstance(before, Mapping))
         and not request.get("subResource")
         and isinstance(request.get("object"), Mapping)
     )

@@ -1,15 +1,16 @@
 """Workload kinds: where the one line goes, which object is injected at which moment, and how its pods are reached.
 
-Injection happens at **Job CREATE** (so a pod that is re-created later has its sidecar although the webhook is down,
-and queueing systems count it) and at **pod CREATE** for the pods of everything else. What other controllers own
-(JobSets, CronJobs, StatefulSets, PyTorchJobs, TrainJobs) is never touched: it is reached through the Jobs and pods
-they create.
+Injection happens where the pod template is written: at the CREATE of **Jobs, JobSets and PyTorchJobs**, so that a pod
+that is re-created later has its sidecar although the webhook is down, and queueing systems count it; and at **pod
+CREATE** for the pods of everything else. A template that is not injected yet (a CronJob's, a TrainJob's, one that is
+older than the webhook) is reached through the Jobs and pods that are made of it.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +35,31 @@ class Kind:
     annotate_at: tuple[str, ...]
     """Where `metadata.annotations` of the manifest holds the one line; the first is the one to recommend."""
     injected_as: str
-    """The kind whose CREATE brings the sidecar in: Job or Pod."""
+    """What of it holds the pod template: Job or Pod."""
+    group: str = ""
+    """API group."""
+    injected_at: str = ""
+    """The kind whose CREATE brings the sidecar in; empty: `injected_as`."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Keys of the Job or pod (template) in an object of this kind; `[]` and `*` are each of a list and a map."""
+        words = self.annotate_at[0].replace("[]", ".[]").removesuffix("metadata").rstrip(".")
+        return tuple(words.split(".")) if words else ()
 
 
 KINDS = (
-    Kind(kind="Job", annotate_at=("metadata", "spec.template.metadata"), injected_as="Job"),
+    Kind(kind="Job", group="batch", annotate_at=("metadata", "spec.template.metadata"), injected_as="Job"),
     Kind(
         kind="CronJob",
+        group="batch",
         annotate_at=("spec.jobTemplate.metadata", "spec.jobTemplate.spec.template.metadata"),
         injected_as="Job",
     ),
     Kind(
         kind="JobSet",
+        group="jobset.x-k8s.io",
+        injected_at="JobSet",
         annotate_at=(
             "spec.replicatedJobs[].template.metadata",
             "spec.replicatedJobs[].template.spec.template.metadata",
@@ -54,36 +68,49 @@ KINDS = (
     ),
     Kind(
         kind="TrainingRuntime",  # a TrainJob's pods come from its runtime's JobSet template
+        group="trainer.kubeflow.org",
+        injected_at="JobSet",
         annotate_at=("spec.template.spec.replicatedJobs[].template.metadata",),
         injected_as="Job",
     ),
     Kind(
         kind="PyTorchJob",  # of Kubeflow's training operator v1
+        group="kubeflow.org",
+        injected_at="PyTorchJob",
         annotate_at=("spec.pytorchReplicaSpecs.*.template.metadata",),
         injected_as="Pod",
     ),
-    Kind(kind="StatefulSet", annotate_at=("spec.template.metadata",), injected_as="Pod"),
+    Kind(kind="StatefulSet", group="apps", annotate_at=("spec.template.metadata",), injected_as="Pod"),
     Kind(kind="Pod", annotate_at=("metadata",), injected_as="Pod"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """An object at its CREATE, taken apart for injection."""
+    """A Job or pod at its CREATE, or the template of one in another object, taken apart for injection."""
 
     kind: str
     """Job or Pod."""
+    root: Mapping[str, Any]
+    """The object."""
+    path: tuple[str | int, ...]
+    """Where in it the Job or pod lies."""
     document: Mapping[str, Any]
     annotations: tuple[Mapping[str, str], ...]
     """Every map that may hold ours."""
     template: Document
     """The pod template; a pod is its own."""
     recipe: IdentityRecipe
-    grace_path: tuple[str, ...]
+    grace_path: tuple[str | int, ...]
     """Keys under which the object states its grace period."""
 
+    @property
+    def name(self) -> str:
+        """Which of an object's templates it is, whatever its place in a list."""
+        return ".".join(str(_named(self.root, self.path, n)) for n in range(len(self.path)))
+
     def put(self, template: Document, run_id: str | None) -> Document:
-        """The object with this template in the place of its own, and the labels by which it is found."""
+        """The Job or pod with this template in the place of its own, and the labels by which it is found."""
         document = self.document
         if self.kind == "Pod":
             return {**document, **template}
@@ -94,31 +121,96 @@ class Target:
         return {**document, "metadata": metadata, "spec": spec}
 
 
-def target(group: str, kind: str, document: Mapping[str, Any]) -> Target | None:
-    """The parts of an object, or None when its kind is not injected itself."""
-    metadata = document.get("metadata") or {}
-    own = metadata.get("annotations") or {}
-    if (group, kind) == ("", "Pod") and MIRROR not in own:
+TEMPLATED = frozenset({owner_reference.JOBSET, owner_reference.PYTORCH_JOB})
+"""Kinds whose Jobs' and pods' templates are injected at their CREATE."""
+ADMITTED = TEMPLATED | {owner_reference.JOB, owner_reference.POD}
+"""Kinds that are injected at their own CREATE."""
+
+
+def targets(group: str, kind: str, document: Mapping[str, Any]) -> tuple[Target, ...]:
+    """What there is to inject in an object; nothing in one of another kind."""
+    known = next(
+        (each for each in KINDS if (each.group, each.kind) == (group, kind.removeprefix("Cluster"))), None
+    )
+    if known is None or MIRROR in ((document.get("metadata") or {}).get("annotations") or {}):
+        return ()
+    return tuple(
+        _target(known, document, path, inner)
+        for path, inner in _each(document, known.path)
+        if isinstance(inner, Mapping)
+    )
+
+
+def _each(document: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """(keys, value) of all that lies under a path."""
+    if not path:
+        yield (), document
+        return
+    found: Iterable[tuple[str | int, Any]] = ()
+    if path[0] == "[]" and isinstance(document, list):
+        found = enumerate(document)
+    elif isinstance(document, Mapping):
+        found = document.items() if path[0] == "*" else [(path[0], document.get(path[0]))]
+    for key, value in found:
+        for keys, inner in _each(value, path[1:]):
+            yield (key, *keys), inner
+
+
+def _target(
+    kind: Kind, root: Mapping[str, Any], path: tuple[str | int, ...], document: Mapping[str, Any]
+) -> Target:
+    own = (document.get("metadata") or {}).get("annotations") or {}
+    annotations: tuple[Mapping[str, str], ...]
+    inner: tuple[str, ...]
+    if kind.injected_as == "Pod":
         template = {key: document[key] for key in ("metadata", "spec") if key in document}
-        return Target(
-            kind=kind,
-            document=document,
-            annotations=(own,),
-            template=template,
-            recipe=run_identity.of_pod(document),
-            grace_path=("spec", GRACE),
+        annotations, inner = (own,), ("spec", GRACE)
+        recipe = (
+            run_identity.of_pod(document) if not path else run_identity.of_template(kind.kind, document, 1)
         )
-    if (group, kind) == ("batch", "Job"):
+    else:
         template = dict((document.get("spec") or {}).get("template") or {})
-        return Target(
-            kind=kind,
-            document=document,
-            annotations=(own, (template.get("metadata") or {}).get("annotations") or {}),
-            template=template,
-            recipe=run_identity.of_job(template, document),
-            grace_path=("spec", "template", "spec", GRACE),
-        )
-    return None
+        annotations = (own, (template.get("metadata") or {}).get("annotations") or {})
+        inner = ("spec", "template", "spec", GRACE)
+        if not path:
+            recipe = run_identity.of_job(template, document)
+        else:
+            replicas = _at(root, path[:-1]).get("replicas")
+            recipe = run_identity.of_template(
+                kind.kind, document, replicas if isinstance(replicas, int) else 1
+            )
+    return Target(
+        kind=kind.injected_as,
+        root=root,
+        path=path,
+        document=document,
+        annotations=annotations,
+        template=template,
+        recipe=recipe,
+        grace_path=(*path, *inner),
+    )
+
+
+def _at(document: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        document = document[key]
+    return document
+
+
+def _named(root: Mapping[str, Any], path: tuple[str | int, ...], n: int) -> str | int:
+    """A path's nth key; the name of a list's element."""
+    key = path[n]
+    return _at(root, path[: n + 1]).get("name", key) if isinstance(key, int) else key
+
+
+def with_each(root: Mapping[str, Any], parts: Iterable[tuple[Target, Mapping[str, Any]]]) -> Document:
+    """The object, with these Jobs and pods in the places of its own."""
+    result = copy.deepcopy(dict(root))
+    for target, document in parts:
+        if not target.path:
+            return dict(document)
+        _at(result, target.path[:-1])[target.path[-1]] = document
+    return result
 
 
 def check(target: Target) -> None:
@@ -145,7 +237,7 @@ def is_queued(target: Target) -> bool:
     """Whether Kueue admits the workload, by the resources that it requests."""
     return any(
         QUEUE_LABEL in ((each.get("metadata") or {}).get("labels") or {})
-        for each in (target.document, target.template)
+        for each in (target.root, target.document, target.template)
     )
 
 
@@ -156,23 +248,26 @@ def states_grace(target: Target) -> bool:
     kubectl's annotation, or the fields that a server-side apply owns. What was applied may not change, or applying it
     again fails.
     """
-    metadata, path = target.document.get("metadata") or {}, target.grace_path
+    metadata, path = target.root.get("metadata") or {}, target.grace_path
     try:
         applied = json.loads((metadata.get("annotations") or {}).get(LAST_APPLIED, "null"))
     except ValueError:
         applied = None
     if _reaches(applied, path):
         return True
-    owned = tuple(f"f:{name}" for name in path)
+    owned = tuple(
+        f'k:{{"name":"{_named(target.root, path, n)}"}}' if isinstance(key, int) else f"f:{key}"
+        for n, key in enumerate(path)
+    )
     return any(
         entry.get("operation") == "Apply" and _reaches(entry.get("fieldsV1"), owned)
         for entry in metadata.get("managedFields") or []
     )
 
 
-def _reaches(document: object, path: tuple[str, ...]) -> bool:
-    for name in path:
-        if not isinstance(document, Mapping) or name not in document:
-            return False
-        document = document[name]
+def _reaches(document: Any, path: tuple[str | int, ...]) -> bool:
+    try:
+        _at(document, path)
+    except (KeyError, IndexError, TypeError):
+        return False
     return True

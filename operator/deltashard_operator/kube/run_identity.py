@@ -61,8 +61,9 @@ class IdentityRecipe:
     """Where a pod's workload identity comes from."""
 
     kind: str
-    name: Source
-    uid: Source
+    name: Source | None
+    uid: Source | None
+    """None of both: known when the pod is made, and written then."""
     index: Source
     replica: Source = Source()
     """Which Job of a JobSet, which part of a PyTorchJob."""
@@ -155,6 +156,26 @@ def of_pod(pod: Mapping[str, Any]) -> IdentityRecipe:
     )
 
 
+def of_template(kind: str, document: Mapping[str, Any], replicas: int) -> IdentityRecipe:
+    """The recipe for the pods of a template (of a Job, of a pod) that lies in an object of this kind.
+
+    No label of a pod has the UID of a PyTorchJob or a StatefulSet: `environment` leaves it, and the name, to the pod's
+    own CREATE.
+    """
+    if kind in {"JobSet", "TrainingRuntime", "ClusterTrainingRuntime"}:
+        return replace(JOBSET, pods=pods_of(document) * replicas)
+    if kind == "CronJob":
+        return replace(JOB, pods=pods_of(document))
+    numbered = of_pod({"metadata": {"ownerReferences": [_CONTROLLERS[kind]]}})
+    return replace(numbered, name=None, uid=None)
+
+
+_CONTROLLERS: Mapping[str, Mapping[str, Any]] = {
+    kind: {"apiVersion": f"{group}/v1", "kind": kind, "name": "", "uid": "", "controller": True}
+    for group, kind in (owner_reference.STATEFUL_SET, owner_reference.PYTORCH_JOB)
+}
+
+
 def index_of_pod(pod: Mapping[str, Any]) -> str:
     """The number of a pod that is there, as its controller wrote it, in a PyTorchJob after its part; empty: none."""
     metadata = pod["metadata"]
@@ -190,8 +211,8 @@ def environment(recipe: IdentityRecipe, run_id: str | None) -> list[dict[str, An
         Source(field_path="metadata.uid").variable("POD_UID"),
         Source(field_path="spec.nodeName").variable("NODE_NAME"),
         Source(text=recipe.kind).variable("DELTASHARD_WORKLOAD_KIND"),
-        recipe.name.variable("DELTASHARD_WORKLOAD_NAME"),
-        recipe.uid.variable("DELTASHARD_WORKLOAD_UID"),
+        *([] if recipe.name is None else [recipe.name.variable("DELTASHARD_WORKLOAD_NAME")]),
+        *([] if recipe.uid is None else [recipe.uid.variable("DELTASHARD_WORKLOAD_UID")]),
         recipe.index.variable("DELTASHARD_INDEX"),
         recipe.replica.variable("DELTASHARD_REPLICA"),
         Source(text=run).variable("DELTASHARD_RUN_ID"),

@@ -35,6 +35,20 @@ _OF_JOB = (
 POD_CONDITION = f"{_has(_OWN, POLICY)} && !{_MIRROR} && !({_has(_OWN, INJECTED)} && {_OF_JOB})"
 """CEL: an annotated pod, but for those whose sidecar their Job's template brings, which need no webhook."""
 
+_HAS_ONE = f"{_has('t.?metadata.?annotations', POLICY)} || {_has('t.?spec.?template.?metadata.?annotations', POLICY)}"
+TEMPLATES = {
+    "jobsets": "object.spec.?replicatedJobs.orValue([]).map(r, r.template)",
+    "pytorchjobs": "object.spec.?pytorchReplicaSpecs.orValue({}).map(k, object.spec.pytorchReplicaSpecs[k].template)",
+}
+"""CEL: the templates in a JobSet and in a PyTorchJob, by resource."""
+
+
+def _changed(resource: str) -> str:
+    """CEL: a created object, or one whose templates an update changes."""
+    before = TEMPLATES[resource].replace("object", "oldObject")
+    return f"request.operation == 'CREATE' || {TEMPLATES[resource]} != {before}"
+
+
 _SIDECAR_IN = "{spec}.?initContainers.orValue([]).exists(c, c.name == '" + SIDECAR + "')"
 JOB_HAS_SIDECAR = _SIDECAR_IN.format(spec="object.spec.template.spec")
 POD_HAS_SIDECAR = _SIDECAR_IN.format(spec="object.spec")
@@ -84,6 +98,21 @@ def mutating(
                 "matchConditions": [{"name": "annotated", "expression": JOB_CONDITION}],
                 **shared,
             },
+            *(
+                {
+                    "name": f"{resource}.deltashard.io",
+                    "rules": [_rule(group, resource, "CREATE", "UPDATE", version=version)],
+                    "matchConditions": [
+                        {"name": "annotated", "expression": f"{TEMPLATES[resource]}.exists(t, {_HAS_ONE})"},
+                        {"name": "templates", "expression": _changed(resource)},
+                    ],
+                    **shared,
+                }
+                for group, version, resource in (
+                    ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
+                    ("kubeflow.org", "v1", "pytorchjobs"),
+                )
+            ),
             {
                 "name": "pods.deltashard.io",
                 "rules": [_rule("", "pods", "CREATE")],
@@ -99,11 +128,11 @@ def _selector(exempt: tuple[str, ...]) -> dict[str, Any]:
     return {"matchExpressions": [{"key": NAMESPACE_LABEL, "operator": "NotIn", "values": values}]}
 
 
-def _rule(group: str, resource: str, operation: str) -> dict[str, Any]:
+def _rule(group: str, resource: str, *operations: str, version: str = "v1") -> dict[str, Any]:
     return {
         "apiGroups": [group],
-        "apiVersions": ["v1"],
-        "operations": [operation],
+        "apiVersions": [version],
+        "operations": list(operations),
         "resources": [resource],
         "scope": "Namespaced",
     }

@@ -38,7 +38,11 @@ def template(**spec: Any) -> dict[str, Any]:
 
 
 def review(
-    document: Mapping[str, Any], *, operation: str = "CREATE", namespace: str = "team-a"
+    document: Mapping[str, Any],
+    *,
+    operation: str = "CREATE",
+    namespace: str = "team-a",
+    before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The AdmissionReview an API server would send for an object."""
     group, _, version = document["apiVersion"].rpartition("/")
@@ -51,6 +55,7 @@ def review(
             "operation": operation,
             "namespace": namespace,
             "object": document,
+            "oldObject": before,
         },
     }
 
@@ -71,13 +76,15 @@ def answered(request: Request | Answer, spec: Mapping[str, Any] | None = None) -
     """The answer to a request, every policy being `spec` over the defaults."""
     if isinstance(request, Answer):
         return request
-    name = request.annotations.policy
-    found: Policy | Refusal
+    found: tuple[Policy, ...] | Refusal
     try:
-        found = resolve(name, merged(spec or {}, DEFAULTS), request.annotations)
+        found = tuple(
+            resolve(each.annotations.policy, merged(spec or {}, DEFAULTS), each.annotations)
+            for each in request.parts
+        )
     except Refusal as refusal:
         found = refusal
-    return admissions.answer(Resolved(request=request, policy=found))
+    return admissions.answer(Resolved(request=request, policies=found))
 
 
 def operations(response: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -36,7 +36,8 @@ def test_the_table_of_kinds() -> None:
     """Where the line goes, for every kind, with an example that exists."""
     rows = _rows(WORKLOADS_PAGE, "| kind |")
     assert [row[:3] for row in rows] == [
-        [each.kind, f"`{each.annotate_at[0]}`", f"the {each.injected_as}"] for each in KINDS
+        [each.kind, f"`{each.annotate_at[0]}`", f"the {each.injected_at or each.injected_as}"]
+        for each in KINDS
     ]
     by_file = {path.name: documents(path)[0]["kind"] for path in WORKLOADS}
     for kind, _, _, example in rows:

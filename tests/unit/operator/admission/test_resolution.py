@@ -44,7 +44,7 @@ def resolved(namespace: str, *watched: str) -> object:
     )
     request = review.parse(json.dumps(sample.review(JOB, namespace=namespace)).encode())
     assert isinstance(request, review.Request)
-    return asyncio.run(resolver.resolve(request, Deadline(5.0))).policy
+    return asyncio.run(resolver.resolve(request, Deadline(5.0))).policies
 
 
 @pytest.mark.parametrize("watched", [(), ("team-a",), ("team-b", "team-a")])

@@ -132,9 +132,10 @@ def test_a_workload_without_a_policy_is_refused_by_the_policys_name() -> None:
     """What resolving found instead of a policy reaches the user."""
     request = sample.parsed(job({cluster_name.POLICY: "mine"}))
     assert isinstance(request, review.Request)
-    assert (request.namespace, request.annotations.policy, request.claim) == ("team-a", "mine", None)
+    (part,) = request.parts
+    assert (request.namespace, part.annotations.policy, part.claim) == ("team-a", "mine", None)
     nowhere = Refusal("PolicyNotFound", "no mine in team-a", where=cluster_name.POLICY)
-    answer = review.answer(review.Resolved(request=request, policy=nowhere))
+    answer = review.answer(review.Resolved(request=request, policies=nowhere))
     assert answer.outcome == "PolicyNotFound"
     assert "no mine in team-a" in answer.review["response"]["status"]["message"]
 
@@ -162,7 +163,7 @@ def test_a_run_id_is_claimed_with_all_its_pods() -> None:
         notes = {**OPT_IN, cluster_name.RUN_ID: "nightly", cluster_name.RUNS: runs}
         request = sample.parsed(job(notes, spec=indexed))
         assert isinstance(request, review.Request)
-        assert request.claim == RunClaim(namespace="team-a", run_id="nightly", numbering=numbering)
+        assert request.parts[0].claim == RunClaim(namespace="team-a", run_id="nightly", numbering=numbering)
 
 
 def test_a_pod_is_labelled_once() -> None:

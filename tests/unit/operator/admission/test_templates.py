@@ -1,0 +1,170 @@
+"""Objects that hold templates: injected where Kueue counts, known by their pods, applied again, and by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+from deltashard_operator.admission import review
+from deltashard_operator.kube import cluster_name
+from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.policy.workload_policy import merged, resolve
+
+from tests.support.operator import sample
+from tests.support.operator.example import WORKLOADS
+from tests.support.operator.example import documents as of_example
+from tests.support.operator.golden import documents
+
+Document = dict[str, Any]
+UID = "7f0e4f0a-1c52-4c43-9d3c-3f5d1df1a001"
+
+
+def created(document: Document) -> Document:
+    response = sample.answer(document)
+    assert response["allowed"], response
+    return sample.applied(document, response)
+
+
+def template_of(document: Document, name: str = "Worker") -> Document:
+    """The pod template of a JobSet's first Job, of a PyTorchJob's part."""
+    if document["kind"] == "JobSet":
+        (replicated,) = document["spec"]["replicatedJobs"]
+        document, name = replicated["template"], "spec"
+    else:
+        document = document["spec"]["pytorchReplicaSpecs"]
+    template: Document = document[name]["template"]
+    return template
+
+
+@pytest.fixture(params=["jobset", "pytorchjob"])
+def manifest(request: pytest.FixtureRequest) -> Document:
+    return documents(request.param)[0]
+
+
+def test_every_template_has_its_sidecar_at_create(manifest: Document) -> None:
+    """Kueue computes what a workload needs from these templates, before any Job or pod is made of them."""
+    result = created(manifest)
+    for name in ("Master", "Worker"):
+        sidecar = sample.sidecar_of(template_of(result, name))
+        assert sidecar["resources"]["requests"]["cpu"] == "500m"
+    again = sample.answer(result)
+    assert again["allowed"]
+    assert "patch" not in again
+
+
+def test_a_template_without_the_line_is_left_alone() -> None:
+    document = documents("pytorchjob")[0]
+    del document["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["metadata"]
+    result = created(document)
+    assert template_of(result, "Master") == template_of(document, "Master")
+    assert sample.sidecar_of(template_of(result))
+
+
+def test_a_jobs_template_is_that_of_its_jobset() -> None:
+    """The Job is found by its labels, and its sidecar knows the JobSet and how many pods there are by the Job's own word."""
+    (replicated,) = created(documents("jobset")[0])["spec"]["replicatedJobs"]
+    made = documents("jobset")[-1]
+    job = copy.deepcopy(replicated["template"])
+    assert job["metadata"]["labels"][cluster_name.MANAGED_BY] == "deltashard"
+    for metadata in (job["metadata"], job["spec"]["template"]["metadata"]):
+        metadata.setdefault("labels", {}).update(made["metadata"]["labels"])
+    document = {"apiVersion": "batch/v1", "kind": "Job", **job, "metadata": {**job["metadata"], "name": "j"}}
+    document["spec"]["completions"] = 3  # as an elastic JobSet's
+    result = created(document)
+    labels = {f"metadata.labels['{key}']": value for key, value in made["metadata"]["labels"].items()}
+    values = sample.expanded(sample.sidecar_of(result["spec"]["template"]), labels)
+    assert values["DELTASHARD_WORKLOAD_UID"] == UID
+    assert values["DELTASHARD_RUN_ID"] == f"ads-{UID}"
+    assert values["DELTASHARD_PODS"] == "3"
+
+
+def test_a_pod_of_a_pytorch_job_learns_the_workloads_uid() -> None:
+    """No label has it. And a definition that knows no native sidecars has dropped what makes ours one."""
+    template = template_of(created(documents("pytorchjob")[0]))
+    del sample.sidecar_of(template)["restartPolicy"]
+    pod = documents("pytorchjob")[-1]
+    notes = template["metadata"]["annotations"]
+    document = {**pod, "spec": template["spec"], "metadata": {**pod["metadata"], "annotations": notes}}
+    result = created(document)
+    sidecar = sample.sidecar_of(result)
+    values = sample.expanded(sidecar, {})
+    assert values["DELTASHARD_RUN_ID"] == "ranks-7f0e4f0a-1c52-4c43-9d3c-3f5d1df1a010"
+    assert sidecar["restartPolicy"] == "Always"
+    assert "patch" not in sample.answer(result)
+
+
+def test_what_an_applied_manifest_takes_out_is_put_back(manifest: Document) -> None:
+    """Apply sends lists whole. What is put back is what was put in, not what the policy of today would put in."""
+    before = created(manifest)
+    changed = {"arenaSize": "1Gi"}
+    for applied in (copy.deepcopy(manifest), copy.deepcopy(before)):
+        inner = template_of(applied)["spec"]["containers"][0]
+        inner.pop("env", None)
+        inner.pop("volumeMounts", None)
+        response = sample.answer(applied, changed, operation="UPDATE", before=before)
+        assert response["allowed"]
+        assert sample.applied(applied, response) == before
+    unchanged = sample.answer(before, changed, operation="UPDATE", before=before)
+    assert "patch" not in unchanged
+
+
+def test_an_update_changes_what_the_user_changed_and_no_more() -> None:
+    before = created(documents("pytorchjob")[0])
+    applied = documents("pytorchjob")[0]
+    template_of(applied)["spec"]["containers"][0]["image"] = "registry.example/train:2"
+    response = sample.answer(applied, operation="UPDATE", before=before)
+    template_of(before)["spec"]["containers"][0]["image"] = "registry.example/train:2"
+    assert sample.applied(applied, response) == before
+
+
+def test_other_annotations_than_at_create_are_refused(manifest: Document) -> None:
+    """The sidecar that is in it would go on by the older ones."""
+    before = created(manifest)
+    text = yaml.safe_dump(manifest).replace("policy: default", "policy: other")
+    response = sample.answer(yaml.safe_load(text), operation="UPDATE", before=before)
+    assert response["status"]["reason"] == "BadAnnotation"
+    assert "create it anew" in response["status"]["message"]
+
+
+def test_an_older_object_is_left_to_its_jobs_and_pods(manifest: Document) -> None:
+    assert "patch" not in sample.answer(manifest, operation="UPDATE", before=manifest)
+
+
+def test_a_written_grace_period_stays() -> None:
+    """Found in a list by its place (kubectl's annotation) or by the element's name (server-side apply)."""
+    document = documents("jobset")[0]
+    template_of(document)["spec"]["terminationGracePeriodSeconds"] = 30
+    inner = {"f:template": {"f:spec": {"f:template": {"f:spec": {"f:terminationGracePeriodSeconds": {}}}}}}
+    fields = {"f:spec": {"f:replicatedJobs": {'k:{"name":"workers"}': inner}}}
+    document["metadata"]["managedFields"] = [{"operation": "Apply", "fieldsV1": fields}]
+    assert template_of(created(document))["spec"]["terminationGracePeriodSeconds"] == 30
+    del document["metadata"]["managedFields"]
+    assert template_of(created(document))["spec"]["terminationGracePeriodSeconds"] == 120
+
+
+@pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
+def test_a_manifest_is_injected_by_hand(path: Any) -> None:
+    """Any kind, before it is created: then its admission changes nothing of its sidecar but who it belongs to."""
+    document = of_example(path)[0]
+    policies = lambda notes: resolve(notes.policy, merged({}, sample.DEFAULTS), notes)  # noqa: E731
+    result, _ = review.injected_manifest(document, policies)
+    assert str(result).count("'restartPolicy': 'Always'") == str(document).count("deltashard.io/policy")
+    if document["kind"] in {"Job", "JobSet", "PyTorchJob", "Pod"}:
+        assert "patch" not in sample.answer(result)
+
+
+def test_a_runtime_of_the_cluster_is_injected_by_hand() -> None:
+    document = of_example(next(path for path in WORKLOADS if path.stem == "trainjob"))[0]
+    document["kind"] = "ClusterTrainingRuntime"
+    result, _ = review.injected_manifest(document, lambda notes: sample.policy())
+    (job,) = result["spec"]["template"]["spec"]["replicatedJobs"]
+    assert sample.sidecar_of(job["template"]["spec"]["template"])
+
+
+def test_a_manifest_with_nothing_to_inject_is_refused() -> None:
+    with pytest.raises(Refusal, match="no pod template with the annotation"):
+        review.injected_manifest(
+            {"kind": "Service", "metadata": {"name": "s"}}, lambda notes: sample.policy()
+        )
