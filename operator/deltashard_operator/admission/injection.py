@@ -31,10 +31,12 @@ from deltashard_operator.kube import run_identity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
     BITS,
+    DEFAULT_CONTAINER,
     INJECTED,
     INTERVAL,
     MANAGED_BY,
     MANAGED_BY_VALUE,
+    OS_LABEL,
     POLICY,
     RUN_ID,
     RUNS,
@@ -114,7 +116,7 @@ def inject(
         )
     spec = template.get("spec") or {}
     _check_supported(spec)
-    trainer = _trainer(spec, policy.container)
+    trainer = _trainer(spec, policy.container or _default_container(template))
     added = sidecar_volume.of_pod(spec, policy)
     grace_s = _grace_s(spec, policy, keep=keep_grace)
     host_network = bool(spec.get("hostNetwork"))
@@ -293,8 +295,12 @@ def labelled(metadata: Mapping[str, Any]) -> Document:
 
 
 def _check_supported(spec: Mapping[str, Any]) -> None:
-    if (spec.get("os") or {}).get("name") == "windows":
-        raise Refusal("Unsupported", "the sidecar runs on Linux only", where="spec.os.name")
+    for where, system in (
+        ("spec.os.name", (spec.get("os") or {}).get("name")),
+        (f"spec.nodeSelector[{OS_LABEL}]", (spec.get("nodeSelector") or {}).get(OS_LABEL)),
+    ):
+        if system == "windows":
+            raise Refusal("Unsupported", "the sidecar runs on Linux only", where=where)
     if not spec.get("containers"):
         raise Refusal("BadTemplate", "the pod template has no containers", where="spec.containers")
     for key in ("containers", "initContainers", "volumes"):
@@ -315,6 +321,14 @@ def _trainer(spec: Mapping[str, Any], name: str | None) -> Document:
         where="deltashard.io/container",
         remedy=f"it takes one of {', '.join(str(each.get('name')) for each in containers)}",
     )
+
+
+def _default_container(template: Mapping[str, Any]) -> str | None:
+    """The pod's main container where it says which one is: Argo's pods do, whose first is not."""
+    notes = (template.get("metadata") or {}).get("annotations") or {}
+    name = notes.get(DEFAULT_CONTAINER)
+    named = any(each.get("name") == name for each in template["spec"]["containers"])
+    return name if named and not is_mesh_proxy(name) else None
 
 
 def group_of(spec: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from deltashard_operator.admission.injection import labelled
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import owner_reference, run_identity
-from deltashard_operator.kube.cluster_name import QUEUE_LABEL, RUN_ID
+from deltashard_operator.kube.cluster_name import LEADER_WORKER_SET_LABEL, QUEUE_LABEL, RUN_ID
 from deltashard_operator.kube.run_identity import IdentityRecipe
 
 Document = dict[str, Any]
@@ -216,13 +216,16 @@ def with_each(root: Mapping[str, Any], parts: Iterable[tuple[Target, Mapping[str
 def check(target: Target) -> None:
     """Raise `Refusal` (Unsupported) for a pod of a kind whose pods are nobody's continuation."""
     owner = owner_reference.controller_of(target.document) if target.kind == "Pod" else None
-    if owner is not None and owner.group_kind in owner_reference.UNFIT:
-        raise Refusal(
-            "Unsupported",
-            "its pods replace one another as equals, so each would begin a run of its own",
-            where=f"{owner.kind} {owner.name}",
-            remedy=f"use {', '.join(each.kind for each in KINDS[:-1])} or a bare {KINDS[-1].kind}",
-        )
+    if owner is None:
+        return
+    where, why = f"{owner.kind} {owner.name}", owner_reference.UNFIT.get(owner.group_kind, "")
+    group = ((target.document.get("metadata") or {}).get("labels") or {}).get(LEADER_WORKER_SET_LABEL)
+    if group is not None:
+        where = f"LeaderWorkerSet {group}"
+        why = "leader and workers of a group are pods of different StatefulSets, so each would train a run of its own"
+    if why:
+        known = f"use {', '.join(each.kind for each in KINDS[:-1])} or a bare {KINDS[-1].kind}"
+        raise Refusal("Unsupported", why, where=where, remedy=known)
 
 
 def unknown_owner(target: Target) -> str:

@@ -45,7 +45,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
 TAKES = {
     POLICY: "the name of a CheckpointPolicy in the workload's namespace, or 'default'",
-    CONTAINER: "the name of the container that trains; without it, the first one",
+    CONTAINER: "the name of the container that trains; without it, the pod's default container, else the first one",
     RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
     RUNS: "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
     ARENA_SIZE: "a quantity from 64Mi to 1Ti, such as 512Mi",

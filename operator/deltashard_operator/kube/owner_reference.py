@@ -20,10 +20,18 @@ GroupKind = tuple[str, str]
 """(API group, kind)."""
 KNOWN: frozenset[GroupKind] = frozenset({JOB, JOBSET, STATEFUL_SET, PYTORCH_JOB})
 """Controllers whose pods, made anew, are known to go on with their run."""
-UNFIT: frozenset[GroupKind] = frozenset(
-    {("apps", "ReplicaSet"), ("apps", "DaemonSet"), ("", "ReplicationController")}
-)
-"""Their pods come and go as equals: a rollout, or the next pod, would be another run, or fence the one that trains."""
+_EQUALS = "its pods replace one another as equals, so each would begin a run of its own"
+_APART = "its pods are no ranks of one training that go on with one run when they are made anew"
+UNFIT: Mapping[GroupKind, str] = {
+    ("apps", "ReplicaSet"): _EQUALS,
+    ("apps", "DaemonSet"): _EQUALS,
+    ("", "ReplicationController"): _EQUALS,
+    ("ray.io", "RayCluster"): _APART,
+    ("kubeflow.org", "MPIJob"): _APART,
+    ("batch.volcano.sh", "Job"): _APART,
+    ("sparkoperator.k8s.io", "SparkApplication"): _APART,
+}
+"""Controllers whose pods are refused, and why: the next pod would be another run, or fence the one that trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

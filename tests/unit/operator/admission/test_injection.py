@@ -242,6 +242,7 @@ def test_a_taken_mount_or_variable_is_refused_and_our_own_respected() -> None:
 def test_what_cannot_be_injected_at_all() -> None:
     """Windows pods, and templates without containers."""
     assert refusal(sample.template(os={"name": "windows"})).code == "Unsupported"
+    assert refusal(sample.template(nodeSelector={"kubernetes.io/os": "windows"})).code == "Unsupported"
     assert refusal({"spec": {}}).code == "BadTemplate"
 
 

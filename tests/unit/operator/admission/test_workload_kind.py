@@ -85,16 +85,45 @@ def held(api: Api, *events: tuple[str, Document]) -> dict[str, Run]:
 
 @pytest.mark.parametrize(
     "owner",
-    [("apps/v1", "ReplicaSet"), ("apps/v1", "DaemonSet"), ("v1", "ReplicationController")],
+    [
+        ("apps/v1", "ReplicaSet"),
+        ("apps/v1", "DaemonSet"),
+        ("v1", "ReplicationController"),
+        ("ray.io/v1", "RayCluster"),
+        ("kubeflow.org/v2beta1", "MPIJob"),
+        ("batch.volcano.sh/v1alpha1", "Job"),
+        ("sparkoperator.k8s.io/v1beta2", "SparkApplication"),
+    ],
 )
-def test_pods_that_replace_one_another_as_equals_are_refused(owner: tuple[str, str]) -> None:
+def test_pods_that_go_on_with_no_run_are_refused(owner: tuple[str, str]) -> None:
     response = samples.answer(pod(owner))
     assert response["status"]["reason"] == "Unsupported"
     assert f"{owner[1]} w" in response["status"]["message"]
     assert "use Job, " in response["status"]["message"]
 
 
-@pytest.mark.parametrize("owner", [("batch.volcano.sh/v1alpha1", "Job"), ("kubeflow.org/v1", "MPIJob")])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_group_of_a_leader_worker_set_is_refused(index: int) -> None:
+    """Its leader is of one StatefulSet and its workers are of another: two runs of one process group."""
+    labels = {
+        "leaderworkerset.sigs.k8s.io/name": "lws",
+        "leaderworkerset.sigs.k8s.io/worker-index": str(index),
+    }
+    response = samples.answer(pod(("apps/v1", "StatefulSet"), labels=labels))
+    assert response["status"]["reason"] == "Unsupported"
+    assert "LeaderWorkerSet lws" in response["status"]["message"]
+
+
+def test_the_main_container_of_an_argo_pod_trains() -> None:
+    """Its first container is Argo's own; the pod names its main one, as others do."""
+    document = pod(("argoproj.io/v1alpha1", "Workflow"), containers=[{"name": "wait"}, {"name": "main"}])
+    document["metadata"]["annotations"]["kubectl.kubernetes.io/default-container"] = "main"
+    wait, main = samples.applied(document, samples.answer(document))["spec"]["containers"]
+    assert "volumeMounts" not in wait
+    assert main["volumeMounts"] == [{"name": "deltashard-shm", "mountPath": "/run/deltashard"}]
+
+
+@pytest.mark.parametrize("owner", [("batch.example.org/v1", "Job"), ("argoproj.io/v1alpha1", "Workflow")])
 def test_a_kind_that_nobody_knows_is_warned_of(owner: tuple[str, str]) -> None:
     (warning,) = samples.answer(pod(owner))["warnings"]
     assert f"{owner[1]} of {owner[0]} is not supported" in warning
