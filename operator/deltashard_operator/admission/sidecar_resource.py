@@ -1,7 +1,8 @@
 """What the sidecar asks for, so that the pod stays what it was: its QoS class, its quota, its LimitRange.
 
 The sidecar states every request and limit itself (a LimitRange's defaults would otherwise size it). Its memory limit
-is the arena plus overhead, since it touches the whole arena at start. In a Guaranteed pod requests are the limits.
+is the arena plus overhead, since it touches the whole arena at start. In a Guaranteed pod requests are the limits, and
+its processors whole ones: what encodes and encrypts may not be held to what a Burstable pod requests of them.
 
 It states an `ephemeral-storage` *limit* only where every other container has one, or the policy states it: the kubelet
 evicts a pod that uses more than the sum of its limits, whoever wrote them, and a sum with only ours in it would hold
@@ -78,19 +79,21 @@ def of_sidecar(
 def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int, *, queued: bool) -> Resources:
     containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
     limited = all(STORAGE in _part(each, "limits") for each in containers)
-    cpu_limit, memory_request = policy.cpu_limit_millis, policy.arena_bytes + policy.memory_request_bytes
+    cpu_request, cpu_limit = policy.cpu_request_millis, policy.cpu_limit_millis
+    memory_request = policy.arena_bytes + policy.memory_request_bytes
     memory_limit = policy.arena_bytes + policy.memory_limit_bytes
     if all(_guaranteed(each) for each in containers):
-        cpu_limit, memory_request = policy.cpu_request_millis, memory_limit
+        cpu_request = cpu_limit = -(-cpu_limit // 1000) * 1000
+        memory_request = memory_limit
     pod_limit = _part(spec, "limits").get("cpu")
     if pod_limit is not None:  # a container's limit may not exceed the pod's
-        cpu_limit = max(policy.cpu_request_millis, min(cpu_limit, quantity.millis_of(pod_limit)))
+        cpu_limit = max(cpu_request, min(cpu_limit, quantity.millis_of(pod_limit)))
     storage_limit = _storage_limit(policy, cache_bytes, limited=limited)
     storage_request = policy.storage_request_bytes
     if storage_request is None:  # beside a limit the API would request all of it
         storage_request = cache_bytes if storage_limit or not queued else 0
     ours = Resources(
-        cpu_request_millis=policy.cpu_request_millis,
+        cpu_request_millis=cpu_request,
         cpu_limit_millis=cpu_limit,
         memory_request_bytes=memory_request,
         memory_limit_bytes=memory_limit,

@@ -24,8 +24,16 @@ PROXY_ENV = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "ALL_PROXY", "GRPC_PROXY")
 RESERVED_PATHS = (SHM_PATH, CACHE_PATH, "/etc/deltashard", TOKEN_PATH)
 """Nothing may lie in or above these."""
 NO_PROXY = (
-    *("localhost", "127.0.0.1", "::1", "169.254.169.254", "169.254.170.2", "metadata.google.internal"),
-    *(".svc", ".cluster.local"),
+    *("localhost", "127.0.0.1", "::1"),
+    *(
+        "169.254.169.254",
+        "fd00:ec2::254",
+        "169.254.170.2",
+        "169.254.170.23",
+        "[fd00:ec2::23]",
+        "100.100.100.200",
+    ),
+    *("metadata.google.internal", ".svc", ".cluster.local"),
 )
 """What never goes through a policy's proxy: this pod, the services that give a machine its credentials, the cluster."""
 CA_FILE = f"{CA_PATH}/ca.crt"

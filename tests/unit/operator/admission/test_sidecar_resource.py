@@ -39,9 +39,11 @@ def test_a_guaranteed_pod_stays_guaranteed() -> None:
     """Requests equal limits, also when they are only implied; init containers count."""
     for each in (GUARANTEED, {"limits": GUARANTEED["limits"]}):
         found = ours(spec(each))
-        assert found["limits"] == {"cpu": "500m", "memory": "1280Mi"}
-        assert found["requests"]["cpu"] == "500m"
+        assert found["limits"] == {"cpu": "2", "memory": "1280Mi"}
+        assert found["requests"]["cpu"] == "2"
         assert found["requests"]["memory"] == "1280Mi"
+    odd = {"sidecar": {"resources": {"limits": {"cpu": "1500m"}}}}
+    assert ours(spec(GUARANTEED), odd)["requests"]["cpu"] == "2", "whole, as static CPU managers pin them"
     burstable = spec(GUARANTEED, init=({"name": "i"},))
     assert ours(burstable)["requests"]["memory"] == "768Mi"
 

@@ -40,6 +40,7 @@ def test_a_proxy_and_authorities() -> None:
     assert "HTTP_PROXY" not in env
     past = env["NO_PROXY"].split(",")
     assert {"localhost", "169.254.169.254", "metadata.google.internal", ".svc", "minio.example"} <= set(past)
+    assert {"169.254.170.23", "[fd00:ec2::23]", "fd00:ec2::254", "100.100.100.200"} <= set(past)
     assert env["SSL_CERT_FILE"] == env["AWS_CA_BUNDLE"] == "/etc/deltashard/ca/ca.crt"
     assert mounts["deltashard-ca"] == {
         "name": "deltashard-ca",
