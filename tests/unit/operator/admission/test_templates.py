@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 from deltashard_operator.admission import review
+from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import merged, resolve
 from deltashard_operator.kube import cluster_name
-from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import merged, resolve
 
 from tests.support.operator import sample
 from tests.support.operator.example import WORKLOADS
