@@ -1,8 +1,9 @@
-"""What every program of deltashard asks of the machine it runs on: addresses of both families, and open files."""
+"""What every program of deltashard asks of where it runs: addresses of both families, open files, its version."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import resource
 import socket
 
@@ -27,3 +28,10 @@ def raise_open_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a kernel that says no leaves it as it was
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def version() -> str:
+    """Of the installed distribution; empty: it is not installed as one."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("deltashard")
+    return ""

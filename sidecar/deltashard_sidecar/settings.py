@@ -9,8 +9,6 @@ bytes or a suffix (`KiB MiB GiB`). Everything is checked here, once; the rest of
 from __future__ import annotations
 
 import ast
-import contextlib
-import importlib.metadata
 import inspect
 import itertools
 import os
@@ -257,13 +255,6 @@ class Settings:
     @property
     def threads(self) -> int:
         return self.encode_threads or min(4, os.cpu_count() or 1)
-
-
-def version() -> str:
-    """Of this sidecar's distribution; empty: it is not installed as one."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("deltashard")
-    return ""
 
 
 def check(name: str, value: Any, *, where: str) -> None:

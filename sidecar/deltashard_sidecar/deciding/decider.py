@@ -19,6 +19,7 @@ from deltashard_checkpoint.deciding.evidence import NONE, Expected, rates
 from deltashard_checkpoint.deciding.record import Record, recorded
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.process import version
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -33,7 +34,7 @@ from deltashard_sidecar.deciding.measurements import (
 )
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.policy import policy_of
-from deltashard_sidecar.settings import Settings, version
+from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 

@@ -22,13 +22,14 @@ from typing import Any
 import grpc
 from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.process import version
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1.fleet_pb2_grpc import FleetStub
 
 from deltashard_sidecar import policy
 from deltashard_sidecar.fleet import heartbeat
 from deltashard_sidecar.fleet.heartbeat import BACKOFF, HeartbeatPace, failures_after
-from deltashard_sidecar.settings import Settings, version
+from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
-from deltashard_checkpoint.process import usable_host
+from deltashard_checkpoint.process import usable_host, version
 from deltashard_proto.cause import Cause
 from prometheus_client import (
     CollectorRegistry,
@@ -29,8 +29,6 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-
-from deltashard_sidecar.settings import version
 
 CAUSES = frozenset(
     [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from deltashard_checkpoint.process import version
 from deltashard_sidecar import main
-from deltashard_sidecar.settings import version
 
 from tests.support.fake_model import Model
 from tests.support.fake_trainer import Trainer
