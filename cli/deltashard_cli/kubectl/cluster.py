@@ -68,8 +68,8 @@ class Cluster:
         """One object; raises `NotThere`."""
         return self._document(self._request("GET", path))
 
-    def create(self, path: str, body: Document) -> Document:
-        return self._document(self._request("POST", path, body))
+    def create(self, path: str, body: Document, query: Mapping[str, str] | None = None) -> Document:
+        return self._document(self._request("POST", path, body, query))
 
     def text(self, path: str, query: Mapping[str, str]) -> str:
         return self._request("GET", path, query=query).decode("utf-8", "replace")

@@ -11,13 +11,14 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
+import yaml
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from rich.text import Text
 
-from deltashard_cli.kubectl import container_log, run_choice, sentence, store_job
+from deltashard_cli.kubectl import container_log, injection, run_choice, sentence, store_job
 from deltashard_cli.kubectl.cluster import Cluster, NotThere
 from deltashard_cli.main import end_with
 from deltashard_cli.option import ended_option, json_option, named_option
@@ -36,24 +37,49 @@ def plugin() -> None:
     """
 
 
-def one_run(command: Callable[..., None]) -> Callable[..., None]:
-    """RUN and the cluster's options; the command gets the `cluster` and the document of its `run`."""
+def in_cluster(command: Callable[..., None]) -> Callable[..., None]:
+    """The cluster's options; the command gets the `cluster`."""
 
-    @click.argument("name", metavar="RUN")
     @click.option("-n", "--namespace", metavar="NAME", help="Default: the context's; else default.")
     @click.option("--context", metavar="NAME", help="Context of the kubeconfig.")
     @click.option(
         "--kubeconfig", type=click.Path(path_type=Path, dir_okay=False), help="Default: as kubectl's."
     )
-    @json_option
     @functools.wraps(command)
-    def found(
-        *, name: str, kubeconfig: Path | None, context: str | None, namespace: str | None, **options: Any
-    ) -> None:
-        cluster = Cluster(kubeconfig=kubeconfig, context=context, namespace=namespace)
+    def found(*, kubeconfig: Path | None, context: str | None, namespace: str | None, **options: Any) -> None:
+        command(cluster=Cluster(kubeconfig=kubeconfig, context=context, namespace=namespace), **options)
+
+    return found
+
+
+def one_run(command: Callable[..., None]) -> Callable[..., None]:
+    """RUN besides; the command gets the document of its `run`, too."""
+
+    @click.argument("name", metavar="RUN")
+    @json_option
+    @in_cluster
+    @functools.wraps(command)
+    def found(*, cluster: Cluster, name: str, **options: Any) -> None:
         command(cluster=cluster, run=run_choice.chosen(cluster.runs(), name, cluster.namespace), **options)
 
     return found
+
+
+@plugin.command()
+@click.option("-f", "--filename", type=click.File("rb"), required=True, help="Manifests in YAML; - is stdin.")
+@in_cluster
+def inject(*, cluster: Cluster, filename: IO[bytes]) -> None:
+    """Print manifests as deltashard would make them: with the sidecar, and nothing is made.
+
+    The cluster's webhook is asked by a dry run, which takes the right to create them. What is not annotated is printed
+    as it is.
+    """
+    try:
+        documents = [each for each in yaml.safe_load_all(filename) if each]
+    except yaml.YAMLError as error:
+        raise UserError(f"it is no YAML: {error}"[:300], where=filename.name) from error
+    made = [injection.injected(cluster, each) for each in documents]
+    click.echo(yaml.safe_dump_all(made, sort_keys=False), nl=False)
 
 
 @plugin.command()

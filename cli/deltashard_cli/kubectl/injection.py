@@ -1,0 +1,79 @@
+"""What would be injected into manifests: the cluster's own answer to a dry run, over what the file says.
+
+The API server asks the webhook that is installed, with the policies that are there, so there is no second
+implementation that could differ. Of the answer only pod specs and names that begin with `deltashard.io/` are taken: the
+rest is the API server's own (a Job's selector, for one) and would keep the manifest from being applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deltashard_checkpoint.errors import UserError
+
+from deltashard_cli.kubectl.cluster import Cluster
+
+POLICY = "deltashard.io/policy"
+INJECTED = "deltashard.io/injected"
+OURS = "deltashard.io/"
+Document = dict[str, Any]
+
+
+def injected(cluster: Cluster, document: Document) -> Document:
+    """The manifest with its sidecar, or as it is where nothing asks for one; raises `UserError` where none comes."""
+    if POLICY not in set(_keys(document)):
+        return document
+    answer = cluster.create(_path(cluster, document), document, {"dryRun": "All"})
+    if INJECTED not in set(_keys(answer)):
+        raise UserError(
+            "it is annotated, and is not injected itself",
+            where=_named(document),
+            remedy="StatefulSets, CronJobs and the like are injected as their pods or Jobs are made: show one of these",
+        )
+    found: Document = overlaid(document, answer)
+    return found
+
+
+def overlaid(mine: Any, theirs: Any) -> Any:
+    """A part of the manifest, with the answer's pod specs, and its labels and annotations of ours."""
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        return [overlaid(*each) for each in zip(mine, theirs, strict=True)]
+    if not isinstance(mine, dict) or not isinstance(theirs, dict):
+        return mine
+    if "containers" in mine:
+        return theirs
+    found = {key: overlaid(value, theirs.get(key, value)) for key, value in mine.items()}
+    if "spec" in mine and "metadata" not in mine:  # a template without any
+        found = {"metadata": overlaid({}, theirs.get("metadata")), **found}
+    for key in ("labels", "annotations"):
+        ours = {name: value for name, value in (theirs.get(key) or {}).items() if name.startswith(OURS)}
+        if ours:
+            found[key] = {**(mine.get(key) or {}), **ours}
+    return found
+
+
+def _keys(part: Any) -> Iterator[str]:
+    """Of all maps in a manifest."""
+    for each in part if isinstance(part, list) else []:
+        yield from _keys(each)
+    for key, value in part.items() if isinstance(part, dict) else []:
+        yield key
+        yield from _keys(value)
+
+
+def _named(document: Mapping[str, Any]) -> str:
+    metadata = document.get("metadata") or {}
+    return f"{document.get('kind')} {metadata.get('name') or metadata.get('generateName')}"
+
+
+def _path(cluster: Cluster, document: Document) -> str:
+    """Where objects of the kind are made, as the API server says."""
+    version, kind = str(document.get("apiVersion", "")), document.get("kind")
+    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+    for each in cluster.get(root).get("resources") or ():
+        if each["kind"] == kind and "/" not in each["name"]:
+            namespace = (document.get("metadata") or {}).get("namespace") or cluster.namespace
+            place = f"/namespaces/{namespace}" if each["namespaced"] else ""
+            return f"{root}{place}/{each['name']}"
+    raise UserError("the cluster has no such kind", where=f"{version} {kind}")

@@ -1,0 +1,66 @@
+"""`kubectl deltashard inject` asks the webhook that is installed, by a real API server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from deltashard_cli.kubectl.plugin import main
+from deltashard_operator.kube import cluster_name
+
+from tests.support.command_line import running
+from tests.support.operator.definition import serving
+from tests.support.operator.webhook_process import WebhookProcess, job, opted, registered
+from tests.support.server.apiserver import ApiServer
+
+
+@pytest.fixture(scope="module")
+def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with serving(tmp_path_factory.mktemp("apiserver")) as server:
+        yield server
+
+
+def test_manifests_come_back_with_their_sidecar_and_nothing_is_made(
+    apiserver: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They can be applied as they are printed; what is refused is refused here, with the webhook's sentence."""
+    run = running(capsys, main)
+    webhook = WebhookProcess(apiserver, tmp_path)
+    webhook.start()
+    path = tmp_path / "jobs.yaml"
+
+    def inject(*documents: object) -> tuple[int, str]:
+        path.write_text(yaml.safe_dump_all(documents))
+        return run("inject", "-f", path, "--kubeconfig", apiserver.kubeconfig)
+
+    other = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "b"}}
+    try:
+        with apiserver.http() as http, registered(http, webhook.client_config()):
+            code, text = inject(job("trains", opted()), other)
+            assert code == 0, text
+            made, same = yaml.safe_load_all(text)
+            assert same == other
+            assert set(made) == {"apiVersion", "kind", "metadata", "spec"}
+            template = made["spec"]["template"]
+            assert template["metadata"]["annotations"][cluster_name.INJECTED]
+            assert [each["name"] for each in template["spec"]["initContainers"]] == [cluster_name.SIDECAR]
+            jobs = "/apis/batch/v1/namespaces/default/jobs"
+            assert http("GET", jobs).document["items"] == []
+            assert http("POST", jobs, made, dry_run=True).status == 201
+            code, text = inject(job("trains", opted(interval="soon")))
+            assert code == 2
+            assert "deltashard.io/interval" in text
+            code, text = inject({"kind": "CronJob", "apiVersion": "batch/v1", **cron(job("trains", opted()))})
+            assert code == 2
+            assert "CronJob trains" in text
+            assert "injected as their pods or Jobs are made" in text
+    finally:
+        webhook.stop()
+
+
+def cron(made: dict[str, object]) -> dict[str, object]:
+    """The metadata and spec of a CronJob of this Job."""
+    template = {"metadata": made["metadata"], "spec": made["spec"]}
+    return {"metadata": {"name": "trains"}, "spec": {"schedule": "0 0 * * *", "jobTemplate": template}}
