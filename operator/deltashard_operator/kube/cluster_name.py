@@ -46,7 +46,8 @@ TOKEN_PATH = "/var/run/secrets/deltashard"  # noqa: S105 - a path
 SOCKET_PATH = SHM_PATH + "/sidecar.sock"
 SOCKET_VARIABLE = "DELTASHARD_SOCKET"
 FLEET_AUDIENCE = "deltashard-fleet"
-METRICS_PORT = 9464
+METRICS_PORT = 24464
+"""Of no exporter that is known: a pod's containers share their ports, and the sidecar begins first."""
 METRICS_PORT_NAME = "deltashard"
 
 USER_ID = 65532

@@ -56,7 +56,7 @@ MOUNT_PATHS = [
     "/run/deltashard/",
 ]
 PORT = st.fixed_dictionaries(
-    {"containerPort": st.sampled_from([80, 9464, 8080])},
+    {"containerPort": st.sampled_from([80, 24464, 8080])},
     optional={"name": st.sampled_from(["web", "deltashard"])},
 )
 ENV = st.lists(
@@ -191,7 +191,7 @@ POLICIES = optional(
     cacheSize=st.sampled_from(["1Gi", "10Gi"]),
     sidecar=optional(
         runAsUser=st.sampled_from([None, 65532]),
-        metricsPort=st.sampled_from([0, 9464]),
+        metricsPort=st.sampled_from([0, 24464]),
         hostNetworkMetricsPort=st.sampled_from([0, 19464]),
     ),
     store=st.sampled_from(

@@ -56,7 +56,7 @@ GOOD_POLICY: dict[str, Any] = {
             "limits": {"cpu": 2, "memory": "1Gi", "ephemeral-storage": "12Gi"},
         },
         "runAsUser": None,
-        "metricsPort": 9464,
+        "metricsPort": 24464,
         "hostNetworkMetricsPort": 0,
         "env": [{"name": "GOMEMLIMIT", "value": "1GiB"}],
         "volumes": [

@@ -184,7 +184,7 @@ def test_host_network_takes_no_port_of_the_node() -> None:
 
 def test_a_port_the_user_declares_is_left_to_the_user() -> None:
     """Metrics give way."""
-    template = sample.template(containers=[{"name": "t", "ports": [{"containerPort": 9464}]}])
+    template = sample.template(containers=[{"name": "t", "ports": [{"containerPort": 24464}]}])
     sidecar = sample.sidecar_of(injected(template))
     assert "ports" not in sidecar
     assert sample.expanded(sidecar, {})["DELTASHARD_METRICS_PORT"] == "-1"
@@ -244,6 +244,12 @@ def test_what_cannot_be_injected_at_all() -> None:
     assert refusal(sample.template(os={"name": "windows"})).code == "Unsupported"
     assert refusal(sample.template(nodeSelector={"kubernetes.io/os": "windows"})).code == "Unsupported"
     assert refusal({"spec": {}}).code == "BadTemplate"
+
+
+def test_the_metrics_port_is_no_exporters() -> None:
+    """The sidecar has it first: 9464 is OpenTelemetry's, and Prometheus' registry gives 9100 to 9999 and 10000 to 20000."""
+    assert cluster_name.METRICS_PORT not in {*range(9090, 10000), *range(10000, 20001)}
+    assert cluster_name.METRICS_PORT < 30000, "neither a Service's NodePort nor one that a client gets"
 
 
 def test_pull_secrets_are_added_once() -> None:

@@ -183,9 +183,9 @@ def test_warnings() -> None:
     (short,) = sample.answer(job(OPT_IN, nodeSelector=spot))["warnings"]
     assert "give a pod 15 s to end" in short
     assert "warnings" not in sample.answer(job(OPT_IN, nodeSelector=spot), {"gracePeriodSeconds": 15})
-    ports = [{"name": "t", "ports": [{"containerPort": 9464}]}]
+    ports = [{"name": "t", "ports": [{"containerPort": 24464}]}]
     (port,) = sample.answer(job(OPT_IN, containers=ports))["warnings"]
-    assert "port 9464" in port
+    assert "port 24464" in port
     (stuck,) = sample.answer(job(OPT_IN, spec={"podReplacementPolicy": "Failed"}))["warnings"]
     assert "lost node" in stuck
     (alike,) = sample.answer(job(OPT_IN, spec={"parallelism": 2}))["warnings"]
