@@ -86,7 +86,8 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- $_ := set $base "deciding" (dict "enabled" false) -}}
 {{- end -}}
 {{- if .Values.reclaim.enabled -}}
-{{- $_ := set $base "reclaiming" (dict "enabled" true) -}}
+{{- $labels := .Values.reclaim.jobLabels -}}
+{{- $_ := set $base "reclaiming" (ternary (dict "enabled" true "labels" $labels) (dict "enabled" true) (not (empty $labels))) -}}
 {{- end -}}
 {{- toYaml (mustMergeOverwrite $base (deepCopy .Values.defaultPolicy)) }}
 {{- end }}

@@ -20,6 +20,11 @@ FLEET = "fleet"
 """Path of the token that the controller wants; the others are for the store."""
 OF_POD = ("serviceAccountName", "imagePullSecrets", "securityContext", "nodeSelector", "tolerations")
 """What the pod needs to be admitted and scheduled as the run's are."""
+NO_MESH = {
+    "labels": {"sidecar.istio.io/inject": "false"},
+    "annotations": {"sidecar.istio.io/inject": "false", "linkerd.io/inject": "disabled"},
+}
+"""Beside a proxy that does not end, no Job completes."""
 DEADLINE_S = 600
 KEPT_S = 3600
 Document = Mapping[str, Any]
@@ -88,7 +93,7 @@ def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -
             "backoffLimit": 0,
             "activeDeadlineSeconds": DEADLINE_S,
             "ttlSecondsAfterFinished": KEPT_S,
-            "template": {"metadata": {"labels": labels}, "spec": spec},
+            "template": {"metadata": {**NO_MESH, "labels": labels | NO_MESH["labels"]}, "spec": spec},
         },
     }
 

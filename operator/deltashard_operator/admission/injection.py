@@ -1,10 +1,10 @@
 """`inject`: a pod template and a policy in, the template with its sidecar out. Pure, and the whole of what is changed.
 
 What it adds: one native sidecar, first among the init containers (behind a mesh's proxy, its way to the network); its
-volumes; one mount and one variable for the training container; the managed-by label, the marker and the policy's name;
-one supplemental group where there is none; pull secrets of the policy. What it changes: a grace period of 30 s (the
-API's default) becomes the policy's. All else is the user's and stays as written, so that an unchanged manifest
-can be applied again to an immutable template.
+volumes; one mount and one variable for the training container; the managed-by label, the marker, the policy's name and
+what autoscalers and backups should know of the volumes; one supplemental group where there is none; pull secrets of the
+policy. What it changes: a grace period of 30 s (the API's default) becomes the policy's. All else is the user's and stays
+as written, so that an unchanged manifest can be applied again to an immutable template.
 
 A template with the marker is returned as it is, whatever it holds and whichever version put it there: schedulers edit
 templates, and versions mix. So `inject(inject(x)) == inject(x)`. Only the workload's name and UID are added where a
@@ -32,6 +32,7 @@ from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
     BITS,
     DEFAULT_CONTAINER,
+    EVICTABLE_VOLUMES,
     INJECTED,
     INTERVAL,
     MANAGED_BY,
@@ -45,6 +46,7 @@ from deltashard_operator.kube.cluster_name import (
     SIDECAR,
     SOCKET_PATH,
     SOCKET_VARIABLE,
+    UNSAVED_VOLUMES,
     USER_ID,
     is_mesh_proxy,
 )
@@ -58,6 +60,8 @@ _IDENTITY = (
     "DELTASHARD_REPLICA",
 )
 """Variables that say whose run a pod trains."""
+_NOTES = (POLICY, INJECTED, EVICTABLE_VOLUMES, UNSAVED_VOLUMES)
+"""Annotations of an injected template."""
 DEFAULT_GRACE_S = 30
 """What the API gives a pod that does not say; nobody can tell it from a 30 that was written."""
 
@@ -138,7 +142,7 @@ def inject(
         volumes=added.added,
         grace_s=grace_s,
         pull_secrets=tuple({"name": name} for name in policy.image_pull_secrets),
-        notes={POLICY: policy.name, INJECTED: VERSION},
+        notes={POLICY: policy.name, **_volume_notes(added.added), INJECTED: VERSION},
     )
     return _assembled(template, parts)
 
@@ -192,9 +196,17 @@ def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Docume
         volumes=tuple(each for each in spec.get("volumes") or [] if _mounts(sidecar, each["name"])),
         grace_s=spec.get("terminationGracePeriodSeconds", stated) if stated == DEFAULT_GRACE_S else stated,
         pull_secrets=tuple(spec.get("imagePullSecrets") or []),
-        notes={key: notes[key] for key in (POLICY, INJECTED) if key in notes},
+        notes={key: notes[key] for key in _NOTES if key in notes},
     )
     return _assembled(template, parts)
+
+
+def _volume_notes(volumes: tuple[Document, ...]) -> dict[str, str]:
+    """Nothing in the volumes is worth a node that has to stay, or a backup: the store has it."""
+    ours = {each["name"]: each["emptyDir"] for each in volumes if "emptyDir" in each}
+    disks = [name for name, source in ours.items() if source.get("medium") != "Memory"]
+    found = {EVICTABLE_VOLUMES: disks, UNSAVED_VOLUMES: list(ours)}
+    return {key: ",".join(names) for key, names in found.items() if names}
 
 
 def _mounts(container: Mapping[str, Any], volume: str) -> bool:

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 from deltashard_operator.admission import injection, workload_kind
 from deltashard_operator.admission.workload_kind import Target
 from deltashard_operator.api.workload_policy import DELETE, Policy
-from deltashard_operator.kube.cluster_name import SIDECAR
+from deltashard_operator.kube.cluster_name import CACHE_VOLUME, EVICTABLE_VOLUMES, SIDECAR, is_mesh_proxy
 
 SPOT = "cloud.google.com/gke-spot"
 """Label of nodes that may be taken away at short notice."""
@@ -41,6 +41,18 @@ def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[st
         warnings.append(
             "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
             "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
+        )
+    stated = ((target.template.get("metadata") or {}).get("annotations") or {}).get(EVICTABLE_VOLUMES)
+    if stated is not None and CACHE_VOLUME not in stated.split(","):
+        warnings.append(
+            f"deltashard: the autoscaler keeps the pod's node for the volume {CACHE_VOLUME}: add it to the annotation "
+            f"{EVICTABLE_VOLUMES}"
+        )
+    proxy = next((each["name"] for each in spec.get("containers") or [] if is_mesh_proxy(each["name"])), "")
+    if proxy:
+        warnings.append(
+            f"deltashard: {proxy} is no native sidecar: it ends with the trainer, and what {SIDECAR} still uploads "
+            "then has no network"
         )
     if policy.storage_request_bytes and workload_kind.is_queued(target):
         warnings.append(

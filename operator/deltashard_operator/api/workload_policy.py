@@ -130,6 +130,8 @@ class Policy:
     """Service account of the Job that removes them; empty: the namespace's default."""
     reclaims: bool = False
     """Whether the cluster lets the controller make that Job."""
+    reclaim_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of that Job, such as a queue's."""
     container: str | None = None
     run_id: str | None = None
     runs: str = ""
@@ -268,6 +270,7 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         reclaim_after_s=top.integer("reclaimAfterSeconds", RECLAIM_AFTER_S, high=MAX_RECLAIM_AFTER_S),
         reclaim_account=top.text("reclaimServiceAccount", "", NAME),
         decides=top.fields(_DECIDING).boolean("enabled", default=True),
+        reclaim_labels=top.fields(_RECLAIMING).texts("labels", 16),
         reclaims=top.fields(_RECLAIMING).boolean("enabled", default=False),
         fleet=fleet.text("address", "", _ADDRESS),
         fleet_ca=fleet.text("ca", ""),

@@ -82,6 +82,7 @@ def manifest(run: Run, policy: Policy) -> Document:
     if policy.reclaim_account:
         pod["serviceAccountName"] = policy.reclaim_account
     labels = {
+        **policy.reclaim_labels,
         "app.kubernetes.io/part-of": "deltashard",
         "app.kubernetes.io/component": "reclaim",
         WORKLOAD_UID: run.workload.uid,
@@ -99,7 +100,10 @@ def manifest(run: Run, policy: Policy) -> Document:
             "backoffLimit": TRIES,
             "activeDeadlineSeconds": DEADLINE_S,
             "ttlSecondsAfterFinished": KEPT_S,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "template": {
+                "metadata": {**restricted.NO_MESH, "labels": labels | restricted.NO_MESH["labels"]},
+                "spec": pod,
+            },
         },
     }
 

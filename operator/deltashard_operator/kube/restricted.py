@@ -1,4 +1,4 @@
-"""What makes a container of ours fit for PodSecurity *restricted*: the sidecar, and a Job that removes bytes. Pure."""
+"""What makes a container of ours fit for PodSecurity *restricted*, and a Job of ours for a mesh. Pure."""
 
 from __future__ import annotations
 
@@ -20,5 +20,10 @@ def security_context(run_as_user: int | None, group: int) -> dict[str, Any]:
     }
 
 
+NO_MESH = {
+    "labels": {"sidecar.istio.io/inject": "false"},
+    "annotations": {"sidecar.istio.io/inject": "false", "linkerd.io/inject": "disabled"},
+}
+"""Metadata of a Job's pods: beside a proxy that does not end, no Job completes."""
 HOME = {"HOME": CACHE_PATH, "TMPDIR": CACHE_PATH}
 """Variables that say where it may write: its root file system is read-only."""

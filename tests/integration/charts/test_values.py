@@ -291,7 +291,7 @@ CASES = [
         value=["team-a", "team-b"],
         look=watched,
         before={
-            "sent": [1, 1],
+            "sent": [1] * 4,
             "told": [[], []],
             "roles": [],
             "everywhere": sorted([*EVERYWHERE, *FOLLOWED]),
@@ -300,7 +300,7 @@ CASES = [
             "tested": ["--namespace=default"],
         },
         after={
-            "sent": [2, 2],
+            "sent": [2] * 4,
             "told": [["--watch-namespaces=team-a,team-b"]] * 2,
             "roles": ["team-a", "team-b"] * 4,
             "everywhere": EVERYWHERE,
@@ -348,6 +348,14 @@ CASES = [
         look=lambda r: (policy(r).get("reclaiming"), creates_jobs(r)),
         before=(None, False),
         after=({"enabled": True}, True),
+    ),
+    Case(
+        path="reclaim.jobLabels",
+        value={"kueue.x-k8s.io/queue-name": "chores"},
+        look=lambda r: policy(r)["reclaiming"].get("labels"),
+        before=None,
+        after={"kueue.x-k8s.io/queue-name": "chores"},
+        given=(("reclaim.enabled", True),),
     ),
     Case(
         path="webhook.hostNetwork",

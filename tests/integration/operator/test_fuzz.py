@@ -97,7 +97,15 @@ def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     for mine, had in ((pod["metadata"], old["metadata"]), (job["metadata"], before["metadata"])):
         for key, ours in (
             ("labels", [cluster_name.MANAGED_BY, cluster_name.RUN_ID]),
-            ("annotations", [cluster_name.INJECTED, cluster_name.POLICY]),
+            (
+                "annotations",
+                [
+                    cluster_name.INJECTED,
+                    cluster_name.POLICY,
+                    cluster_name.EVICTABLE_VOLUMES,
+                    cluster_name.UNSAVED_VOLUMES,
+                ],
+            ),
         ):
             here, there = mine.get(key) or {}, had.get(key) or {}
             for name in ours:

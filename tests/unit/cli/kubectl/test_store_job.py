@@ -55,6 +55,13 @@ def test_where_the_store_needs_no_token_none_is_mounted() -> None:
     assert [each["name"] for each in spec["volumes"]] == ["deltashard-cache"]
 
 
+def test_no_mesh_keeps_it_from_its_end() -> None:
+    job = store_job.manifest(RUN, pod(FLEET), ["rewind"], name="x")
+    metadata = job["spec"]["template"]["metadata"]
+    assert metadata["labels"]["sidecar.istio.io/inject"] == "false"
+    assert metadata["annotations"]["linkerd.io/inject"] == "disabled"
+
+
 def test_a_pod_without_a_sidecar_is_refused() -> None:
     with pytest.raises(UserError, match="no deltashard-sidecar"):
         store_job.manifest(RUN, {"initContainers": []}, ["rewind"], name="x")

@@ -196,6 +196,28 @@ def test_warnings() -> None:
     assert all(len(w) <= 200 for w in (grace, short, port, stuck, alike, kept))
 
 
+def test_autoscalers_and_backups_know_that_our_volumes_hold_nothing() -> None:
+    """Else a node stays for the cache, and a backup copies it. What the user says stays as it is: templates are immutable."""
+    evict, backup = cluster_name.EVICTABLE_VOLUMES, cluster_name.UNSAVED_VOLUMES
+    document = job(OPT_IN)
+    notes = sample.applied(document, sample.answer(document))["spec"]["template"]["metadata"]["annotations"]
+    assert (notes[evict], notes[backup]) == ("deltashard-cache", "deltashard-shm,deltashard-cache")
+    document["spec"]["template"]["metadata"]["annotations"] = {evict: "mine"}
+    response = sample.answer(document)
+    notes = sample.applied(document, response)["spec"]["template"]["metadata"]["annotations"]
+    assert notes[evict] == "mine"
+    assert "keeps the pod's node" in response["warnings"][0]
+
+
+def test_a_proxy_that_ends_with_the_trainer_is_warned_of() -> None:
+    containers = [{"name": "t", "image": "t"}, {"name": "istio-proxy", "image": "p"}]
+    (warning,) = sample.answer(job(OPT_IN, containers=containers))["warnings"]
+    assert "istio-proxy is no native sidecar" in warning
+    assert len(warning) <= 200
+    native = [{"name": "istio-proxy", "image": "p", "restartPolicy": "Always"}]
+    assert "warnings" not in sample.answer(job(OPT_IN, initContainers=native))
+
+
 def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
     """Client-side and server-side apply leave a trace of what was written; changing that would break re-applying."""
     manifest = json.dumps(job(OPT_IN, terminationGracePeriodSeconds=30))

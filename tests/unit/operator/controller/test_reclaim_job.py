@@ -49,6 +49,16 @@ def test_it_has_the_store_s_secret_and_nothing_of_the_api() -> None:
     assert len(job["metadata"]["name"]) <= 63
 
 
+def test_neither_a_mesh_nor_a_queue_keeps_it_from_its_end() -> None:
+    queue = {"kueue.x-k8s.io/queue-name": "chores"}
+    policy = sample.policy()
+    job = reclaim_job.manifest(RUN, replace(policy, reclaim_labels=queue))
+    assert job["metadata"]["labels"].items() >= queue.items()
+    metadata = job["spec"]["template"]["metadata"]
+    assert metadata["labels"]["sidecar.istio.io/inject"] == "false"
+    assert metadata["annotations"]["linkerd.io/inject"] == "disabled"
+
+
 def test_a_store_by_the_account_s_identity() -> None:
     spec = {
         "store": {"url": "s3://bkt/p", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}},
