@@ -3,8 +3,8 @@
 What it adds: one native sidecar, first among the init containers (behind a mesh's proxy, its way to the network); its
 volumes; one mount and one variable for the training container; the managed-by label, the marker, the policy's name and
 what autoscalers and backups should know of the volumes; one supplemental group where there is none; pull secrets of the
-policy. What it changes: a grace period of 30 s (the API's default) becomes the policy's. All else is the user's and stays
-as written, so that an unchanged manifest can be applied again to an immutable template.
+policy. What it changes: a grace period of 30 s (the API's default) becomes the policy's. All else is the user's and
+stays as written, so that an unchanged manifest can be applied again to an immutable template.
 
 A template with the marker is returned as it is, whatever it holds and whichever version put it there: schedulers edit
 templates, and versions mix. So `inject(inject(x)) == inject(x)`. Only the workload's name and UID are added where a

@@ -20,19 +20,7 @@ SPOT_GRACE_S = 15
 def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[str, ...]:
     """What to warn the author of an injected workload about, by what was written."""
     spec = target.template.get("spec") or {}
-    warnings = []
-    grace_s = spec.get("terminationGracePeriodSeconds", injection.DEFAULT_GRACE_S)
-    kept = grace_s != injection.DEFAULT_GRACE_S or keep_grace
-    if kept and grace_s < policy.grace_s:
-        warnings.append(
-            f"deltashard: terminationGracePeriodSeconds is {grace_s} s and policy {policy.name} asks for "
-            f"{policy.grace_s} s; a save at eviction may not end in time"
-        )
-    if _asks_for_spot(spec) and (grace_s if kept else policy.grace_s) > SPOT_GRACE_S:
-        warnings.append(
-            f"deltashard: {SPOT} nodes give a pod {SPOT_GRACE_S} s to end, whatever its grace period is: set "
-            f"gracePeriodSeconds {SPOT_GRACE_S} in policy {policy.name}, or a save may not end in time"
-        )
+    warnings = _of_grace(spec, policy, keep_grace=keep_grace)
     if not spec.get("hostNetwork") and policy.metrics_port and not injection.metrics_port(spec, policy):
         warnings.append(
             f"deltashard: a container declares port {policy.metrics_port}, so {SIDECAR} serves no metrics"
@@ -83,6 +71,23 @@ def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[st
                 "of one training, one of them trains and fences the others"
             )
     return tuple(warnings)
+
+
+def _of_grace(spec: Mapping[str, Any], policy: Policy, *, keep_grace: bool) -> list[str]:
+    warnings = []
+    grace_s = spec.get("terminationGracePeriodSeconds", injection.DEFAULT_GRACE_S)
+    kept = grace_s != injection.DEFAULT_GRACE_S or keep_grace
+    if kept and grace_s < policy.grace_s:
+        warnings.append(
+            f"deltashard: terminationGracePeriodSeconds is {grace_s} s and policy {policy.name} asks for "
+            f"{policy.grace_s} s; a save at eviction may not end in time"
+        )
+    if _asks_for_spot(spec) and (grace_s if kept else policy.grace_s) > SPOT_GRACE_S:
+        warnings.append(
+            f"deltashard: {SPOT} nodes give a pod {SPOT_GRACE_S} s to end, whatever its grace period is: set "
+            f"gracePeriodSeconds {SPOT_GRACE_S} in policy {policy.name}, or a save may not end in time"
+        )
+    return warnings
 
 
 def _asks_for_spot(spec: Mapping[str, Any]) -> bool:
