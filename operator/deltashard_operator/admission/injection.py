@@ -82,6 +82,15 @@ def has_sidecar(template: Mapping[str, Any]) -> bool:
     )
 
 
+def store_of(template: Mapping[str, Any]) -> str:
+    """The store of an injected template's sidecar; empty: there is none."""
+    for each in (template.get("spec") or {}).get("initContainers") or []:
+        for variable in (each.get("env") or []) if each.get("name") == SIDECAR else []:
+            if variable["name"] == "DELTASHARD_URL":
+                return str(variable.get("value", ""))
+    return ""
+
+
 def inject(
     template: Mapping[str, Any],
     policy: Policy,

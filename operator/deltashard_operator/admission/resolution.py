@@ -10,8 +10,9 @@ import asyncio
 
 import structlog
 
+from deltashard_operator.admission import injection
 from deltashard_operator.admission.metric import WebhookMetrics
-from deltashard_operator.admission.review import Part, Request, Resolved
+from deltashard_operator.admission.review import AnnotatedTemplate, Request, Resolved
 from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.run_holder import UNKNOWN, Holders
 from deltashard_operator.api import workload_policy
@@ -60,17 +61,20 @@ class Resolver:
         except Refusal as refusal:
             return Resolved(request=request, policies=refusal)
 
-    async def _policy(self, namespace: str, part: Part, deadline: Deadline) -> Policy:
+    async def _policy(self, namespace: str, part: AnnotatedTemplate, deadline: Deadline) -> Policy:
         """The policy; raises `Refusal`."""
         if not watched_namespace.is_watched(namespace, self._namespaces):
             raise not_watched(namespace)
         name = part.annotations.policy
         spec = await self._spec(namespace, name, deadline)
-        if part.claim is not None:
-            await self._check_holder(part.claim, deadline)
         if spec is None:
             raise workload_policy.not_found(name, default=self._defaults.has_store())
-        return workload_policy.resolve(name, spec, part.annotations)
+        policy = workload_policy.resolve(name, spec, part.annotations)
+        if part.claim is not None:
+            await self._check_holder(
+                part.claim, injection.store_of(part.target.template) or policy.url, deadline
+            )
+        return policy
 
     async def _spec(self, namespace: str, name: str, deadline: Deadline) -> Spec | None:
         """The merged spec of a policy: from the cache, else by one live look, else the default of that name."""
@@ -103,11 +107,11 @@ class Resolver:
         except TimeoutError:  # it waits for a thread, or its answer drips
             raise unavailable(name, "the API did not answer in time") from None
 
-    async def _check_holder(self, claim: RunClaim, deadline: Deadline) -> None:
-        """Raise `Refusal` (RunIdTaken) when another live workload is known to hold the run that is claimed."""
+    async def _check_holder(self, claim: RunClaim, url: str, deadline: Deadline) -> None:
+        """Raise `Refusal` when another live workload is known to hold the run, or another store to have it."""
         try:
             async with asyncio.timeout(deadline.left_s()):
-                refusal = await asyncio.to_thread(self._holders.refusal, claim, deadline)
+                refusal = await asyncio.to_thread(self._holders.refusal, claim, url, deadline)
         except UNKNOWN as error:
             why = f"{type(error).__name__}: {error}"[:300]
             _log.warning("holders.unknown", namespace=claim.namespace, run_id=claim.run_id, error=why)

@@ -40,13 +40,13 @@ class BadReview(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class AnnotatedTemplate:
     """An annotated Job or pod, or the template of one."""
 
     target: Target
     annotations: Annotations
     claim: RunClaim | None = None
-    """The older run it asks to go on with; None: it begins a new one, or it is not the one that would."""
+    """The run it goes on with; None: it begins a new one, or it is not the one that would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Request:
     namespace: str
     kind: str
     document: Mapping[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[AnnotatedTemplate, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def parse(body: bytes) -> Request | Answer:
     return Request(uid=uid, namespace=namespace, kind=kind, document=document, parts=parts)
 
 
-def parts_of(group: str, kind: str, document: Mapping[str, Any]) -> tuple[Part, ...]:
+def parts_of(group: str, kind: str, document: Mapping[str, Any]) -> tuple[AnnotatedTemplate, ...]:
     """The annotated parts of an object; raises `Refusal` where one contradicts itself."""
     parts = []
     for target in workload_kind.targets(group, kind, document):
@@ -121,25 +121,26 @@ def parts_of(group: str, kind: str, document: Mapping[str, Any]) -> tuple[Part, 
         workload_kind.check(target)
         if is_injected(target.template):
             check_marked(target.template, said, target.recipe)
-        parts.append(Part(target=target, annotations=said))
+        parts.append(AnnotatedTemplate(target=target, annotations=said))
     return tuple(parts)
 
 
-def _claiming(part: Part, kind: str, namespace: str) -> Part:
+def _claiming(part: AnnotatedTemplate, kind: str, namespace: str) -> AnnotatedTemplate:
     run_id, target = part.annotations.run_id, part.target
-    if run_id is None:
+    workload_uid = run_identity.workload_uid(kind, target.document)
+    if run_id is None and not workload_uid:
         return part
     claim = RunClaim(
         namespace=namespace,
-        run_id=run_id,
-        workload_uid=run_identity.workload_uid(kind, target.document),
+        run_id=run_id or "",
+        workload_uid=workload_uid,
         numbering=run_claim.numbering_of_object(kind, target.document),
     )
     return replace(part, claim=claim)
 
 
 def injected(
-    document: Mapping[str, Any], parts: Iterable[tuple[Part, Policy]]
+    document: Mapping[str, Any], parts: Iterable[tuple[AnnotatedTemplate, Policy]]
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The object with a sidecar in each of these parts, and warnings; raises `Refusal`."""
     changed: list[tuple[Target, Mapping[str, Any]]] = []
@@ -194,7 +195,11 @@ def answer(resolved: Resolved) -> Answer:
 
 
 def _updated(
-    uid: str, kind: str, document: Mapping[str, Any], parts: tuple[Part, ...], before: tuple[Part, ...]
+    uid: str,
+    kind: str,
+    document: Mapping[str, Any],
+    parts: tuple[AnnotatedTemplate, ...],
+    before: tuple[AnnotatedTemplate, ...],
 ) -> Answer:
     """What was injected when the object was created, again in what was applied over it."""
     old = {each.target.name: each for each in before if is_injected(each.target.template)}

@@ -44,10 +44,11 @@ class Numbering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClaim:
-    """An older run that a workload asks to go on with, by `run-id`."""
+    """A run that may be there already: one that a workload asks for by `run-id`, or that of the workload itself."""
 
     namespace: str
-    run_id: str
+    run_id: str = ""
+    """Empty: the workload's own, without a `run-id`."""
     workload_uid: str = ""
     """UID of the workload that asks, where it exists already (a JobSet, a StatefulSet)."""
     numbering: Numbering | None = None

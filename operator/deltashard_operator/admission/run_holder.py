@@ -11,6 +11,8 @@ A run is held by another workload that lives, as the API has it now:
 Where each pod trains a run of its own its number stands at the end (`run_claim`), so `exp-1` is held, too, by such a
 workload of run id `exp` with a pod 1, and the other way round.
 
+Where a run's checkpoints are is looked at, too: a policy may name another store by now.
+
 When the API cannot be asked the workload is admitted: the log's fencing decides in the end, as it does for two that are
 created in the same instant.
 """
@@ -18,7 +20,7 @@ created in the same instant.
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote
 
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
@@ -28,7 +30,7 @@ from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.call import Answer, ApiClient, NoReply, Requester
-from deltashard_operator.kube.cluster_name import RUN_ID
+from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.reclaim import ReclaimState
@@ -51,17 +53,21 @@ class Holders:
     def __init__(self, api: ApiClient) -> None:
         self._request = Requester(api)
 
-    def refusal(self, claim: RunClaim, deadline: Deadline) -> Refusal | None:
-        """Why a workload may not have the run it asks for, or None when it may.
+    def refusal(self, claim: RunClaim, url: str, deadline: Deadline) -> Refusal | None:
+        """Why a workload may not have the run it asks for in the store `url`, or None when it may.
 
         Raises one of `UNKNOWN` when the API cannot be asked.
         """
+        if not claim.run_id:
+            selector = f"{WORKLOAD_UID}={claim.workload_uid}"
+            records = self._selected(API_VERSION, PLURAL, claim, selector, deadline)
+            return next((found for each in records if (found := _moved(claim, each, url))), None)
         for job in self._list("batch/v1", "jobs", claim, deadline):
             refusal = _held_by_job(claim, job)
             if refusal is not None:
                 return refusal
         for record in self._list(API_VERSION, PLURAL, claim, deadline):
-            refusal = self._held_by_record(claim, record, deadline)
+            refusal = self._held_by_record(claim, record, deadline) or _moved(claim, record, url)
             if refusal is not None:
                 return refusal
         return None
@@ -99,6 +105,11 @@ class Holders:
         """Objects whose run may be the one that is asked for; of numbered pods any may."""
         ids = ",".join(map(run_label, (claim.run_id, *run_claim.bases(claim.run_id))))
         selector = RUN_ID if claim.numbering is not None else f"{RUN_ID} in ({ids})"
+        return self._selected(api_version, plural, claim, selector, deadline)
+
+    def _selected(
+        self, api_version: str, plural: str, claim: RunClaim, selector: str, deadline: Deadline
+    ) -> list[Document]:
         path = f"/apis/{api_version}/namespaces/{claim.namespace}/{plural}"
         page = self._request("GET", path, query={"labelSelector": selector}, timeout_s=deadline.left_s())
         if not page.ok:
@@ -117,6 +128,30 @@ class Holders:
         document = answer.document
         here = document["metadata"]["uid"] == workload.uid and not observed_object.is_over(document)
         return document if here else None
+
+
+def _moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
+    """The refusal where a run's checkpoints are in another store."""
+    status, run_id = record.get("status") or {}, record["spec"]["runId"]
+    store = status.get("store", "")
+    if (status.get("reclaim") or {}).get("state") == ReclaimState.REMOVED:
+        return None
+    if not store or _place(store) == _place(url) or claim.run_id not in ("", run_id):
+        return None
+    return Refusal(
+        "StoreMoved",
+        f"it names the store {_place(url)}, and the checkpoints of run {run_id!r} are in {_place(store)}",
+        where="spec.store.url of the CheckpointPolicy",
+        remedy="name that store; or copy the run (`deltashard cp`) and delete CheckpointRun "
+        + record["metadata"]["name"],
+    )
+
+
+def _place(url: str) -> str:
+    """Which bucket, container or directory a store is, whatever way leads there."""
+    base, _, options = url.partition("?")
+    account = parse_qs(options).get("account", [""])[0]
+    return base.rstrip("/") + (f"?account={account}" if account else "")
 
 
 def _not_told(answer: Answer, path: str) -> NotTold:

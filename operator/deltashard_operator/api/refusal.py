@@ -22,6 +22,7 @@ Code = Literal[
     "PolicyNotFound",
     "PolicyUnavailable",
     "RunIdTaken",
+    "StoreMoved",
     "VariableTaken",
     "VolumeUnfit",
     "Unsupported",

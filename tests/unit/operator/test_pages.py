@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.admission import resolution, run_holder
+from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.workload_kind import KINDS
 from deltashard_operator.api import annotation, policy_cache, workload_policy
 from deltashard_operator.api.refusal import CODES
@@ -112,6 +113,15 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
         said = resolution.not_watched("team-c").sentence
     elif code == "RunIdTaken":
         said = run_holder._taken("nightly", "Job nightly-29012345").sentence
+    elif code == "StoreMoved":
+        record = {
+            "metadata": {"name": "nightly-0b4f3c1e"},
+            "spec": {"runId": "nightly"},
+            "status": {"store": "s3://checkpoints/x?region=eu"},
+        }
+        moved = run_holder._moved(RunClaim(namespace="n", run_id="nightly"), record, "s3://new/x")
+        assert moved is not None
+        said = moved.sentence
     else:
         response = sample.answer(REFUSED[code], {"intervalSeconds": -1} if code == "BadPolicy" else None)
         assert response["status"]["reason"] == code

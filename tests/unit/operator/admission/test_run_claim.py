@@ -106,7 +106,7 @@ class Objects(Holders):
     def __init__(self, jobs: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
         self._found = {"jobs": jobs, "checkpointruns": records}
 
-    def _list(self, _api_version: str, plural: str, *_: Any) -> list[dict[str, Any]]:
+    def _selected(self, _api_version: str, plural: str, *_: Any) -> list[dict[str, Any]]:
         return self._found[plural]
 
     def _live(self, workload: Any, _deadline: Deadline) -> dict[str, Any] | None:
@@ -157,8 +157,35 @@ class Objects(Holders):
 def test_a_run_is_nobody_elses_while_its_workload_lives(
     jobs: list[dict[str, Any]], records: list[dict[str, Any]], claim: RunClaim, said: str
 ) -> None:
-    refusal = Objects(jobs, records).refusal(claim, Deadline())
+    refusal = Objects(jobs, records).refusal(claim, "", Deadline())
     assert (refusal is None) == (said == "")
     if refusal is not None:
         assert refusal.code == "RunIdTaken"
         assert said in refusal.sentence
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "moved"),
+    [
+        (
+            "s3://checkpoints/x?endpoint=http%3A%2F%2Fa%3A9000",
+            "s3://checkpoints/x?endpoint=https%3A%2F%2Fa",
+            False,
+        ),
+        ("s3://checkpoints/x", "s3://checkpoints/x/", False),
+        ("s3://checkpoints/x", "s3://checkpoints-new/x", True),
+        ("az://c/x?account=one", "az://c/x?account=two", True),
+        ("", "s3://checkpoints/x", False),
+    ],
+)
+@pytest.mark.parametrize(
+    "claim", [RunClaim(namespace="n", run_id="exp"), RunClaim(namespace="n", workload_uid="uid-w")]
+)
+def test_a_run_stays_in_its_store(was: str, now: str, moved: bool, claim: RunClaim) -> None:
+    """Whoever asks for it: a workload by run-id, or the next pod of its own."""
+    found = record("exp", "PyTorchJob", "kubeflow.org/v1") | {"status": {"store": was, "phase": "Finished"}}
+    refusal = Objects([], [found]).refusal(claim, now, Deadline())
+    assert (refusal is not None) == moved
+    if refusal is not None:
+        assert refusal.code == "StoreMoved"
+        assert "CheckpointRun w-x" in refusal.sentence

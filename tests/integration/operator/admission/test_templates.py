@@ -1,0 +1,78 @@
+"""Objects that hold templates, injected and applied again, asked by a real API server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from deltashard_operator.kube import cluster_name
+
+from tests.support.eventually import eventually
+from tests.support.operator.webhook_process import WebhookProcess, opted, registered
+from tests.support.server.apiserver import ApiServer, Rest
+
+
+@pytest.fixture
+def rest(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as rest:
+        yield rest
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "hold"),
+    [
+        (
+            "JobSet",
+            "jobset.x-k8s.io/v1alpha2",
+            lambda pod: {"replicatedJobs": [{"name": "w", "template": {"spec": {"template": pod}}}]},
+        ),
+        ("PyTorchJob", "kubeflow.org/v1", lambda pod: {"pytorchReplicaSpecs": {"Worker": {"template": pod}}}),
+    ],
+)
+def test_templates_keep_their_sidecar_when_they_are_applied_again(
+    rest: Rest, shared_webhook: WebhookProcess, kind: str, version: str, hold: Callable[[Any], Any]
+) -> None:
+    """The API server's own conditions find the templates, and what client-side apply sends: lists as the user wrote them."""
+    group, _, name = version.partition("/")
+    plural = f"{kind.lower()}s"
+    define(rest, group, name, kind, plural)
+    pod = {
+        "metadata": {"annotations": opted()},
+        "spec": {"containers": [{"name": "trainer", "image": "t"}], "volumes": [{"name": "mine"}]},
+    }
+    spec = hold(pod)
+    document = {"apiVersion": version, "kind": kind, "metadata": {"name": "ads"}, "spec": spec}
+    path = f"/apis/{version}/namespaces/default/{plural}"
+    with registered(rest, shared_webhook.client_config()):
+        made = rest("POST", path, document)
+        assert made.status == 201, made
+        assert cluster_name.SIDECAR in json.dumps(made.document["spec"])
+        again = rest("PATCH", f"{path}/ads", {"spec": spec}, content="application/merge-patch+json")
+        assert again.status == 200, again
+        assert again.document["spec"] == made.document["spec"]
+        suspended = {"spec": {"suspend": True}}
+        change = rest("PATCH", f"{path}/ads", suspended, content="application/merge-patch+json")
+        assert change.document["spec"] == made.document["spec"] | {"suspend": True}
+        assert rest("DELETE", f"{path}/ads").status == 200
+
+
+def define(rest: Rest, group: str, version: str, kind: str, plural: str) -> None:
+    """A custom resource of any shape."""
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    document = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
+            "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
+        },
+    }
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    assert rest("POST", path, document).status == 201
+    place = f"/apis/{group}/{version}/namespaces/default/{plural}"
+    eventually(lambda: rest("GET", place).status == 200, what=f"{kind} is served")
