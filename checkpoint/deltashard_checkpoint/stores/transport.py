@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 import threading
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit, urlunsplit
@@ -20,10 +21,8 @@ from deltashard_checkpoint.stores.abc import RequestRefused
 _log = logging.getLogger("deltashard.stores")
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
-_CREDENTIALS = tuple(
-    map(ipaddress.ip_network, ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "100.100.100.200/32"))
-)
-"""Where clouds give a machine or a pod its credentials."""
+_CREDENTIALS = re.compile(r"169\.254\.[0-9.]+|fe80:.*|fd00:ec2:.*|100\.100\.100\.200", re.ASCII)
+"""Who gives a machine or a pod its credentials; such a request holds the pod's token, and no proxy may see it."""
 _BUNDLES = ("AWS_CA_BUNDLE", "SSL_CERT_FILE")
 
 
@@ -88,15 +87,10 @@ def certificate_refused(reason: str, *, where: str) -> CertificateRefused:
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy of requests to `url`, with its credentials; None: they go straight. Raises `BadTransport`.
-
-    What gives a machine or a pod its credentials is on this machine: those requests hold its token, and go to no proxy.
-    """
+    """The proxy of requests to `url`, with its credentials; None: they go straight. Raises `BadTransport`."""
     parts = urlsplit(url)
-    if _gives_credentials(parts.hostname or ""):
-        return None
     proxies = getproxies_environment()
-    proxy = proxies.get(parts.scheme)
+    proxy = None if _CREDENTIALS.fullmatch(parts.hostname or "") else proxies.get(parts.scheme)
     if not proxy or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     found = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
@@ -110,14 +104,6 @@ def proxy_of(url: str) -> str | None:
             f"{name} names no proxy", where=shown(found.geturl()), remedy="it takes http://host:port"
         )
     return found.geturl()
-
-
-def _gives_credentials(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "metadata.google.internal"
-    return any(address in each for each in _CREDENTIALS)
 
 
 def shown(proxy: str) -> str:
