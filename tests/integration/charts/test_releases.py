@@ -103,13 +103,13 @@ def test_an_upgrade_keeps_what_the_controller_wrote(release: Release, http: Rest
         "commonLabels": {"a": "b"},
     }
     release.upgrade(changed)
-    assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Ignore", "Ignore"]
+    assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Ignore"] * 4
     assert _configuration(http)["metadata"]["labels"]["a"] == "b"
     assert bundles(http) == {CA}
     assert kept(http)
     release.upgrade(changed)
     release("rollback", RELEASE, "1")
-    assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Fail", "Fail"]
+    assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Fail"] * 4
     assert bundles(http) == {CA}
     assert kept(http)
 
