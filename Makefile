@@ -95,6 +95,7 @@ types: venv
 contracts: venv
 	.venv/bin/lint-imports --no-cache
 	proto/generate --check
+	$(RUN) tools/crds.py --check
 
 bench: venv
 	$(RUN) bench/run.py

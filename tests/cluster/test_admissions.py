@@ -102,8 +102,8 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "container": ({"deltashard.io/container": "trainee"}, "the pod has no container 'trainee'"),
     "run-id": ({"deltashard.io/run-id": "../other"}, "a DNS label"),
     "arena-size": ({"deltashard.io/arena-size": "64K"}, "a quantity from 64Mi to 1Ti"),
-    "interval": ({"deltashard.io/interval": "soon"}, "seconds or a duration"),
-    "bits": ({"deltashard.io/bits": "5"}, "one of 2, 3, 4, 8, 16, 32"),
+    "interval": ({"deltashard.io/interval": "soon"}, "a duration up to 168h"),
+    "encoding": ({"deltashard.io/encoding": "q5"}, "one of fp32, fp16, bf16, q8, q4, q3, q2"),
     "unknown": ({"deltashard.io/intervall": "5m"}, "there is no such annotation"),
 }
 

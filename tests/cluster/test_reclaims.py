@@ -23,7 +23,7 @@ def test_the_bytes_of_a_finished_run_go_and_a_pinned_run_s_stay(bench: Bench) ->
         assert bench.newest(job) == 60
         assert "reclaim" not in status(job), "the policy retains"
     command_line("pin", bench.url, "--run", stays.run, "paper")
-    change = {"reclaimPolicy": "Delete", "reclaimAfterSeconds": 0}
+    change = {"reclaim": {"policy": "Delete", "after": "0s"}}
     bench.cluster.api.call(
         "PATCH", POLICY.format(bench.namespace), {"spec": change}, content_type="application/merge-patch+json"
     )

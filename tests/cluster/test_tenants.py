@@ -33,7 +33,10 @@ def test_two_tenants(bench: Bench) -> None:
     other_bucket = bench.minio.new_bucket()
     tenants = [Tenant(bench.minio, bucket) for bucket in (bench.bucket, other_bucket)]
     names = [f"{bench.namespace}-{each}" for each in ("one", "two")]
-    policies: list[dict[str, object]] = [{"intervalSeconds": 1}, {"intervalSeconds": 0, "everySteps": 20}]
+    policies: list[dict[str, object]] = [
+        {"interval": {"every": "1s"}},
+        {"interval": {"every": "0s", "everySteps": 20}},
+    ]
     for name, tenant, spec in zip(names, tenants, policies, strict=True):
         bench.namespace_with_store(name, bucket=tenant.bucket, keys=tenant.environment, **spec)
     jobs = [bench.job("train", namespace=name) for name in names]

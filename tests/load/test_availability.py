@@ -79,12 +79,10 @@ def _apply(plane: Plane, how: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("annotations", [None, {}, {"other.io/policy": "x"}, {cluster_name.BITS: "8"}])
+@pytest.mark.parametrize("annotations", [None, {}, {"other.io/policy": "x"}, {cluster_name.ENCODING: "q8"}])
 def test_jobs_of_others_run(plane: Plane, annotations: dict[str, str] | None) -> None:
     """Without any annotations map, with an empty one, with others' keys: created, and their pods run."""
-    name = (
-        f"free-{len(annotations or {})}-{annotations is None:d}-{cluster_name.BITS in (annotations or {}):d}"
-    )
+    name = f"free-{len(annotations or {})}-{annotations is None:d}-{cluster_name.ENCODING in (annotations or {}):d}"
     document = workload.job(name, pods=1, node="node-0")
     metadata: dict[str, Any] = {"name": name}
     if annotations is not None:

@@ -79,8 +79,9 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- $sidecar := dict "image" (include "deltashard.image" (dict "root" . "image" .Values.sidecarImage)) "imagePullPolicy" .Values.sidecarImage.pullPolicy -}}
 {{- $fleet := dict "address" (include "deltashard.fleet" .) -}}
 {{- $base := dict "sidecar" $sidecar "fleet" $fleet -}}
-{{- if not (or (hasKey .Values.defaultPolicy "intervalSeconds") (hasKey .Values.defaultPolicy "everySteps")) -}}
-{{- $_ := set $base "interval" (dict "goal" "auto") -}}
+{{- $interval := .Values.defaultPolicy.interval | default dict -}}
+{{- if not (or (hasKey $interval "every") (hasKey $interval "everySteps") (hasKey $interval "goal")) -}}
+{{- $_ := set $base "interval" (dict "goal" (dict "type" "Auto")) -}}
 {{- end -}}
 {{- if not .Values.deciding.enabled -}}
 {{- $_ := set $base "deciding" (dict "enabled" false) -}}
@@ -92,54 +93,11 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- toYaml (mustMergeOverwrite $base (deepCopy .Values.defaultPolicy)) }}
 {{- end }}
 
-{{/* Ends with a sentence where the default policy's store has words of another kind of store, or none of its own. */}}
+{{/* Ends with a sentence where the default policy asks for what the chart does not do; its schema refuses the rest. */}}
 {{- define "deltashard.checkDefaultPolicy" -}}
-{{- if and (eq (.Values.defaultPolicy.reclaimPolicy | default "Retain") "Delete") (not .Values.reclaim.enabled) -}}
-{{- fail "defaultPolicy.reclaimPolicy Delete removes nothing without reclaim.enabled" -}}
-{{- end -}}
-{{- $store := .Values.defaultPolicy.store | default dict -}}
-{{- $scheme := splitList ":" ($store.url | default "s3:") | first -}}
-{{- $identity := $store.webIdentity | default dict -}}
-{{- range list "region" "addressing" "encryption" -}}
-{{- if and (ne $scheme "s3") (get $store .) -}}
-{{- fail (printf "defaultPolicy.store.%s is a word of s3:// alone, and the store is %s" . $store.url) -}}
-{{- end -}}
-{{- end -}}
-{{- if and $store.account (ne $scheme "az") -}}
-{{- fail (printf "defaultPolicy.store.account is a word of az:// alone, and the store is %s" $store.url) -}}
-{{- end -}}
-{{- if and (hasKey $store "webIdentity") (eq $scheme "gs") -}}
-{{- fail "defaultPolicy.store.webIdentity is nothing for gs://: GKE gives the pod's service account its identity, by an annotation of that account" -}}
-{{- end -}}
-{{- range $key, $only := dict "roleArn" "s3" "stsEndpoint" "s3" "clientId" "az" "tenantId" "az" "authorityHost" "az" -}}
-{{- if and (get $identity $key) (ne $scheme $only) -}}
-{{- fail (printf "defaultPolicy.store.webIdentity.%s is a word of %s:// alone, and the store is %s" $key $only $store.url) -}}
-{{- end -}}
-{{- end -}}
-{{- if and (hasKey $store "webIdentity") (eq $scheme "az") (not (and $identity.clientId $identity.tenantId)) -}}
-{{- fail "defaultPolicy.store.webIdentity needs clientId and tenantId for az://" -}}
-{{- end -}}
-{{- $encryption := $store.encryption | default dict -}}
-{{- if and $encryption.keyId (ne $encryption.kind "SSE-KMS") -}}
-{{- fail "defaultPolicy.store.encryption.keyId belongs to kind SSE-KMS" -}}
-{{- end -}}
-{{- $network := .Values.defaultPolicy.network | default dict -}}
-{{- if and $network.noProxy (not (or $network.httpsProxy $network.httpProxy)) -}}
-{{- fail "defaultPolicy.network.noProxy is nothing without httpsProxy or httpProxy" -}}
-{{- end -}}
-{{- $sidecar := .Values.defaultPolicy.sidecar | default dict -}}
-{{- $names := list -}}
-{{- range $sidecar.volumes -}}{{- $names = append $names .name -}}{{- end -}}
-{{- range $sidecar.volumeMounts -}}
-{{- $path := .mountPath -}}
-{{- if not (has .name $names) -}}
-{{- fail (printf "defaultPolicy.sidecar.volumeMounts: %s names none of defaultPolicy.sidecar.volumes" .name) -}}
-{{- end -}}
-{{- range list "/run/deltashard" "/var/cache/deltashard" "/etc/deltashard" "/var/run/secrets/deltashard" -}}
-{{- if or (hasPrefix (printf "%s/" .) (printf "%s/" $path)) (hasPrefix (printf "%s/" $path) (printf "%s/" .)) -}}
-{{- fail (printf "defaultPolicy.sidecar.volumeMounts: %s is in or above %s, which is the sidecar's own" $path .) -}}
-{{- end -}}
-{{- end -}}
+{{- $reclaim := .Values.defaultPolicy.reclaim | default dict -}}
+{{- if and (eq ($reclaim.policy | default "Retain") "Delete") (not .Values.reclaim.enabled) -}}
+{{- fail "defaultPolicy.reclaim.policy Delete removes nothing without reclaim.enabled" -}}
 {{- end -}}
 {{- end }}
 

@@ -30,8 +30,8 @@ from deltashard_operator.api.workload_policy import Policy, whole_blocks
 from deltashard_operator.kube import run_identity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
-    BITS,
     DEFAULT_CONTAINER,
+    ENCODING,
     EVICTABLE_VOLUMES,
     INJECTED,
     INTERVAL,
@@ -291,7 +291,7 @@ def _settings(annotations: Annotations, wants: Mapping[str, Mapping[str, Any]]) 
     if annotations.every_s:
         settings.append(("DELTASHARD_EVERY_S", INTERVAL, seconds(annotations.every_s)))
     if annotations.encoding is not None:
-        settings.append(("DELTASHARD_ENCODING", BITS, annotations.encoding))
+        settings.append(("DELTASHARD_ENCODING", ENCODING, annotations.encoding))
     if annotations.arena_bytes is not None:
         settings.append(("DELTASHARD_ARENA_BYTES", ARENA_SIZE, str(whole_blocks(annotations.arena_bytes))))
     return settings

@@ -49,8 +49,8 @@ def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[st
         )
     if policy.reclaim == DELETE and not policy.reclaims:
         warnings.append(
-            f"deltashard: policy {policy.name} has reclaimPolicy Delete, and the chart's reclaim.enabled is false: the "
-            "checkpoints of this run will stay"
+            f"deltashard: policy {policy.name} has reclaim.policy Delete, and the chart's reclaim.enabled is false: "
+            "the checkpoints of this run will stay"
         )
     unknown = workload_kind.unknown_owner(target)
     if unknown:

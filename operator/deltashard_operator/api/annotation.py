@@ -10,16 +10,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltashard_checkpoint.deciding.goal import BadGoal
-from deltashard_checkpoint.deciding.goal import goal as goal_of
-from deltashard_checkpoint.vocabulary import BITS_CHOICES, BITS_RULES, NO_BITS_RULE, ONE_RUN, RUN_PER_POD
+from deltashard_checkpoint.vocabulary import BITS_RULES, ENCODING_CHOICES, NO_BITS_RULE, ONE_RUN, RUN_PER_POD
 
+from deltashard_operator.api import duration
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
-    BITS,
     CONTAINER,
+    ENCODING,
     GOAL,
     INJECTED,
     INTERVAL,
@@ -36,12 +35,9 @@ MAX_INTERVAL_S = 7 * 86400.0
 NO_PRECISION = NO_BITS_RULE
 PRECISIONS = (*BITS_RULES, NO_PRECISION)
 """What bits may be chosen for, and that they are not chosen."""
-_ENCODING_OF = {str(bits): encoding for bits, encoding in BITS_CHOICES.items()}
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
-_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(s|m|h)?", re.ASCII)
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
 TAKES = {
     POLICY: "the name of a CheckpointPolicy in the workload's namespace, or 'default'",
@@ -49,9 +45,9 @@ TAKES = {
     RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
     RUNS: "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
     ARENA_SIZE: "a quantity from 64Mi to 1Ti, such as 512Mi",
-    INTERVAL: "seconds or a duration up to 168h, such as 90s, 5m or 1h; 0 turns the timer off",
-    GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02 or fixed",
-    BITS: f"one of {', '.join(_ENCODING_OF)}",
+    INTERVAL: "a duration up to 168h, such as 90s, 5m or 1h30m; 0s turns the timer off",
+    GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 168h), pls=0.02 or fixed",
+    ENCODING: f"one of {', '.join(ENCODING_CHOICES)}",
     PRECISION: f"one of {', '.join(PRECISIONS)}",
 }
 """Key -> what it takes, as every refusal says it."""
@@ -100,9 +96,9 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
                 )
     if POLICY not in found:
         raise Refusal("BadAnnotation", "it is missing", where=POLICY, remedy=f"it takes {TAKES[POLICY]}")
-    arena, interval, bits = found.get(ARENA_SIZE), found.get(INTERVAL), found.get(BITS)
-    if bits is not None and bits not in _ENCODING_OF:
-        raise _wrong(BITS, bits)
+    arena, interval, encoding = found.get(ARENA_SIZE), found.get(INTERVAL), found.get(ENCODING)
+    if encoding not in (None, *ENCODING_CHOICES):
+        raise _wrong(ENCODING, str(encoding))
     precision = found.get(PRECISION)
     if precision is not None and precision not in PRECISIONS:
         raise _wrong(PRECISION, precision)
@@ -116,7 +112,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
         runs=runs,
         arena_bytes=None if arena is None else _arena_bytes(arena),
         every_s=None if interval is None else _interval_s(interval),
-        encoding=None if bits is None else _ENCODING_OF[bits],
+        encoding=encoding,
         goal=_goal(found[GOAL]) if GOAL in found else None,
         precision=precision,
     )
@@ -136,10 +132,9 @@ def _matching(pattern: re.Pattern[str], key: str, value: str) -> str:
 
 def _goal(text: str) -> str:
     try:
-        goal_of(text)
-    except BadGoal:
+        return duration.goal_of(text)
+    except ValueError:
         raise _wrong(GOAL, text) from None
-    return text
 
 
 def _arena_bytes(text: str) -> int:
@@ -158,10 +153,10 @@ def seconds(value: float) -> str:
 
 
 def _interval_s(text: str) -> float:
-    match = _DURATION.fullmatch(text)
-    if match is None:
+    try:
+        interval_s = duration.seconds_of(text)
+    except ValueError:
+        raise _wrong(INTERVAL, text) from None
+    if interval_s > MAX_INTERVAL_S:
         raise _wrong(INTERVAL, text)
-    seconds = float(match[1]) * _UNITS_S[match[2]]
-    if seconds > MAX_INTERVAL_S:
-        raise _wrong(INTERVAL, text)
-    return seconds
+    return interval_s

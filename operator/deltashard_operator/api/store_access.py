@@ -27,7 +27,7 @@ _SECRET_VARIABLES = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_CONNECTION_STRING_FILE",
 }
-"""Which variable names the file `credentials` of the store's Secret, by the URL's scheme."""
+"""Which variable names the file of the store's Secret, by the URL's scheme."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def settings(policy: Policy) -> dict[str, str]:
 def _credentials(policy: Policy) -> dict[str, str]:
     scheme, found = policy.url.partition(":")[0], {}
     if policy.secret_name:
-        found[_SECRET_VARIABLES[scheme]] = STORE_PATH + "/credentials"
+        found[_SECRET_VARIABLES[scheme]] = f"{STORE_PATH}/{policy.secret_key}"
     if (identity := policy.web_identity) is not None:
         token = TOKEN_PATH + "/store"
         if scheme == "az":

@@ -1,69 +1,49 @@
 """The policy of one workload: a CheckpointPolicy over the chart's defaults, and the user's annotations over both.
 
-`spec` documents are what the API serves for a `checkpointpolicies.deltashard.io` object, or the chart's default policy
-of the same shape. A policy that names a store takes nothing of the default's store: one's bucket with another's
-credentials helps nobody. The custom resource's schema refuses most nonsense before it is stored; here every value that
-is used is checked once more, because a default policy comes from a file and a schema can be older than this code.
-Fields that only the controller reads are not looked at.
+`spec` documents are what the API serves for a CheckpointPolicy or a ClusterCheckpointPolicy, or the chart's default
+policy of the same shape. A policy that names a store takes nothing of the default's store: one's bucket with another's
+credentials helps nobody. Fields that only the controller reads are not looked at.
 
 Who states an interval or steps and no goal wants just these: then the goal is `fixed`, whatever the default's is. The
-same holds for bits and what they are chosen for. `deciding` and `reclaiming` are the cluster's: a file's word, never a
-policy's.
+same holds for an encoding and what bits are chosen for. `fleet`, `deciding` and `reclaiming` are the cluster's: words
+of the chart's file, never of a policy.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from deltashard_checkpoint.vocabulary import (
-    BITS_CHOICES,
-    DEFAULT_DIFFERENTIAL,
-    DEFAULT_ENCODING,
-    DIFFERENTIALS,
-    ENCODING_CHOICES,
-    ENCODINGS,
-)
+from deltashard_checkpoint.deciding.precision import MAX_TABLES, text_of
+from deltashard_checkpoint.vocabulary import DEFAULT_DIFFERENTIAL, DEFAULT_ENCODING
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_operator.api import store_spec
-from deltashard_operator.api.annotation import (
-    MAX_ARENA_BYTES,
-    MIN_ARENA_BYTES,
-    NO_PRECISION,
-    PRECISIONS,
-    Annotations,
-)
+from deltashard_operator.api import duration, schema, store_spec
+from deltashard_operator.api.annotation import NO_PRECISION, Annotations
 from deltashard_operator.api.extension import Extension, extension_of
-from deltashard_operator.api.field import NAME, Fields
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.store_spec import WebIdentity
+from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
 
 DEFAULT = "default"
 """Policy name that means the chart's default policy where the namespace has none of that name."""
-PULL_POLICIES = ("Always", "IfNotPresent", "Never")
+CLUSTER = "cluster/"
+"""Beginning of the name of a policy that is a ClusterCheckpointPolicy."""
 CACHE_ARENAS = 16
 MAX_CACHE_BYTES = 10 << 30
 """Where no `cacheSize` is stated, the cache is so many arenas large, and at most so large: it is requested from the
 node's disk, and a node that holds a small arena need not have 10 GiB to spare."""
 BLOCK_BYTES = 8 << 20
 """Arenas are whole blocks of the sidecar's default block size."""
-_ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}", re.ASCII)
 FIXED = "fixed"
-LEAST_BITS = (2, 3, 4, 8)
-_DECIDING, _RECLAIMING = "deciding", "reclaiming"
-_CLUSTERS = frozenset({_DECIDING, _RECLAIMING})
-"""Fields that only a file may have."""
+_CLUSTERS = ("fleet", "deciding", "reclaiming")
 RETAIN, DELETE = "Retain", "Delete"
-RECLAIM_POLICIES = (RETAIN, DELETE)
-RECLAIM_AFTER_S = 7 * 86400
-MAX_RECLAIM_AFTER_S = 10 * 365 * 86400
-_STATES = (({"intervalSeconds", "everySteps"}, "interval"), ({"bits", "encoding"}, "precision"))
-"""Fields that say a thing, and the field by which it is chosen instead."""
-_BY_FIELD = ("sidecar", "network", "fleet", "interval", "precision")
+_STATES = (("interval", {"every", "everySteps"}, {"type": "Fixed"}), ("precision", {"encoding"}, "Fixed"))
+"""Objects, their fields that say a thing, and the goal of who states one of these and no goal."""
+_BY_FIELD = ("sidecar", "network", "interval", "precision", "reclaim")
+_PRECISIONS = {"Budget": "budget", "CheckNRun": "check-n-run", "Fixed": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +55,7 @@ class Policy:
     """Store with endpoint and region, as the sidecar takes it; never with credentials."""
     secret_name: str | None = None
     """Secret with the store's credentials, in the workload's namespace; may be absent when the pod starts."""
+    secret_key: str = "credentials"  # noqa: S105 - a key's name
     web_identity: WebIdentity | None = None
     every_s: float = 300.0
     every_steps: int = 0
@@ -124,7 +105,7 @@ class Policy:
     """Variables, volumes and the way to the network that the policy adds."""
     reclaim: str = RETAIN
     """What becomes of a finished run's bytes: Retain or Delete."""
-    reclaim_after_s: int = RECLAIM_AFTER_S
+    reclaim_after_s: float = 7 * 86400.0
     """Seconds from the end of the workload to their removal."""
     reclaim_account: str = ""
     """Service account of the Job that removes them; empty: the namespace's default."""
@@ -161,21 +142,16 @@ def not_found(name: str, *, default: bool) -> Refusal:
 
 
 def merged(spec: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`spec` over `defaults`: field by field for `sidecar`, `network`, `fleet`, `interval`, `precision`, else whole."""
+    """`spec` over `defaults`: field by field where a field is an object, but for `store`."""
     spec = {key: value for key, value in spec.items() if key not in _CLUSTERS}
     result = {**defaults, **spec}
-    if {"bits", "encoding"} & set(spec):  # two ways to say one thing: the policy's, not one of each
-        result = {k: v for k, v in result.items() if k in spec or k not in {"bits", "encoding"}}
     for key in _BY_FIELD:
         if isinstance(spec.get(key), Mapping) and isinstance(defaults.get(key), Mapping):
             result[key] = {**defaults[key], **spec[key]}
-    for stated, key in _STATES:
-        if (
-            stated & set(spec)
-            and isinstance(result.get(key), Mapping)
-            and "goal" not in (spec.get(key) or {})
-        ):
-            result[key] = {**result[key], "goal": FIXED}
+    for key, stated, goal in _STATES:
+        said = spec.get(key)
+        if isinstance(said, Mapping) and stated & set(said) and "goal" not in said:
+            result[key] = {**result[key], "goal": goal}
     return result
 
 
@@ -191,7 +167,8 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
     if annotations.goal is not None:
         policy = replace(policy, goal=annotations.goal)
     if annotations.precision is not None:
-        policy = replace(policy, bits_goal=_precision(annotations.precision))
+        chosen = "" if annotations.precision == NO_PRECISION else annotations.precision
+        policy = replace(policy, bits_goal=chosen)
     if not policy.decides:
         policy = replace(policy, goal=FIXED, bits_goal="")
     return replace(
@@ -203,78 +180,103 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
     )
 
 
-def _precision(word: str) -> str:
-    return "" if word == NO_PRECISION else word
-
-
 def read(name: str, spec: Mapping[str, Any]) -> Policy:
     """A policy from its (merged) spec; raises `Refusal` (BadPolicy) with a sentence that names the field."""
-    top = Fields(name, "spec", spec)
-    store = top.fields("store")
-    sidecar = top.fields("sidecar")
-    resources = sidecar.fields("resources")
-    requests, limits = resources.fields("requests"), resources.fields("limits")
-    fleet = top.fields("fleet")
-    interval, precision = top.fields("interval"), top.fields("precision")
-    least_s, most_s = (interval.integer(key, 0, high=7 * 86400) for key in ("leastSeconds", "mostSeconds"))
+    where = f"CheckpointPolicy {name}"
+    cluster = {key: spec.get(key, {}) for key in _CLUSTERS}
+    document = {key: value for key, value in spec.items() if key not in _CLUSTERS}
+    try:
+        schema.check(schema.spec(), document, "spec")
+        return _policy(name, document, cluster)
+    except schema.Unfit as unfit:
+        raise Refusal("BadPolicy", str(unfit), where=where, remedy=unfit.remedy) from None
+
+
+def _policy(name: str, spec: Mapping[str, Any], cluster: Mapping[str, Any]) -> Policy:
+    store, sidecar = spec.get("store", {}), spec.get("sidecar", {})
+    for path, value in (("store.url", store.get("url")), ("sidecar.image", sidecar.get("image"))):
+        if value is None:
+            part, _, key = path.partition(".")
+            takes = schema.takes(schema.spec()["properties"][part]["properties"][key])
+            raise schema.Unfit.at(f"spec.{path}", None, takes)
+    interval, precision, reclaim = (spec.get(key, {}) for key in ("interval", "precision", "reclaim"))
+    least_s, most_s = (_seconds(interval, key, "0s") for key in ("atLeast", "atMost"))
     if most_s and least_s > most_s:
-        interval.fail("leastSeconds", f"seconds up to mostSeconds, which is {most_s}")
-    bits = top.integer(
-        "bits", ENCODINGS[DEFAULT_ENCODING].bits, low=min(BITS_CHOICES), high=max(BITS_CHOICES)
-    )
-    if bits not in BITS_CHOICES:
-        top.fail("bits", f"one of {', '.join(map(str, BITS_CHOICES))}")
-    cpu_request = requests.millis("cpu", 500)
-    memory_request = requests.bytes("memory", 512 << 20)
-    every_s = top.integer("intervalSeconds", 300, high=7 * 86400)
-    every_steps = top.integer("everySteps", 0)
-    if not every_s and not every_steps:
-        top.fail("intervalSeconds", "seconds above 0, or 0 beside everySteps above 0")
+        raise schema.Unfit.at(
+            "spec.interval.atLeast", interval["atLeast"], f"at most atMost, which is {interval['atMost']}"
+        )
+    tables = text_of(precision.get("tables", {}))
+    if len(tables) > MAX_TABLES:
+        raise schema.Unfit.at("spec.precision.tables", tables, f"at most {MAX_TABLES} characters in all")
+    secret, resources = store.get("secretRef", {}), sidecar.get("resources", {})
+    requests, limits = resources.get("requests", {}), resources.get("limits", {})
+    cpu, memory = quantity.millis_of(requests.get("cpu", "500m")), _bytes(requests, "memory", "512Mi")
     return Policy(
         name=name,
         url=store_spec.url_of(store),
-        secret_name=store_spec.secret_of(store),
+        secret_name=secret.get("name"),
+        secret_key=secret.get("key", "credentials"),
         web_identity=store_spec.identity_of(store),
-        extension=extension_of(sidecar, top.fields("network")),
-        every_s=float(every_s),
-        every_steps=every_steps,
-        encoding=top.choice("encoding", BITS_CHOICES[bits], ENCODING_CHOICES),
-        differential=top.choice("differential", DEFAULT_DIFFERENTIAL, DIFFERENTIALS),
-        goal=interval.goal("goal", FIXED),
-        least_s=float(least_s),
-        most_s=float(most_s),
-        bits_goal=_precision(precision.choice("goal", NO_PRECISION, PRECISIONS)),
-        least_bits=precision.one_of("leastBits", 0, LEAST_BITS),
-        tables=precision.tables("tables"),
-        arena_bytes=whole_blocks(
-            top.bytes("arenaSize", 256 << 20, low=MIN_ARENA_BYTES, high=MAX_ARENA_BYTES)
-        ),
-        cache_bytes=top.bytes("cacheSize", 64 << 20, low=64 << 20) if "cacheSize" in spec else 0,
-        keep_last=top.integer("keepLast", 3, low=1),
-        grace_s=top.integer("gracePeriodSeconds", 120, low=5, high=86400),
-        image=sidecar.text("image", "") or sidecar.fail("image", "the sidecar's image"),
-        image_pull_policy=sidecar.choice("imagePullPolicy", "IfNotPresent", PULL_POLICIES),
-        image_pull_secrets=sidecar.names("imagePullSecrets"),
-        cpu_request_millis=cpu_request,
-        cpu_limit_millis=max(cpu_request, limits.millis("cpu", 2000)),
-        memory_request_bytes=memory_request,
-        memory_limit_bytes=max(memory_request, limits.bytes("memory", 1 << 30)),
-        storage_request_bytes=requests.bytes("ephemeral-storage", 0, low=0)
-        if requests.says("ephemeral-storage")
+        extension=extension_of(sidecar, spec.get("network", {})),
+        every_s=_seconds(interval, "every", "5m"),
+        every_steps=interval.get("everySteps", 0),
+        encoding=precision.get("encoding", DEFAULT_ENCODING),
+        differential=spec.get("differential", DEFAULT_DIFFERENTIAL),
+        goal=_goal(interval.get("goal", {"type": "Fixed"})),
+        least_s=least_s,
+        most_s=most_s,
+        bits_goal=_PRECISIONS[precision.get("goal", "Fixed")],
+        least_bits=precision.get("leastBits", 0),
+        tables=tables,
+        arena_bytes=whole_blocks(_bytes(spec, "arenaSize", "256Mi")),
+        cache_bytes=_bytes(spec, "cacheSize", "0"),
+        keep_last=spec.get("keepLast", 3),
+        grace_s=int(_seconds(spec, "gracePeriod", "2m")),
+        image=sidecar["image"],
+        image_pull_policy=sidecar.get("imagePullPolicy", "IfNotPresent"),
+        image_pull_secrets=tuple(sidecar.get("imagePullSecrets", ())),
+        cpu_request_millis=cpu,
+        cpu_limit_millis=max(cpu, quantity.millis_of(limits.get("cpu", "2"))),
+        memory_request_bytes=memory,
+        memory_limit_bytes=max(memory, _bytes(limits, "memory", "1Gi")),
+        storage_request_bytes=_bytes(requests, "ephemeral-storage", "0")
+        if "ephemeral-storage" in requests
         else None,
-        storage_limit_bytes=limits.bytes("ephemeral-storage", 0, low=0),
-        run_as_user=sidecar.nullable_integer("runAsUser", USER_ID),
-        metrics_port=sidecar.integer("metricsPort", METRICS_PORT, high=65535),
-        host_network_metrics_port=sidecar.integer("hostNetworkMetricsPort", 0, high=65535),
-        reclaim=top.choice("reclaimPolicy", RETAIN, RECLAIM_POLICIES),
-        reclaim_after_s=top.integer("reclaimAfterSeconds", RECLAIM_AFTER_S, high=MAX_RECLAIM_AFTER_S),
-        reclaim_account=top.text("reclaimServiceAccount", "", NAME),
-        decides=top.fields(_DECIDING).boolean("enabled", default=True),
-        reclaim_labels=top.fields(_RECLAIMING).texts("labels", 16),
-        reclaims=top.fields(_RECLAIMING).boolean("enabled", default=False),
-        fleet=fleet.text("address", "", _ADDRESS),
-        fleet_ca=fleet.text("ca", ""),
+        storage_limit_bytes=_bytes(limits, "ephemeral-storage", "0"),
+        run_as_user=sidecar.get("runAsUser", USER_ID),
+        metrics_port=sidecar.get("metricsPort", METRICS_PORT),
+        host_network_metrics_port=sidecar.get("hostNetworkMetricsPort", 0),
+        reclaim=reclaim.get("policy", RETAIN),
+        reclaim_after_s=_seconds(reclaim, "after", "168h"),
+        reclaim_account=reclaim.get("serviceAccount", ""),
+        decides=cluster["deciding"].get("enabled", True),
+        reclaims=cluster["reclaiming"].get("enabled", False),
+        reclaim_labels=cluster["reclaiming"].get("labels", {}),
+        fleet=cluster["fleet"].get("address", ""),
+        fleet_ca=cluster["fleet"].get("ca", ""),
     )
+
+
+def _goal(goal: Mapping[str, Any]) -> str:
+    """A goal as the sidecar takes it."""
+    match goal["type"]:
+        case "Overhead":
+            said = f"overhead={goal['overhead']}"
+        case "LostWork":
+            said = f"lost-work={goal['lostWork']}"
+        case "PLS":
+            said = f"pls={goal['pls']}"
+        case other:
+            said = other.lower()
+    return duration.goal_of(said)
+
+
+def _seconds(fields: Mapping[str, Any], key: str, default: str) -> float:
+    return duration.seconds_of(fields.get(key, default))
+
+
+def _bytes(fields: Mapping[str, Any], key: str, default: str) -> int:
+    return quantity.bytes_of(fields.get(key, default))
 
 
 def whole_blocks(n: int) -> int:

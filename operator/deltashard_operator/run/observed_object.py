@@ -18,7 +18,7 @@ from deltashard_checkpoint.vocabulary import ONE_RUN, RUN_PER_POD
 
 from deltashard_operator.kube import owner_reference, run_identity
 from deltashard_operator.kube.cluster_name import (
-    BITS,
+    ENCODING,
     GOAL,
     INTERVAL,
     POLICY,
@@ -182,7 +182,7 @@ def wish_of(*maps: Mapping[str, str] | None) -> Wish:
         policy=found.get(POLICY) or DEFAULT_POLICY,
         run_id=found.get(RUN_ID, ""),
         runs=found[RUNS] if found.get(RUNS) in {ONE_RUN, RUN_PER_POD} else "",
-        overrides=tuple((key, found[key]) for key in (INTERVAL, GOAL, BITS, PRECISION) if key in found),
+        overrides=tuple((key, found[key]) for key in (INTERVAL, GOAL, ENCODING, PRECISION) if key in found),
     )
 
 

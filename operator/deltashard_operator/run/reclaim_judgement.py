@@ -1,4 +1,4 @@
-"""What becomes of a finished run's bytes in the store, by its policy's `reclaimPolicy`. Pure.
+"""What becomes of a finished run's bytes in the store, by its policy's `reclaim.policy`. Pure.
 
 Retain is nobody's work. Delete has them removed a grace after the workload's end, by a Job of the run's own namespace:
 only there are the store's credentials. Before that Job is made everything must speak for it: the workload is seen to be

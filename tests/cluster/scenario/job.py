@@ -39,9 +39,14 @@ def _field(name: str, path: str) -> Object:
 
 def policy(name: str, *, url: str, endpoint: str, secret: str = "store", **spec: Any) -> Object:
     """A CheckpointPolicy: every second, exact, small."""
-    store = {"url": url, "endpoint": endpoint, "secretName": secret}
-    document = {"store": store, "intervalSeconds": 1, "encoding": "fp32", "arenaSize": "64Mi"}
-    document |= {"cacheSize": "256Mi", "gracePeriodSeconds": 30, **spec}
+    store = {"url": url, "endpoint": endpoint, "secretRef": {"name": secret}}
+    document = {
+        "store": store,
+        "interval": {"every": "1s"},
+        "precision": {"encoding": "fp32"},
+        "arenaSize": "64Mi",
+    }
+    document |= {"cacheSize": "256Mi", "gracePeriod": "30s", **spec}
     return {
         "apiVersion": "deltashard.io/v1alpha1",
         "kind": "CheckpointPolicy",

@@ -53,7 +53,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "everything": {
         "commonLabels": {"team": "training"},
         "imagePullSecrets": ["pull"],
-        "defaultPolicy": {"store": {"url": "s3://bucket/prefix", "secretName": "store"}},
+        "defaultPolicy": {"store": {"url": "s3://bucket/prefix", "secretRef": {"name": "store"}}},
         "webhook": {
             **PLACED,
             "timeoutSeconds": 10,

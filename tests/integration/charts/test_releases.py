@@ -155,7 +155,7 @@ def test_notes(release: Release) -> None:
     notes = release.install()
     assert "There is no default policy with a store" in notes
     assert "rollout status" in notes
-    policy = {"store": {"url": "s3://bucket/prefix", "secretName": "store"}}
+    policy = {"store": {"url": "s3://bucket/prefix", "secretRef": {"name": "store"}}}
     notes = release.upgrade({"defaultPolicy": policy, "webhook": {"replicas": 1, "failurePolicy": "Ignore"}})
     assert "keeps checkpoints in s3://bucket/prefix" in notes
     assert "needs the Secret store with" in notes

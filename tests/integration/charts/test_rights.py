@@ -114,10 +114,10 @@ def test_an_editor_does_it(apiserver: ApiServer, bound: Rest, tmp_path: Path) ->
         assert viewer.create(policy, "team-a").status == 403
         assert editor.create(policy, "team-a").status == 201
         assert (
-            editor("PATCH", f"{root}/checkpointpolicies/p", {"spec": {"bits": 8}}, content=patch).status
+            editor("PATCH", f"{root}/checkpointpolicies/p", {"spec": {"keepLast": 8}}, content=patch).status
             == 200
         )
-        assert viewer("GET", f"{root}/checkpointpolicies/p").document["spec"]["bits"] == 8
+        assert viewer("GET", f"{root}/checkpointpolicies/p").document["spec"]["keepLast"] == 8
         assert editor.create({**run, "metadata": {"name": "train-2"}}, "team-a").status == 403
         forged = {"status": {"phase": "Finished"}}
         status = f"{root}/checkpointruns/train-1/status"

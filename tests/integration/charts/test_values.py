@@ -226,7 +226,7 @@ class Case:
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 OTHER = "-----BEGIN CERTIFICATE-----\nMIIC\n-----END CERTIFICATE-----\n"
-STORE = {"store": {"url": "s3://bucket/prefix"}, "intervalSeconds": 60}
+STORE = {"store": {"url": "s3://bucket/prefix"}, "interval": {"every": "60s"}}
 OPERATOR = "ghcr.io/deltashard/deltashard-operator"
 SIDECAR = "ghcr.io/deltashard/deltashard-sidecar"
 OBJECT = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}}
@@ -332,7 +332,7 @@ CASES = [
         path="defaultPolicy",
         value=STORE,
         look=lambda r: {key: policy(r).get(key) for key in STORE},
-        before=dict.fromkeys(STORE),
+        before={"store": None, "interval": {"goal": {"type": "Auto"}}},
         after=STORE,
     ),
     Case(

@@ -180,14 +180,14 @@ ANNOTATIONS = st.fixed_dictionaries(
     {"deltashard.io/policy": st.just("default")},
     optional={
         "deltashard.io/arena-size": st.sampled_from(["64Mi", "100Mi", "1Gi"]),
-        "deltashard.io/interval": st.sampled_from(["0", "90", "5m"]),
-        "deltashard.io/bits": st.sampled_from(["2", "8", "32"]),
+        "deltashard.io/interval": st.sampled_from(["0s", "90s", "5m"]),
+        "deltashard.io/encoding": st.sampled_from(["q2", "q8", "fp32"]),
         "deltashard.io/run-id": st.just("nightly"),
         "deltashard.io/container": st.sampled_from(["trainer", "trainer", "trainer", "worker"]),
     },
 )
 POLICIES = optional(
-    gracePeriodSeconds=st.sampled_from([20, 120]),
+    gracePeriod=st.sampled_from(["20s", "2m"]),
     cacheSize=st.sampled_from(["1Gi", "10Gi"]),
     sidecar=optional(
         runAsUser=st.sampled_from([None, 65532]),
@@ -197,7 +197,7 @@ POLICIES = optional(
     store=st.sampled_from(
         [
             {"url": "s3://bucket"},
-            {"url": "s3://bucket/p", "secretName": "s", "region": "eu-1"},
+            {"url": "s3://bucket/p", "secretRef": {"name": "s"}, "region": "eu-1"},
             {"url": "s3://bucket", "webIdentity": {}},
         ]
     ),

@@ -86,7 +86,7 @@ def teams(apiserver: ApiServer, shared_webhook: WebhookProcess) -> Iterator[Team
             "data": {"credentials": base64.b64encode(CREDENTIALS.encode()).decode()},
         }
         assert rest("POST", f"/api/v1/namespaces/{other}/secrets", secret).status == 201
-        theirs = policy(url="s3://checkpoints/team-b", secretName="b-keys")
+        theirs = policy(url="s3://checkpoints/team-b", secretRef={"name": "b-keys"})
         theirs["metadata"]["name"] = "theirs"
         path = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies"
         assert rest("POST", path.format(other), theirs).status == 201
@@ -113,7 +113,9 @@ def test_policies_and_secrets_of_another_namespace_are_out_of_reach(teams: Teams
     for run_id in (f"../{other}/exp", f"{other}/exp", "..", f"$({cluster_name.POLICY})"):
         assert reason(run_id=run_id) == "BadAnnotation"
     for bad in (f"{other}/b-keys", "../b-keys"):
-        refused = user("POST", policies.replace(other, teams.mine), policy(url="s3://mine-x", secretName=bad))
+        refused = user(
+            "POST", policies.replace(other, teams.mine), policy(url="s3://mine-x", secretRef={"name": bad})
+        )
         assert refused.status == 422
     refused = user("POST", policies.replace(other, teams.mine), policy(url="s3://mine-x/../checkpoints"))
     assert refused.status == 422
@@ -122,7 +124,7 @@ def test_policies_and_secrets_of_another_namespace_are_out_of_reach(teams: Teams
 def test_anothers_prefix_comes_without_anothers_credentials(teams: Teams) -> None:
     """A policy may name any URL and any Secret's name: the keys are still those of the pod's own namespace."""
     path = f"/apis/deltashard.io/v1alpha1/namespaces/{teams.mine}/checkpointpolicies"
-    theirs = policy(url="s3://checkpoints/team-b", secretName="b-keys")
+    theirs = policy(url="s3://checkpoints/team-b", secretRef={"name": "b-keys"})
     bare = policy(url="s3://checkpoints/team-b")
     bare["metadata"]["name"] = "bare"
     for each in (theirs, bare):

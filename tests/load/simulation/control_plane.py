@@ -75,7 +75,7 @@ def rendered(interval_s: float) -> Iterator[dict[str, Any]]:
     command = [
         built("helm"), "template", "deltashard", ROOT / "charts" / "deltashard", f"--namespace={SYSTEM}",
         "--kube-version=1.34.4",
-        "--set", f"defaultPolicy.store.url={STORE},defaultPolicy.intervalSeconds={interval_s:.0f}",
+        "--set", f"defaultPolicy.store.url={STORE},defaultPolicy.interval.every={interval_s:.0f}s",
     ]  # fmt: skip
     done = subprocess.run([str(w) for w in command], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr

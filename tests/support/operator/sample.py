@@ -19,7 +19,7 @@ from deltashard_operator.api.workload_policy import Policy, merged, resolve
 DEFAULTS: dict[str, Any] = {
     "store": {
         "url": "s3://checkpoints/team-a",
-        "secretName": "deltashard-store",
+        "secretRef": {"name": "deltashard-store"},
         "endpoint": "http://minio:9000",
     },
     "sidecar": {"image": "registry.example/deltashard-sidecar:0.1.0", "imagePullSecrets": ["pull"]},
@@ -29,7 +29,12 @@ DEFAULTS: dict[str, Any] = {
 
 def policy(spec: Mapping[str, Any] | None = None, **annotations: Any) -> Policy:
     """A resolved policy: `spec` over the defaults, annotations by field name."""
-    return resolve("default", merged(spec or {}, DEFAULTS), Annotations(policy="default", **annotations))
+    return resolve("default", over_defaults(spec or {}), Annotations(policy="default", **annotations))
+
+
+def over_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """`spec` over the defaults; another controller's address in it is of the defaults, too."""
+    return merged(spec, {**DEFAULTS, "fleet": spec.get("fleet", DEFAULTS["fleet"])})
 
 
 def template(**spec: Any) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def answered(request: Request | Answer, spec: Mapping[str, Any] | None = None) -
     found: tuple[Policy, ...] | Refusal
     try:
         found = tuple(
-            resolve(each.annotations.policy, merged(spec or {}, DEFAULTS), each.annotations)
+            resolve(each.annotations.policy, over_defaults(spec or {}), each.annotations)
             for each in request.parts
         )
     except Refusal as refusal:

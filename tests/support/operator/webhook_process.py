@@ -49,7 +49,8 @@ class WebhookProcess:
     def start(self, *, certificate: bool = True) -> None:
         """Start and wait until it says that it is ready; without a certificate, until it is alive."""
         self.port, self.metrics_port = self.port or free_port(), free_port()
-        (self.directory / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
+        defaults = {**sample.DEFAULTS, "interval": {"atMost": "1h"}}
+        (self.directory / "policy.yaml").write_text(yaml.safe_dump(defaults))
         if certificate:
             put(self.directory, self.authority.issue())
         flags = {

@@ -78,7 +78,7 @@ COPIED = sample.applied(
 )
 COPIED["metadata"]["annotations"]["deltashard.io/run-id"] = "weekly"
 REFUSED = {
-    "BadAnnotation": _job({"deltashard.io/bits": "5"}),
+    "BadAnnotation": _job({"deltashard.io/encoding": "q5"}),
     "BadPolicy": _job(),
     "BadTemplate": _job(containers=[TRAINER, {"image": "x"}]),
     "ContainerNameTaken": _job(containers=[TRAINER, {"name": "deltashard-sidecar", "image": "x"}]),
@@ -123,7 +123,9 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
         assert moved is not None
         said = moved.sentence
     else:
-        response = sample.answer(REFUSED[code], {"intervalSeconds": -1} if code == "BadPolicy" else None)
+        response = sample.answer(
+            REFUSED[code], {"interval": {"every": "-1s"}} if code == "BadPolicy" else None
+        )
         assert response["status"]["reason"] == code
         said = response["status"]["message"]
     assert f"```console\n{said}\n```" in TROUBLES_PAGE

@@ -48,7 +48,7 @@ def test_with_every_replica_dead_nobody_else_notices(rest: Rest) -> None:
     """Under failurePolicy Fail with nobody listening, what is not annotated is admitted, with or without any annotations map."""
     dead = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
     with registered(rest, dead):
-        for annotations in (None, {}, {"other.io/policy": "x"}, {cluster_name.BITS: "8"}):
+        for annotations in (None, {}, {"other.io/policy": "x"}, {cluster_name.ENCODING: "q8"}):
             assert rest.create(job("free", annotations), dry_run=True).status == 201
             assert rest.create(pod("free", annotations), dry_run=True).status == 201
         marked = pod("marked", {**opted(), cluster_name.INJECTED: "0.1.0"})
@@ -100,10 +100,10 @@ def test_a_pod_of_another_controller_is_injected(rest: Rest, shared_webhook: Web
 def test_refusals_and_warnings_reach_the_user(rest: Rest, shared_webhook: WebhookProcess) -> None:
     """The client shows the sentence, the code is the reason, warnings are headers; metrics count by code."""
     with registered(rest, shared_webhook.client_config()):
-        refused = rest.create(job("wrong", opted(bits="7")), dry_run=True)
+        refused = rest.create(job("wrong", opted(encoding="q7")), dry_run=True)
         assert refused.status == 422
         assert refused.document["reason"] == "BadAnnotation"
-        assert "deltashard.io/bits: '7' is not possible" in refused.document["message"]
+        assert "deltashard.io/encoding: 'q7' is not possible" in refused.document["message"]
         warned = rest.create(job("short", opted(), terminationGracePeriodSeconds=45), dry_run=True)
         assert warned.status == 201
         assert "terminationGracePeriodSeconds is 45 s" in warned.warnings[0]
@@ -142,17 +142,22 @@ def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
         assert (
             "there is no CheckpointPolicy 'mine' in the workload's namespace" in refused.document["message"]
         )
-        assert rest.create(policy_object("mine", bits=4, store={"url": "s3://own-bucket"})).status == 201
+        assert (
+            rest.create(
+                policy_object("mine", precision={"encoding": "q4"}, store={"url": "s3://own-bucket"})
+            ).status
+            == 201
+        )
         made = rest.create(job("late", mine), dry_run=True)  # at once
         assert made.status == 201, made
         values = sample.expanded(sample.sidecar_of(made.document["spec"]["template"]), {})
         assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
-        many = {"resources": {"requests": {"cpu": "10P"}}}  # a quantity, but no machine has it
-        assert rest.create(policy_object("broken", sidecar=many)).status == 201
+        longest = {"atLeast": "2h"}  # fits alone, but not over the default's atMost
+        assert rest.create(policy_object("broken", interval=longest)).status == 201
         refused = rest.create(job("late", {cluster_name.POLICY: "broken"}), dry_run=True)
         assert refused.document["reason"] == "BadPolicy"
         assert (
-            "CheckpointPolicy broken: spec.sidecar.resources.requests.cpu is '10P'"
+            "CheckpointPolicy broken: spec.interval.atLeast is '2h'; it takes at most atMost, which is 1h"
             in refused.document["message"]
         )
 

@@ -84,7 +84,7 @@ async def _admitted(folder: Path, policy: str, *, known: bool) -> tuple[Answer, 
     with dripping() as api:
         cache = PolicyCache(api)
         if known:
-            cache._specs = {("team-a", policy): {"bits": 4}}
+            cache._specs = {("team-a", policy): {"keepLast": 4}}
         webhook = Webhook(
             certificate=Certificate(folder),
             cache=cache,

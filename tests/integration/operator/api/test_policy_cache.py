@@ -42,11 +42,13 @@ def cache(api: client.ApiClient) -> Iterator[PolicyCache]:
 def test_the_cache_follows_the_cluster(api: client.ApiClient, cache: PolicyCache) -> None:
     """Created, changed, deleted: seen without being asked for."""
     objects = client.CustomObjectsApi(api)
-    objects.create_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, policy_object("seen", bits=8))
-    eventually(lambda: cache.get("default", "seen") == {"bits": 8}, what="the new policy")
-    change = {"spec": {"bits": 4}}
+    objects.create_namespaced_custom_object(
+        GROUP, VERSION, "default", PLURAL, policy_object("seen", keepLast=8)
+    )
+    eventually(lambda: cache.get("default", "seen") == {"keepLast": 8}, what="the new policy")
+    change = {"spec": {"keepLast": 4}}
     objects.patch_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, "seen", change)
-    eventually(lambda: cache.get("default", "seen") == {"bits": 4}, what="the change")
+    eventually(lambda: cache.get("default", "seen") == {"keepLast": 4}, what="the change")
     objects.delete_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, "seen")
     eventually(lambda: cache.get("default", "seen") is None, what="the end")
 
@@ -54,9 +56,9 @@ def test_the_cache_follows_the_cluster(api: client.ApiClient, cache: PolicyCache
 def test_a_live_look_sees_what_is_there_and_what_is_not(api: client.ApiClient, cache: PolicyCache) -> None:
     """Past the cache, straight from the API."""
     client.CustomObjectsApi(api).create_namespaced_custom_object(
-        GROUP, VERSION, "default", PLURAL, policy_object("looked", bits=2)
+        GROUP, VERSION, "default", PLURAL, policy_object("looked", keepLast=2)
     )
-    assert cache.look("default", "looked", Deadline(60.0)) == {"bits": 2}
+    assert cache.look("default", "looked", Deadline(60.0)) == {"keepLast": 2}
     assert cache.look("default", "nowhere", Deadline(60.0)) is None
     assert cache.look("no-such-namespace", "looked", Deadline(60.0)) is None
 
@@ -72,9 +74,9 @@ def test_what_was_not_there_is_remembered_for_a_moment(api: client.ApiClient, ca
     eventually(looked, what="an answer that holds", timeout_s=120)
     assert not cache.absent("other", "later")
     client.CustomObjectsApi(api).create_namespaced_custom_object(
-        GROUP, VERSION, "default", PLURAL, policy_object("later", bits=3)
+        GROUP, VERSION, "default", PLURAL, policy_object("later", keepLast=3)
     )
-    eventually(lambda: cache.get("default", "later") == {"bits": 3}, what="the new policy")
+    eventually(lambda: cache.get("default", "later") == {"keepLast": 3}, what="the new policy")
     eventually(lambda: not cache.absent("default", "later"), what="the end of the memory")
 
 
@@ -98,7 +100,7 @@ def test_what_changed_while_the_watch_was_down_is_found(second_apiserver: ApiSer
         objects = client.CustomObjectsApi(direct)
         where = (GROUP, VERSION, "default", PLURAL)
         for name in ("goes", "stays"):
-            objects.create_namespaced_custom_object(*where, policy_object(name, bits=8))
+            objects.create_namespaced_custom_object(*where, policy_object(name, keepLast=8))
         with second_apiserver.api() as proxied:
             proxied.configuration.host = f"https://127.0.0.1:{proxy.port}"
             cache = PolicyCache(proxied, on_restart=lambda: restarts.append(1))
@@ -108,13 +110,13 @@ def test_what_changed_while_the_watch_was_down_is_found(second_apiserver: ApiSer
                 proxy.upstream_port = free_port()
                 proxy.cut()
                 objects.delete_namespaced_custom_object(*where, "goes")
-                objects.patch_namespaced_custom_object(*where, "stays", {"spec": {"bits": 4}})
+                objects.patch_namespaced_custom_object(*where, "stays", {"spec": {"keepLast": 4}})
                 second_apiserver.kill_api()
                 second_apiserver.start_api()
-                assert (cache.get("default", "goes"), cache.synced) == ({"bits": 8}, True)
+                assert (cache.get("default", "goes"), cache.synced) == ({"keepLast": 8}, True)
                 proxy.upstream_port = second_apiserver.port
                 eventually(
-                    lambda: cache.get("default", "stays") == {"bits": 4}, what="the change", timeout_s=240
+                    lambda: cache.get("default", "stays") == {"keepLast": 4}, what="the change", timeout_s=240
                 )
                 eventually(lambda: cache.get("default", "goes") is None, what="the end")
     assert (len(cache), restarts) == (1, [1])

@@ -236,7 +236,7 @@ def test_what_went_while_the_api_was_away_is_found(
 ) -> None:
     """By an API server that knows no older changes. It leads on, and lives."""
     controller, cluster = own.controller, own.cluster
-    spec = {"intervalSeconds": 60, "store": {"url": "s3://checkpoints/x"}}
+    spec = {"interval": {"every": "60s"}, "store": {"url": "s3://checkpoints/x"}}
     policy = {
         "apiVersion": "deltashard.io/v1alpha1",
         "kind": "CheckpointPolicy",
@@ -365,7 +365,7 @@ def test_the_runs_of_a_node_that_is_cordoned_save_before_they_are_evicted(
 
 def test_a_changed_policy_becomes_a_directive_that_survives_the_controller(own: Own) -> None:
     controller, cluster = own.controller, own.cluster
-    spec = {"intervalSeconds": 300, "store": {"url": "s3://checkpoints/x"}}
+    spec = {"interval": {"every": "5m"}, "store": {"url": "s3://checkpoints/x"}}
     policy = {
         "apiVersion": "deltashard.io/v1alpha1",
         "kind": "CheckpointPolicy",
@@ -384,7 +384,7 @@ def test_a_changed_policy_becomes_a_directive_that_survives_the_controller(own: 
         second.beat(step=5, every_s=77.0)
         cluster.reaches(job, phase="Training", intervalSeconds=300)
         cluster.reaches(annotated, phase="Training", intervalSeconds=77)
-        change = {"spec": {"intervalSeconds": 60, "bits": 4}}
+        change = {"spec": {"interval": {"every": "60s"}, "precision": {"encoding": "q4"}}}
         path = cluster.path("checkpointpolicies", "default")
         assert cluster.http("PATCH", path, change, content=MERGE).status == 200
         eventually(lambda: sidecar.directives and second.directives, "directives")
@@ -399,11 +399,13 @@ def test_a_changed_policy_becomes_a_directive_that_survives_the_controller(own: 
         eventually(lambda: sidecar.directives, "the directive, again")
         assert sidecar.directives[-1].generation == generation
         sidecar.beat(step=6, every_s=60.0, directive=generation)
-        assert cluster.http("PATCH", path, {"spec": {"intervalSeconds": 90}}, content=MERGE).status == 200
+        assert (
+            cluster.http("PATCH", path, {"spec": {"interval": {"every": "90s"}}}, content=MERGE).status == 200
+        )
         eventually(lambda: sidecar.directives[-1].generation > generation, "a newer one")
         assert sidecar.directives[-1].policy.every_s == 90.0
         generation = sidecar.directives[-1].generation
-        steps = {"spec": {"intervalSeconds": 0, "everySteps": 20}}
+        steps = {"spec": {"interval": {"every": "0s", "everySteps": 20}}}
         assert cluster.http("PATCH", path, steps, content=MERGE).status == 200
         eventually(lambda: sidecar.directives[-1].generation > generation, "one that turns the interval off")
         told = sidecar.directives[-1]

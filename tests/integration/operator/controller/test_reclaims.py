@@ -30,7 +30,7 @@ def http(apiserver: ApiServer) -> Iterator[Rest]:
 def cluster(http: Rest) -> Cluster:
     """A namespace with a policy that removes at once."""
     made = Cluster.make(http)
-    policy(made, {"reclaimPolicy": "Delete", "reclaimAfterSeconds": 0})
+    policy(made, {"reclaim": {"policy": "Delete", "after": "0s"}})
     return made
 
 
@@ -54,7 +54,7 @@ def policy(cluster: Cluster, spec: Document) -> None:
         "apiVersion": "deltashard.io/v1alpha1",
         "kind": "CheckpointPolicy",
         "metadata": {"name": "default"},
-        "spec": {"store": {"url": URL, "secretName": "keys"}, **spec},
+        "spec": {"store": {"url": URL, "secretRef": {"name": "keys"}}, **spec},
     }
     if cluster.http("POST", folder, body).status != 201:
         assert cluster.http("PATCH", f"{folder}/default", {"spec": spec}, content=MERGE).status == 200
@@ -158,15 +158,15 @@ def test_a_finished_run_s_bytes_are_removed_by_a_job_of_its_namespace(
 
 
 def test_the_grace_is_waited_for_and_may_be_ended(controller: ControllerProcess, cluster: Cluster) -> None:
-    policy(cluster, {"reclaimAfterSeconds": 3600})
+    policy(cluster, {"reclaim": {"after": "1h"}})
     job = trained(controller, cluster)
     cluster.end(job)
     said = reclaim(cluster, job, "Waiting")
     assert said["due"] > cluster.run(job)["status"]["finishedAt"]
     assert removals(cluster) == []
-    policy(cluster, {"reclaimPolicy": "Retain"})
+    policy(cluster, {"reclaim": {"policy": "Retain"}})
     eventually(lambda: "reclaim" not in cluster.run(job)["status"], "called off")
-    policy(cluster, {"reclaimPolicy": "Delete", "reclaimAfterSeconds": 0})
+    policy(cluster, {"reclaim": {"policy": "Delete", "after": "0s"}})
     assert made(cluster)
 
 

@@ -103,7 +103,7 @@ def test_grace_is_changed_from_the_default_only() -> None:
     result = injected(sample.template(terminationGracePeriodSeconds=30), keep_grace=True)
     assert result["spec"]["terminationGracePeriodSeconds"] == 30
     assert sample.expanded(sample.sidecar_of(result), {})["DELTASHARD_TERM_DEADLINE_S"] == "25"
-    spot = injected(sample.template(), {"gracePeriodSeconds": 15})
+    spot = injected(sample.template(), {"gracePeriod": "15s"})
     assert spot["spec"]["terminationGracePeriodSeconds"] == 15
     assert sample.expanded(sample.sidecar_of(spot), {})["DELTASHARD_TERM_DEADLINE_S"] == "10"
 
@@ -271,14 +271,16 @@ def chosen(spec: dict[str, Any], **annotations: Any) -> dict[str, str]:
 
 def test_a_goal_and_its_bounds_reach_the_sidecar_and_without_one_nothing_does() -> None:
     assert chosen({}) == {}
-    assert chosen({"interval": {"leastSeconds": 30}}) == {}, "nothing to choose for"
-    assert chosen({"interval": {"goal": "lost-work=5m", "leastSeconds": 30, "mostSeconds": 900}}) == {
+    assert chosen({"interval": {"atLeast": "30s"}}) == {}, "nothing to choose for"
+    assert chosen(
+        {"interval": {"goal": {"type": "LostWork", "lostWork": "5m"}, "atLeast": "30s", "atMost": "15m"}}
+    ) == {
         "GOAL": "lost-work=5m",
         "LEAST_S": "30",
         "MOST_S": "900",
     }
     precision = {
-        "goal": "budget",
+        "goal": "Budget",
         "leastBits": 4,
         "tables": {"emb.user": "q8", "emb.item": "q4"},
     }
@@ -287,7 +289,7 @@ def test_a_goal_and_its_bounds_reach_the_sidecar_and_without_one_nothing_does() 
         "LEAST_BITS": "4",
         "TABLES": "emb.item=q4,emb.user=q8",
     }
-    assert chosen({"intervalSeconds": 60}, goal="auto")["GOAL"] == "auto"
+    assert chosen({"interval": {"every": "60s"}}, goal="auto")["GOAL"] == "auto"
 
 
 def test_what_saves_cost_is_remembered_by_image_limits_and_node_type() -> None:
@@ -297,7 +299,7 @@ def test_what_saves_cost_is_remembered_by_image_limits_and_node_type() -> None:
         "image": "team/train:v3",
         "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi"}},
     }
-    env = sample.sidecar_of(injected(template, {"interval": {"goal": "auto"}}))["env"]
+    env = sample.sidecar_of(injected(template, {"interval": {"goal": {"type": "Auto"}}}))["env"]
     key = "team/train:v3, cpu 2, memory 8Gi, m7i.4xlarge"
     assert {"name": "DELTASHARD_PROFILE_KEY", "value": key} in env
     assert "DELTASHARD_PROFILE_KEY" not in {
@@ -308,8 +310,8 @@ def test_what_saves_cost_is_remembered_by_image_limits_and_node_type() -> None:
 def test_where_the_cluster_turns_deciding_off_new_pods_choose_nothing() -> None:
     off = {
         **sample.DEFAULTS,
-        "interval": {"goal": "auto"},
-        "precision": {"goal": "budget"},
+        "interval": {"goal": {"type": "Auto"}},
+        "precision": {"goal": "Budget"},
         "deciding": {"enabled": False},
     }
     said = Annotations(policy="p", goal="auto", precision="budget")

@@ -30,7 +30,7 @@ class Cache:
     """Policies that are known."""
 
     def get(self, _namespace: str, _name: str) -> dict[str, Any]:
-        return {"store": {"url": "s3://x-y/z"}, "sidecar": {"image": "i"}, "intervalSeconds": 60}
+        return {"store": {"url": "s3://x-y/z"}, "sidecar": {"image": "i"}, "interval": {"every": "60s"}}
 
 
 def resolved(namespace: str, *watched: str) -> object:

@@ -74,7 +74,7 @@ def test_a_job_that_names_its_run_is_found_by_it(on: str) -> None:
     [
         job(),
         job({}),
-        job({"deltashard.io/bits": "9"}),
+        job({"deltashard.io/encoding": "q9"}),
         {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"annotations": OPT_IN}, "spec": {}},
         {"apiVersion": "other/v1", "kind": "Job", "metadata": {"annotations": OPT_IN}, "spec": {}},
         {"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": {}},
@@ -119,12 +119,12 @@ def test_only_create_counts() -> None:
 
 def test_a_refusal_has_code_and_sentence() -> None:
     """The status' reason is the code, the message says what to do."""
-    response = sample.answer(job({**OPT_IN, cluster_name.BITS: "7"}))
+    response = sample.answer(job({**OPT_IN, cluster_name.ENCODING: "q7"}))
     assert response["allowed"] is False
     assert response["status"]["reason"] == "BadAnnotation"
     assert response["status"]["code"] == 422
     assert response["status"]["message"].startswith(
-        "deltashard.io/bits: '7' is not possible; it takes one of 2, 3, 4"
+        "deltashard.io/encoding: 'q7' is not possible; it takes one of fp32"
     )
 
 
@@ -142,7 +142,7 @@ def test_a_workload_without_a_policy_is_refused_by_the_policys_name() -> None:
 
 @pytest.mark.parametrize(
     ("annotations", "code"),
-    [({cluster_name.BITS: "7"}, "BadAnnotation"), ({cluster_name.ARENA_SIZE: "1Gi"}, "CopiedManifest")],
+    [({cluster_name.ENCODING: "q7"}, "BadAnnotation"), ({cluster_name.ARENA_SIZE: "1Gi"}, "CopiedManifest")],
 )
 def test_a_manifest_that_contradicts_itself_is_refused_without_asking_the_api(
     annotations: dict[str, str], code: str
@@ -182,7 +182,7 @@ def test_warnings() -> None:
     spot = {"cloud.google.com/gke-spot": "true"}
     (short,) = sample.answer(job(OPT_IN, nodeSelector=spot))["warnings"]
     assert "give a pod 15 s to end" in short
-    assert "warnings" not in sample.answer(job(OPT_IN, nodeSelector=spot), {"gracePeriodSeconds": 15})
+    assert "warnings" not in sample.answer(job(OPT_IN, nodeSelector=spot), {"gracePeriod": "15s"})
     ports = [{"name": "t", "ports": [{"containerPort": 24464}]}]
     (port,) = sample.answer(job(OPT_IN, containers=ports))["warnings"]
     assert "port 24464" in port
@@ -191,7 +191,7 @@ def test_warnings() -> None:
     (alike,) = sample.answer(job(OPT_IN, spec={"parallelism": 2}))["warnings"]
     assert "completionMode Indexed" in alike
     assert "warnings" not in sample.answer(job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}))
-    (kept,) = sample.answer(job(OPT_IN), {"reclaimPolicy": "Delete"})["warnings"]
+    (kept,) = sample.answer(job(OPT_IN), {"reclaim": {"policy": "Delete"}})["warnings"]
     assert "will stay" in kept
     assert all(len(w) <= 200 for w in (grace, short, port, stuck, alike, kept))
 
@@ -233,7 +233,7 @@ def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
         assert "may not end in time" in response["warnings"][0]
     server_side["metadata"]["managedFields"][0]["operation"] = "Update"  # holds defaults, too
     for seconds in (120, 15):
-        response = sample.answer(server_side, {"gracePeriodSeconds": seconds})
+        response = sample.answer(server_side, {"gracePeriod": f"{seconds}s"})
         result = sample.applied(server_side, response)
         assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
 

@@ -24,7 +24,7 @@ def test_every_key_is_read() -> None:
         arena_size="1.5Gi",
         interval="5m",
         goal="overhead=1%",
-        bits="4",
+        encoding="q4",
         precision="budget",
     )
     assert found == annotation.Annotations(
@@ -40,10 +40,10 @@ def test_every_key_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("0", 0), ("1.5s", 1.5), ("2h", 7200), ("168h", 604800)]
+    ("text", "seconds"),
+    [("90s", 90), ("0s", 0), ("1s500ms", 1.5), ("1h30m", 5400), ("2h", 7200), ("168h", 604800)],
 )
 def test_intervals(text: str, seconds: float) -> None:
-    """Seconds without a unit, and each unit."""
     assert read(policy="p", interval=text).every_s == seconds
 
 
@@ -67,12 +67,16 @@ def test_intervals(text: str, seconds: float) -> None:
         ("interval", "soon"),
         ("interval", "5 m"),
         ("interval", "169h"),
-        ("bits", "5"),
-        ("bits", "q8"),
-        ("bits", "8 "),
+        ("interval", "90"),
+        ("interval", "1.5s"),
+        ("interval", "1d"),
+        ("encoding", "8"),
+        ("encoding", "q5"),
+        ("encoding", "q8 "),
         ("goal", "soon"),
         ("goal", "overhead=0%"),
-        ("goal", "lost-work=8d"),
+        ("goal", "lost-work=169h"),
+        ("goal", "lost-work=1d"),
         ("precision", ""),
         ("precision", "off"),
     ],
@@ -104,7 +108,7 @@ def test_other_peoples_annotations_and_our_marker_are_not_ours_to_judge() -> Non
 
 def test_job_and_template_may_agree_but_not_differ() -> None:
     """Annotations may stand on both; a contradiction is refused."""
-    job, template = {PREFIX + "policy": "p"}, {PREFIX + "policy": "p", PREFIX + "bits": "8"}
+    job, template = {PREFIX + "policy": "p"}, {PREFIX + "policy": "p", PREFIX + "encoding": "q8"}
     assert annotation.read(job, template).encoding == "q8"
     with pytest.raises(Refusal, match="the workload says 'p' and its pod template says 'q'"):
         annotation.read(job, {PREFIX + "policy": "q"})
@@ -113,6 +117,6 @@ def test_job_and_template_may_agree_but_not_differ() -> None:
 def test_opting_in_is_the_policy_key_alone() -> None:
     """No other key opts in, and a missing map is no error."""
     assert annotation.opted_in(None, {PREFIX + "policy": "p"})
-    assert not annotation.opted_in(None, {}, {PREFIX + "bits": "8"})
+    assert not annotation.opted_in(None, {}, {PREFIX + "encoding": "q8"})
     with pytest.raises(Refusal, match="it is missing"):
-        read(bits="8")
+        read(encoding="q8")

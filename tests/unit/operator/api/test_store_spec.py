@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from deltashard_checkpoint.stores.url import options_of, scheme_of
-from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.store_spec import WebIdentity
 
 from tests.support.operator import sample
@@ -54,32 +53,3 @@ def test_each_kind_has_its_own_identity() -> None:
     )
     aws = sample.policy({"store": {"url": "s3://bkt", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}}})
     assert aws.web_identity == WebIdentity(audience="sts.amazonaws.com", role_arn="arn:aws:iam::1:role/x")
-
-
-@pytest.mark.parametrize(
-    ("store", "says"),
-    [
-        ({"url": "ftp://bkt"}, "gs://bucket/prefix"),
-        ({"url": "gs://bkt/../x"}, "gs://bucket/prefix"),
-        ({"url": "az://Ctr"}, "az://container/prefix"),
-        ({"url": "gs://bkt", "region": "eu"}, "spec.store.region is 'eu'; it takes nothing for gs://"),
-        ({"url": "az://ctr", "encryption": {"kind": "SSE-S3"}}, "a word of S3"),
-        ({"url": "gs://bkt", "addressing": "path"}, "a word of S3"),
-        ({"url": "s3://bkt", "account": "acc1"}, "a word of Azure's storage"),
-        ({"url": "gs://bkt", "endpoint": "http://h/path"}, "without a path"),
-        ({"url": "az://ctr", "account": "A"}, "spec.store.account"),
-        ({"url": "gs://bkt", "webIdentity": {}}, "by an annotation of that account"),
-        ({"url": "az://ctr", "webIdentity": {"clientId": "c"}}, "webIdentity.tenantId is missing"),
-        ({"url": "az://ctr", "webIdentity": {"roleArn": "r"}}, "a word of S3"),
-        ({"url": "s3://bkt", "webIdentity": {"tenantId": "t"}}, "a word of Azure's storage"),
-        ({"url": "s3://bkt", "encryption": {}}, "encryption.kind is missing"),
-        ({"url": "s3://bkt", "encryption": {"kind": "SSE-S3", "keyId": "k"}}, "nothing beside kind SSE-S3"),
-        ({"url": "s3://bkt", "encryption": {"kind": "SSE-KMS", "keyId": "a b"}}, "encryption.keyId"),
-        ({"url": "s3://bkt", "addressing": "dns"}, "one of auto, path, virtual"),
-    ],
-)
-def test_what_is_wrong_is_a_sentence(store: dict[str, Any], says: str) -> None:
-    with pytest.raises(Refusal) as caught:
-        sample.policy({"store": store})
-    assert caught.value.code == "BadPolicy"
-    assert says in caught.value.sentence

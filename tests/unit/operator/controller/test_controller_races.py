@@ -117,7 +117,7 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         told = Told()
         controller.follow(told)
         metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
-        policy = {"metadata": metadata, "spec": {"intervalSeconds": 77}}
+        policy = {"metadata": metadata, "spec": {"interval": {"every": "77s"}}}
         api.let_go.set()
         await controller.load()
         controller.watches.on_job(job())
@@ -143,7 +143,7 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         await controller.watches.settle()
         assert controller.synced
         assert await told_by_now() == []
-        controller.watches.on_policy({**policy, "spec": {"intervalSeconds": 60}})
+        controller.watches.on_policy({**policy, "spec": {"interval": {"every": "60s"}}})
         assert await told_by_now() == [60.0]
 
     asyncio.run(scenario())
@@ -187,7 +187,9 @@ def test_failures_are_counted_and_the_charts_switch_ends_all_deciding(tmp_path: 
     """By one directive, without the goal that the pods were started with."""
     chart = tmp_path / "policy.yaml"
     chart.write_text(
-        yaml.safe_dump({**sample.DEFAULTS, "interval": {"goal": "auto"}, "deciding": {"enabled": False}})
+        yaml.safe_dump(
+            {**sample.DEFAULTS, "interval": {"goal": {"type": "Auto"}}, "deciding": {"enabled": False}}
+        )
     )
 
     async def scenario() -> None:

@@ -62,7 +62,7 @@ def test_neither_a_mesh_nor_a_queue_keeps_it_from_its_end() -> None:
 def test_a_store_by_the_account_s_identity() -> None:
     spec = {
         "store": {"url": "s3://bkt/p", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}},
-        "reclaimServiceAccount": "trainer",
+        "reclaim": {"serviceAccount": "trainer"},
     }
     pod = manifest(spec)["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == "trainer"

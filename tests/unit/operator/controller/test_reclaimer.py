@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deltashard_operator.api.duration import text_of
 from deltashard_operator.controller.run_book import Entry
 from deltashard_operator.kube.call import Answer
 from deltashard_operator.kube.object_watch import ObjectKey
@@ -24,7 +25,11 @@ from tests.support.operator.controller_api import UID, Api, checkpoint_run, cont
 NAME = "deltashard-reclaim-" + UID.replace("-", "")[:12]
 BEGAN_S = 1_700_000_000.0
 DAY_S = 86400.0
-STORE = {"url": "s3://checkpoints/team-a", "endpoint": "http://minio:9000", "secretName": "deltashard-store"}
+STORE = {
+    "url": "s3://checkpoints/team-a",
+    "endpoint": "http://minio:9000",
+    "secretRef": {"name": "deltashard-store"},
+}
 URL = "s3://checkpoints/team-a?endpoint=http://minio:9000"
 WORD = {"runs": 1, "stay": 0, "kept": [], "objects": 5, "bytes": 50}
 Document = dict[str, Any]
@@ -108,11 +113,11 @@ class Bench:
             self.api, keep_finished_s=7 * DAY_S, default_policy=file, wall=lambda: self.now_s
         )
         self.controller.watches.synced = True
-        self.say(reclaimAfterSeconds=after_s)
+        self.say(after=text_of(after_s))
 
-    def say(self, namespace: str = "n", **spec: Any) -> None:
+    def say(self, namespace: str = "n", interval: Document | None = None, **reclaim: Any) -> None:
         """The namespace's policy is this."""
-        whole = {"store": STORE, "reclaimPolicy": "Delete", **spec}
+        whole = {"store": STORE, "reclaim": {"policy": "Delete", **reclaim}, "interval": interval or {}}
         metadata = {"namespace": namespace, "name": "default", "uid": f"q-{namespace}"}
         self.controller.watches.on_policy({"metadata": metadata, "spec": whole})
 
@@ -198,7 +203,7 @@ async def test_a_word_that_was_lost_is_not_taken_for_done(bench: Bench) -> None:
 
 @in_a_loop
 async def test_retain_that_is_said_while_it_looks_counts(bench: Bench) -> None:
-    bench.api.on_get = lambda: bench.say(reclaimPolicy="Retain")
+    bench.api.on_get = lambda: bench.say(policy="Retain")
     bench.see(ended_job())
     await bench.go()
     assert bench.api.made() == 0
@@ -251,7 +256,7 @@ async def test_a_job_that_somebody_deletes_is_not_made_again_at_once_nor_for_eve
 async def test_a_job_that_vanished_is_not_made_again_after_retain(bench: Bench) -> None:
     entry = bench.see(ended_job())
     await bench.go()
-    bench.say(reclaimPolicy="Retain")
+    bench.say(policy="Retain")
     bench.api.jobs.clear()
     await bench.go()
     bench.now_s += DAY_S
@@ -262,13 +267,11 @@ async def test_a_job_that_vanished_is_not_made_again_after_retain(bench: Bench) 
 
 @in_a_loop
 async def test_a_policy_that_cannot_be_used_keeps_nobody_else_from_theirs(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, defaults={"interval": {"mostSeconds": 600}}, after_s=60)
+    bench = Bench(tmp_path, defaults={"interval": {"atMost": "10m"}}, after_s=60)
     entries = [bench.see(ended_job(number=n)) for n in range(1, 30)]
     await bench.go()
-    bench.say(
-        reclaimAfterSeconds=60, interval={"leastSeconds": 900}
-    )  # refused where it is laid over the default
-    bench.say("other", reclaimAfterSeconds=60)
+    bench.say(after="60s", interval={"atLeast": "15m"})  # refused where it is laid over the default
+    bench.say("other", after="60s")
     bench.see(ended_job(at_s=BEGAN_S + 1, namespace="other", number=99))
     await bench.go(120)
     assert bench.api.made("/n") == 0
@@ -280,7 +283,7 @@ async def test_a_policy_that_cannot_be_used_keeps_nobody_else_from_theirs(tmp_pa
 async def test_a_namespace_whose_jobs_hang_keeps_nobody_else_from_theirs(bench: Bench) -> None:
     for n in range(1, 30):
         bench.see(ended_job(number=n))
-    bench.say("other", reclaimAfterSeconds=0)
+    bench.say("other", after="0s")
     bench.see(ended_job(at_s=BEGAN_S + 1, namespace="other", number=99))
     await bench.go(60)
     assert bench.api.made("/other") == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.fleet.sidecar_report import Directive, heartbeat_of
-from deltashard_operator.kube.cluster_name import BITS, GOAL, INTERVAL
+from deltashard_operator.kube.cluster_name import ENCODING, GOAL, INTERVAL
 from deltashard_operator.run.directive import decided, differs
 from deltashard_operator.run.observed_object import Wish
 from deltashard_proto.v1 import fleet_pb2 as wire
@@ -20,23 +20,27 @@ from tests.support.operator.full_run import changed
 
 
 def test_a_run_does_what_its_policy_says_and_before_that_what_its_annotations_say() -> None:
-    spec = {"intervalSeconds": 60, "bits": 4, "everySteps": 7, "differential": "full"}
+    spec = {
+        "interval": {"every": "60s", "everySteps": 7},
+        "precision": {"encoding": "q4"},
+        "differential": "full",
+    }
     wanted = decided(spec, sample.DEFAULTS, Wish())
     assert wanted == pb.Policy(every_s=60.0, every_steps=7, encoding="q4", differential="full")
-    wish = Wish(overrides=((INTERVAL, "5m"), (BITS, "8")))
+    wish = Wish(overrides=((INTERVAL, "5m"), (ENCODING, "q8")))
     assert decided(spec, sample.DEFAULTS, wish).every_s == 300.0
     assert decided(spec, sample.DEFAULTS, wish).encoding == "q8"
     with pytest.raises(Refusal):
-        decided({"intervalSeconds": -1}, sample.DEFAULTS, Wish())
+        decided({"interval": {"every": "-1s"}}, sample.DEFAULTS, Wish())
 
 
-AUTO = {"interval": {"goal": "auto"}}
+AUTO = {"interval": {"goal": {"type": "Auto"}}}
 
 
 def test_a_goal_goes_into_a_directive_with_its_bounds() -> None:
     spec = {
-        "interval": {"goal": "lost-work=5m", "leastSeconds": 30},
-        "precision": {"goal": "budget", "leastBits": 4, "tables": {"b": "q4", "a": "q8"}},
+        "interval": {"goal": {"type": "LostWork", "lostWork": "5m"}, "atLeast": "30s"},
+        "precision": {"goal": "Budget", "leastBits": 4, "tables": {"b": "q4", "a": "q8"}},
     }
     wanted = decided(spec, sample.DEFAULTS, Wish())
     assert (wanted.goal, wanted.least_s, wanted.most_s) == ("lost-work=5m", 30, 0)
@@ -52,9 +56,9 @@ def test_the_word_of_an_annotation_ends_or_begins_a_goal() -> None:
 
     assert goal({}) == "auto"
     assert goal({}, (INTERVAL, "5m")) == ""
-    assert goal({"intervalSeconds": 60}) == ""
-    assert goal({"intervalSeconds": 60}, (GOAL, "overhead=1%")) == "overhead=1%"
-    assert goal({"everySteps": 60}, (INTERVAL, "5m"), (GOAL, "auto")) == "auto"
+    assert goal({"interval": {"every": "60s"}}) == ""
+    assert goal({"interval": {"every": "60s"}}, (GOAL, "overhead=1%")) == "overhead=1%"
+    assert goal({"interval": {"everySteps": 60}}, (INTERVAL, "5m"), (GOAL, "auto")) == "auto"
     assert goal({}, (GOAL, "fixed")) == ""
 
 
@@ -68,7 +72,7 @@ def test_a_chosen_interval_is_no_reason_for_a_directive_and_another_goal_is() ->
 
 
 def test_chosen_bits_are_no_reason_for_a_directive_and_another_goal_is() -> None:
-    wanted = decided({"precision": {"goal": "budget"}}, sample.DEFAULTS, Wish())
+    wanted = decided({"precision": {"goal": "Budget"}}, sample.DEFAULTS, Wish())
     in_force = changed(wanted, encoding="q2")
     assert not differs(wanted, in_force)
     assert differs(changed(wanted, bits_goal=""), in_force), "the goal is off"

@@ -19,8 +19,9 @@ JOBSET = Workload(namespace="team", kind="JobSet", name="train", uid="u-1")
 URL = "s3://checkpoints/team-a?endpoint=http://minio:9000"
 
 
-def policy(*, enabled: bool = True, **spec: Any) -> Policy:
-    words = {"reclaimPolicy": "Delete", "reclaimAfterSeconds": 60, **spec}
+def policy(*, enabled: bool = True, url: str = "", **reclaim: Any) -> Policy:
+    words: dict[str, Any] = {"reclaim": {"policy": "Delete", "after": "60s", **reclaim}}
+    words |= {"store": {"url": url}} if url else {}
     return replace(sample.policy(words), reclaims=enabled)
 
 
@@ -48,14 +49,14 @@ def test_nothing_is_removed_of_what_is_not_over(run: Run) -> None:
     assert looked(run).reclaim is None
 
 
-@pytest.mark.parametrize("said", [policy(reclaimPolicy="Retain"), sample.policy({})])
+@pytest.mark.parametrize("said", [policy(policy="Retain"), sample.policy({})])
 def test_nothing_is_removed_unless_the_policy_says_so(said: Policy) -> None:
     assert looked(ended(), said).reclaim is None
     assert reclaim_judgement.looked(ended(), None, continued=False, now_s=NOW_S) is None, "policy is gone"
 
 
 def test_a_policy_that_retains_again_calls_the_removal_off() -> None:
-    assert looked(looked(ended()), policy(reclaimPolicy="Retain")).reclaim is None
+    assert looked(looked(ended()), policy(policy="Retain")).reclaim is None
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_policy_that_retains_again_calls_the_removal_off() -> None:
         (ended(), policy(enabled=False), False, "reclaim.enabled is false"),
         (ended(), policy(), True, "another workload"),
         (ended(JOBSET, "Deleted"), policy(), False, "may come back"),
-        (ended(), policy(store={"url": "s3://elsewhere"}), False, "names another store"),
+        (ended(), policy(url="s3://elsewhere"), False, "names another store"),
         (replace(ended(), store=""), policy(), False, "no sidecar has said"),
         (
             ended(jobs={"j": JobView(uid="j", name="j", workload=TRAIN, wish=Wish())}),
@@ -117,7 +118,7 @@ def test_a_jobset_between_two_deletions_of_its_restart_has_not_ended_long_ago() 
     assert not run.finished
     run = watched_run.without_job(run, "work", NOW_S + 1)
     run, _ = judgement.judged(run, {}, NOW_S + 1)
-    run = looked(run, policy(reclaimAfterSeconds=86400), after_s=2)
+    run = looked(run, policy(after="24h"), after_s=2)
     assert not reclaim_judgement.is_due(run, NOW_S + 2)
 
 
@@ -130,7 +131,7 @@ def test_a_longer_grace_counts_after_a_failure_too() -> None:
     run = reclaim_judgement.begun(looked(ended(), after_s=60), "j", NOW_S + 60)
     run, _ = reclaim_judgement.ended(run, ReclaimState.FAILED, "no store", NOW_S + 70)
     later_s = 70 + reclaim_judgement.AGAIN_S
-    run = looked(run, policy(reclaimAfterSeconds=365 * 86400), after_s=later_s)
+    run = looked(run, policy(after="8760h"), after_s=later_s)
     assert not reclaim_judgement.is_due(run, NOW_S + later_s)
     assert run.reclaim is not None
     assert run.reclaim.tries == 1
@@ -176,7 +177,7 @@ def test_a_job_that_is_at_work_is_left_to_its_end() -> None:
     run = reclaim_judgement.begun(looked(ended()), "j", NOW_S + 60)
     assert not reclaim_judgement.is_due(run, NOW_S + 1e6)
     assert looked(run, continued=True).reclaim == run.reclaim
-    assert looked(run, policy(reclaimPolicy="Retain")).reclaim == run.reclaim
+    assert looked(run, policy(policy="Retain")).reclaim == run.reclaim
 
 
 def test_a_failure_is_tried_again_and_not_for_ever() -> None:

@@ -1,0 +1,243 @@
+"""Makes the chart's custom resources, and the schema of its value `defaultPolicy`, from the API's one schema.
+
+The schema is operator/deltashard_operator/api/*.yaml. A condition there is one of JSON Schema; here it becomes CEL with
+its message, which the API server answers with. `--check` only compares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from deltashard_operator.api.duration import PATTERN
+from deltashard_operator.api.schema import takes
+
+ROOT = Path(__file__).parent.parent
+API = ROOT / "operator" / "deltashard_operator" / "api"
+CHART = ROOT / "charts" / "deltashard"
+GROUP, VERSION = "deltashard.io", "v1alpha1"
+_SAME: tuple[str, ...] = (
+    "description",
+    "type",
+    "enum",
+    "pattern",
+    "minLength",
+    "maxLength",
+    "minimum",
+    "maximum",
+)
+_SAME += ("minItems", "maxItems", "maxProperties", "default", "required")
+WHERE = "# {{- if .Values.crds.enabled }}\n"
+"""A comment for those who read the file as YAML."""
+MAX_SCALAR = 32
+"""Characters of a quantity or a duration."""
+
+Schema = Mapping[str, Any]
+
+
+def cel(condition: Schema, name: str = "self") -> str:
+    """A condition in JSON Schema's words as an expression about `name`."""
+    found = [f"has({name}.{key})" for key in condition.get("required", ())]
+    for key, inner in condition.get("properties", {}).items():
+        said = cel(inner, f"{name}.{key}")
+        found.append(said if key in condition.get("required", ()) else f"(!has({name}.{key}) || {said})")
+    if "pattern" in condition:
+        found.append(f"{name}.matches(r'{condition['pattern']}')")
+    if "enum" in condition:
+        found.append(f"{name} in {json.dumps(condition['enum'])}".replace('"', "'"))
+    if "minimum" in condition:
+        found.append(f"{name} >= {condition['minimum']}")
+    if "anyOf" in condition:
+        found.append("(" + " || ".join(cel(each, name) for each in condition["anyOf"]) + ")")
+    if "oneOf" in condition:
+        each = ", ".join(cel(one, name) for one in condition["oneOf"])
+        found.append(f"[{each}].filter(x, x).size() == 1")
+    if "not" in condition:
+        found.append(f"!({cel(condition['not'], name)})")
+    return " && ".join(found) if len(found) == 1 else "(" + " && ".join(found) + ")"
+
+
+def _rules(schema: Schema) -> Iterator[dict[str, str]]:
+    """What the API server judges by CEL, with the sentence that it answers."""
+    kind = schema.get("format")
+    if kind == "quantity":
+        bounds = [
+            f"quantity(string(self)).compareTo(quantity('{schema[word]}')) {sign} 0"
+            for word, sign in (("least", ">="), ("most", "<="))
+            if word in schema
+        ]
+        yield {
+            "rule": " && ".join(["isQuantity(string(self))", *bounds]),
+            "message": f"it takes {takes(schema)}",
+        }
+    if kind == "duration":
+        least, most = schema["least"], schema["most"]
+        bounds = [f"duration(self) >= duration('{least}')", f"duration(self) <= duration('{most}')"]
+        rule = " && ".join([f"self.matches('^{PATTERN}$')", *bounds])
+        yield {"rule": rule, "message": f"it takes {takes(schema)}"}
+    if "pattern" in schema and "takes" in schema:
+        yield {"rule": f"self.matches(r'{schema['pattern']}')", "message": f"it takes {schema['takes']}"}
+    if "names" in schema:
+        rule = f"self.all(name, name.matches(r'{schema['names']}'))"
+        yield {"rule": rule, "message": f"it takes {schema['takes']}"}
+    for rule in schema.get("rules", ()):
+        said = rule.get("cel") or (f"!({cel(rule['if'])}) || " if "if" in rule else "") + cel(rule["then"])
+        yield {"rule": said, "message": rule["message"]}
+
+
+def resource(schema: Schema) -> dict[str, Any]:
+    """A schema as a custom resource has it."""
+    found = {key: schema[key] for key in _SAME if key in schema}
+    if "takes" in schema:
+        found.pop("pattern", None)
+    match schema.get("format", schema.get("type")):
+        case "quantity":
+            found |= {"anyOf": [{"type": "integer"}, {"type": "string"}], "maxLength": MAX_SCALAR}
+            found["x-kubernetes-int-or-string"] = True
+        case "duration":
+            found |= {"type": "string", "maxLength": MAX_SCALAR}
+        case "date-time":
+            found["format"] = "date-time"
+        case "integer":
+            found["format"] = "int64"
+        case "array":
+            key = schema.get("key")
+            found["x-kubernetes-list-type"] = "map" if key else "atomic"
+            found |= {"x-kubernetes-list-map-keys": [key]} if key else {}
+            found["items"] = resource(schema["items"])
+    if schema.get("nullable"):
+        found["nullable"] = True
+    if rules := list(_rules(schema)):
+        found["x-kubernetes-validations"] = rules
+    if "additionalProperties" in schema:
+        found["additionalProperties"] = resource(schema["additionalProperties"])
+    if "properties" in schema:
+        found["properties"] = {key: resource(each) for key, each in schema["properties"].items()}
+    return found
+
+
+def definition(api: Schema, kind: Schema) -> dict[str, Any]:
+    """The CustomResourceDefinition of a kind."""
+    labels = {"app.kubernetes.io/name": "deltashard", "app.kubernetes.io/part-of": "deltashard"}
+    plain: Schema = {"type": "string"}
+    parts = {"apiVersion": plain, "kind": plain, "metadata": {"type": "object"}}
+    parts |= {part: resource(api[part]) for part in ("spec", "status")}
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": api["columns"],
+        "schema": {
+            "openAPIV3Schema": {
+                "description": kind["description"],
+                "type": "object",
+                "required": ["spec"],
+                "properties": parts,
+            }
+        },
+    }
+    name = kind["kind"]
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{kind['plural']}.{GROUP}",
+            "annotations": {"helm.sh/resource-policy": "keep"},
+            "labels": labels,
+        },
+        "spec": {
+            "group": GROUP,
+            "scope": kind["scope"],
+            "names": {
+                "kind": name,
+                "listKind": f"{name}List",
+                "plural": kind["plural"],
+                "singular": name.lower(),
+                "shortNames": [kind["short"]],
+                "categories": ["deltashard"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def value(schema: Schema) -> dict[str, Any]:
+    """A schema as the chart's values have it: nothing that is not known, and no sentences."""
+    found = {key: schema[key] for key in _SAME if key in schema and key != "default"}
+    match schema.get("format", schema.get("type")):
+        case "quantity":
+            return {"$ref": "#/definitions/quantity", **found}
+        case "duration":
+            found |= {"type": "string", "pattern": f"^{PATTERN}$"}
+        case "array":
+            found["items"] = value(schema["items"])
+        case "object":
+            found["additionalProperties"] = False
+    if schema.get("nullable"):
+        found["type"] = [schema["type"], "null"]
+    if "names" in schema:
+        found["propertyNames"] = {"pattern": schema["names"]}
+    if "additionalProperties" in schema:
+        found["additionalProperties"] = value(schema["additionalProperties"])
+    if "properties" in schema:
+        found["properties"] = {key: value(each) for key, each in schema["properties"].items()}
+    rules = [
+        {k: rule[k] for k in ("if", "then") if k in rule}
+        for rule in schema.get("rules", ())
+        if "then" in rule
+    ]
+    if rules:
+        found["allOf"] = [rule if "if" in rule else rule["then"] for rule in rules]
+    return found
+
+
+class _Plain(yaml.SafeDumper):
+    """Without anchors: each field stands there whole."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - of all
+        return True
+
+
+def files() -> dict[Path, str]:
+    """Every file that is made, with its text."""
+    found = {}
+    for source in sorted(API.glob("*.yaml")):
+        api = yaml.safe_load(source.read_text(encoding="utf-8"))
+        for kind in api["kinds"]:
+            text = yaml.dump(
+                definition(api, kind), Dumper=_Plain, sort_keys=False, width=120, allow_unicode=True
+            )
+            made = f"# Made by tools/crds.py from operator/deltashard_operator/api/{source.name}.\n"
+            found[CHART / "templates" / "crds" / f"{kind['plural']}.yaml"] = (
+                f"{WHERE}{made}{text}# {{{{- end }}}}\n"
+            )
+    path = CHART / "values.schema.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    policy = yaml.safe_load((API / "policy.yaml").read_text(encoding="utf-8"))["spec"]
+    said = values["properties"]["defaultPolicy"]["description"]  # of chart_readme.py
+    values["properties"]["defaultPolicy"] = {"description": said, **value(policy)}
+    found[path] = json.dumps(values, indent=2) + "\n"
+    return found
+
+
+def main() -> int:
+    made = files()
+    stale = [
+        path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    if "--check" not in sys.argv[1:]:
+        for path in stale:
+            path.write_text(made[path], encoding="utf-8")
+        return 0
+    for path in stale:
+        sys.stderr.write(f"{path.relative_to(ROOT)} is not what the API's schema makes: run tools/crds.py\n")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
