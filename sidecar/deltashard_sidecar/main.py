@@ -48,6 +48,8 @@ EXIT_OWNED = 3
 EXIT_ENVIRONMENT = 4
 TICK_S = 0.1
 HEALTH_DEADLINE_S = 2.0
+STILL_S = 30.0
+"""A sidecar whose main loop stood still for so long is not healthy."""
 LOCK = "LOCK"
 
 USAGE = """usage: deltashard-sidecar serve --url URL --run RUN --dir DIR --cache-dir DIR [--SETTING VALUE ...]
@@ -141,6 +143,8 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
         if standing is not None:
             standing.look(time.time())
         bound(config.dir / "sidecar.log")
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(config.socket_path)  # for `health`
         if not owns(config.dir, lock) or not keeper.whole:
             # Nobody finds this one any more, or its memory is gone: the next one makes both again.
             log.error(
@@ -262,18 +266,20 @@ def notify(argv: Sequence[str]) -> int:
 
 
 def health(argv: Sequence[str]) -> int:
-    """Exit 0 when the sidecar's socket takes connections.
+    """Exit 0 when the sidecar's socket takes connections, and its main loop touched it just now.
 
-    A probe runs every two seconds while the pod starts: by gRPC it would take more than twice as much of a processor.
+    The kernel takes connections for a process that hangs or was stopped, too. A probe runs every two seconds while the
+    pod starts: by gRPC it would take more than twice as much of a processor.
     """
     _, path = _socket(argv)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(HEALTH_DEADLINE_S)
         try:
             probe.connect(path)
+            still_s = time.time() - Path(path).stat().st_mtime
         except OSError:
             return 1
-    return 0
+    return 0 if still_s < STILL_S else 1
 
 
 def reference(argv: Sequence[str]) -> int:

@@ -2,7 +2,8 @@
 
 Probe and hook are commands over the unix socket, the same in every pod: a pod on the host's network may not take a
 port for them. The startup probe asks only whether the arena is mapped and the socket served, and its patience grows
-with the arena; the store, the controller and a restore plan are `Attach`'s to wait for. The hook means "stopping",
+with the arena; the store, the controller and a restore plan are `Attach`'s to wait for. The liveness probe restarts a
+sidecar whose main loop stood still for minutes: the arena stays, and trainers attach again. The hook means "stopping",
 never "evicted": the kubelet runs it at normal completion too. It returns at once, and without a trainer does nothing.
 """
 
@@ -37,6 +38,8 @@ INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 """Label of nodes."""
 PROBE_PERIOD_S = 2
 PROBE_TIMEOUT_S = 10
+LIVENESS_PERIOD_S = 60
+LIVENESS_FAILURES = 5
 START_S = 120
 """Patience of the startup probe with the smallest arena; Python starts slowly on a busy node."""
 START_S_PER_GIB = 4
@@ -79,6 +82,12 @@ def sidecar(policy: Policy, place: Place) -> dict[str, Any]:
             "periodSeconds": PROBE_PERIOD_S,
             "timeoutSeconds": PROBE_TIMEOUT_S,
             "failureThreshold": _patience(policy.arena_bytes),
+        },
+        "livenessProbe": {
+            "exec": {"command": [COMMAND, "health"]},
+            "periodSeconds": LIVENESS_PERIOD_S,
+            "timeoutSeconds": PROBE_TIMEOUT_S,
+            "failureThreshold": LIVENESS_FAILURES,
         },
         "lifecycle": {"preStop": {"exec": {"command": _hook(place.grace_s)}}},
         "volumeMounts": [dict(mount) for mount in place.volumes.mounts],

@@ -20,6 +20,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance.word import rewind
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar import main
 from deltashard_sidecar.main import EXIT_OWNED
 
 from tests.support.eventually import eventually
@@ -75,6 +76,24 @@ def test_the_command_line(tmp_path: Path, url: str) -> None:
     finally:
         first.kill()
         first.communicate()
+
+
+def test_a_sidecar_that_hangs_is_not_healthy(
+    process: SidecarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket takes connections all the same: what counts is that its main loop moves."""
+    monkeypatch.setattr(main, "STILL_S", 1.0)
+
+    def healthy() -> bool:
+        return main.health(["--socket", str(process.socket)]) == 0
+
+    eventually(healthy, what="it serves")
+    process.signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: not healthy(), what="it stands still")
+    finally:
+        process.signal(signal.SIGCONT)
+    eventually(healthy, what="it goes on")
 
 
 def test_the_sidecar_imports_no_torch() -> None:

@@ -171,6 +171,14 @@ def test_the_probe_waits_longer_for_a_larger_arena() -> None:
     assert patience("64Gi") - patience("64Mi") >= 4 * 63
 
 
+def test_a_sidecar_that_hangs_is_restarted_and_a_slow_one_is_not() -> None:
+    """By the command that answers the startup probe, after minutes."""
+    sidecar = sample.sidecar_of(injected(sample.template()))
+    probe = sidecar["livenessProbe"]
+    assert probe["exec"] == sidecar["startupProbe"]["exec"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] == 300
+
+
 def test_host_network_takes_no_port_of_the_node() -> None:
     """No declared port, metrics off or on a port the policy chose."""
     off = sample.sidecar_of(injected(sample.template(hostNetwork=True)))
