@@ -31,7 +31,6 @@ from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
 from deltashard_sidecar.save import lifecycle as save_lifecycle
-from deltashard_sidecar.session import lifecycle as session_lifecycle
 from deltashard_sidecar.stop_signal import StopSignals
 
 if TYPE_CHECKING:
@@ -286,7 +285,6 @@ def reference(argv: Sequence[str]) -> int:
     directory = Path(argv[0] if argv else "docs/reference")
     (directory / "sidecar-settings.md").write_text(settings.reference())
     (directory / "save-lifecycle.md").write_text(save_lifecycle.reference())
-    (directory / "session-lifecycle.md").write_text(session_lifecycle.reference())
     return 0
 
 

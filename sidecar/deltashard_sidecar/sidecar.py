@@ -40,7 +40,6 @@ from deltashard_sidecar.save.save import InFlightSaves, Save
 from deltashard_sidecar.save_service import SaveRefused, SaveService
 from deltashard_sidecar.session.attachment import BadAttach, check_attach
 from deltashard_sidecar.session.capacity import check_capacity
-from deltashard_sidecar.session.lifecycle import SessionEvent
 from deltashard_sidecar.session.session import Session, Sessions
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -228,7 +227,7 @@ class Sidecar:
         old = self.sessions.of_rank(rank)
         save = self.in_flight_saves.of_rank(rank)
         if old is not None:
-            self.sessions.close(old, SessionEvent.REPLACE)
+            self.sessions.close(old)
             old.presence.cancel_streams()
             if not request.HasField("attempt"):
                 self.saves.gone(old)
@@ -406,7 +405,7 @@ class Sidecar:
             idle = save.over.wait(request.deadline_s or self.settings.save_deadline_s)
         last = session.attempt.last_commit
         self.activity.left(session, step=self.keeper.step_of(rank), idle=idle)
-        self.sessions.close(session, SessionEvent.DETACH)
+        self.sessions.close(session)
         session.presence.cancel_streams()
         self._stopped_saving(session)
         self.keeper.dismiss(rank)
@@ -428,5 +427,5 @@ class Sidecar:
             save.cancel(Cause.STOPPING, "the sidecar had to stop before this save was durable")
         self.markers.end_all()
         for session in self.sessions.all():
-            self.sessions.close(session, SessionEvent.STOP)
+            self.sessions.close(session)
         self.saves.pool.shutdown(wait=False, cancel_futures=True)

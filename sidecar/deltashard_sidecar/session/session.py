@@ -4,7 +4,7 @@ A session outlives its streams, not its process: the writer lock on the control 
 the process lives. When both are gone the session is dropped by `reap`, and whatever it had staged goes on alone.
 
 Its parts, each written by one class: `who` (frozen), `presence`, `attempt`, `stalls` (their own methods), `schedule`
-and `urgent` (`TrainerControl`, under its lock), `fence` and the state in `lifecycle` (`Session`).
+and `urgent` (`TrainerControl`, under its lock), `fence` and `closed` (`Session`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.attempt import Fence, SessionAttempt
-from deltashard_sidecar.session.lifecycle import SessionEvent, SessionLifecycle, SessionState
 from deltashard_sidecar.session.notice import Notices
 from deltashard_sidecar.session.schedule import Schedule
 
@@ -121,22 +120,13 @@ class Session:
         """Why a save is wanted now; empty: none is."""
         self.fence: Fence | None = None
         """Why its attempt can never commit again; None while it can."""
+        self.closed = False
+        """What had begun before goes on alone; calls are answered with `UnknownSession`."""
         self._lock = threading.Lock()
-        self._life = SessionLifecycle()
-        if attempt is not None:
-            self._life = self._life.on(SessionEvent.RESUME)
 
     @property
     def id(self) -> str:
         return self.who.id
-
-    @property
-    def state(self) -> SessionState:
-        return self._life.state
-
-    @property
-    def closed(self) -> bool:
-        return self.state is SessionState.CLOSED
 
     @property
     def may_commit(self) -> bool:
@@ -144,19 +134,16 @@ class Session:
 
     def opened(self, reply: pb.OpenReply) -> None:
         with self._lock:
-            self._life = self._life.on(SessionEvent.OPEN)
             self.attempt.opened(reply)
             self.fence = None
 
     def fenced(self, cause: Cause, why: str) -> None:
         with self._lock:
-            self._life = self._life.on(SessionEvent.FENCE)
             self.fence = Fence(cause=cause, why=why)
 
-    def close(self, event: SessionEvent) -> None:
+    def close(self) -> None:
         """It is over; Watch streams end once they have read what is queued."""
-        with self._lock:
-            self._life = self._life.on(event)
+        self.closed = True
         self.notices.close()
 
 
@@ -199,9 +186,9 @@ class Sessions:
         with self._lock:
             return list(self._by_rank)
 
-    def close(self, session: Session, event: SessionEvent) -> None:
+    def close(self, session: Session) -> None:
         with self._lock:
-            session.close(event)
+            session.close()
             if self._by_rank.get(session.who.local_rank) is session:
                 del self._by_rank[session.who.local_rank]
 
@@ -209,5 +196,5 @@ class Sessions:
         """Close the sessions whose process is gone; returns them."""
         dead = [s for s in self.all() if not s.presence.alive(lock_held=lock_held(s.who.local_rank))]
         for session in dead:
-            self.close(session, SessionEvent.LOSE)
+            self.close(session)
         return dead

@@ -9,7 +9,6 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.session.attachment import BadAttach, check_attach
 from deltashard_sidecar.session.capacity import encoded_bytes
-from deltashard_sidecar.session.lifecycle import SessionEvent, SessionState
 from deltashard_sidecar.session.schedule import Schedule
 from deltashard_sidecar.session.session import GRACE_S, Session, Sessions, UnknownSession
 
@@ -39,7 +38,7 @@ def test_a_session_is_found_until_it_is_replaced_or_closed() -> None:
     sessions = Sessions()
     first = session(sessions)
     assert sessions.get(first.id) is first
-    sessions.close(first, SessionEvent.REPLACE)
+    sessions.close(first)
     second = session(sessions)
     assert sessions.of_rank(0) is second
     with pytest.raises(UnknownSession, match="attach again"):
@@ -81,21 +80,21 @@ def test_a_fence_holds_until_a_new_attempt_is_open() -> None:
     """A fenced session may not commit; what it had resumed and lost is forgotten with its attempt."""
     sessions = Sessions()
     one = session(sessions)
-    assert (one.state, one.may_commit) == (SessionState.ATTACHED, False)
+    assert not one.may_commit
     one.opened(pb.OpenReply(attempt=3, resume_seq=9, step=7, last_step_seen=12))
-    assert (one.state, one.may_commit, one.attempt.lost_steps) == (SessionState.OPEN, True, 5)
+    assert (one.may_commit, one.attempt.lost_steps) == (True, 5)
     one.attempt.committed(2, pb.Commit(step=8))
     assert (one.attempt.durable_step, one.attempt.last_commit) == (7, None)
     one.attempt.committed(3, pb.Commit(step=9))
     assert one.attempt.durable_step == 9
     one.fenced(Cause.TAKEN_OVER, "another workload")
-    assert (one.state, one.may_commit) == (SessionState.FENCED, False)
+    assert not one.may_commit
     one.opened(pb.OpenReply(attempt=4))
-    assert (one.state, one.fence, one.attempt.durable_step) == (SessionState.OPEN, None, None)
-    sessions.close(one, SessionEvent.DETACH)
+    assert (one.may_commit, one.fence, one.attempt.durable_step) == (True, None, None)
+    sessions.close(one)
     one.fenced(Cause.FENCED, "too late to matter")
     assert one.closed
-    assert session(sessions, attempt=4).state is SessionState.OPEN
+    assert session(sessions, attempt=4).may_commit
 
 
 @pytest.mark.parametrize(
