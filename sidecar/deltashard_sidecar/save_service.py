@@ -105,7 +105,7 @@ class SaveService:
             yield _not_prepared(why)
             return
         running = self._in_flight_saves.of_rank(session.who.local_rank)
-        if running is not None and not running.life.ended:
+        if running is not None and not running.has_ended:
             yield _not_prepared("another save of this rank is in flight")
             return
         policy, ranks = self._control.in_force.policy, self._ranks(session)
@@ -288,14 +288,12 @@ class SaveService:
             return
         if begin.urgent and running.staging and not running.cut.urgent:
             running.cancel(Cause.SUPERSEDED, f"an urgent save ({begin.reason}) takes its place")
-        brief = running.staging or running.life.ended
+        brief = running.staging or running.has_ended
         patience_s = URGENT_WAIT_S if begin.urgent else BRIEF_WAIT_S if brief else 0.0
         if running.over.wait(patience_s) and running.stream_over.wait(BRIEF_WAIT_S):
             return
         self._metrics.skipped.inc()
-        raise SaveRefused(
-            begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.life.state.value.lower()}"
-        )
+        raise SaveRefused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.state.value.lower()}")
 
     def _ended(self, save: Save) -> None:
         """A save committed or failed: the metrics, people, the trainer and other pods hear of it."""

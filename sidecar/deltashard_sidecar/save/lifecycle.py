@@ -1,4 +1,4 @@
-"""The life of one save, as data: IDLE -> STAGING -> STAGED -> UPLOADING -> COMMITTED | ABORTED.
+"""The life of one save, as data: STAGING -> STAGED -> UPLOADING -> COMMITTED | ABORTED.
 
 `TABLE` says for every state which events may happen and where they lead; there is no other place that knows. An event
 that a state does not list is a bug of ours (`IllegalEvent`), never silently ignored. What each state means to the rest:
@@ -13,16 +13,14 @@ docs/reference/save-lifecycle.md is rendered from this table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import Enum
 
-from deltashard_checkpoint.transition import after, page
+from deltashard_checkpoint.transition import page
 
 
 class SaveState(Enum):
     """Where a save is."""
 
-    IDLE = "IDLE"
     STAGING = "STAGING"
     STAGED = "STAGED"
     UPLOADING = "UPLOADING"
@@ -33,7 +31,6 @@ class SaveState(Enum):
 class SaveEvent(Enum):
     """What may happen to a save."""
 
-    BEGIN = "begin"
     SEAL = "seal"
     ABORT = "abort"
     BREAK = "break"
@@ -43,7 +40,6 @@ class SaveEvent(Enum):
 
 
 TABLE: dict[SaveState, dict[SaveEvent, SaveState]] = {
-    SaveState.IDLE: {SaveEvent.BEGIN: SaveState.STAGING},
     SaveState.STAGING: {
         SaveEvent.SEAL: SaveState.STAGED,
         SaveEvent.ABORT: SaveState.ABORTED,
@@ -57,7 +53,6 @@ TABLE: dict[SaveState, dict[SaveEvent, SaveState]] = {
 }
 
 MEANING: dict[SaveEvent, str] = {
-    SaveEvent.BEGIN: "the trainer begins a cut",
     SaveEvent.SEAL: "every block is handed over",
     SaveEvent.ABORT: "the trainer gives up (stall budget, veto); its copies have stopped",
     SaveEvent.BREAK: "the stream broke or went silent; the trainer may still be writing",
@@ -67,24 +62,6 @@ MEANING: dict[SaveEvent, str] = {
 }
 
 ENDED = frozenset(state for state, arrows in TABLE.items() if not arrows)
-IN_FLIGHT = frozenset({SaveState.STAGED, SaveState.UPLOADING})
-"""The sidecar alone can finish these; a new periodic save is skipped while one lasts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveLifecycle:
-    """The state of one save and, once it aborted, why."""
-
-    state: SaveState = SaveState.IDLE
-    cause: str = ""
-
-    def on(self, event: SaveEvent, cause: str = "") -> SaveLifecycle:
-        """Lifecycle after `event`; raises `IllegalEvent` when the table has no such arrow."""
-        return replace(self, state=after(TABLE, self.state, event, where="save lifecycle"), cause=cause)
-
-    @property
-    def ended(self) -> bool:
-        return self.state in ENDED
 
 
 def reference() -> str:

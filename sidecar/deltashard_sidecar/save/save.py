@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterator
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
+from deltashard_checkpoint.transition import after
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.batch import BadBatch, check_blob, rows_of
 from deltashard_sidecar.arena.block import NotGranted, Use
-from deltashard_sidecar.save.lifecycle import SaveEvent, SaveLifecycle, SaveState
+from deltashard_sidecar.save.lifecycle import ENDED, TABLE, SaveEvent, SaveState
 from deltashard_sidecar.save.sink import Cut, PartSink
 from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -88,7 +89,7 @@ class Save:
     ) -> None:
         self.who = session.who
         self.cut = cut
-        self.life = SaveLifecycle().on(SaveEvent.BEGIN)
+        self.state = SaveState.STAGING
         self.begun_s = time.monotonic()
         self.heard_s = self.begun_s
         self.commit: pb.Commit | None = None
@@ -152,7 +153,7 @@ class Save:
     def _take(self, request: pb.SaveRequest) -> None:
         kind = request.WhichOneof("kind")
         with self._lock:
-            if self.life.state is not SaveState.STAGING:
+            if self.state is not SaveState.STAGING:
                 # Failed already: of the rest only the trainer's word matters.
                 self._stopped_copying |= kind == "abort"
                 return
@@ -222,7 +223,7 @@ class Save:
     def _encode_now(self, block: int, work: Callable[[], None]) -> None:
         """One batch, on a thread of the pool; whatever happens to it, its block is given back."""
         try:
-            if not self.life.ended:
+            if not self.has_ended:
                 crash_point("encode.first")
                 work()
         except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
@@ -236,7 +237,7 @@ class Save:
 
     def _grant(self) -> None:
         with self._lock:
-            if self.life.state is not SaveState.STAGING:
+            if self.state is not SaveState.STAGING:
                 return
             granted = self._keeper.grant(self.who.local_rank)
             self._blocks_granted += len(granted)
@@ -247,7 +248,7 @@ class Save:
 
     def _seal(self, seal: pb.SaveRequest.Seal) -> None:
         with self._lock:
-            self.life = self.life.on(SaveEvent.SEAL)
+            self._happened(SaveEvent.SEAL)
             self.sealed = seal
         self._stop_granting()
         self._metrics.stall.observe(seal.stall_s)
@@ -280,7 +281,7 @@ class Save:
 
     def _stream_ended(self) -> None:
         with self._lock:
-            staging = self.life.state is SaveState.STAGING
+            staging = self.state is SaveState.STAGING
         if staging:
             self._end(SaveEvent.BREAK, Cause.BROKEN, "the stream ended before the seal")
         self._keeper.on_free(self.who.local_rank, None)
@@ -301,22 +302,22 @@ class Save:
         try:
             with self._drained:
                 done = self._drained.wait_for(
-                    lambda: self._pending == 0 or self.life.ended, deadline_s - time.monotonic()
+                    lambda: self._pending == 0 or self.has_ended, deadline_s - time.monotonic()
                 )
-                if self.life.ended:
+                if self.has_ended:
                     return
                 if done:
-                    self.life = self.life.on(SaveEvent.ENCODED)
+                    self._happened(SaveEvent.ENCODED)
             if not done:
                 self.fail(Cancelled(f"{self._pending} batches are not encoded yet", where="save deadline"))
                 return
             commit = self._sink.commit(seal, deadline_s=max(0.0, deadline_s - time.monotonic()))
             commit.durable_s = time.monotonic() - self.begun_s
             with self._lock:
-                if self.life.ended:
+                if self.has_ended:
                     self._log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
                 else:
-                    self.life = self.life.on(SaveEvent.COMMIT)
+                    self._happened(SaveEvent.COMMIT)
             self.commit = commit
             self._tell()
         except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
@@ -334,10 +335,10 @@ class Save:
 
     def _end(self, event: SaveEvent, cause: Cause, message: str) -> None:
         with self._lock:
-            if self.life.ended:
+            if self.has_ended:
                 return
-            was = self.life.state
-            self.life = self.life.on(event, cause)
+            was = self.state
+            self._happened(event)
             self.failure = (cause, message)
             self._drained.notify_all()
         self._log.warning("save.failed", cause=cause, message=message, state=was.value)
@@ -360,9 +361,16 @@ class Save:
         finally:
             self.over.set()
 
+    def _happened(self, event: SaveEvent) -> None:
+        self.state = after(TABLE, self.state, event, where="save lifecycle")
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
     @property
     def staging(self) -> bool:
-        return self.life.state is SaveState.STAGING
+        return self.state is SaveState.STAGING
 
 
 class InFlightSaves:
