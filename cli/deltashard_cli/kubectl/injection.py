@@ -1,7 +1,7 @@
 """What would be injected into manifests: the cluster's own answer to a dry run, over what the file says.
 
 The API server asks the webhook that is installed, with the policies that are there, so there is no second
-implementation that could differ. Of the answer only pod specs and names that begin with `deltashard.io/` are taken: the
+implementation that could differ. Of the answer only pod specs and names that injection writes are taken: the
 rest is the API server's own (a Job's selector, for one) and would keep the manifest from being applied.
 """
 
@@ -16,7 +16,8 @@ from deltashard_cli.kubectl.cluster import Cluster
 
 POLICY = "deltashard.io/policy"
 INJECTED = "deltashard.io/injected"
-OURS = "deltashard.io/"
+OURS = ("deltashard.io/", "cluster-autoscaler.kubernetes.io/", "backup.velero.io/")
+RUNTIMES = frozenset({"TrainingRuntime", "ClusterTrainingRuntime"})
 Document = dict[str, Any]
 
 
@@ -24,15 +25,28 @@ def injected(cluster: Cluster, document: Document) -> Document:
     """The manifest with its sidecar, or as it is where nothing asks for one; raises `UserError` where none comes."""
     if POLICY not in set(_keys(document)):
         return document
-    answer = cluster.create(_path(cluster, document), document, {"dryRun": "All"})
+    asked = _jobset(document) if document.get("kind") in RUNTIMES else document
+    answer = cluster.create(_path(cluster, asked), asked, {"dryRun": "All"})
     if INJECTED not in set(_keys(answer)):
         raise UserError(
             "it is annotated, and is not injected itself",
             where=_named(document),
             remedy="StatefulSets, CronJobs and the like are injected as their pods or Jobs are made: show one of these",
         )
-    found: Document = overlaid(document, answer)
+    found: Document = overlaid(
+        document, answer if asked is document else {"spec": {"template": {"spec": answer["spec"]}}}
+    )
     return found
+
+
+def _jobset(runtime: Document) -> Document:
+    """The JobSet that is made of a TrainJob's runtime, as far as it is to be injected."""
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"generateName": "runtime-", "namespace": runtime["metadata"].get("namespace")},
+        "spec": runtime["spec"]["template"]["spec"],
+    }
 
 
 def overlaid(mine: Any, theirs: Any) -> Any:

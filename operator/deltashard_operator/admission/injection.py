@@ -60,6 +60,7 @@ _IDENTITY = (
     "DELTASHARD_REPLICA",
 )
 """Variables that say whose run a pod trains."""
+_PODS = "DELTASHARD_PODS"
 _NOTES = (POLICY, INJECTED, EVICTABLE_VOLUMES, UNSAVED_VOLUMES)
 """Annotations of an injected template."""
 DEFAULT_GRACE_S = 30
@@ -223,22 +224,21 @@ def _mounts(container: Mapping[str, Any], volume: str) -> bool:
 
 
 def _identified(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: str | None) -> Document:
-    """A marked template, whose sidecar knows its workload."""
+    """A marked template, whose sidecar knows its workload, and how many pods of a JobSet there are."""
     result = copy.deepcopy(dict(template))
-    for each in result["spec"].get("initContainers") or []:
-        names = {variable["name"] for variable in each.get("env") or []}
-        if each["name"] == SIDECAR and not names.issuperset(_IDENTITY):
-            identity = run_identity.environment(recipe, run_id)
-            ours = {variable["name"] for variable in identity}
-            each["env"] = [*identity, *(variable for variable in each["env"] if variable["name"] not in ours)]
-            # Definitions of before Kubernetes 1.28 drop it.
-            each.setdefault("restartPolicy", "Always")
-        if (
-            each["name"] == SIDECAR and recipe.kind == "JobSet"
-        ):  # whose Jobs may be made anew with other numbers
-            for variable in each.get("env") or []:
-                if variable["name"] == "DELTASHARD_PODS" and recipe.pods:
-                    variable["value"] = str(recipe.pods)
+    sidecar = next(each for each in result["spec"]["initContainers"] if each["name"] == SIDECAR)
+    variables: list[Document] = sidecar.get("env") or []
+    has = {each["name"]: each for each in variables}
+    if not has.keys() >= set(_IDENTITY):
+        identity = run_identity.environment(recipe, run_id)
+        ours = {each["name"] for each in identity}
+        sidecar["env"] = variables = [*identity, *(each for each in variables if each["name"] not in ours)]
+        # Definitions of before Kubernetes 1.28 drop it.
+        sidecar.setdefault("restartPolicy", "Always")
+    if recipe.kind == "JobSet" and recipe.pods:  # made anew it may have more
+        if _PODS not in has:
+            variables.append(has.setdefault(_PODS, {"name": _PODS}))
+        has[_PODS]["value"] = str(recipe.pods)
     return result
 
 
@@ -270,7 +270,7 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
             raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
     if (runs := has.get("DELTASHARD_RUNS", {}).get("value", "")) != (annotations.runs or ""):
         raise _copied(RUNS, f"the sidecar that is in it already has DELTASHARD_RUNS={runs[:80]!r}")
-    pods = has.get("DELTASHARD_PODS", {}).get("value", "")
+    pods = has.get(_PODS, {}).get("value", "")
     if recipe.kind != "JobSet" and pods != str(recipe.pods or ""):
         raise _copied(
             INJECTED,

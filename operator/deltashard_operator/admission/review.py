@@ -16,7 +16,7 @@ failure policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,6 @@ from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import json_patch, run_identity
-from deltashard_operator.kube.cluster_name import POLICY
 
 
 class BadReview(UserError):
@@ -99,9 +98,9 @@ def parse(body: bytes) -> Request | Answer:
     if (group, kind) not in workload_kind.ADMITTED or not _is_whole(request, before):
         return _unchanged(uid, "other")
     try:
-        parts = parts_of(group, kind, document)
+        parts = parts_of(kind, document)
         if before is not None:
-            return _updated(uid, kind, document, parts, parts_of(group, kind, before))
+            return _updated(uid, kind, document, parts, parts_of(kind, before))
     except Refusal as refusal:
         return _refused(uid, kind, refusal)
     if not parts:
@@ -111,10 +110,10 @@ def parse(body: bytes) -> Request | Answer:
     return Request(uid=uid, namespace=namespace, kind=kind, document=document, parts=parts)
 
 
-def parts_of(group: str, kind: str, document: Mapping[str, Any]) -> tuple[AnnotatedTemplate, ...]:
+def parts_of(kind: str, document: Mapping[str, Any]) -> tuple[AnnotatedTemplate, ...]:
     """The annotated parts of an object; raises `Refusal` where one contradicts itself."""
     parts = []
-    for target in workload_kind.targets(group, kind, document):
+    for target in workload_kind.targets(kind, document):
         if not annotation.opted_in(*target.annotations):
             continue
         said = annotation.read(*target.annotations)
@@ -159,26 +158,6 @@ def injected(
             changed.append((target, target.put(template, part.annotations.run_id)))
             warnings += warning.of_workload(target, policy, keep_grace=keep_grace)
     return workload_kind.with_each(document, changed), tuple(dict.fromkeys(warnings))
-
-
-def injected_manifest(
-    document: Mapping[str, Any], policy_of: Callable[[Annotations], Policy]
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """A manifest of any kind of `KINDS` with the sidecar in it, before it is created, and warnings.
-
-    Raises:
-        Refusal: nothing in it is annotated, or it cannot be injected as it is written.
-    """
-    group, _, _ = str(document.get("apiVersion", "")).rpartition("/")
-    parts = parts_of(group, str(document.get("kind", "")), document)
-    if not parts:
-        raise Refusal(
-            "Unsupported",
-            f"no pod template with the annotation {POLICY} is in it",
-            where=f"{document.get('kind')} {(document.get('metadata') or {}).get('name')}",
-            remedy=f"annotate a template of one of {', '.join(each.kind for each in workload_kind.KINDS)}",
-        )
-    return injected(document, [(part, policy_of(part.annotations)) for part in parts])
 
 
 def answer(resolved: Resolved) -> Answer:

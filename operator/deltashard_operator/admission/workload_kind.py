@@ -36,8 +36,6 @@ class Kind:
     """Where `metadata.annotations` of the manifest holds the one line; the first is the one to recommend."""
     injected_as: str
     """What of it holds the pod template: Job or Pod."""
-    group: str = ""
-    """API group."""
     injected_at: str = ""
     """The kind whose CREATE brings the sidecar in; empty: `injected_as`."""
 
@@ -49,16 +47,14 @@ class Kind:
 
 
 KINDS = (
-    Kind(kind="Job", group="batch", annotate_at=("metadata", "spec.template.metadata"), injected_as="Job"),
+    Kind(kind="Job", annotate_at=("metadata", "spec.template.metadata"), injected_as="Job"),
     Kind(
         kind="CronJob",
-        group="batch",
         annotate_at=("spec.jobTemplate.metadata", "spec.jobTemplate.spec.template.metadata"),
         injected_as="Job",
     ),
     Kind(
         kind="JobSet",
-        group="jobset.x-k8s.io",
         injected_at="JobSet",
         annotate_at=(
             "spec.replicatedJobs[].template.metadata",
@@ -68,19 +64,17 @@ KINDS = (
     ),
     Kind(
         kind="TrainingRuntime",  # a TrainJob's pods come from its runtime's JobSet template
-        group="trainer.kubeflow.org",
         injected_at="JobSet",
         annotate_at=("spec.template.spec.replicatedJobs[].template.metadata",),
         injected_as="Job",
     ),
     Kind(
         kind="PyTorchJob",  # of Kubeflow's training operator v1
-        group="kubeflow.org",
         injected_at="PyTorchJob",
         annotate_at=("spec.pytorchReplicaSpecs.*.template.metadata",),
         injected_as="Pod",
     ),
-    Kind(kind="StatefulSet", group="apps", annotate_at=("spec.template.metadata",), injected_as="Pod"),
+    Kind(kind="StatefulSet", annotate_at=("spec.template.metadata",), injected_as="Pod"),
     Kind(kind="Pod", annotate_at=("metadata",), injected_as="Pod"),
 )
 
@@ -127,12 +121,10 @@ ADMITTED = TEMPLATED | {owner_reference.JOB, owner_reference.POD}
 """Kinds that are injected at their own CREATE."""
 
 
-def targets(group: str, kind: str, document: Mapping[str, Any]) -> tuple[Target, ...]:
-    """What there is to inject in an object; nothing in one of another kind."""
-    known = next(
-        (each for each in KINDS if (each.group, each.kind) == (group, kind.removeprefix("Cluster"))), None
-    )
-    if known is None or MIRROR in ((document.get("metadata") or {}).get("annotations") or {}):
+def targets(kind: str, document: Mapping[str, Any]) -> tuple[Target, ...]:
+    """What there is to inject in an object of one of `ADMITTED`."""
+    known = next(each for each in KINDS if each.kind == kind)
+    if MIRROR in ((document.get("metadata") or {}).get("annotations") or {}):
         return ()
     return tuple(
         _target(known, document, path, inner)

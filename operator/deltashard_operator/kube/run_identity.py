@@ -157,23 +157,14 @@ def of_pod(pod: Mapping[str, Any]) -> IdentityRecipe:
 
 
 def of_template(kind: str, document: Mapping[str, Any], replicas: int) -> IdentityRecipe:
-    """The recipe for the pods of a template (of a Job, of a pod) that lies in an object of this kind.
+    """The recipe for the pods of a template in a JobSet or a PyTorchJob that is created.
 
-    No label of a pod has the UID of a PyTorchJob or a StatefulSet: `environment` leaves it, and the name, to the pod's
-    own CREATE.
+    No label of a pod has a PyTorchJob's UID: `environment` leaves it, and the name, to the pod's own CREATE.
     """
-    if kind in {"JobSet", "TrainingRuntime", "ClusterTrainingRuntime"}:
+    if kind == "JobSet":
         return replace(JOBSET, pods=pods_of(document) * replicas)
-    if kind == "CronJob":
-        return replace(JOB, pods=pods_of(document))
-    numbered = of_pod({"metadata": {"ownerReferences": [_CONTROLLERS[kind]]}})
-    return replace(numbered, name=None, uid=None)
-
-
-_CONTROLLERS: Mapping[str, Mapping[str, Any]] = {
-    kind: {"apiVersion": f"{group}/v1", "kind": kind, "name": "", "uid": "", "controller": True}
-    for group, kind in (owner_reference.STATEFUL_SET, owner_reference.PYTORCH_JOB)
-}
+    index, replica = _INDEXES[owner_reference.PYTORCH_JOB], _label(KUBEFLOW_REPLICA_LABEL)
+    return IdentityRecipe(kind=kind, name=None, uid=None, index=index, replica=replica)
 
 
 def index_of_pod(pod: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from deltashard_cli.kubectl.plugin import main
 from deltashard_operator.kube import cluster_name
 
 from tests.support.command_line import running
-from tests.support.operator.definition import serving
+from tests.support.operator.definition import define, serving
 from tests.support.operator.webhook_process import WebhookProcess, job, opted, registered
 from tests.support.server.apiserver import ApiServer
 
@@ -56,6 +56,22 @@ def test_manifests_come_back_with_their_sidecar_and_nothing_is_made(
             assert code == 2
             assert "CronJob trains" in text
             assert "injected as their pods or Jobs are made" in text
+            define(http, "jobset.x-k8s.io", "v1alpha2", "JobSet")
+            job_template = {"metadata": {"annotations": opted()}, "spec": job("x")["spec"]}
+            jobs = {"replicatedJobs": [{"name": "node", "template": job_template}]}
+            runtime = {
+                "apiVersion": "trainer.kubeflow.org/v1alpha1",
+                "kind": "ClusterTrainingRuntime",
+                "metadata": {"name": "torch"},
+                "spec": {"mlPolicy": {"numNodes": 1}, "template": {"spec": jobs}},
+            }
+            code, text = inject(runtime)
+            assert code == 0, text
+            (made,) = yaml.safe_load_all(text)
+            assert made["spec"]["mlPolicy"] == {"numNodes": 1}
+            (node,) = made["spec"]["template"]["spec"]["replicatedJobs"]
+            assert node["template"]["metadata"]["labels"] == {cluster_name.MANAGED_BY: "deltashard"}
+            assert cluster_name.SIDECAR in str(node["template"]["spec"]["template"]["spec"]["initContainers"])
     finally:
         webhook.stop()
 

@@ -83,7 +83,7 @@ def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
                 if key not in had:
                     del container[key]
     if was.get("terminationGracePeriodSeconds") == 30:
-        assert spec["terminationGracePeriodSeconds"] in {30, 120}
+        assert spec["terminationGracePeriodSeconds"] in {20, 30, 120}
         spec["terminationGracePeriodSeconds"] = 30
     context = was.get("securityContext") or {}
     if not context.get("supplementalGroups") and "fsGroup" not in context:

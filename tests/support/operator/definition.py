@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from tests.support.eventually import eventually
-from tests.support.server.apiserver import ApiServer
+from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import ROOT
 
 GROUP = "apiextensions.k8s.io/v1"
@@ -40,3 +40,24 @@ def serving(folder: Path) -> Iterator[ApiServer]:
         yield server
     finally:
         server.stop()
+
+
+def define(rest: Rest, group: str, version: str, kind: str) -> None:
+    """Make a custom resource of any shape."""
+    plural = f"{kind.lower()}s"
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    document = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
+            "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
+        },
+    }
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    assert rest("POST", path, document).status == 201
+    place = f"/apis/{group}/{version}/namespaces/default/{plural}"
+    eventually(lambda: rest("GET", place).status == 200, what=f"{kind} is served")

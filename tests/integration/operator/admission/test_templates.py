@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from deltashard_operator.kube import cluster_name
 
-from tests.support.eventually import eventually
+from tests.support.operator.definition import define
 from tests.support.operator.webhook_process import WebhookProcess, opted, registered
 from tests.support.server.apiserver import ApiServer, Rest
 
@@ -37,7 +37,7 @@ def test_templates_keep_their_sidecar_when_they_are_applied_again(
     """The API server's own conditions find the templates, and what client-side apply sends: lists as the user wrote them."""
     group, _, name = version.partition("/")
     plural = f"{kind.lower()}s"
-    define(rest, group, name, kind, plural)
+    define(rest, group, name, kind)
     pod = {
         "metadata": {"annotations": opted()},
         "spec": {"containers": [{"name": "trainer", "image": "t"}], "volumes": [{"name": "mine"}]},
@@ -56,23 +56,3 @@ def test_templates_keep_their_sidecar_when_they_are_applied_again(
         change = rest("PATCH", f"{path}/ads", suspended, content="application/merge-patch+json")
         assert change.document["spec"] == made.document["spec"] | {"suspend": True}
         assert rest("DELETE", f"{path}/ads").status == 200
-
-
-def define(rest: Rest, group: str, version: str, kind: str, plural: str) -> None:
-    """A custom resource of any shape."""
-    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-    document = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}"},
-        "spec": {
-            "group": group,
-            "scope": "Namespaced",
-            "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
-            "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
-        },
-    }
-    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    assert rest("POST", path, document).status == 201
-    place = f"/apis/{group}/{version}/namespaces/default/{plural}"
-    eventually(lambda: rest("GET", place).status == 200, what=f"{kind} is served")

@@ -1,4 +1,4 @@
-"""Objects that hold templates: injected where Kueue counts, known by their pods, applied again, and by hand."""
+"""Objects that hold templates: injected where Kueue counts, known by their pods, applied again."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from deltashard_operator.admission import review
-from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.api.workload_policy import merged, resolve
 from deltashard_operator.kube import cluster_name
 
 from tests.support.operator import sample
-from tests.support.operator.example import WORKLOADS
-from tests.support.operator.example import documents as of_example
 from tests.support.operator.golden import documents
 
 Document = dict[str, Any]
@@ -62,7 +57,8 @@ def test_a_template_without_the_line_is_left_alone() -> None:
     assert sample.sidecar_of(template_of(result))
 
 
-def test_a_jobs_template_is_that_of_its_jobset() -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_a_jobs_template_is_that_of_its_jobset(known: bool) -> None:
     """The Job is found by its labels, and its sidecar knows the JobSet and how many pods there are by the Job's own word."""
     (replicated,) = created(documents("jobset")[0])["spec"]["replicatedJobs"]
     made = documents("jobset")[-1]
@@ -71,7 +67,10 @@ def test_a_jobs_template_is_that_of_its_jobset() -> None:
     for metadata in (job["metadata"], job["spec"]["template"]["metadata"]):
         metadata.setdefault("labels", {}).update(made["metadata"]["labels"])
     document = {"apiVersion": "batch/v1", "kind": "Job", **job, "metadata": {**job["metadata"], "name": "j"}}
-    document["spec"]["completions"] = 3  # as an elastic JobSet's
+    document["spec"]["completions"] = 3  # as an elastic JobSet's, or a TrainJob's
+    sidecar = sample.sidecar_of(document["spec"]["template"])
+    if not known:  # a runtime's own template does not say
+        sidecar["env"] = [each for each in sidecar["env"] if each["name"] != "DELTASHARD_PODS"]
     result = created(document)
     labels = {f"metadata.labels['{key}']": value for key, value in made["metadata"]["labels"].items()}
     values = sample.expanded(sample.sidecar_of(result["spec"]["template"]), labels)
@@ -142,29 +141,3 @@ def test_a_written_grace_period_stays() -> None:
     assert template_of(created(document))["spec"]["terminationGracePeriodSeconds"] == 30
     del document["metadata"]["managedFields"]
     assert template_of(created(document))["spec"]["terminationGracePeriodSeconds"] == 120
-
-
-@pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
-def test_a_manifest_is_injected_by_hand(path: Any) -> None:
-    """Any kind, before it is created: then its admission changes nothing of its sidecar but who it belongs to."""
-    document = of_example(path)[0]
-    policies = lambda notes: resolve(notes.policy, merged({}, sample.DEFAULTS), notes)  # noqa: E731
-    result, _ = review.injected_manifest(document, policies)
-    assert str(result).count("'restartPolicy': 'Always'") == str(document).count("deltashard.io/policy")
-    if document["kind"] in {"Job", "JobSet", "PyTorchJob", "Pod"}:
-        assert "patch" not in sample.answer(result)
-
-
-def test_a_runtime_of_the_cluster_is_injected_by_hand() -> None:
-    document = of_example(next(path for path in WORKLOADS if path.stem == "trainjob"))[0]
-    document["kind"] = "ClusterTrainingRuntime"
-    result, _ = review.injected_manifest(document, lambda notes: sample.policy())
-    (job,) = result["spec"]["template"]["spec"]["replicatedJobs"]
-    assert sample.sidecar_of(job["template"]["spec"]["template"])
-
-
-def test_a_manifest_with_nothing_to_inject_is_refused() -> None:
-    with pytest.raises(Refusal, match="no pod template with the annotation"):
-        review.injected_manifest(
-            {"kind": "Service", "metadata": {"name": "s"}}, lambda notes: sample.policy()
-        )
