@@ -44,6 +44,7 @@ TOOLS = (
     "coredns",
     "helm",
     "jobset",
+    "kueue",
     "training-operator",
     "kubeflow-trainer",
 )

@@ -297,7 +297,9 @@ def indexed_job(
     )))  # fmt: skip
 
 
-def jobset(bench: Bench, name: str, *, pods: int, **more: Any) -> TrainingGroup:
+def jobset(
+    bench: Bench, name: str, *, pods: int, labels: Mapping[str, str] | None = None, **more: Any
+) -> TrainingGroup:
     """A JobSet of one Job with so many pods, any of whose ends restarts all of it."""
     made = bench.manifest(name, **more)
     template = made["spec"]["template"]
@@ -311,7 +313,7 @@ def jobset(bench: Bench, name: str, *, pods: int, **more: Any) -> TrainingGroup:
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name},
+        "metadata": {"name": name, "labels": {**(labels or {})}},
         "spec": {
             "failurePolicy": {"maxRestarts": 20},
             "network": {"publishNotReadyAddresses": False},

@@ -68,6 +68,7 @@ def training_job(
     steps: int,
     pace_s: float,
     notes: Mapping[str, str],
+    labels: Mapping[str, str] | None = None,
     pool: str = "",
     container: Mapping[str, Any] | None = None,
     pod: Mapping[str, Any] | None = None,
@@ -109,7 +110,11 @@ def training_job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "annotations": {POLICY: "training", **notes}},
+        "metadata": {
+            "name": name,
+            "labels": {**(labels or {})},
+            "annotations": {POLICY: "training", **notes},
+        },
         "spec": {"backoffLimit": 20, "template": {"spec": template}, **(spec or {})},
     }
 

@@ -9,6 +9,7 @@ from tests.cluster.kubernetes.api import ApiError
 from tests.cluster.kubernetes.cluster import Cluster
 from tests.cluster.kubernetes.image import PAUSE, Image, Layer, archive
 from tests.cluster.kubernetes.process import run, wait_until
+from tests.cluster.scenario.stage import once
 from tests.support.machine import limit_s
 from tests.support.tool import built
 
@@ -17,6 +18,7 @@ REPOSITORY, TAG = "localhost/jobset", "test"
 FOLDER = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets"
 
 
+@once
 def install(cluster: Cluster, scratch: Path) -> None:
     """Have it answer; returns when a JobSet would be taken."""
     program = built("jobset")

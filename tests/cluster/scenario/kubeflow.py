@@ -17,6 +17,7 @@ from tests.cluster.kubernetes.cluster import Cluster
 from tests.cluster.kubernetes.image import PAUSE, PYTHON, TAG, TRAINER, Image, Layer, archive
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.job import PYTORCH_JOB, RESTRICTED, TRAIN_JOB, Kind
+from tests.cluster.scenario.stage import once
 from tests.support.machine import limit_s
 from tests.support.tool import built
 
@@ -33,6 +34,7 @@ WAIT_FOR_MASTER = (
 )
 
 
+@once
 def training_operator(cluster: Cluster, scratch: Path) -> None:
     """Have version 1 answer; returns when a PyTorchJob would be taken."""
     waits = {
@@ -64,6 +66,7 @@ def training_operator(cluster: Cluster, scratch: Path) -> None:
     )
 
 
+@once
 def trainer(cluster: Cluster, scratch: Path) -> None:
     """Have version 2 answer; returns when a TrainingRuntime would be taken. JobSets' controller is there."""
     _install(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.cluster.kubernetes.api import Object
@@ -22,7 +23,9 @@ def _pod(made: Object, called: str, **env: str) -> Object:
     return {**spec, "terminationGracePeriodSeconds": GRACE_S}
 
 
-def pytorch_job(bench: Bench, name: str, *, workers: int, **more: Any) -> TrainingGroup:
+def pytorch_job(
+    bench: Bench, name: str, *, workers: int, labels: Mapping[str, str] | None = None, **more: Any
+) -> TrainingGroup:
     """A PyTorchJob of a master and so many workers, whose ranks its operator numbers."""
     made = bench.manifest(name, **more)
     template = _pod(made, "pytorch", LOCAL_RANK="0")
@@ -38,7 +41,7 @@ def pytorch_job(bench: Bench, name: str, *, workers: int, **more: Any) -> Traini
     manifest = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": {"name": name},
+        "metadata": {"name": name, "labels": {**(labels or {})}},
         "spec": {"pytorchReplicaSpecs": parts},
     }
     return TrainingGroup(bench, bench.applied(TrainingJob(
@@ -46,7 +49,15 @@ def pytorch_job(bench: Bench, name: str, *, workers: int, **more: Any) -> Traini
     )))  # fmt: skip
 
 
-def train_job(bench: Bench, name: str, *, nodes: int, **more: Any) -> TrainingGroup:
+def train_job(
+    bench: Bench,
+    name: str,
+    *,
+    nodes: int,
+    labels: Mapping[str, str] | None = None,
+    rendered: Callable[[Object], Object] = lambda runtime: runtime,
+    **more: Any,
+) -> TrainingGroup:
     """A TrainJob of so many nodes, and the runtime that it names; the JobSet that its controller makes has the run."""
     made = bench.manifest(name, **more)
     template = _pod(made, "node")
@@ -71,11 +82,13 @@ def train_job(bench: Bench, name: str, *, nodes: int, **more: Any) -> TrainingGr
             "template": {"spec": jobset},
         },
     }
-    bench.cluster.api.create(f"{TRAIN_JOB.api}/namespaces/{bench.namespace}/trainingruntimes", runtime)
+    bench.cluster.api.create(
+        f"{TRAIN_JOB.api}/namespaces/{bench.namespace}/trainingruntimes", rendered(runtime)
+    )
     manifest = {
         "apiVersion": group,
         "kind": "TrainJob",
-        "metadata": {"name": name},
+        "metadata": {"name": name, "labels": {**(labels or {})}},
         "spec": {
             "runtimeRef": {"apiGroup": group.partition("/")[0], "kind": "TrainingRuntime", "name": "torch"},
             "trainer": {

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.cluster.kubernetes import image
@@ -78,3 +79,18 @@ def turn(*, exclusive: bool) -> Iterator[None]:
     with _TURNS.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
+
+
+def once(install: Callable[[Cluster, Path], None]) -> Callable[[Cluster, Path], None]:
+    """Another program is installed by the first scenario that needs it; the others wait for that, and find it there."""
+
+    @functools.wraps(install)
+    def installed(cluster: Cluster, scratch: Path) -> None:
+        with (FOLDER / f"{install.__module__}.{install.__name__}.installed").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if not file.read():
+                install(cluster, scratch)
+                file.write("here")
+
+    return installed

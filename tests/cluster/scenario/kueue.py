@@ -1,0 +1,160 @@
+"""Kueue (https://kueue.sigs.k8s.io) in the cluster, by its own chart: built from its Go module, webhooks and all.
+
+Its webhooks are asked about namespaces that have its label alone: it comes while other scenarios create Jobs, and refuses
+everything until it answers. It takes care of the kinds that tests queue, and of nothing without a queue's name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.kubernetes.api import ApiError, Object
+from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.image import Image, Layer, archive
+from tests.cluster.kubernetes.process import run, wait_until
+from tests.cluster.scenario import jobset, kubeflow
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.job import TrainingJob
+from tests.cluster.scenario.stage import once
+from tests.support.machine import limit_s
+from tests.support.tool import built
+
+NAMESPACE = "kueue-system"
+REPOSITORY, TAG = "localhost/kueue", "test"
+API = "/apis/kueue.x-k8s.io/v1beta2"
+QUEUE = "kueue.x-k8s.io/queue-name"
+"""Label of a workload that waits in a LocalQueue."""
+NAME = "small"
+"""Of every queue."""
+HERE = {"deltashard.test/queues": "true"}
+"""Label of namespaces whose objects Kueue is asked about."""
+FRAMEWORKS = [
+    "batch/job",
+    "jobset.x-k8s.io/jobset",
+    "kubeflow.org/pytorchjob",
+    "trainer.kubeflow.org/trainjob",
+]
+CONFIGURATION = {
+    "apiVersion": "config.kueue.x-k8s.io/v1beta2",
+    "kind": "Configuration",
+    "health": {"healthProbeBindAddress": ":8081"},
+    "webhook": {"port": 9443},
+    "leaderElection": {"leaderElect": False},
+    "integrations": {"frameworks": FRAMEWORKS},
+}
+
+
+@once
+def install(cluster: Cluster, scratch: Path) -> None:
+    """Have it answer; returns when a ResourceFlavor is there.
+
+    Before it the controllers of all that it queues: of a kind that is defined later it learns some time after.
+    """
+    for before in (jobset.install, kubeflow.trainer, kubeflow.training_operator):
+        before(cluster, scratch)
+    program = built("kueue")
+    layer = Layer()
+    for folder in ("etc", "visibility"):
+        layer.folder(folder)
+    layer.folder("tmp", 0o1777)
+    layer.file("manager", program.read_bytes(), 0o755)
+    image = Image(name=f"{REPOSITORY}:{TAG}", layers=(layer.bytes(),), entrypoint=("/manager",), env={})
+    file = archive(scratch / "kueue.tar", [image])
+    for node in cluster.nodes.values():
+        if not node.pool:
+            node.ctr("images", "import", file)
+    manager = {
+        "image": {"repository": REPOSITORY, "tag": TAG, "pullPolicy": "Never"},
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+    }
+    values = {
+        "controllerManager.manager": manager,
+        "controllerManager.readinessProbe.initialDelaySeconds": 1,  # the chart takes it for the period, too
+        "controllerManager.featureGates": [{"name": "VisibilityOnDemand", "enabled": False}],
+        "managerConfig.controllerManagerConfigYaml": json.dumps(CONFIGURATION),
+    }
+    text = run(
+        built("helm"), "template", "kueue", program.parent / "chart", f"--namespace={NAMESPACE}",
+        *(f"--set-json={key}={json.dumps(value)}" for key, value in values.items()),
+    )  # fmt: skip
+    documents = [each for each in yaml.safe_load_all(text) if each and each["kind"] != "APIService"]
+    for each in documents:
+        for webhook in each.get("webhooks", ()):
+            webhook["namespaceSelector"] = {"matchLabels": HERE}
+    manifests = scratch / "kueue.yaml"
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    manifests.write_text(yaml.safe_dump_all([namespace, *documents]))
+    cluster.kubectl("apply", "--server-side", "-f", manifests)
+    cluster.kubectl(
+        "wait", "deployment", "--all", "--for=condition=Available", f"--namespace={NAMESPACE}",
+        f"--timeout={limit_s(200):.0f}s", timeout_s=240,
+    )  # fmt: skip
+
+    def made() -> bool:
+        try:
+            cluster.api.create(f"{API}/resourceflavors", _object("ResourceFlavor"))
+        except ApiError as error:
+            if "failed calling webhook" not in str(error) and error.code != 404:
+                raise
+            return False
+        return True
+
+    # Its certificate is made after it began, and the API server hears of that a little later.
+    wait_until(made, timeout_s=120, every_s=0.5, what="Kueue's webhook answers")
+
+
+def queue(bench: Bench, **quota: str) -> None:
+    """A queue of the scenario's namespace, the only one of a ClusterQueue that covers these resources and no other."""
+    name = bench.namespace
+    bench.cluster.kubectl("label", "namespace", name, *(f"{key}={value}" for key, value in HERE.items()))
+    flavor = {
+        "name": NAME,
+        "resources": [{"name": what, "nominalQuota": much} for what, much in quota.items()],
+    }
+    spec = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}},
+        "resourceGroups": [{"coveredResources": [*quota], "flavors": [flavor]}],
+    }
+    api = bench.cluster.api
+    api.create(f"{API}/clusterqueues", _object("ClusterQueue", name, spec=spec))
+    local = _object("LocalQueue", spec={"clusterQueue": name})
+    api.create(f"{API}/namespaces/{name}/localqueues", local)
+
+
+def _object(kind: str, name: str = NAME, **more: Any) -> Object:
+    return {"apiVersion": API.removeprefix("/apis/"), "kind": kind, "metadata": {"name": name}, **more}
+
+
+def workload(job: TrainingJob) -> Object | None:
+    """What Kueue made of a workload; None while it has not."""
+    found = job.api.items(f"{API}/namespaces/{job.namespace}/workloads")
+    owned = [each for each in found if each["metadata"]["ownerReferences"][0]["name"] == job.name]
+    return owned[0] if owned else None
+
+
+def wait_condition(job: TrainingJob, kind: str, status: str = "True") -> Object:
+    """A condition of the workload in its queue, waiting for it if need be."""
+    found: list[Object] = []
+
+    def told() -> bool:
+        conditions = ((workload(job) or {}).get("status") or {}).get("conditions", ())
+        found[:] = [each for each in conditions if (each["type"], each["status"]) == (kind, status)]
+        return bool(found)
+
+    wait_until(
+        told, timeout_s=120, every_s=0.3,
+        what=lambda: f"{job.name} {kind} {status}: {json.dumps((workload(job) or {}).get('status'))}",
+    )  # fmt: skip
+    return found[0]
+
+
+def counted(job: TrainingJob) -> list[tuple[int, Object]]:
+    """How many pods of each part an admitted workload has, and what these take of the quota together."""
+    found = workload(job)
+    assert found is not None
+    parts = found["status"]["admission"]["podSetAssignments"]
+    return [(each["count"], each["resourceUsage"]) for each in parts]

@@ -1,0 +1,127 @@
+"""Workloads that wait in a queue of Kueue's: what it admits trains and comes back, and what it counts is what the pods ask for.
+
+The queues cover cpu and memory alone, as those of Kueue's own guide.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import pytest
+from deltashard_operator.kube import quantity
+
+from tests.cluster.kubernetes.api import Object
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario import kueue
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.group import jobset
+from tests.cluster.scenario.job import JOBSET, POLICY, SIDECAR
+from tests.cluster.scenario.kubeflow_group import pytorch_job, train_job
+
+pytestmark = pytest.mark.timeout(600, func_only=True)
+
+STEPS = 150
+COUNTED = ("cpu", "memory")
+QUEUED = {kueue.QUEUE: kueue.NAME}
+NOWHERE = {"nodeSelector": {"deltashard.test/nowhere": "x"}}
+"""Of pods that are only looked at."""
+
+
+def asked(containers: list[Object]) -> dict[str, Fraction]:
+    """What containers request, together."""
+    requests = [(each.get("resources") or {}).get("requests") or {} for each in containers]
+    return {
+        what: sum((quantity.parse(each.get(what, 0)) for each in requests), Fraction()) for what in COUNTED
+    }
+
+
+def of_pods(specs: list[Object]) -> dict[str, Fraction]:
+    """What pods request, each of them with a sidecar."""
+    assert all(SIDECAR in {each["name"] for each in spec["initContainers"]} for spec in specs)
+    sidecars = [
+        each for spec in specs for each in spec["initContainers"] if each.get("restartPolicy") == "Always"
+    ]
+    return asked([*sidecars, *(each for spec in specs for each in spec["containers"])])
+
+
+def read(usage: Object) -> dict[str, Fraction]:
+    """What Kueue says that something takes."""
+    return {what: quantity.parse(much) for what, much in usage.items()}
+
+
+def test_a_queued_job_is_admitted_with_its_sidecar_and_comes_back(bench: Bench, tmp_path: Path) -> None:
+    """The queue has room for one Job and for another's training container, but not for its sidecar: so that one waits.
+
+    The first loses its pod, goes on, and ends; then the other trains.
+    """
+    kueue.install(bench.cluster, tmp_path)
+    bench.note("Kueue answers")
+    manifest = bench.manifest("first", steps=STEPS, labels=QUEUED)
+    path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs?dryRun=All"
+    template = bench.cluster.api.create(path, manifest)["spec"]["template"]["spec"]
+    alone, whole = asked(template["containers"]), of_pods([template])
+    quota = {what: f"{int((alone[what] + whole[what]) * 1000)}m" for what in COUNTED}
+    kueue.queue(bench, **quota)
+    first = bench.job("first", steps=STEPS, labels=QUEUED)
+    kueue.wait_condition(first, "Admitted")
+    assert [(count, read(usage)) for count, usage in kueue.counted(first)] == [(1, whole)]
+    second = bench.job("second", labels=QUEUED)
+    told = kueue.wait_condition(second, "QuotaReserved", "False")
+    assert "insufficient unused quota" in told["message"], told
+    bench.note(told["message"])
+
+    life = bench.began(first, 0)
+    committed = bench.wait_commits(first)
+    first.delete_pod(life["pod"], hard=True)
+    back = bench.began(first, 1)
+    assert back["pod"] != life["pod"]
+    bench.assert_resumed(back, at_least=committed)
+    assert second.get()["spec"]["suspend"]
+    assert not second.pods(), "neither a trainer nor a sidecar"
+    first.wait_complete()
+    assert bench.newest(first) == STEPS
+    bench.began(second, 0)
+
+
+def rendered(bench: Bench, runtime: Object) -> Object:
+    """A runtime with the sidecar in its template, as it would be in a JobSet's: Kueue counts TrainJobs by their runtime."""
+    document = {
+        "apiVersion": JOBSET.api.removeprefix("/apis/"),
+        "kind": "JobSet",
+        "metadata": {"name": "any"},
+        "spec": runtime["spec"]["template"]["spec"],
+    }
+    path = f"{JOBSET.api}/namespaces/{bench.namespace}/{JOBSET.plural}?dryRun=All"
+    jobs = bench.cluster.api.create(path, document)["spec"]["replicatedJobs"]
+    spec = {**document["spec"], "replicatedJobs": jobs}
+    return {**runtime, "spec": {**runtime["spec"], "template": {"spec": spec}}}
+
+
+def test_a_queue_counts_the_sidecars_of_groups(bench: Bench, tmp_path: Path) -> None:
+    """What it holds for an admitted JobSet, TrainJob or PyTorchJob is what its pods request, sidecars and all."""
+    kueue.install(bench.cluster, tmp_path)
+    kueue.queue(bench, cpu="4", memory="8Gi")
+    # A runtime does not know that its TrainJobs are queued, so its policy says what no queue here covers.
+    bench.policy(bench.namespace, "queued", sidecar={"resources": {"requests": {"ephemeral-storage": "0"}}})
+    groups = [
+        jobset(bench, "set", pods=2, labels=QUEUED, pod=NOWHERE),
+        train_job(
+            bench, "night", nodes=2, labels=QUEUED, pod=NOWHERE,
+            notes={POLICY: "queued"}, rendered=partial(rendered, bench),
+        ),
+        pytorch_job(bench, "ranks", workers=2, labels=QUEUED, pod=NOWHERE),
+    ]  # fmt: skip
+    for job in (each.job for each in groups):
+        kueue.wait_condition(job, "Admitted")
+        counted = kueue.counted(job)
+        pods = sum(count for count, _ in counted)
+        wait_until(
+            lambda job=job, pods=pods: len(job.pods()) == pods,
+            timeout_s=60,
+            what=f"{pods} pods of {job.name}",
+            every_s=0.3,
+        )
+        taken = {what: sum((read(usage)[what] for _, usage in counted), Fraction()) for what in COUNTED}
+        assert taken == of_pods([each["spec"] for each in job.pods()]), job.name
