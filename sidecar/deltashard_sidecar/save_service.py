@@ -83,7 +83,7 @@ class SaveService:
         if attempt is not None:
             why = self._run.removal.look(self._run.log_of(session.who), attempt)
             if why is not None:
-                self._metrics.failed(Cause.REMOVED)
+                self._metrics.failures.labels(Cause.REMOVED).inc()
                 raise SaveRefused(begin.cut, Cause.REMOVED, why)
         try:
             return self._begun(session, begin)

@@ -342,7 +342,7 @@ class Save:
             self.failure = (cause, message)
             self._drained.notify_all()
         self._log.warning("save.failed", cause=cause, message=message, state=was.value)
-        self._metrics.failed(cause)
+        self._metrics.failures.labels(cause).inc()
         if was is SaveState.STAGING:
             failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
             self._outbox.put(pb.SaveReply(failed=failed))

@@ -1,8 +1,8 @@
 """Prometheus metrics of one sidecar: names and units by convention, prefix `deltashard_`, one registry per process.
 
-No label grows without bound: encodings, block uses, causes, sources and directions are closed sets; causes that are not
-in `CAUSES` count as `other`. A run of many pods costs Prometheus little: a series with labels begins with its first
-event, and what is said of the run is served by the sidecar of its rank 0.
+No label grows without bound: encodings, block uses, causes, sources and directions are closed sets. A run of many pods
+costs Prometheus little: a series with labels begins with its first event, and what is said of the run is served by the
+sidecar of its rank 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
 from deltashard_checkpoint.process import usable_host, version
-from deltashard_proto.cause import Cause
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -30,28 +29,6 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-CAUSES = frozenset(
-    [
-        Cause.ABORTED,
-        Cause.STALL_BUDGET,
-        Cause.BROKEN,
-        Cause.BUSY,
-        Cause.FENCED,
-        Cause.TAKEN_OVER,
-        Cause.STOPPING,
-        Cause.SUPERSEDED,
-        Cause.DEADLINE,
-        Cause.INVALID,
-        Cause.UNAVAILABLE,
-        Cause.FULL,
-        Cause.ABANDONED,
-        Cause.CORRUPT,
-        Cause.LOG_LOST,
-        Cause.REMOVED,
-        Cause.ERROR,
-    ]
-)
-"""Causes of failed saves, as their metric is labelled."""
 FLEET_CAUSES = frozenset(
     [
         "token",
@@ -230,9 +207,6 @@ class Metrics(Collector):
         self.copied_rows.labels("held").inc(rows - ahead)
         if math.isfinite(slower_s) and slower_s > 0:
             self.slowdown.inc(slower_s)
-
-    def failed(self, cause: str) -> None:
-        self.failures.labels(cause if cause in CAUSES else "other").inc()
 
     def lost(self, said: str) -> None:
         """The PLS that a commit says of its run; what is no number was not ours."""

@@ -4,9 +4,7 @@ import threading
 
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar.save.save import CAUSES as SAVE_CAUSES
 from deltashard_sidecar.session.notice import LIMIT, Notices, save_failed
-from deltashard_sidecar.telemetry.metric import CAUSES, Metrics
 
 
 def test_notices_come_in_order_and_end_with_close() -> None:
@@ -44,14 +42,3 @@ def test_a_reader_that_is_gone_takes_nothing_with_it() -> None:
     queue.close()
     assert not read
     assert [n.committed.seq for n in queue.read(lambda: True)] == [5]
-
-
-def test_every_cause_of_a_failed_save_has_its_count() -> None:
-    """Causes are a closed set; anything else counts as other."""
-    assert SAVE_CAUSES <= CAUSES
-    metrics = Metrics()
-    metrics.failed("fenced")
-    metrics.failed("a new one")
-    sample = metrics.registry.get_sample_value
-    assert sample("deltashard_save_failures_total", {"cause": "fenced"}) == 1
-    assert sample("deltashard_save_failures_total", {"cause": "other"}) == 1
