@@ -145,7 +145,7 @@ def test_empty_objects_are_filled_once(place: Place) -> None:
     check(authority)
     webhook, fleet = place.secret(WEBHOOK_SECRET), place.secret(FLEET_SECRET)
     assert issuance.signed_by(webhook["tls.crt"], webhook["ca.crt"])
-    assert place.bundles() == [webhook["ca.crt"]] * 2
+    assert place.bundles() == [webhook["ca.crt"]] * 4
     assert issuance.is_for(
         webhook["tls.crt"],
         [f"deltashard-webhook.{place.namespace}{end}" for end in ("", ".svc", ".svc.cluster.local")],
