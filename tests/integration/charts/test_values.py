@@ -624,6 +624,13 @@ def test_a_value_shows_in_its_own_way(case: Case) -> None:
     assert case.look(after) == case.after
 
 
+@pytest.mark.parametrize(("replicas", "strategy"), [(1, "Recreate"), (2, "RollingUpdate")])
+def test_an_upgrade_waits_for_a_lone_controller(replicas: int, strategy: str) -> None:
+    """Helm counts what may be unavailable as ready, and one of one would be all."""
+    rendering = render({"controller": {"replicas": replicas}})
+    assert at("Deployment/deltashard-controller spec.strategy.type")(rendering) == [strategy]
+
+
 def test_templates_are_all_seen() -> None:
     """Every template makes something for some of the values of these tests; hooks of the uninstall, on a cluster only."""
     seen: set[str] = set()
