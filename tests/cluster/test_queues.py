@@ -5,11 +5,14 @@ The queues cover cpu and memory alone, as those of Kueue's own guide.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from deltashard_operator.kube import quantity
 
 from tests.cluster.kubernetes.api import Object
@@ -17,8 +20,9 @@ from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario import kueue
 from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.group import jobset
-from tests.cluster.scenario.job import JOBSET, POLICY, SIDECAR
+from tests.cluster.scenario.job import POLICY, SIDECAR
 from tests.cluster.scenario.kubeflow_group import pytorch_job, train_job
+from tests.support.machine import limit_s
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
@@ -86,17 +90,17 @@ def test_a_queued_job_is_admitted_with_its_sidecar_and_comes_back(bench: Bench, 
 
 
 def rendered(bench: Bench, runtime: Object) -> Object:
-    """A runtime with the sidecar in its template, as it would be in a JobSet's: Kueue counts TrainJobs by their runtime."""
-    document = {
-        "apiVersion": JOBSET.api.removeprefix("/apis/"),
-        "kind": "JobSet",
-        "metadata": {"name": "any"},
-        "spec": runtime["spec"]["template"]["spec"],
-    }
-    path = f"{JOBSET.api}/namespaces/{bench.namespace}/{JOBSET.plural}?dryRun=All"
-    jobs = bench.cluster.api.create(path, document)["spec"]["replicatedJobs"]
-    spec = {**document["spec"], "replicatedJobs": jobs}
-    return {**runtime, "spec": {**runtime["spec"], "template": {"spec": spec}}}
+    """A runtime with the sidecar in it, as its administrator makes it: Kueue counts TrainJobs by what their runtime says."""
+    file = bench.folder / "runtime.yaml"
+    file.write_text(yaml.safe_dump(runtime))
+    done = subprocess.run(
+        [sys.executable, "-m", "deltashard_cli.kubectl.plugin", "inject", "-f", file,
+         "-n", bench.namespace, f"--kubeconfig={bench.cluster.kubeconfig}"],
+        capture_output=True, text=True, timeout=limit_s(60), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made: Object = yaml.safe_load(done.stdout)
+    return made
 
 
 def test_a_queue_counts_the_sidecars_of_groups(bench: Bench, tmp_path: Path) -> None:
