@@ -5,7 +5,7 @@ RUN = .venv/bin/python
 STORE ?= file
 SERVERS = minio etcd helm kubectl coredns promql registry kwok jobset kueue training-operator kubeflow-trainer kubernetes fake-gcs-server shared-mount
 
-CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
+CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
 # Whatever the machine says: without compiled files each process that tests start compiles torch again, for seconds.
 export PYTHONDONTWRITEBYTECODE :=

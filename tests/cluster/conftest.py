@@ -89,12 +89,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("again", range(ROUNDS))
 
 
-_FIRST = ("test_nodes", "test_stores", "test_jobsets", "test_pytorchjobs", "test_groups", "test_survivors")
-"""Files that take longest: a file is one process' work, one scenario after the other."""
+_ORDER = (
+    "test_queues", "test_containers", "test_changes", "test_survivors", "test_jobsets",
+    "test_nodes", "test_pytorchjobs", "test_groups", "test_tenants", "test_stores",
+    "test_reclaims", "test_completion", "test_admissions", "test_departures",
+)  # fmt: skip
+"""Files are one process' work, one scenario after the other, and each process is given a second one at once, which waits
+behind the first: so a long one stands behind a short one."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest first; scenarios that take the stage for themselves last, in the order they are written in.
+    """In the order that fills five processes; scenarios that take the stage for themselves last, as they are written.
 
     Their limits are this machine's. Those of which others have the parts are in the long variant alone.
     """
@@ -108,8 +113,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("alone") is not None:
-            return len(_FIRST) + 1
-        return _FIRST.index(item.path.stem) if item.path.stem in _FIRST else len(_FIRST)
+            return len(_ORDER) + 1
+        return _ORDER.index(item.path.stem) if item.path.stem in _ORDER else len(_ORDER)
 
     items.sort(key=rank)
 

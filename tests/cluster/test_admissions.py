@@ -21,7 +21,7 @@ _SLEEPER: Object = {
     "image": f"{TRAINER}:{TAG}",
     "imagePullPolicy": "Never",
     "command": ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 3600 & wait"],
-    "resources": {"limits": {"cpu": "100m", "memory": "64Mi"}},
+    "resources": {"limits": {"cpu": "50m", "memory": "64Mi"}},
 }
 
 
@@ -70,15 +70,15 @@ def test_strict_cluster(bench: Bench) -> None:
             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
         },
     ]
-    # In a Guaranteed pod requests are the limits: with what the other scenarios ask for it would crawl.
-    bench.policy(namespace, "strict", sidecar={"resources": {"requests": {"cpu": "400m"}}})
+    # In a Guaranteed pod the sidecar requests its limit, and a node here has two processors for all scenarios.
+    bench.policy(namespace, "strict", sidecar={"resources": {"limits": {"cpu": "1"}}})
     job = bench.job(
         "strict",
-        steps=600,  # long enough to be killed within on a busy machine
+        steps=300,  # long enough to be killed within on a busy machine
         notes={"deltashard.io/policy": "strict"},
         container={
             "securityContext": whoever,
-            "resources": {"limits": {"cpu": "800m", "memory": "2Gi"}},
+            "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}},
         },
         pod={"initContainers": copy.deepcopy(inits)},
     )
@@ -92,7 +92,7 @@ def test_strict_cluster(bench: Bench) -> None:
     os.kill(bench.cluster.nodes[life["node"]].container_pid(trainer), signal.SIGKILL)
     bench.assert_resumed(bench.began(job, 1), at_least=committed)
     job.wait_complete()
-    assert bench.newest(job) == 600
+    assert bench.newest(job) == 300
     bench.assert_store_whole(job)
 
 

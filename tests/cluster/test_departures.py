@@ -1,4 +1,4 @@
-"""A pod is told to go: what it saves in its grace period, and where its successor begins."""
+"""A pod is preempted: what it saves in its grace period, and where its successor begins."""
 
 from __future__ import annotations
 
@@ -33,24 +33,16 @@ def slots(bench: Bench) -> None:
             )
 
 
-def test_departures(bench: Bench, slots: None) -> None:
-    """Evicted, deleted, preempted: each commits an urgent cut within the grace period."""
-    api = bench.cluster.api
+def test_preempted(bench: Bench, slots: None) -> None:
+    """It commits an urgent cut within the grace period. Pods that are evicted and deleted have groups to tell (test_groups)."""
     wants = {"cpu": "10m", "memory": "512Mi", SLOT: "1"}
     limits = {"memory": "2Gi", SLOT: "1"}
     job = bench.job("departs", notes=NO_TIMER, container={"resources": {"requests": wants, "limits": limits}})
     life = bench.began(job, 0)
-    life = bench.assert_left_well(job, life, 1, lambda: job.evict(life["pod"]))
-    first = life
-    life = bench.assert_left_well(
-        job,
-        life,
-        2,
-        lambda: bench.cluster.kubectl("delete", "pod", "-n", bench.namespace, first["pod"], "--wait=false"),
+    heir = bench.assert_left_well(
+        job, life, 1, lambda: preempt(bench.cluster.api, bench.namespace, life["node"])
     )
-    preempted = life
-    life = bench.assert_left_well(job, life, 3, lambda: preempt(api, bench.namespace, preempted["node"]))
-    assert life["node"] != preempted["node"]
+    assert heir["node"] != life["node"]
     bench.assert_store_whole(job)
 
 

@@ -175,7 +175,7 @@ def test_lost_kubelet(bench: Bench) -> None:
     job.wait_gone(zombie["pod"], timeout_s=120)
 
 
-@pytest.mark.parts("test_departures, test_a_pytorch_job_loses_a_worker_and_its_master")
+@pytest.mark.parts("test_preempted, test_a_pytorch_job_loses_a_worker_and_its_master")
 def test_drained_node(bench: Bench) -> None:
     """`kubectl drain` of its node, as before maintenance: the other node goes on."""
     job = bench.job("drained", notes=NO_TIMER, pool=HARMED)
