@@ -169,6 +169,7 @@ class Process:
             namespaces=options.watch_namespaces,
         )
         watches = self.controller.watches
+        watches.disruption_taints = options.disruption_taints
         self.watch = ObjectWatch(
             api,
             watches.kinds,

@@ -85,7 +85,7 @@ def _of_grace(spec: Mapping[str, Any], policy: Policy, *, keep_grace: bool) -> l
     if _asks_for_spot(spec) and (grace_s if kept else policy.grace_s) > SPOT_GRACE_S:
         warnings.append(
             f"deltashard: {SPOT} nodes give a pod {SPOT_GRACE_S} s to end, whatever its grace period is: set "
-            f"gracePeriodSeconds {SPOT_GRACE_S} in policy {policy.name}, or a save may not end in time"
+            f"gracePeriod {SPOT_GRACE_S}s in policy {policy.name}, or a save may not end in time"
         )
     return warnings
 

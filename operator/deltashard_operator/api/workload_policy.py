@@ -1,8 +1,8 @@
 """The policy of one workload: a CheckpointPolicy over the chart's defaults, and the user's annotations over both.
 
-`spec` documents are what the API serves for a CheckpointPolicy or a ClusterCheckpointPolicy, or the chart's default
-policy of the same shape. A policy that names a store takes nothing of the default's store: one's bucket with another's
-credentials helps nobody. Fields that only the controller reads are not looked at.
+`spec` documents are what the API serves for a CheckpointPolicy, or the chart's default policy of the same shape. A
+policy that names a store takes nothing of the default's store: one's bucket with another's credentials helps nobody.
+Fields that only the controller reads are not looked at.
 
 Who states an interval or steps and no goal wants just these: then the goal is `fixed`, whatever the default's is. The
 same holds for an encoding and what bits are chosen for. `fleet`, `deciding` and `reclaiming` are the cluster's: words
@@ -29,8 +29,6 @@ from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
 
 DEFAULT = "default"
 """Policy name that means the chart's default policy where the namespace has none of that name."""
-CLUSTER = "cluster/"
-"""Beginning of the name of a policy that is a ClusterCheckpointPolicy."""
 CACHE_ARENAS = 16
 MAX_CACHE_BYTES = 10 << 30
 """Where no `cacheSize` is stated, the cache is so many arenas large, and at most so large: it is requested from the

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,6 +72,8 @@ class Watches:
         self._metrics = metrics
         self._keep_finished_s = keep_finished_s
         self._wall = wall
+        self.disruption_taints: Container[str] = ()
+        """Keys of taints that announce a node's end."""
         self._waiting: dict[str, _Wait] = {}
         """By the Job's UID."""
         self._not_to_come: dict[str, float] = {}
@@ -190,10 +192,10 @@ class Watches:
 
     def on_node(self, document: Document) -> None:
         """A node is there, or changed."""
-        node = observed_object.node_of(document)
+        node = observed_object.node_of(document, self.disruption_taints)
         before = self._books.nodes.get(node.name)
         self._books.nodes[node.name] = node
-        if node.cordoned and before is not None and not before.cordoned:
+        if node.ending and before is not None and not before.ending:
             self._save_before_drain(node.name)
 
     def node_gone(self, node: ObjectKey, _last: Document | None) -> None:

@@ -10,7 +10,7 @@ created again under an old name is another one.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,8 +152,8 @@ class NodeView:
 
     name: str
     ready: bool
-    cordoned: bool = False
-    """Marked unschedulable, which is how a drain begins."""
+    ending: bool = False
+    """Cordoned, or tainted by what will remove it: evictions are to come."""
 
 
 def seconds_of(text: object) -> float:
@@ -312,8 +312,11 @@ def _ending_of(containers: list[Document]) -> Ending | None:
     return max(found, key=lambda each: (each.at_s, each.exit_code != 0), default=None)
 
 
-def node_of(document: Document) -> NodeView:
+def node_of(document: Document, disruption_taints: Container[str] = ()) -> NodeView:
+    """A node; one with such a taint is about to end."""
     conditions = (document.get("status") or {}).get("conditions") or ()
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
-    cordoned = bool((document.get("spec") or {}).get("unschedulable"))
-    return NodeView(name=document["metadata"]["name"], ready=ready, cordoned=cordoned)
+    spec = document.get("spec") or {}
+    tainted = any(each.get("key") in disruption_taints for each in spec.get("taints") or ())
+    ending = bool(spec.get("unschedulable")) or tainted
+    return NodeView(name=document["metadata"]["name"], ready=ready, ending=ending)

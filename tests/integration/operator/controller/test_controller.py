@@ -341,8 +341,13 @@ def test_a_pod_stuck_on_a_lost_node_is_named_with_both_remedies(
     eventually(lambda: cluster.condition(job, "StuckOnLostNode")["status"] == "False", "its end")
 
 
-def test_the_runs_of_a_node_that_is_cordoned_save_before_they_are_evicted(
-    controller: ControllerProcess, cluster: Cluster
+@pytest.mark.parametrize(
+    "ending",
+    [{"unschedulable": True}, {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}],
+    ids=["cordon", "karpenter"],
+)
+def test_runs_save_before_their_node_ends(
+    controller: ControllerProcess, cluster: Cluster, ending: dict[str, Any]
 ) -> None:
     node = f"node-{cluster.namespace}"
     cluster.node(node)
@@ -356,8 +361,7 @@ def test_the_runs_of_a_node_that_is_cordoned_save_before_they_are_evicted(
         second.beat(step=5)
         cluster.reaches(job, phase="Training")
         cluster.reaches(other, phase="Training")
-        cordon = {"spec": {"unschedulable": True}}
-        assert cluster.http("PATCH", f"/api/v1/nodes/{node}", cordon, content=MERGE).status == 200
+        assert cluster.http("PATCH", f"/api/v1/nodes/{node}", {"spec": ending}, content=MERGE).status == 200
         eventually(lambda: sidecar.saves, "a request to save")
         assert (sidecar.saves[0].reason, sidecar.saves[0].urgent) == ("drain", False)
         assert second.saves == []
