@@ -76,7 +76,7 @@ def wheel(version: str = "") -> Path:
         files += [
             path
             for path in sorted((ROOT / package).rglob("*"))
-            if path.suffix in {".py", ".c", ".typed", ".pyi"} and "__pycache__" not in path.parts
+            if path.suffix in {".py", ".c", ".typed", ".pyi", ".yaml"} and "__pycache__" not in path.parts
         ]
     digest = hashlib.sha256(f"{sys.version} {version}".encode())
     for path in files:
