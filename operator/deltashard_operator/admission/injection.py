@@ -190,6 +190,9 @@ def _assembled(template: Mapping[str, Any], parts: _Parts) -> Document:
 def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Document:
     """The template, with what it lacks of that which was put into `injected`, as it was before an update.
 
+    The sidecar is the one that it had: Trainer applies its runtime's again and again, which does not know how many pods
+    its TrainJob has, and a JobSet's templates never change.
+
     Raises:
         Refusal: it has no place for it any more.
     """
@@ -208,7 +211,10 @@ def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Docume
         pull_secrets=tuple(spec.get("imagePullSecrets") or []),
         notes={key: notes[key] for key in _NOTES if key in notes},
     )
-    return _assembled(template, parts)
+    result = _assembled(template, parts)
+    inits = result["spec"]["initContainers"]
+    result["spec"]["initContainers"] = [sidecar if each["name"] == SIDECAR else each for each in inits]
+    return result
 
 
 def _volume_notes(volumes: tuple[Document, ...]) -> dict[str, str]:

@@ -102,6 +102,9 @@ def test_what_an_applied_manifest_takes_out_is_put_back(manifest: Document) -> N
         inner = template_of(applied)["spec"]["containers"][0]
         inner.pop("env", None)
         inner.pop("volumeMounts", None)
+        if applied != manifest:  # a runtime's sidecar, which Trainer applies again, knows no number of pods
+            sidecar = sample.sidecar_of(template_of(applied))
+            sidecar["env"] = [each for each in sidecar["env"] if each["name"] != "DELTASHARD_PODS"]
         response = sample.answer(applied, changed, operation="UPDATE", before=before)
         assert response["allowed"]
         assert sample.applied(applied, response) == before
