@@ -111,7 +111,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     monkeypatch.setattr(sidecar.activity, "ended", told)
     stream = threading.Thread(target=first.read, args=(iter(()),))
     stream.start()
-    while not first.life.ended:
+    while not first.has_ended:
         assert stream.is_alive()
     second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
     stream.join(60.0)
