@@ -126,8 +126,10 @@ class FileStore(Store):
             os.link(temporary, path)
         except FileExistsError as error:
             # A client of NFS repeats a request whose answer was lost: then the name is taken by our own file.
-            if not path.samefile(temporary):
-                raise ObjectExists("object exists", where=f"{self.url}/{key}") from error
+            with suppress(FileNotFoundError):  # deleted since: it was taken, all the same
+                if path.samefile(temporary):
+                    return
+            raise ObjectExists("object exists", where=f"{self.url}/{key}") from error
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise

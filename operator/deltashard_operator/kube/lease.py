@@ -131,7 +131,7 @@ class Lease:
                 self.refused = ""
                 return False
         written = await self._put(lease, holder=self._identity)
-        return self._without(written) if not written.ok else True
+        return written.ok or self._without(written)
 
     def _without(self, answer: Answer) -> bool:
         """Not ours by this answer, which is either another's write in between (409) or a refusal."""
