@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from tests.integration.charts.helm import CHART, render
+from tests.support.helm import CHART, render
 
 ON = {
     "monitoring": {name: {"enabled": True} for name in ("podMonitor", "serviceMonitor", "rules", "dashboard")}

@@ -1,4 +1,4 @@
-"""The admission objects of the chart are those of the code, which a real API server tests."""
+"""The chart's admission objects: what values do to them. `admission/test_webhook.py` has them on a real API server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deltashard_operator.kube import webhook_configuration
 
-from tests.integration.charts.helm import CERTIFICATE, NAMESPACE, Document, Rendering, render
+from tests.support.helm import CERTIFICATE, NAMESPACE, render
 
 SERVICE = {
     "name": "deltashard-webhook",
@@ -19,35 +19,34 @@ SERVICE = {
 EXISTING = {"mode": "existing", "existing": {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}}
 
 
-def bare(document: Document) -> Document:
-    """An object without what Helm and cert-manager put on its metadata."""
-    return {**document, "metadata": {"name": document["metadata"]["name"]}}
-
-
-def policies(rendering: Rendering) -> list[Any]:
-    """ValidatingAdmissionPolicies and their bindings, by name."""
-    kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
-    return by_name([bare(document) for kind in kinds for document in rendering.all(kind)])
-
-
-def by_name(documents: list[Any]) -> list[Any]:
-    return sorted(documents, key=lambda document: (document["metadata"]["name"], document["kind"]))
+def selector(*namespaces: str, watched: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A namespaceSelector that leaves these namespaces alone, besides kube-system."""
+    key = "kubernetes.io/metadata.name"
+    found = [{"key": key, "operator": "NotIn", "values": ["kube-system", *namespaces]}]
+    if watched:
+        found.append({"key": key, "operator": "In", "values": list(watched)})
+    return {"matchExpressions": found}
 
 
 @pytest.mark.parametrize("failure_policy", ["Fail", "Ignore"])
 @pytest.mark.parametrize("exempt", [(), ("legacy", "batch-system")])
 @pytest.mark.parametrize("mode", ["builtin", "cert-manager"])
 def test_the_webhook_configuration(failure_policy: str, exempt: tuple[str, ...], mode: str) -> None:
-    """Equal, word for word, but for the authority, which is not the chart's to say."""
+    """Every webhook calls the Service, spares the exempt namespaces, and is asked only for what is annotated."""
     rendering = render(
         {
             "certificates": {"mode": mode},
             "webhook": {"failurePolicy": failure_policy, "exemptNamespaces": list(exempt)},
         }
     )
-    assert bare(rendering.find("MutatingWebhookConfiguration")) == webhook_configuration.mutating(
-        {"service": SERVICE}, failure_policy=failure_policy, exempt=(NAMESPACE, *exempt)
-    )
+    hooks = rendering.find("MutatingWebhookConfiguration", webhook_configuration.CONFIGURATION)["webhooks"]
+    assert [each["name"].partition(".")[0] for each in hooks] == ["jobs", "jobsets", "pytorchjobs", "pods"]
+    for each in hooks:
+        assert each["clientConfig"]["service"] == SERVICE
+        assert each["failurePolicy"] == failure_policy
+        assert each["namespaceSelector"] == selector(NAMESPACE, *exempt)
+        assert each["matchConditions"][0]["name"] == "annotated"
+        assert each["timeoutSeconds"] == webhook_configuration.TIMEOUT_S
 
 
 def test_with_an_authority_of_yours() -> None:
@@ -71,25 +70,18 @@ def test_an_authority_of_yours_must_be_there(missing: str) -> None:
         render({"certificates": {"mode": "existing", "existing": existing}})
 
 
-def test_the_validating_policies() -> None:
-    """Equal, word for word, where Kubernetes has them."""
-    exempt = ("legacy",)
-    rendering = render({"webhook": {"exemptNamespaces": list(exempt)}})
-    assert policies(rendering) == by_name(webhook_configuration.validating((NAMESPACE, *exempt)))
-
-
 def test_with_a_list_of_namespaces() -> None:
-    """Equal, too; where Kubernetes has no such policies, the webhook is sent what it has to refuse."""
+    """Where Kubernetes has no ValidatingAdmissionPolicies, the webhook is sent what it has to refuse."""
     some = ("team-a", "team-b")
-    rendering = render({"watchNamespaces": list(some)})
-    exempt = (NAMESPACE,)
-    assert policies(rendering) == by_name(webhook_configuration.validating(exempt, namespaces=some))
-    configured = bare(rendering.find("MutatingWebhookConfiguration"))
-    assert configured == webhook_configuration.mutating({"service": SERVICE}, exempt=exempt, namespaces=some)
-    older = render({"watchNamespaces": list(some)}, version="1.29.0")
-    assert bare(older.find("MutatingWebhookConfiguration")) == webhook_configuration.mutating(
-        {"service": SERVICE}, exempt=exempt
-    )
+    values = {"watchNamespaces": list(some), "webhook": {"exemptNamespaces": ["legacy"]}}
+    rendering, older = render(values), render(values, version="1.29.0")
+    for each in rendering.all("ValidatingAdmissionPolicy"):
+        constraints = each["spec"]["matchConstraints"]
+        assert constraints["namespaceSelector"] == selector(NAMESPACE, "legacy")
+    for each in rendering.find("MutatingWebhookConfiguration")["webhooks"]:
+        assert each["namespaceSelector"] == selector(NAMESPACE, "legacy", watched=some)
+    for each in older.find("MutatingWebhookConfiguration")["webhooks"]:
+        assert each["namespaceSelector"] == selector(NAMESPACE, "legacy")
 
 
 def test_kubernetes_1_29_has_none() -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from deltashard_operator.api import workload_policy
 
-from tests.integration.charts.helm import CHART, VERSION, render, run
+from tests.support.helm import CHART, VERSION, render, run
 from tests.support.server.minio_server import ROOT
 from tools.chart_readme import Unfit, rendered
 

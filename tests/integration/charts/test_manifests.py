@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from deltashard_operator import chart_test, controller_main, main
 
-from tests.integration.charts.helm import CERTIFICATE, NAMESPACE, Document, Rendering, render
 from tests.support.eventually import eventually
+from tests.support.helm import CERTIFICATE, NAMESPACE, Document, Rendering, render
 from tests.support.server.apiserver import Rest
 from tests.support.server.minio_server import ROOT
 

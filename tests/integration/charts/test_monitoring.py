@@ -16,9 +16,9 @@ from deltashard_operator.tls.metric import AuthorityMetrics
 from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client.registry import Collector
 
-from tests.integration.charts.helm import CHART, render
 from tests.integration.charts.monitoring import ON, alerts, queries, records, rules
 from tests.integration.charts.promql import Samples, ask, recorded
+from tests.support.helm import CHART, render
 from tests.support.server.minio_server import ROOT
 
 RUNBOOKS = ROOT / "docs" / "kubernetes" / "runbooks"

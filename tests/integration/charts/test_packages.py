@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integration.charts.helm import CHART, NAMESPACE, RELEASE, VERSION, render, run
 from tests.support.eventually import eventually
+from tests.support.helm import CHART, NAMESPACE, RELEASE, VERSION, render, run
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.registry_server import RegistryServer
 from tests.support.tool import ROOT, built

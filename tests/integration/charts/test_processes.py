@@ -15,8 +15,8 @@ from typing import Any
 import urllib3
 import yaml
 
-from tests.integration.charts.helm import NAMESPACE, Release, render
 from tests.support.eventually import eventually
+from tests.support.helm import NAMESPACE, Release, render
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import free_port
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from deltashard_operator.api import workload_policy
 
-from tests.integration.charts.helm import CHART, HelmRefused, render
 from tests.integration.charts.value import VALUES, leaves, nested, pod_specs, policy
+from tests.support.helm import CHART, HelmRefused, render
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 

@@ -13,8 +13,8 @@ import yaml
 from deltashard_operator.kube import webhook_configuration
 from kubernetes import client, watch
 
-from tests.integration.charts.helm import CERTIFICATE, NAMESPACE, RELEASE, HelmRefused, Release, render
 from tests.support.eventually import eventually
+from tests.support.helm import CERTIFICATE, NAMESPACE, RELEASE, HelmRefused, Release, render
 from tests.support.machine import limit_s
 from tests.support.server.apiserver import ApiServer, Rest
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.charts.helm import Release
 from tests.support.eventually import eventually
+from tests.support.helm import Release
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.controller_manager import ControllerManager
 from tests.support.server.minio_server import ROOT

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.integration.charts.helm import CERTIFICATE, CHART, Rendering, render
 from tests.integration.charts.value import (
     VALUES,
     at,
@@ -22,6 +21,7 @@ from tests.integration.charts.value import (
     pod_specs,
     policy,
 )
+from tests.support.helm import CERTIFICATE, CHART, Rendering, render
 
 
 def holds(shown: Any, value: Any) -> bool:

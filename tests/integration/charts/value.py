@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tests.integration.charts.helm import CHART, Document, Rendering
+from tests.support.helm import CHART, Document, Rendering
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 

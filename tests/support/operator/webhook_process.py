@@ -18,6 +18,7 @@ import yaml
 from deltashard_operator.kube import cluster_name, webhook_configuration
 
 from tests.support.eventually import eventually
+from tests.support.helm import render
 from tests.support.operator import sample
 from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
 from tests.support.server.minio_server import free_port
@@ -139,10 +140,10 @@ def has_sidecar(reply: Reply) -> bool:
 
 
 def configuration(client_config: dict[str, Any]) -> dict[str, Any]:
-    """The webhook's configuration, with that patience."""
-    document = webhook_configuration.mutating(client_config)
+    """The chart's configuration of the webhook, with that patience."""
+    document = render().find("MutatingWebhookConfiguration")
     for hook in document["webhooks"]:
-        hook["timeoutSeconds"] = PATIENCE_S
+        hook |= {"timeoutSeconds": PATIENCE_S, "clientConfig": client_config}
     return document
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltashard_operator.kube import cluster_name, webhook_configuration
+from deltashard_operator.kube import cluster_name
 
 from tests.support.eventually import eventually
+from tests.support.helm import render
 from tests.support.operator import sample
 from tests.support.operator.sample import policy_object
 from tests.support.operator.webhook_process import (
@@ -266,7 +267,8 @@ def test_from_no_certificate_to_the_last_admission(rest: Rest, apiserver: ApiSer
 
 def test_what_holds_without_the_webhook(rest: Rest) -> None:
     """An annotated Job or pod without sidecar is denied, an annotation that comes too late draws a warning."""
-    documents = webhook_configuration.validating()
+    kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    documents = [each for kind in kinds for each in render().all(kind)]
     for document in documents:
         kind = POLICIES if document["kind"] == "ValidatingAdmissionPolicy" else BINDINGS
         assert rest("POST", kind, document).status == 201, document
