@@ -26,7 +26,7 @@ def test_job_completes(bench: Bench) -> None:
     assert not began["secrets"], "the store's credentials reach the sidecar only"
     (pod,) = job.pods()
     assert [each["name"] for each in pod["spec"]["initContainers"]] == [SIDECAR]
-    job.wait_phase("Training", "Saving", timeout_s=90)
+    job.wait_phase("Training", timeout_s=90)
     job.wait_complete()
     finished = bench.witness.wait(job.key, lambda e: e["kind"] == "finished", timeout_s=5, what="finished")
     assert finished["digest"] == bench.reference.digest(300)
