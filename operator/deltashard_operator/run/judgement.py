@@ -15,13 +15,11 @@ from deltashard_operator.kube import owner_reference
 from deltashard_operator.run import condition, failure, incident, roll_call
 from deltashard_operator.run import phase as phases
 from deltashard_operator.run.condition import Condition, fact
-from deltashard_operator.run.observed_object import NodeView, PodView
+from deltashard_operator.run.observed_object import ABSENT_S, NodeView, PodView
 from deltashard_operator.run.phase import Signs
 from deltashard_operator.run.roll_call import RollCall
 from deltashard_operator.run.watched_run import Notice, Run, finished, with_tally
 
-ABSENT_S = 600.0
-"""A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
 SETTLED_S = 60.0
 """A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
 HELD = frozenset({condition.SAVES_FAILING, condition.CREDENTIALS_MISSING, condition.STORE_UNAVAILABLE})

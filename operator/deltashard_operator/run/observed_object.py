@@ -33,6 +33,8 @@ from deltashard_operator.kube.owner_reference import Owner
 
 Document = Mapping[str, Any]
 DEFAULT_POLICY = "default"
+ABSENT_S = 600.0
+"""A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
