@@ -308,7 +308,12 @@ def report_of(message: wire.ReportRequest) -> Report:
         run=_run(message.run) if message.HasField("run") else None,
         incidents=_incidents(message.incidents),
         saves_over=tuple(
-            _value(SaveOver, each, outcome=_OUTCOMES.get(each.outcome, Outcome.UNKNOWN), id=_text(each.id, 2 * MAX_NAME))
+            _value(
+                SaveOver,
+                each,
+                outcome=_OUTCOMES.get(each.outcome, Outcome.UNKNOWN),
+                id=_text(each.id, 2 * MAX_NAME),
+            )
             for each in message.saves_over[:MAX_ORDERS]
         ),
     )
@@ -404,7 +409,9 @@ _KINDS = {
     if each is not IncidentKind.UNKNOWN
 }
 _OUTCOMES = {
-    wire.SaveOver.Outcome.Value(f"OUTCOME_{each.name}"): each for each in Outcome if each is not Outcome.UNKNOWN
+    wire.SaveOver.Outcome.Value(f"OUTCOME_{each.name}"): each
+    for each in Outcome
+    if each is not Outcome.UNKNOWN
 }
 
 
