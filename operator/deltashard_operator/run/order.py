@@ -26,12 +26,9 @@ class Orders:
 
     def open(self, run_key: RunKey, order: SaveOrder, until_s: float) -> bool:
         """Order this save until then, or change the order of this id; False: there are too many."""
-        known = self._open.get(run_key, {})
-        if order.id not in known and (
-            len(known) >= MAX_ORDERS or (not known and len(self._open) >= MAX_RUNS)
-        ):
+        if self.full(run_key) and not self.has(run_key, order.id):
             return False
-        self._open.setdefault(run_key, known)[order.id] = order, until_s
+        self._open.setdefault(run_key, {})[order.id] = order, until_s
         return True
 
     def close(self, order_id: str, run_key: RunKey | None = None) -> None:
@@ -41,6 +38,12 @@ class Orders:
             orders.pop(order_id, None)
             if not orders:
                 self._open.pop(key, None)
+
+    def full(self, run_key: RunKey) -> bool:
+        """Whether the run takes no other order now."""
+        return len(self._open.get(run_key, ())) >= MAX_ORDERS or (
+            run_key not in self._open and len(self._open) >= MAX_RUNS
+        )
 
     def forget(self, run_key: RunKey) -> None:
         """The run is over."""
