@@ -36,8 +36,7 @@ from deltashard_sidecar.stop_signal import StopSignals
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-    from deltashard_sidecar.fleet.fleet_stream import Fleet
-    from deltashard_sidecar.fleet.standing import Standing
+    from deltashard_sidecar.fleet.report_client import ReportClient
     from deltashard_sidecar.sidecar import Sidecar
     from deltashard_sidecar.telemetry.metric import Metrics
     from deltashard_sidecar.telemetry.structured_logging import Logger
@@ -136,11 +135,9 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     write_private(config.ready_path, json.dumps(facts), 0o660)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
     sidecar.start()
-    fleet, standing = _fleet(config, sidecar, metrics, log)
+    reports = _reports(config, sidecar, metrics, log)
     status = 0
     while not signals.wait(TICK_S):
-        if standing is not None:
-            standing.look(time.time())
         bound(config.dir / "sidecar.log")
         with contextlib.suppress(FileNotFoundError):
             os.utime(config.socket_path)  # for `health`
@@ -159,8 +156,8 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
             break
     log.info("sidecar.stopping", in_flight=len(sidecar.in_flight_saves.in_flight()))
     sidecar.terminate(hurry=lambda: signals.again() or not keeper.whole)
-    if fleet is not None:
-        fleet.stop()
+    if reports is not None:
+        reports.stop()
     mine = owns(config.dir, lock)  # the next one may serve there already
     if mine:
         config.ready_path.unlink(missing_ok=True)
@@ -207,38 +204,27 @@ def _judge_kernels(config: settings.Settings, metrics: Metrics, log: Logger) -> 
     log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW)
 
 
-def _fleet(
+def _reports(
     config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: Logger
-) -> tuple[Fleet, Standing] | tuple[None, None]:
-    """The running stream to the controller, and what it tells of this sidecar, where there is a controller."""
+) -> ReportClient | None:
+    """The running client of the controller, where there is one."""
     if not config.fleet:
-        return None, None
-    from deltashard_sidecar.fleet.fleet_stream import Fleet
-    from deltashard_sidecar.fleet.standing import Standing
+        return None
+    from deltashard_sidecar.fleet.report import SidecarState
+    from deltashard_sidecar.fleet.report_client import ReportClient
 
-    standing = Standing(
-        run=sidecar.run,
-        sessions=sidecar.sessions,
-        in_flight_saves=sidecar.in_flight_saves,
-        keeper=sidecar.keeper,
-        activity=sidecar.activity,
-        decider=sidecar.decider,
-        in_force=lambda: sidecar.control.in_force,
-        stopping=lambda: sidecar.stopping,
-    )
-    fleet = Fleet(
+    client = ReportClient(
         config,
-        beat=standing.heartbeat,
+        SidecarState(sidecar),
+        incidents=sidecar.run.incidents,
+        orders=sidecar.orders,
         follow=sidecar.control.follow,
-        save_now=lambda asked: sidecar.control.save_now(
-            asked.reason, urgent=asked.urgent, deadline_s=asked.deadline_s
-        ),
-        acknowledge=sidecar.activity.incidents.acknowledge,
         metrics=metrics,
         log=log,
     )
-    fleet.start()
-    return fleet, standing
+    metrics.nudged = client.nudge
+    client.start()
+    return client
 
 
 def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:
