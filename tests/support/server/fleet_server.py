@@ -109,7 +109,7 @@ class FleetServer:
         """Answer with these fields (next_s, speaks, directive, saves) from now on."""
         told = fleet.ReportReply(**fields)
         for name in fields:
-            self.reply.ClearField(name)  # type: ignore[arg-type]
+            self.reply.ClearField(name)
         self.reply.MergeFrom(told)
 
     def incidents(self, kind: fleet.IncidentKind) -> list[fleet.Incident]:
