@@ -24,7 +24,7 @@ from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.write_queue import Rank, WriteQueue
+from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.fleet.report import RunKey
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.run import observed_object, reclaim
@@ -49,7 +49,6 @@ class Reclaimer:
         *,
         call: Caller,
         defaults: Defaults,
-        queue: WriteQueue,
         count: Callable[[str], None],
         wall: Callable[[], float],
     ) -> None:
@@ -57,7 +56,7 @@ class Reclaimer:
         self._books = books
         self._call = call
         self._defaults = defaults
-        self._queue = queue
+        self._queue = books.queue
         self._count = count
         self._wall = wall
         self._looked_s = float("-inf")
