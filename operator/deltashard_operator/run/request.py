@@ -135,7 +135,7 @@ _ROWS = tuple(
             lambda r, f: bool(f.run) and f.now_s >= r.until_s,
             FAILED,
             _LATE,
-            "run {run} had too many open orders for {deadline}",
+            "run {run} took no order in {deadline}",
         ),
         (
             _WAITS,
