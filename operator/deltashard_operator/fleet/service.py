@@ -109,8 +109,10 @@ class ReportServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = ()
         if self._runner is not None:
             await self._runner.cleanup()
+            self._runner = None
 
     def unready(self) -> list[str]:
         """Why sidecars cannot report here; empty when they can."""
