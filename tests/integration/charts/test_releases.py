@@ -369,6 +369,8 @@ RIGHTS: dict[str, dict[str, set[str]]] = {
         "deltashard.io/checkpointpolicies": READ,
         "deltashard.io/checkpointruns": READ | {"create", "delete"},
         "deltashard.io/checkpointruns:status": {"patch"},
+        "deltashard.io/checkpointrequests": READ | {"delete"},
+        "deltashard.io/checkpointrequests:status": {"patch"},
         "deltashard.io/checkpointpolicies:status": {"patch"},
         "events": {"create", "patch"},
         "authentication.k8s.io/tokenreviews": {"create"},
