@@ -103,6 +103,8 @@ class Options:
     """A controller that is silent for so long is followed by another."""
     drain_s: float = 10.0
     """How long unwritten statuses are written after SIGTERM."""
+    annotate_pods: bool = False
+    """Whether pods bear the time of their run's newest checkpoint (`true`); it needs the right to patch them."""
     disruption_taints: TaintKeys = DISRUPTION_TAINTS
     """Keys of taints, by commas, that announce a node's end as a cordon does."""
     log_level: str = "info"
@@ -168,6 +170,7 @@ class Process:
             status_interval_s=options.status_interval_s,
             namespaces=options.watch_namespaces,
             disruption_taints=options.disruption_taints,
+            annotate_pods=options.annotate_pods,
         )
         watches = self.controller.watches
         self.watch = ObjectWatch(
