@@ -12,7 +12,7 @@ from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE, METRICS_PORT_NAME
 from deltashard_operator.run.watched_run import Run
-from deltashard_operator.tls.metric import AuthorityMetrics
+from deltashard_operator.tls.metric import AuthorityMetrics, CertificateMetrics
 from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client.registry import Collector
 
@@ -50,6 +50,7 @@ def everything() -> Iterator[str]:
     controller.follow(NoRuns())
     FleetMetrics(controller.registry)
     AuthorityMetrics(controller.registry)
+    CertificateMetrics("fleet", controller.registry)
     sidecar = Metrics()
     sidecar.leads = True
     for collector in (sidecar, WebhookMetrics().registry, controller.registry):
