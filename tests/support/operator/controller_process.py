@@ -360,13 +360,15 @@ class Sidecar:
             "workload_name": owner["metadata"]["name"],
             "workload_uid": owner["metadata"]["uid"],
         } | who
+        self._run = f"{cluster.namespace}/{owner['metadata']['name']}-{owner['metadata']['uid']}"
         self._controller, self._token = controller, self._pod.token(cluster.http)
         self._process, self._sequence = uuid.uuid4().hex[:8], 0
 
     def post(
         self, incidents: Sequence[wire.Incident] = (), saves_over: Sequence[wire.SaveOver] = (), **fields: Any
     ) -> Answer:
-        """Report once; `fields` are those of `states`."""
+        """Report once; `fields` are those of `states`, of the workload's own run unless `run` says another."""
+        fields.setdefault("run", self._run)
         self._sequence += 1
         report = self._pod.report(
             who=self._who,
