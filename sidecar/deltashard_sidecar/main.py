@@ -135,7 +135,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     write_private(config.ready_path, json.dumps(facts), 0o660)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
     sidecar.start()
-    reports = _reports(config, sidecar, metrics, log)
+    reports = _reports(sidecar)
     status = 0
     while not signals.wait(TICK_S):
         bound(config.dir / "sidecar.log")
@@ -204,25 +204,15 @@ def _judge_kernels(config: settings.Settings, metrics: Metrics, log: Logger) -> 
     log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW)
 
 
-def _reports(
-    config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: Logger
-) -> ReportClient | None:
+def _reports(sidecar: Sidecar) -> ReportClient | None:
     """The running client of the controller, where there is one."""
-    if not config.fleet:
+    if not sidecar.settings.fleet:
         return None
     from deltashard_sidecar.fleet.report import SidecarState
     from deltashard_sidecar.fleet.report_client import ReportClient
 
-    client = ReportClient(
-        config,
-        SidecarState(sidecar),
-        incidents=sidecar.run.incidents,
-        orders=sidecar.orders,
-        follow=sidecar.control.follow,
-        metrics=metrics,
-        log=log,
-    )
-    metrics.nudged = client.nudge
+    client = ReportClient(SidecarState(sidecar))
+    sidecar.metrics.nudged = client.nudge
     client.start()
     return client
 

@@ -50,10 +50,13 @@ def _ids(request: fleet.ReportRequest) -> set[int | str]:
 
 
 class SidecarState:
-    """How a sidecar and its run stand."""
+    """A sidecar as the client sees it: how it and its run stand, and who hears what is answered."""
 
     def __init__(self, sidecar: Sidecar) -> None:
         self._sidecar = sidecar
+        self.settings, self.metrics, self.log = sidecar.settings, sidecar.metrics, sidecar.log
+        self.incidents, self.orders = sidecar.run.incidents, sidecar.orders
+        self.follow = sidecar.control.follow
 
     @property
     def speaks(self) -> bool:
@@ -103,13 +106,13 @@ class SidecarState:
         sidecar, state, now_s = self._sidecar, self._sidecar.run.state(), time.time()
         sessions, bits = sidecar.sessions.all(), sidecar.run.bits.decision
         said = fleet.RunState(
+            policy=sidecar.control.policy,  # first: what is decided later is no older
             checkpoints=[_kept(state, c, now_s) for c in _newest(state)],
             checkpoint_count=len(state.checkpoints),
             stored_bytes=sum(held_bytes(state, seq) for seq in state.checkpoints),
             openings=openings(state, _attempt(sessions)),
             measured=sidecar.decider.measured(),
             decisions=[*sidecar.decider.decisions(), *([] if bits is None else [bits])],
-            policy=sidecar.control.policy,
         )
         if (newest := state.newest()) is not None:
             commits = (s.attempt.last_commit for s in sessions)

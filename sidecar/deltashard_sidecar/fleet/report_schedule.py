@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 from deltashard_checkpoint.backoff import Backoff, chance
 
@@ -18,25 +19,11 @@ BACKOFF = Backoff(first_s=2.0, longest_s=60.0, jitter=1.0)
 UNKNOWN_POD = Backoff(first_s=2.0, longest_s=60.0, jitter=0.1)
 """The controller may hear of a pod later than the pod of itself."""
 PAUSE_S: Mapping[int, float] = {401: 60.0, **dict.fromkeys((400, 403, 409, 413), 300.0)}
-STRAYS = 6
-STRAY_S = 0.2
+STRAYS, STRAY_S = 6, 0.2
 BURST = 3
 NUDGE_S = 5.0
 SHORTEST_S, LONGEST_S = 1.0, 3600.0
 """Whatever an answer asks for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a report was answered, as far as it says when to come again."""
-
-    status: int = 0
-    """Of HTTP; 0: no answer came."""
-    next_s: float = 0.0
-    retry_after_s: float = 0.0
-    """0: it names none."""
-    token_changed: bool = False
-    """Another token lies in the file than the one that was refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,33 +39,31 @@ class ReportSchedule:
     """When the burst of reports is whole again."""
     nudged_s: float = float("-inf")
 
-    def changed(self, now_s: float) -> ReportSchedule:
+    def changed(self, now_s: float) -> Self:
         """There is news: it is told as soon as the pace allows."""
-        if self.failures:
-            return self
-        return replace(self, due_s=min(self.due_s, max(now_s, self.full_s - (BURST - 1))))
+        at_s = self.due_s if self.failures else max(now_s, self.full_s - (BURST - 1))
+        return replace(self, due_s=min(self.due_s, at_s))
 
-    def nudged(self, now_s: float) -> ReportSchedule:
+    def nudged(self, now_s: float) -> Self:
         """Somebody asks for a report now; too often it is ignored."""
-        if now_s - self.nudged_s < NUDGE_S:
-            return self
-        return replace(self, due_s=now_s, nudged_s=now_s)
+        return self if now_s - self.nudged_s < NUDGE_S else replace(self, due_s=now_s, nudged_s=now_s)
 
-    def answered(self, answer: Answer, now_s: float, uniform: Callable[[], float] = chance) -> ReportSchedule:
-        """A report ended."""
-        if answer.status == 200:
-            pause_s = min(max(answer.next_s, SHORTEST_S), LONGEST_S) * (0.9 + 0.2 * uniform())
-            full_s = max(self.full_s, now_s) + 1.0
-            return replace(self, due_s=now_s + pause_s, failures=0, strays=0, full_s=full_s)
-        stray = answer.status == 421 and self.strays < STRAYS
-        pause_s = STRAY_S if stray else self._pause_s(answer, uniform)
+    def taken(self, next_s: float, now_s: float, uniform: Callable[[], float] = chance) -> Self:
+        pause_s = min(max(next_s, SHORTEST_S), LONGEST_S) * (0.9 + 0.2 * uniform())
+        full_s = max(self.full_s, now_s) + 1.0
+        return replace(self, due_s=now_s + pause_s, failures=0, strays=0, full_s=full_s)
+
+    def refused(
+        self, status: int, now_s: float, *, retry_after_s: float = 0.0, uniform: Callable[[], float] = chance
+    ) -> Self:
+        """`status` of HTTP; 0: no answer came. `retry_after_s` 0: it names none."""
+        failures = self.failures + 1
+        stray = status == 421 and self.strays < STRAYS
+        if stray:
+            pause_s = STRAY_S
+        elif (asked_s := PAUSE_S.get(status) or min(retry_after_s, LONGEST_S)) > 0:
+            pause_s = asked_s * (1.0 + 0.1 * uniform())
+        else:
+            pause_s = (UNKNOWN_POD if status == 404 else BACKOFF).delay_s(failures, uniform)
         strays = self.strays + 1 if stray else 0
-        return replace(self, due_s=now_s + pause_s, failures=self.failures + 1, strays=strays)
-
-    def _pause_s(self, answer: Answer, uniform: Callable[[], float]) -> float:
-        if answer.token_changed:
-            return 0.0
-        if (pause_s := PAUSE_S.get(answer.status) or min(answer.retry_after_s, LONGEST_S)) > 0:
-            return pause_s * (1.0 + 0.1 * uniform())
-        backoff = UNKNOWN_POD if answer.status == 404 else BACKOFF
-        return backoff.delay_s(self.failures + 1, uniform)
+        return replace(self, due_s=now_s + pause_s, failures=failures, strays=strays)

@@ -55,9 +55,12 @@ class Side:
     speaks = False
 
     def __init__(self) -> None:
+        self.log = configure("error", run="r")
         self.metrics = Metrics()
+        self.orders = SaveOrders(ask=lambda _: None, state=lambda: RunState(run="r"), in_flight=list)
         self.incidents = Incidents(self.metrics)
         self.directives: list[fleet.Directive] = []
+        self.follow = self.directives.append
         self.phase = fleet.PHASE_WAITING
 
     def pod(self) -> fleet.PodState:
@@ -75,18 +78,14 @@ class Side:
 
 @contextmanager
 def client(side: Side, address: str, authority: Authority, token: Path) -> Iterator[ReportClient]:
-    config = settings.load([], {
+    side.settings = settings.load([], {
         "DELTASHARD_URL": "memory://x", "DELTASHARD_RUN": "ns/run", "DELTASHARD_DIR": "/d", "DELTASHARD_CACHE_DIR": "/c",
         "DELTASHARD_FLEET": address, "DELTASHARD_FLEET_CA": authority.pem.decode(), "DELTASHARD_FLEET_TOKEN_FILE": str(token),
         "POD_NAME": "pod", "POD_NAMESPACE": "ns", "POD_UID": "p-1", "NODE_NAME": "node",
         "DELTASHARD_WORKLOAD_KIND": "Job", "DELTASHARD_WORKLOAD_NAME": "job", "DELTASHARD_WORKLOAD_UID": "w-1",
         "DELTASHARD_INDEX": "2", "DELTASHARD_REPLICA": "1", "DELTASHARD_POLICY": "default",
     })  # fmt: skip
-    orders = SaveOrders(ask=lambda _: None, state=lambda: RunState(run="r"), in_flight=list)
-    one = ReportClient(
-        config, side, incidents=side.incidents, orders=orders, follow=side.directives.append,
-        metrics=side.metrics, log=configure("error", run="r"),
-    )  # type: ignore[arg-type]  # fmt: skip
+    one = ReportClient(side)  # type: ignore[arg-type]
     one.start()
     try:
         yield one
