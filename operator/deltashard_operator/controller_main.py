@@ -202,8 +202,6 @@ class Process:
         )
         self.nudger = Nudger(fleet_metrics)
         self.controller.follow(self.nudger)
-        self.led = False
-        """Whether it ever had the Lease."""
         self.stopping = False
 
     # -- pages -------------------------------------------------------------------------------------------------------
@@ -224,9 +222,9 @@ class Process:
             reasons.append(
                 f"the API does not let it have the Lease that one must hold to write: {self.lease.refused}"
             )
-        if self.led and not self.controller.synced:
+        if self.lease.led and not self.controller.synced:
             reasons.append("not everything that there is was seen yet")
-        if self.led and self.freshness.heard_s() > STALE_S:
+        if self.lease.led and self.freshness.heard_s() > STALE_S:
             reasons.append("the API is not heard")
         if self.stopping:
             reasons.append("stopping")
@@ -292,7 +290,6 @@ class Process:
             start(self.lag.run(), "lag")
             if not await _unless(stop, self.lease.acquire()):
                 return
-            self.led = True
             start(self.lease.keep(), "lease")
             if self.authority is not None:
                 start(self.authority.run(), "authority")

@@ -58,6 +58,7 @@ class ControllerProcess:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, ready: bool = True) -> None:
+        """Start it, and wait until it leads."""
         self.fleet_port, self.metrics_port = self.fleet_port or free_port(), free_port()
         (self.directory / "policy.yaml").write_text(yaml.safe_dump(self.policy))
         put(self.directory, self.authority.issue())
@@ -91,7 +92,11 @@ class ControllerProcess:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         if ready:
-            eventually(lambda: self.get("healthz")[0] == 200, f"the controller: {self.log[-2000:]}")
+            eventually(self.leads, lambda: f"the controller: {self.log[-2000:]}")
+
+    def leads(self) -> bool:
+        """Whether it has the Lease and has seen everything."""
+        return self.metric("deltashard_controller_leading") == 1 and self.get("healthz")[0] == 200
 
     @property
     def log(self) -> str:
