@@ -1,4 +1,4 @@
-"""The process: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe), `reference` (docs).
+"""The process: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe).
 
 One process owns a runtime directory, by a POSIX record lock on `LOCK` in it: a second one exits at once with code
 `EXIT_OWNED`, so that whoever started it attaches to the first. `serve` prints nothing on stdout; it writes `ready.json`
@@ -30,7 +30,6 @@ from deltashard_checkpoint.process import raise_open_files
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
-from deltashard_sidecar.save import lifecycle as save_lifecycle
 from deltashard_sidecar.stop_signal import StopSignals
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ LOCK = "LOCK"
 USAGE = """usage: deltashard-sidecar serve --url URL --run RUN --dir DIR --cache-dir DIR [--SETTING VALUE ...]
        deltashard-sidecar notify [--reason eviction] [--deadline-s S] [--socket PATH]
        deltashard-sidecar health [--socket PATH]
-       deltashard-sidecar reference DIRECTORY
 Settings: docs/reference/sidecar-settings.md; every one is also a variable DELTASHARD_<NAME>.
 """
 
@@ -257,16 +255,9 @@ def health(argv: Sequence[str]) -> int:
     return 0 if still_s < STILL_S else 1
 
 
-def reference(argv: Sequence[str]) -> int:
-    directory = Path(argv[0] if argv else "docs/reference")
-    (directory / "sidecar-settings.md").write_text(settings.reference())
-    (directory / "save-lifecycle.md").write_text(save_lifecycle.reference())
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"serve": serve, "notify": notify, "health": health, "reference": reference}
+    commands = {"serve": serve, "notify": notify, "health": health}
     if not arguments or arguments[0] not in commands:
         sys.stderr.write(USAGE)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else EXIT_USAGE
