@@ -229,9 +229,6 @@ class Controller:
             self._requests.tick()
             if self._notes is not None:
                 self._notes.tick()
-            self._requests.tick()
-            if self._notes is not None:
-                self._notes.tick()
         if now_s - self._judged_all_s >= JUDGE_S or now_s < self._judged_all_s:
             self._judged_all_s = now_s
             self._sidecars = sum(len(each.run.heard) for each in self._books)

@@ -108,7 +108,7 @@ class Reclaimer:
             return  # the chart's authority is not there yet
         _, objection = self._held.get(entry.run.key, (0.0, ""))
         if isinstance(policy, Refusal):
-            policy, objection = None, f"the policy cannot be used: {policy.what}"
+            objection, policy = f"the policy cannot be used: {policy.what}", None
         found = reclaim.judged(entry.run, policy, objection=objection, continued=continued, now_s=now_s)
         if found != entry.run.reclaim:
             self._books.set(entry, replace(entry.run, reclaim=found))

@@ -21,7 +21,8 @@ from deltashard_operator.controller.watch import Watches
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
 from deltashard_operator.kube.object_watch import ObjectKey
-from deltashard_operator.run import judgement, run_record, watched_run
+from deltashard_operator.run import judgement, watched_run
+from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.reclaim import MAX_TRIES, ReclaimState
 
 from tests.support.operator import sample
@@ -143,7 +144,7 @@ def ended_job(*, at_s: float = BEGAN_S, namespace: str = "n", number: int = 0, r
     document["metadata"] |= {"name": f"train{number or ''}", "namespace": namespace, "uid": uid}
     if run_id:
         document["metadata"]["annotations"] |= {"deltashard.io/run-id": run_id}
-    condition = {"type": "Complete", "status": "True", "lastTransitionTime": run_record.timestamp(at_s)}
+    condition = {"type": "Complete", "status": "True", "lastTransitionTime": timestamp(at_s)}
     document["status"] = {"conditions": [condition]}
     return document
 
@@ -293,9 +294,12 @@ async def test_many_runs_of_one_id_are_looked_at_once_each(
         bench.see(ended_job(number=n, at_s=BEGAN_S + n, run_id="nightly"))
     looks: list[Entry] = []
     whole = Entries.is_continued
-    monkeypatch.setattr(
-        Entries, "is_continued", lambda books, entry: looks.append(entry) or whole(books, entry)
-    )
+
+    def counted(books: Entries, entry: Entry) -> bool:
+        looks.append(entry)
+        return whole(books, entry)
+
+    monkeypatch.setattr(Entries, "is_continued", counted)
     bench.now_s += 400
     await bench.go(60)
     assert (len(bench.api.made), len(looks)) == (1, 1), "of the last of them"
