@@ -1,10 +1,10 @@
 """The process of the controller: options, clients, watches, sockets, signals.
 
-`deltashard-controller` waits for its Lease (`lease`), reads the CheckpointRuns, then watches (`object_watch`), listens
-to sidecars (`service`), issues certificates (`authority`) and serves plain pages: /livez (the loop turns, and every
-watch is tended), /healthz (besides, the API is heard and sidecars can report) and /metrics. On SIGTERM or SIGINT it
-ends its watches, sends the sidecars away, writes what is not written yet, lets go of the Lease and exits 0; a second
-signal hurries it.
+`deltashard-controller` stands by until it has the Lease (`lease`): it serves its pages and its port, answers reports
+with 421 and is ready. Who leads reads the CheckpointRuns, watches (`object_watch`), takes reports (`service`), nudges
+sidecars (`nudge`) and issues certificates (`authority`). Plain pages: /livez (the loop turns, and every watch is
+tended), /healthz (besides, the API is heard and sidecars can report) and /metrics. On SIGTERM or SIGINT it ends its
+watches, closes its port, writes what is not written yet, lets go of the Lease and exits 0; a second signal hurries it.
 Every flag is also a variable: `--metrics-port` is `DELTASHARD_CONTROLLER_METRICS_PORT`.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 from deltashard_checkpoint.errors import DeltashardError, UserError
-from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files, usable_host
+from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files
 from kubernetes import client, config
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -36,7 +36,8 @@ from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
-from deltashard_operator.fleet.service import Files, Fleet
+from deltashard_operator.fleet.nudge import Nudger
+from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import object_watch
 from deltashard_operator.kube.call import ApiUnavailable, Caller
@@ -45,7 +46,8 @@ from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.kube.watch_session import STALE_S
 from deltashard_operator.main import EXIT_USAGE, api_client, options_of
 from deltashard_operator.tls.authority import Authority, AuthorityOptions
-from deltashard_operator.tls.metric import AuthorityMetrics
+from deltashard_operator.tls.certificate import Certificate
+from deltashard_operator.tls.metric import AuthorityMetrics, CertificateMetrics
 
 EXIT_FAILED = 1
 MAX_LAG_S = 10.0
@@ -80,9 +82,9 @@ class Options:
     metrics_port: int = 9090
     """Plain port of /healthz, /livez and /metrics."""
     certificates: str = "builtin"
-    """builtin: the controller issues its own certificate and the webhook's; external: somebody else does."""
+    """builtin: the controller that leads issues the certificate of controller and webhook; external: somebody else."""
     certificate_dir: Path = Path("/etc/deltashard/tls")
-    """Where tls.crt and tls.key of the fleet service come from when they are external; they may appear and change."""
+    """Directory with tls.crt and tls.key; they may appear and change while serving."""
     namespace: str = "deltashard-system"
     """The controller's own, where the certificates it issues are kept."""
     watch_namespaces: tuple[str, ...] = ()
@@ -93,16 +95,16 @@ class Options:
     """How to reach the API; without, as a pod."""
     keep_finished_days: float = 7.0
     """A CheckpointRun is removed so long after its workload ended. The checkpoints stay."""
-    status_interval_s: float = 30.0
+    status_interval_s: float = 300.0
     """Between writes of a run's status for new commits; a change of phase or condition is written at once."""
-    heartbeat_s: float = 15.0
-    """How often sidecars report."""
     identity: str = ""
     """What it is called in the Lease that keeps two controllers apart; empty: the host's name, which is the pod's."""
     lease_s: float = DURATION_S
     """A controller that is silent for so long is followed by another."""
     drain_s: float = 10.0
     """How long unwritten statuses are written after SIGTERM."""
+    annotate_pods: bool = False
+    """Whether pods bear the time of their run's newest checkpoint (`true`); it needs the right to patch them."""
     disruption_taints: TaintKeys = DISRUPTION_TAINTS
     """Keys of taints, by commas, that announce a node's end as a cordon does."""
     log_level: str = "info"
@@ -167,9 +169,10 @@ class Process:
             keep_finished_s=options.keep_finished_days * 86400,
             status_interval_s=options.status_interval_s,
             namespaces=options.watch_namespaces,
+            disruption_taints=options.disruption_taints,
+            annotate_pods=options.annotate_pods,
         )
         watches = self.controller.watches
-        watches.disruption_taints = options.disruption_taints
         self.watch = ObjectWatch(
             api,
             watches.kinds,
@@ -184,21 +187,21 @@ class Process:
         self.authority: Authority | None = None
         if options.certificates == "builtin":
             self.authority = Authority(
-                api,
+                writing,
                 AuthorityOptions(namespace=options.namespace),
                 metrics=AuthorityMetrics(self.prometheus),
-                leads=lambda: self.lease.held,
             )
         fleet_metrics = FleetMetrics(self.prometheus)
         self.reviewer = Reviewer(api, count=fleet_metrics.reviewed)
-        self.fleet = Fleet(
+        self.fleet = ReportServer(
             ledger=self.controller,
             reviewer=self.reviewer,
-            tls=Files(options.certificate_dir) if self.authority is None else self.authority.fleet_leaf,
+            certificate=Certificate(options.certificate_dir, CertificateMetrics("fleet", self.prometheus)),
             metrics=fleet_metrics,
-            heartbeat_s=options.heartbeat_s,
+            leads=lambda: self.lease.held and self.controller.loaded and not self.stopping,
         )
-        self.controller.follow(self.fleet)
+        self.nudger = Nudger(fleet_metrics)
+        self.controller.follow(self.nudger)
         self.stopping = False
 
     # -- pages -------------------------------------------------------------------------------------------------------
@@ -213,15 +216,15 @@ class Process:
         return reasons
 
     def unready(self) -> list[str]:
-        """Why it does not do its work."""
+        """Why it does not do its work, which is no more than to stand by while another leads."""
         reasons = [*self.dead(), *self.fleet.unready()]
         if self.lease.refused:
             reasons.append(
                 f"the API does not let it have the Lease that one must hold to write: {self.lease.refused}"
             )
-        if not self.controller.synced:
+        if self.lease.led and not self.controller.synced:
             reasons.append("not everything that there is was seen yet")
-        if self.freshness.heard_s() > STALE_S:
+        if self.lease.led and self.freshness.heard_s() > STALE_S:
             reasons.append("the API is not heard")
         if self.stopping:
             reasons.append("stopping")
@@ -282,6 +285,8 @@ class Process:
 
         try:
             await web.SockSite(runner, listen(self.options.host, self.options.metrics_port)).start()
+            await self.fleet.start(self.options.host, self.options.fleet_port)
+            _log.info("controller.serving", metrics_port=runner.addresses[0][1], port=self.fleet.port)
             start(self.lag.run(), "lag")
             if not await _unless(stop, self.lease.acquire()):
                 return
@@ -291,19 +296,19 @@ class Process:
             if not await _unless(stop, self.load()):
                 return
             start(self.teller.run(), "events")
+            start(self.nudger.run(), "nudges")
             start(self.controller.pump(), "pump")
             watching = (
                 start(self.controller.watches.settle_for_ever(), "settle"),
                 start(self.watch.run(), "watch"),
             )
-            await self.fleet.start(usable_host(self.options.host), self.options.fleet_port)
-            _log.info("controller.serving", metrics_port=runner.addresses[0][1], port=self.fleet.port)
+            _log.info("controller.leading")
             await stop.wait()
             self.stopping = True
             _log.info("controller.stopping")
             for task in watching:  # new facts would keep the drain from its end
                 task.cancel()
-            await self.fleet.stop(2.0)
+            await self.fleet.stop()
             if not _ended(tasks):
                 await _unless(hurry, self._drain(watching))
             for task in _ended(tasks):
@@ -313,6 +318,7 @@ class Process:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.fleet.stop()
             await self.lease.release()
             self.call.close()
             self.reviewer.close()

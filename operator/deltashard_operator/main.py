@@ -74,6 +74,7 @@ def _namespaces(text: str) -> tuple[str, ...]:
 OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
+    "bool": lambda text: text == "true",
     "Path": Path,
     "Path | None": Path,
     "tuple[str, ...]": _namespaces,
@@ -119,7 +120,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
     cache = PolicyCache(api, on_restart=metrics.watch_restarts.inc)
     watch = ObjectWatch(api, (cache.kind,), namespaces=options.watch_namespaces, on_list=cache.on_list)
     webhook = Webhook(
-        certificate=Certificate(options.certificate_dir),
+        certificate=Certificate(options.certificate_dir, metrics.certificate),
         cache=cache,
         holders=Holders(api),
         defaults=Defaults(options.default_policy, options.fleet_ca),
@@ -133,8 +134,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    webhook.reload()
-    watching = asyncio.create_task(webhook.watch_certificate())
+    watching = asyncio.create_task(webhook.certificate.watch())
     watching.add_done_callback(lambda _: stop.set())  # it never ends but by a fault
     following = asyncio.create_task(watch.run())
     following.add_done_callback(lambda _: stop.set())

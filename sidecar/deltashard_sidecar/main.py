@@ -1,4 +1,4 @@
-"""The process: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe), `reference` (docs).
+"""The process: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe).
 
 One process owns a runtime directory, by a POSIX record lock on `LOCK` in it: a second one exits at once with code
 `EXIT_OWNED`, so that whoever started it attaches to the first. `serve` prints nothing on stdout; it writes `ready.json`
@@ -30,14 +30,12 @@ from deltashard_checkpoint.process import raise_open_files
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
-from deltashard_sidecar.save import lifecycle as save_lifecycle
 from deltashard_sidecar.stop_signal import StopSignals
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-    from deltashard_sidecar.fleet.fleet_stream import Fleet
-    from deltashard_sidecar.fleet.standing import Standing
+    from deltashard_sidecar.fleet.report_client import ReportClient
     from deltashard_sidecar.sidecar import Sidecar
     from deltashard_sidecar.telemetry.metric import Metrics
     from deltashard_sidecar.telemetry.structured_logging import Logger
@@ -54,7 +52,6 @@ LOCK = "LOCK"
 USAGE = """usage: deltashard-sidecar serve --url URL --run RUN --dir DIR --cache-dir DIR [--SETTING VALUE ...]
        deltashard-sidecar notify [--reason eviction] [--deadline-s S] [--socket PATH]
        deltashard-sidecar health [--socket PATH]
-       deltashard-sidecar reference DIRECTORY
 Settings: docs/reference/sidecar-settings.md; every one is also a variable DELTASHARD_<NAME>.
 """
 
@@ -136,11 +133,9 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     write_private(config.ready_path, json.dumps(facts), 0o660)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
     sidecar.start()
-    fleet, standing = _fleet(config, sidecar, metrics, log)
+    reports = _reports(sidecar)
     status = 0
     while not signals.wait(TICK_S):
-        if standing is not None:
-            standing.look(time.time())
         bound(config.dir / "sidecar.log")
         with contextlib.suppress(FileNotFoundError):
             os.utime(config.socket_path)  # for `health`
@@ -159,8 +154,8 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
             break
     log.info("sidecar.stopping", in_flight=len(sidecar.in_flight_saves.in_flight()))
     sidecar.terminate(hurry=lambda: signals.again() or not keeper.whole)
-    if fleet is not None:
-        fleet.stop()
+    if reports is not None:
+        reports.stop()
     mine = owns(config.dir, lock)  # the next one may serve there already
     if mine:
         config.ready_path.unlink(missing_ok=True)
@@ -207,38 +202,17 @@ def _judge_kernels(config: settings.Settings, metrics: Metrics, log: Logger) -> 
     log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW)
 
 
-def _fleet(
-    config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: Logger
-) -> tuple[Fleet, Standing] | tuple[None, None]:
-    """The running stream to the controller, and what it tells of this sidecar, where there is a controller."""
-    if not config.fleet:
-        return None, None
-    from deltashard_sidecar.fleet.fleet_stream import Fleet
-    from deltashard_sidecar.fleet.standing import Standing
+def _reports(sidecar: Sidecar) -> ReportClient | None:
+    """The running client of the controller, where there is one."""
+    if not sidecar.settings.fleet:
+        return None
+    from deltashard_sidecar.fleet.report import SidecarState
+    from deltashard_sidecar.fleet.report_client import ReportClient
 
-    standing = Standing(
-        run=sidecar.run,
-        sessions=sidecar.sessions,
-        in_flight_saves=sidecar.in_flight_saves,
-        keeper=sidecar.keeper,
-        activity=sidecar.activity,
-        decider=sidecar.decider,
-        in_force=lambda: sidecar.control.in_force,
-        stopping=lambda: sidecar.stopping,
-    )
-    fleet = Fleet(
-        config,
-        beat=standing.heartbeat,
-        follow=sidecar.control.follow,
-        save_now=lambda asked: sidecar.control.save_now(
-            asked.reason, urgent=asked.urgent, deadline_s=asked.deadline_s
-        ),
-        acknowledge=sidecar.activity.incidents.acknowledge,
-        metrics=metrics,
-        log=log,
-    )
-    fleet.start()
-    return fleet, standing
+    client = ReportClient(SidecarState(sidecar))
+    sidecar.metrics.nudged = client.nudge
+    client.start()
+    return client
 
 
 def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:
@@ -281,16 +255,9 @@ def health(argv: Sequence[str]) -> int:
     return 0 if still_s < STILL_S else 1
 
 
-def reference(argv: Sequence[str]) -> int:
-    directory = Path(argv[0] if argv else "docs/reference")
-    (directory / "sidecar-settings.md").write_text(settings.reference())
-    (directory / "save-lifecycle.md").write_text(save_lifecycle.reference())
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"serve": serve, "notify": notify, "health": health, "reference": reference}
+    commands = {"serve": serve, "notify": notify, "health": health}
     if not arguments or arguments[0] not in commands:
         sys.stderr.write(USAGE)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else EXIT_USAGE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deltashard_sidecar.activity import Activity
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.deciding.decider import Decider
-from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.handoff import PendingUploadMarkers
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.save import InFlightSaves

@@ -1,16 +1,17 @@
 """What a run does from now on: the settings a pod started with, and the controller's newest directive over them. Pure.
 
-    settings (environment, flags)  <  directive by its generation
+    settings (environment, flags)  <  the newest commit's directive  <  the newest answer's
 
 Policy and directive are the messages of proto/deltashard/v1: this module makes them of settings and of a commit's
 metadata, and checks them. Nothing changes one in place.
 
 A directive replaces the one before. Its zero and empty fields keep what the pod started with, but for those that it
 names in `whole`: they count as they are, so that a policy can go from seconds to steps and back under a run. Both
-timers off is refused: no remote party may switch saving off. Only a newer generation counts, so late and repeated
-messages change nothing. The newest one rides in the metadata of every commit under `KEY`, with the workload it
-was given to: a sidecar of that workload that starts while no controller is there continues under it. A sidecar of
-another workload (a run continued by `run-id`) does not: its user chose again.
+timers off is refused: no remote party may switch saving off. Its content is its identity, and the newest answer holds:
+the controller says again what it wants as long as another one is in force. The one in force rides in the metadata of
+every commit under `KEY`, with the workload it was given to: a sidecar of that workload, as long as no controller gave
+it one, continues under it whenever a trainer starts. A sidecar of another workload (a run continued by `run-id`) does
+not: its user chose again.
 
 docs/design/016-directives.md has the reasons.
 """
@@ -31,7 +32,6 @@ from deltashard_sidecar.settings import Settings, check
 KEY = "deltashard/directive"
 """Name in a commit's metadata; the prefix `deltashard/` is not the user's."""
 MAX_TEXT = 4096
-_MAX_INT = (1 << 63) - 1
 _TIMERS = {"every_s", "every_steps"}
 
 
@@ -74,12 +74,12 @@ class InForce:
         return changed(self.started_with, **stated(asked) | whole)
 
     @property
-    def generation(self) -> int:
-        return 0 if self.directive is None else self.directive.generation
+    def id(self) -> int:
+        return 0 if self.directive is None else self.directive.id
 
     def after(self, directive: fleet.Directive) -> InForce:
-        """What holds after `directive` came: itself when that is not newer."""
-        return replace(self, directive=directive) if directive.generation > self.generation else self
+        """What holds after `directive` came: itself when that is in force."""
+        return replace(self, directive=directive) if directive.id != self.id else self
 
 
 def _whole(directive: fleet.Directive) -> set[str]:
@@ -116,15 +116,15 @@ def recorded(text: str) -> fleet.Directive:
 
 
 def _checked(directive: fleet.Directive) -> fleet.Directive:
-    where = f"directive {directive.generation}"
+    where = f"directive {directive.id}"
     whole = _whole(directive)
     try:
         for name in whole | stated(directive.policy).keys():
             check(name, getattr(directive.policy, name), where=where)
     except UserError as error:
         raise BadDirective(error.what, where=error.where, remedy=error.remedy) from error
-    if not 0 < directive.generation <= _MAX_INT or not directive.HasField("policy"):
-        raise BadDirective("it has no generation or no policy", where=where)
+    if not directive.id or not directive.HasField("policy"):
+        raise BadDirective("it has no id or no policy", where=where)
     if whole & _TIMERS and not stated(directive.policy).keys() & _TIMERS:
         raise BadDirective(
             "it would turn off every timer",

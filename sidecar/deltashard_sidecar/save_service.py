@@ -28,6 +28,7 @@ from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.save.sink import PERIODIC, Cut, PartSink, decline
+from deltashard_sidecar.save_orders import SaveOrders
 from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.capacity import raw_bytes
 from deltashard_sidecar.session.session import Session
@@ -58,7 +59,9 @@ def _yield_to_training() -> None:
 class SaveService:
     """The begin and the end of every save. Thread-safe: it holds parts, and of its own who has died, by local rank."""
 
-    def __init__(self, parts: Parts, *, control: TrainerControl, maintenance: MaintenanceLoop) -> None:
+    def __init__(
+        self, parts: Parts, *, control: TrainerControl, maintenance: MaintenanceLoop, orders: SaveOrders
+    ) -> None:
         self.pool = ThreadPoolExecutor(
             parts.settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
         )
@@ -71,6 +74,7 @@ class SaveService:
         self._activity = parts.activity
         self._markers = parts.markers
         self._maintenance = maintenance
+        self._orders = orders
         self._keeper = parts.keeper
         self._run = parts.run
         self._decider = parts.decider
@@ -229,6 +233,7 @@ class SaveService:
             since=self._since(session, attempt, begin, content),
             samples=chooses_bits(policy) and (session.who.rank == 0 or ranks.here),
             layout=session.attempt.layout,
+            orders=self._orders.open(),
             follows=None if in_force.directive is None else text_of(in_force.directive),
             profile=self._decider.text(closing=begin.urgent or begin.reason == "close")
             if session.who.rank == 0
@@ -311,6 +316,7 @@ class SaveService:
                 stored_bytes=commit.stored_bytes,
             )
         self._activity.ended(save)
+        self._orders.ended(save)
         self._control.ended(save)
         if save.who.rank == 0:
             self._measure(save)

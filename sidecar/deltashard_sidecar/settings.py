@@ -2,17 +2,13 @@
 
 A field `every_s` is the variable `DELTASHARD_EVERY_S` and the flag `--every-s`; what the downward API says of the pod
 has the names that Kubernetes' own examples use (`POD_NAME`). The docstring under each field is its reference entry:
-`reference()` renders docs/reference/sidecar-settings.md from this file; a test keeps the two equal. Sizes take plain
-bytes or a suffix (`KiB MiB GiB`). Everything is checked here, once; the rest of the sidecar trusts it.
+tools/settings_page.py renders docs/reference/sidecar-settings.md from this file. Sizes take plain bytes or a suffix
+(`KiB MiB GiB`). Everything is checked here, once; the rest of the sidecar trusts it.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -177,11 +173,11 @@ class Settings:
     log_level: str = "info"
     """debug, info, warning or error."""
     fleet: str = ""
-    """`host:port` of the controller's heartbeat service; empty: none. Saves and restores never wait for it."""
+    """`host:port` of the controller's fleet service; empty: none. Saves and restores never wait for it."""
     fleet_token_file: Path | None = None
-    """Token to authenticate with there, a projected service account token; read at each connect."""
+    """Token to authenticate with there, a projected service account token; read for each report."""
     fleet_ca: str = ""
-    """PEM of the authority that vouches for the heartbeat service."""
+    """PEM of the authority that vouches for the fleet service."""
     pod_name: str = ""
     """The pod's name, for the controller."""
     pod_namespace: str = ""
@@ -338,42 +334,3 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         names = ", ".join(f"{flag_of(name)} ({variable_of(name)})" for name in missing)
         raise SettingError(f"missing: {names}", where="settings")
     return Settings(**values)  # type: ignore[arg-type]  # _parse follows the annotations
-
-
-def entries() -> list[tuple[str, str, str, str]]:
-    """(name, type, default, docstring) of every setting, read from this file's source; words from `vocabulary`."""
-    node = ast.parse(inspect.getsource(sys.modules[__name__]))
-    body = next(n for n in node.body if isinstance(n, ast.ClassDef) and n.name == "Settings").body
-    defaults = {f.name: f.default for f in fields(Settings)}
-    rows = []
-    for field, doc in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            assert isinstance(doc, ast.Expr), f"{field.target.id} has no docstring"
-            assert isinstance(doc.value, ast.Constant), f"{field.target.id} has no docstring"
-            name = field.target.id
-            default = "required" if field.value is None else ast.unparse(field.value)
-            text = str(doc.value.value)
-            if name in CHOICES:
-                default = repr(defaults[name])
-                *words, last = CHOICES[name]
-                text = text.replace("{choices}", f"{', '.join(words)} or {last}")
-            rows.append((name, ast.unparse(field.annotation), default, text))
-    return rows
-
-
-def reference() -> str:
-    lines = [
-        "# Sidecar settings",
-        "",
-        "Generated from `sidecar/deltashard_sidecar/settings.py`; do not edit.",
-        "",
-        "| flag | variable | type | default | range | meaning |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, kind, default, doc in entries():
-        meaning = " ".join(doc.split()).replace("|", "\\|")
-        flag, variable = flag_of(name), variable_of(name)
-        span = " to ".join(str(int(limit)) for limit in RANGES.get(name, ()))
-        typed = kind.replace("|", "or")
-        lines.append(f"| `{flag}` | `{variable}` | {typed} | `{default}` | {span} | {meaning} |")
-    return "\n".join(lines) + "\n"

@@ -24,12 +24,12 @@ from deltashard_proto.arena_layout import LINES
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_sidecar.activity import Activity
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.block import MIN_BLOCKS_PER_RANK, Use
 from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.deciding.measurements import Opening
 from deltashard_sidecar.deciding.step_meter import Reading
-from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.handoff import PendingUploadMarkers
 from deltashard_sidecar.maintenance import MaintenanceLoop
 from deltashard_sidecar.parts import Parts
@@ -37,6 +37,7 @@ from deltashard_sidecar.restore import Restore
 from deltashard_sidecar.run.identity import check_alone
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.save import InFlightSaves, Save
+from deltashard_sidecar.save_orders import SaveOrders
 from deltashard_sidecar.save_service import SaveRefused, SaveService
 from deltashard_sidecar.session.attachment import BadAttach, check_attach
 from deltashard_sidecar.session.capacity import check_capacity
@@ -95,7 +96,12 @@ class Sidecar:
             log=log,
         )
         self.control = TrainerControl(parts)
-        self.saves = SaveService(parts, control=self.control, maintenance=self.maintenance)
+        self.orders = SaveOrders(
+            ask=self.control.save_ordered, state=run.state, in_flight=self.in_flight_saves.in_flight
+        )
+        self.saves = SaveService(
+            parts, control=self.control, maintenance=self.maintenance, orders=self.orders
+        )
         self.stopping = False
         self._attaching = threading.Lock()
         self._outlived = 0, 0.0

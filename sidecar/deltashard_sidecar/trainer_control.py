@@ -2,7 +2,7 @@
 
 It speaks to the trainers by two roads: the control line, which `Checkpointer.step()` reads without a system call, and
 the notices of Watch. It hears from the timer, from the hook of a pod that stops (`notify`), from the controller
-(`follow`, `save_now`) and from saves that begin and end. Its lock covers the policy in force, the timers of all
+(`follow`, `save_ordered`) and from saves that begin and end. Its lock covers the policy in force, the timers of all
 sessions, their control lines and how each rank's last save ended; it is never held while waiting.
 """
 
@@ -19,7 +19,7 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.fleet.activity import FENCED
+from deltashard_sidecar.activity import FENCED
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.policy import KEY, InForce, policy_of, recorded, stated
 from deltashard_sidecar.save.save import Save
@@ -44,6 +44,8 @@ class TrainerControl:
         self._log = parts.log
         self._lock = threading.Lock()
         self._in_force = InForce(started_with=policy_of(parts.settings))
+        self._governed = False
+        """Whether a controller gave this process a directive."""
         self._told = self._in_force.policy
         """What trainers were told last."""
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
@@ -89,9 +91,12 @@ class TrainerControl:
 
     # What the controller says.
 
-    def follow(self, directive: fleet.Directive) -> None:
-        """Go on under `directive`, unless it is not newer than what is in force. No save is touched that has begun."""
+    def follow(self, directive: fleet.Directive, *, adopted: bool = False) -> None:
+        """Go on under `directive`, an answer's or, `adopted`, a commit's. No save is touched that has begun."""
         with self._lock:
+            if adopted and self._governed:
+                return
+            self._governed |= not adopted
             before = self._in_force
             self._in_force = after = before.after(directive)
             if after is not before:
@@ -100,7 +105,7 @@ class TrainerControl:
         if after is before:
             return
         self._metrics.directives.inc()
-        self._log.info("directive.followed", generation=directive.generation, policy=stated(after.policy))
+        self._log.info("directive.followed", id=directive.id, policy=stated(after.policy))
         self._tell(sessions, anew=True)
 
     def decided(self) -> None:
@@ -126,7 +131,7 @@ class TrainerControl:
             self.direct(session)
 
     def adopt(self) -> None:
-        """Follow what this workload's newest commit was told, should no controller say so (again)."""
+        """Follow what this workload's newest commit was told, as long as no controller has said anything."""
         newest = self._run.state().newest()
         text = None if newest is None else newest.metadata.get(KEY)
         if text is None:
@@ -137,17 +142,23 @@ class TrainerControl:
             self._log.warning("directive.unreadable", **explain(error))
             return
         if directive.workload == self._workload:
-            self.follow(directive)
+            self.follow(directive, adopted=True)
 
-    def save_now(self, reason: str, *, urgent: bool, deadline_s: float) -> int:
-        """Have the trainers save at their next step; returns how many were told."""
-        if urgent:
-            return self.notify(reason, deadline_s)
-        told = [s for s in self._sessions.all() if s.who.rank == 0 and self._may_save(s)]
-        for session in told:
-            session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=False))
-        self._log.info("save.asked", reason=reason, trainers=len(told))
-        return len(told)
+    def save_ordered(self, order: fleet.SaveOrder) -> Session | None:
+        """Have the trainers save at their next step; who was told, None: nobody may save now.
+
+        Of several ranks one is enough: whichever it is, they cut together.
+        """
+        able = [s for s in self._sessions.all() if self._may_save(s)]
+        if not able:
+            return None
+        if order.urgent:
+            self.notify(order.reason, order.deadline_s)
+        else:
+            notice = notices.save_now(order.reason, deadline_s=order.deadline_s, urgent=False)
+            able[0].notices.post(notice)
+            self._log.info("save.ordered", reason=order.reason, id=order.id, rank=able[0].who.rank)
+        return able[0]
 
     # Saves.
 

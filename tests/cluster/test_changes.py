@@ -17,8 +17,7 @@ from tests.cluster.scenario.system import NAMESPACE
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 DAY_S = 86400.0
-SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authority.WEBHOOK_SECRET}"
-CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
+SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authority.SECRET}"
 
 
 def test_rolling_upgrade(bench: Bench) -> None:
@@ -49,34 +48,23 @@ def served(pod: dict[str, dict[str, str]]) -> bytes:
 def test_rotated_certificate(bench: Bench) -> None:
     """A certificate near its end is renewed by the controller and taken up by every replica, under a load of admissions."""
     api, system = bench.cluster.api, bench.stage.system
-    made_s = time.time() - 80 * DAY_S
-    aging = issuance.authority("aging", now_s=made_s, lasts_s=90 * DAY_S)
-    names = authority.AuthorityOptions(namespace=NAMESPACE).webhook_terms().names
-    leaf = issuance.leaf(aging, names, now_s=made_s, lasts_s=90 * DAY_S)
 
-    def stored() -> bytes:
-        return base64.b64decode(api.get(SECRET)["data"]["tls.crt"]).strip()
-
-    def text(pem: bytes) -> str:
-        return base64.b64encode(pem).decode()
+    def stored(key: str = "tls.crt") -> bytes:
+        return base64.b64decode(api.get(SECRET)["data"][key]).strip()
 
     before = stored()
+    signer = issuance.Issued(certificate=stored("ca.crt"), key=stored("ca.key"))
+    names = authority.AuthorityOptions(namespace=NAMESPACE).terms().names
+    aging = issuance.leaf(signer, names, now_s=time.time() - 80 * DAY_S, lasts_s=90 * DAY_S)
     with AdmissionLoad(api, bench.namespace, bench.manifest("load")) as load:
         load.wait_more(10)
         # As if time had passed: what is served is trusted, and has a few days left.
-        for number, webhook in enumerate(api.get(CONFIGURATION)["webhooks"]):
-            bundle = base64.b64decode(webhook["clientConfig"]["caBundle"]) + aging.certificate
-            change = [
-                {"op": "replace", "path": f"/webhooks/{number}/clientConfig/caBundle", "value": text(bundle)}
-            ]
-            api.call("PATCH", CONFIGURATION, change, content_type="application/json-patch+json")
-        load.wait_more(10)
-        data = {"tls.crt": leaf.certificate, "tls.key": leaf.key, "ca.crt": aging.certificate}
-        change = {"data": {key: text(value) for key, value in data.items()}}
+        data = {"tls.crt": aging.certificate, "tls.key": aging.key}
+        change = {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
         api.call("PATCH", SECRET, change, content_type="application/merge-patch+json")
         began_s = time.monotonic()
         wait_until(
-            lambda: stored() not in {before, leaf.certificate.strip()},
+            lambda: stored() not in {before, aging.certificate.strip()},
             timeout_s=180,
             what="a new certificate",
         )

@@ -26,7 +26,7 @@ def test_job_completes(bench: Bench) -> None:
     assert not began["secrets"], "the store's credentials reach the sidecar only"
     (pod,) = job.pods()
     assert [each["name"] for each in pod["spec"]["initContainers"]] == [SIDECAR]
-    job.wait_phase("Training", "Saving", timeout_s=90)
+    job.wait_phase("Training", timeout_s=90)
     job.wait_complete()
     finished = bench.witness.wait(job.key, lambda e: e["kind"] == "finished", timeout_s=5, what="finished")
     assert finished["digest"] == bench.reference.digest(300)
@@ -47,6 +47,30 @@ def test_job_completes(bench: Bench) -> None:
         return phase, step
 
     wait_until(lambda: row() == ("Finished", "300"), timeout_s=60, what=lambda: f"the table says it: {row()}")
+
+
+def test_a_request_makes_a_pinned_checkpoint(bench: Bench) -> None:
+    """`kubectl apply` of a CheckpointRequest: no timer would save, and the checkpoint has the name that was asked for."""
+    job = bench.job("asked", notes=NO_TIMER)
+    bench.began(job, 0)
+    job.wait_phase("Training")
+    file = bench.folder / "request.json"
+    request = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointRequest",
+        "metadata": {"name": "now"},
+        "spec": {"runRef": {"name": job.run_id}, "pin": "before-new-data"},
+    }
+    file.write_text(json.dumps(request))
+    there = ("-n", bench.namespace)
+    bench.cluster.kubectl("apply", *there, "-f", file)
+    timeout = f"--timeout={limit_s(90):.0f}s"
+    bench.cluster.kubectl("wait", *there, "checkpointrequest/now", "--for=condition=Complete", timeout)
+    status = json.loads(bench.cluster.kubectl("get", *there, "checkpointrequest/now", "-o=json"))["status"]
+    (made,) = checkpoints(bench.url, job.run)
+    assert (status["phase"], status["step"], status["seq"]) == ("Completed", made.step, made.seq)
+    assert made.pins == ("before-new-data",)
+    bench.assert_store_whole(job)
 
 
 def test_a_run_goes_back_by_kubectl(bench: Bench) -> None:

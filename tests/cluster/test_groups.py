@@ -36,9 +36,9 @@ def test_a_group_of_pods(bench: Bench) -> None:
 
     status = group.wait_status(
         "both, and every failure is counted",
-        lambda status: status.get("ranks") == "2/2" and status.get("settledOpenings") == 4,
+        lambda status: status.get("ranks") == "2/2" and len(status.get("interruptions", ())) == 3,
     )
-    assert status["phase"] in {"Training", "Saving"}
+    assert status["phase"] == "Training"
     assert status["failures"] == 1, "the eviction: the rest was somebody's wish"
     assert {each["cause"]: each["lossy"] for each in status["interruptions"]} == {
         "Deleted": 0,

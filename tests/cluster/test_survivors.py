@@ -48,12 +48,6 @@ def test_survivors_of_a_lost_pod_keep_their_rows(bench: Bench) -> None:
     cuts = [each["stall_s"] for each in group.events("cut") if each["step"] == SECOND[0]]
     assert len(cuts) == WORLD
     assert 0 < float(status["stallSeconds"]) <= max(cuts) * 1.01
-    slow = SECOND[2]
-    status = group.wait_status(
-        "one rank has not counted the step that all others have",
-        lambda each: (each.get("stepSkew"), each.get("slowestRank")) == (1, slow),
-    )
-    assert status["slowestPod"] == second.pods[slow]
 
     third = loses(group, second, *SECOND)
     assert [group.job.container(pod, "trainer")["restartCount"] > 0 for pod in third.pods] == [

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.kubernetes import image
 from tests.cluster.kubernetes.api import ApiError, Object
+from tests.cluster.kubernetes.cluster import HARMED
 from tests.cluster.kubernetes.image import OLD_TAG, OLD_VERSION, TAG, TRAINER
+from tests.cluster.kubernetes.node import POOL
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import Bench
-from tests.cluster.scenario.job import RESTRICTED, SIDECAR
-from tests.cluster.scenario.reference import command_line
+from tests.cluster.scenario.job import POLICY, RESTRICTED, SIDECAR
+from tests.cluster.scenario.reference import checkpoints, command_line
 from tests.cluster.scenario.stage import Stage
 from tests.cluster.scenario.system import CHART, CONTROLLER, NAMESPACE, RELEASE, WEBHOOK
 from tests.load.simulation import audit
@@ -27,6 +30,10 @@ pytestmark = [
     pytest.mark.alone,
     pytest.mark.timeout(600, func_only=True),
 ]
+
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{CONTROLLER}"
+SERVED_S = 30.0
+"""Within which another controller does the work of one that is lost."""
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +126,60 @@ def test_nobody_there(bench: Bench) -> None:
     )
     restores = (job.checkpoint_run() or {})["status"]["restores"]
     assert restores == 1, "the restore it did not see"
+    bench.assert_store_whole(job)
+
+
+def test_the_leaders_node_is_lost(bench: Bench) -> None:
+    """The replica on another node serves within 30 s: a changed policy reaches a pod, and a new Job gets its run."""
+    cluster, system = bench.cluster, bench.stage.system
+    selector = {"matchLabels": {"app.kubernetes.io/component": "controller"}}
+    apart = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}]
+    system.install(
+        values={
+            "controller.nodeSelector": {POOL: HARMED},
+            "controller.tolerations": [{"key": POOL, "value": HARMED, "effect": "NoSchedule"}],
+            "controller.affinity": {
+                "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": apart}
+            },
+        }
+    )
+    bench.policy(bench.namespace, "patient", interval={"every": "1h"})
+    job = bench.job("follows", notes={POLICY: "patient"})
+    bench.began(job, 0)
+    job.wait_phase("Training")
+    assert not checkpoints(bench.url, job.run), "no timer yet"
+    replicas = {
+        pod["metadata"]["name"]: pod["spec"]["nodeName"]
+        for pod in system.pods()
+        if pod["metadata"]["name"].startswith(f"{CONTROLLER}-")
+    }
+    assert sorted(replicas.values()) == ["m1", "m2"]
+    leader = cluster.api.get(LEASE)["spec"]["holderIdentity"]
+    lost = cluster.nodes[replicas[leader]]
+    try:
+        lost.freeze()
+        began_s = time.monotonic()
+        bench.note(f"{lost.name} is frozen, and {leader} with it")
+        change = {"spec": {"interval": {"every": "1s"}}}
+        path = f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointpolicies/patient"
+        cluster.api.call("PATCH", path, change, content_type="application/merge-patch+json")
+        other = bench.job("comes")
+        wait_until(
+            lambda: other.checkpoint_run() and checkpoints(bench.url, job.run),
+            timeout_s=SERVED_S,
+            every_s=0.2,
+            what="the new Job has its run, and the changed policy is in force",
+        )
+        bench.note(f"another controller serves after {time.monotonic() - began_s:.1f} s")
+        assert cluster.api.get(LEASE)["spec"]["holderIdentity"] in {*replicas} - {leader}
+        wait_until(
+            lambda: ((job.checkpoint_run() or {}).get("status") or {}).get("intervalSeconds") == 1,
+            timeout_s=90,
+            what=lambda: f"its status says so: {json.dumps(job.checkpoint_run())}",
+        )
+    finally:
+        lost.thaw()
+    wait_until(lambda: cluster.node_ready(lost.name), timeout_s=90, what="the node Ready again")
     bench.assert_store_whole(job)
 
 

@@ -117,12 +117,12 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- toYaml (mustMergeOverwrite $base (deepCopy .Values.securityContext)) }}
 {{- end }}
 
-{{/* Names of the Secrets that hold the two certificates. */}}
+{{/* Name of the Secret with a server's certificate: one in mode builtin. */}}
 {{- define "deltashard.webhookSecret" -}}
-{{ eq .Values.certificates.mode "existing" | ternary .Values.certificates.existing.webhookSecret "deltashard-webhook-tls" }}
+{{ get (dict "builtin" "deltashard-tls" "existing" .Values.certificates.existing.webhookSecret) .Values.certificates.mode | default "deltashard-webhook-tls" }}
 {{- end }}
 {{- define "deltashard.fleetSecret" -}}
-{{ eq .Values.certificates.mode "existing" | ternary .Values.certificates.existing.fleetSecret "deltashard-fleet-tls" }}
+{{ get (dict "builtin" "deltashard-tls" "existing" .Values.certificates.existing.fleetSecret) .Values.certificates.mode | default "deltashard-fleet-tls" }}
 {{- end }}
 
 {{/* What all pods have alike: where they may be, as whom, and what pulls their image; takes a dict of `root` and `component`. */}}

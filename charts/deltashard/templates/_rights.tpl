@@ -46,6 +46,12 @@ subjects:
   resources: [jobs]
   verbs: [create]
 {{- end }}
+{{- if .Values.controller.annotatePods }}
+# What tells schedulers how old a pod's newest checkpoint is.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [patch]
+{{- end }}
 # What it follows. It writes none of it.
 - apiGroups: [batch]
   resources: [jobs]
@@ -61,7 +67,10 @@ subjects:
   resources: [checkpointruns]
   verbs: [get, list, watch, create, delete]
 - apiGroups: [deltashard.io]
-  resources: [checkpointruns/status, checkpointpolicies/status]
+  resources: [checkpointrequests] # made by users; removed some days after their end
+  verbs: [get, list, watch, delete]
+- apiGroups: [deltashard.io]
+  resources: [checkpointruns/status, checkpointpolicies/status, checkpointrequests/status]
   verbs: [patch]
 - apiGroups: [""]
   resources: [events]

@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from deltashard_operator import VERSION
 from deltashard_operator.api.refusal import CODES
+from deltashard_operator.tls.metric import CertificateMetrics
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -51,22 +52,10 @@ class WebhookMetrics:
         )
         self.policies = Gauge("deltashard_webhook_policies", "Policies in the cache", registry=r)
         self.ready = Gauge("deltashard_webhook_ready", "1 when admissions can be answered", registry=r)
-        self.not_after = Gauge(
-            "deltashard_webhook_certificate_not_after_timestamp_seconds",
-            "End of the serving certificate's validity, Unix time",
-            registry=r,
-        )
-        self.reloads = Counter(
-            "deltashard_webhook_certificate_loads",
-            "Certificates loaded, by outcome",
-            ("outcome",),
-            registry=r,
-        )
+        self.certificate = CertificateMetrics("webhook", r)
         for kind in ("Job", "JobSet", "Pod", "PyTorchJob", "other"):
             for outcome in ("injected", "unchanged", "failed", *CODES):
                 self.admissions.labels(kind, outcome)
-        for outcome in ("loaded", "failed"):
-            self.reloads.labels(outcome)
 
     def page(self) -> tuple[bytes, str]:
         """Body and content type of `/metrics`."""

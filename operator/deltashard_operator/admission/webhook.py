@@ -8,7 +8,6 @@ the API server has gone elsewhere before the sockets close: a rolling upgrade fa
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import structlog
@@ -23,12 +22,10 @@ from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import PolicyCache
 from deltashard_operator.kube.webhook_configuration import PATH
-from deltashard_operator.tls.certificate import Certificate, CertificateUnusable
+from deltashard_operator.tls.certificate import Certificate
 
 MAX_BODY_BYTES = 16 << 20
 """An object is at most 3 MiB; a review holds it once and a little more."""
-RELOAD_S = 1.0
-"""Seconds between looks at the certificate's files."""
 _log = structlog.get_logger("deltashard.webhook")
 
 
@@ -120,22 +117,3 @@ class Webhook:
         if isinstance(request, review.Answer):
             return request
         return review.answer(await self._resolver.resolve(request, deadline))
-
-    def reload(self) -> None:
-        """Take a changed certificate into service; a bad one is counted and said, and the old one stays."""
-        try:
-            if not self.certificate.refresh():
-                return
-        except CertificateUnusable as error:
-            self.metrics.reloads.labels("failed").inc()
-            _log.warning("certificate.unusable", error=str(error))
-            return
-        self.metrics.reloads.labels("loaded").inc()
-        if self.certificate.loaded is not None:
-            self.metrics.not_after.set(self.certificate.loaded.not_after_s)
-            _log.info("certificate.loaded", not_after_s=self.certificate.loaded.not_after_s)
-
-    async def watch_certificate(self) -> None:
-        while True:
-            self.reload()
-            await asyncio.sleep(RELOAD_S)

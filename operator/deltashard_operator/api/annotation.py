@@ -17,6 +17,7 @@ from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
+    CHECKPOINT_TIME,
     CONTAINER,
     ENCODING,
     GOAL,
@@ -78,7 +79,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
     found: dict[str, str] = {}
     for each in maps:
         for key, value in (each or {}).items():
-            if not key.startswith(PREFIX) or key == INJECTED:
+            if not key.startswith(PREFIX) or key in {INJECTED, CHECKPOINT_TIME}:
                 continue
             if key not in TAKES:
                 raise Refusal(

@@ -1,14 +1,14 @@
-"""The controller: what the watches and the sidecars say goes in, CheckpointRuns, Events and directives come out.
+"""The controller: what the watches and the sidecars say goes in, CheckpointRuns, Events and answers come out.
 
 Everything here runs on one asyncio loop and nothing waits: handlers (`watch`) and the ledger put facts into the run
-they are of and mark it (`run_book`); `pump` draws conclusions from marked runs a few times a second, writes what is due
-in tasks of its own (`writer`), and has Events told. So a burst of a thousand heartbeats costs a thousand small updates
-and as many judgements as there are runs.
+they are of and mark it (`run_book`); `pump` draws conclusions from marked runs a few times a second and offers what is
+to be written (`writer`, `write_queue`). So a burst of a thousand reports costs a thousand small updates and as many
+judgements as there are runs.
 
-What was counted survives in the CheckpointRuns, which are read before anything else. An incident of a sidecar is
-acknowledged when the status that counts it is written, so that a controller that dies in between hears it again. Before
-all that there is was seen, no run of an earlier controller's is judged and none is directed: a policy that was not seen
-yet is not one that is not there.
+What was counted survives in the CheckpointRuns, which are read before anything else. A sidecar is told that an incident
+is taken when the status that counts it is written and its Event is recorded, so that a controller that dies in between
+hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none is directed: a
+policy that was not seen yet is not one that is not there.
 
 The ledger refuses a sidecar whose pod is of another workload than it says, and one that asks for a run id that an
 older workload holds.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 import structlog
@@ -29,16 +29,18 @@ from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.controller.pod_note import PodNotes
 from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.reclaimer import Reclaimer
-from deltashard_operator.controller.run_book import Director, Entries, Entry
-from deltashard_operator.controller.status import Pace, Statuses, served
-from deltashard_operator.controller.watch import TICK_S, Watches
-from deltashard_operator.controller.writer import Writes
-from deltashard_operator.fleet import sidecar_report
-from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello
+from deltashard_operator.controller.requests import Requests
+from deltashard_operator.controller.run_book import Entries, Entry, Nudger
+from deltashard_operator.controller.status import Statuses, served
+from deltashard_operator.controller.watch import NOBODYS, TICK_S, Watches
+from deltashard_operator.controller.write_queue import WriteQueue
+from deltashard_operator.controller.writer import Writes, compact
+from deltashard_operator.fleet.report import Directive, Refused, Reply, Report, Unknown, Who
 from deltashard_operator.kube.call import Caller
-from deltashard_operator.run import directive, judgement, run_record, watched_run
+from deltashard_operator.run import directive, judgement, ledger, run_record, schedule, watched_run
 from deltashard_operator.run.watched_run import Run
 
 JUDGE_S = 5.0
@@ -51,7 +53,7 @@ _log = structlog.get_logger("deltashard.controller")
 
 
 class Controller:
-    """All runs. Implements `sidecar_report.Ledger`."""
+    """All runs. Implements `report.Ledger`."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -63,12 +65,15 @@ class Controller:
         keep_finished_s: float,
         status_interval_s: float,
         namespaces: Sequence[str] = (),
+        disruption_taints: Container[str] = (),
+        annotate_pods: bool = False,
         leads: Callable[[], bool] = lambda: True,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Keep the runs of these namespaces (none named: of all).
 
-        `leads`: whether this controller may write; while it may not, facts are taken and nothing comes of them.
+        `annotate_pods` with the time of their newest checkpoint. `leads`: whether this controller may write; while it
+        may not, facts are taken and nothing comes of them.
         """
         self._leads = leads
         self._statuses = Statuses(call, namespaces)
@@ -77,21 +82,38 @@ class Controller:
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
         self._wall = wall
-        self._books = Entries(status_interval_s=status_interval_s, wall=wall)
+        self.queue = WriteQueue(commit_s=status_interval_s, wall=wall)
+        self._books = books = Entries(queue=self.queue, wall=wall)
+        self._requests = Requests(books, call=call, keep_finished_s=keep_finished_s, wall=wall)
+        self._notes = PodNotes(books, call=call, wall=wall) if annotate_pods else None
         self.watches = Watches(
-            self._books, call=call, metrics=metrics, keep_finished_s=keep_finished_s, wall=wall
-        )
-        self._writes = Writes(self._books, statuses=self._statuses, teller=teller, metrics=metrics, wall=wall)
-        self._policies = PolicyWriter(
-            self._books,
+            books,
             call=call,
-            defaults=defaults,
             metrics=metrics,
-            counts_s=status_interval_s,
+            keep_finished_s=keep_finished_s,
+            disruption_taints=disruption_taints,
+            more=(self._requests.kind,),
             wall=wall,
         )
-        self._reclaims = Reclaimer(self._books, call=call, defaults=defaults, metrics=metrics, wall=wall)
+        self._writes = Writes(books, statuses=self._statuses, teller=teller, metrics=metrics, wall=wall)
+        self._policies = PolicyWriter(
+            books,
+            call=call,
+            defaults=defaults,
+            count=lambda outcome: metrics.writes.labels(outcome).inc(),
+            wall=wall,
+        )
+        self._reclaims = Reclaimer(
+            books,
+            call=call,
+            defaults=defaults,
+            count=lambda outcome: metrics.reclaims.labels(outcome).inc(),
+            wall=wall,
+        )
         self._judged_all_s = 0.0
+        self._sidecars = 0
+        """How many are heard, as counted last."""
+        self._gathered = False
         self.loaded = False
         metrics.follow(self)
 
@@ -102,15 +124,15 @@ class Controller:
         return (each.run for each in self._books)
 
     def unwritten(self) -> int:
-        """Runs of which something is not written yet."""
-        return len(self._books.marked) + sum(each.busy for each in self._books)
+        """How much is not written though it is due."""
+        return len(self.queue)
 
     @property
     def synced(self) -> bool:
         return self.watches.synced
 
-    def follow(self, fleet: Director) -> None:
-        self._books.fleet = fleet
+    def follow(self, nudger: Nudger) -> None:
+        self._books.nudger = nudger
 
     # -- what was known before ---------------------------------------------------------------------------------------
 
@@ -124,51 +146,63 @@ class Controller:
                 _log.exception("run.not_read", name=(found.get("metadata") or {}).get("name", ""))
                 continue
             entry = self._books.enter(run)
-            entry.served = served(found)
-            entry.written = entry.served.status
-            entry.durable = run.taken
+            entry.served, entry.written, entry.durable = served(found), compact(found), run.ledger
             entry.born = entry.served.created
             entry.reloaded_s = run.judged_s
-            if run.directed is not None and not run.finished and self._books.fleet is not None:
-                self._books.fleet.direct(run.key, Directive(generation=run.generation, policy=run.directed))
         self.loaded = True
         _log.info("controller.loaded", runs=len(self._books.by_key))
 
     # -- what the sidecars say ---------------------------------------------------------------------------------------
 
-    def connected(self, hello: Hello) -> None:
-        known = self._books.pods.get(hello.pod_uid)
-        entry = self._books.by_key.get(known) if known is not None else None
-        if known is None or entry is None:
-            raise sidecar_report.Unknown(
-                "this pod is not known (yet)", where=f"{hello.namespace}/{hello.pod}"
-            )
-        if known != hello.run_key:
-            raise sidecar_report.Refused(
-                f"this pod is of workload {known[1]}, not {hello.workload_uid}",
-                where=f"{hello.namespace}/{hello.pod}",
-            )
+    def report(self, report: Report) -> Reply:
+        """Take a report and answer it, see `report.Ledger`."""
+        entry = self._entry_of(report.who)
+        uid, now_s = report.who.pod_uid, self._wall()
+        beat_s = schedule.least_s(self._sidecars)
+        run, notices = watched_run.with_report(entry.run, report, now_s, beat_s=beat_s)
+        entry.notices.extend(notices)
+        self._books.set(entry, run)
+        for each in report.saves_over:
+            self._requests.over(run.key, each)
+        speaks = schedule.speaks(run, uid, now_s)
+        saves = self._books.orders.of(run.key, now_s) if speaks else ()
+        urgent = bool(saves) or not self.synced
+        part = watched_run.part_of(run, uid, report.pod.run)
+        return Reply(
+            sequence=report.sequence,
+            next_s=schedule.next_s(run, uid, now_s, urgent=urgent, live=self._sidecars),
+            speaks=speaks,
+            directive=self._needed(entry, uid),
+            saves=saves,
+            told=ledger.told(entry.durable, self._teller.recorded, report, part),
+        )
+
+    def _entry_of(self, who: Who) -> Entry:
+        """The run of a sidecar; raises `Unknown`, `Refused`."""
+        where = f"{who.namespace}/{who.pod}"
+        entry = self._books.by_key.get(self._books.pods.get(who.pod_uid, NOBODYS))
+        if entry is None or who.pod_uid not in entry.run.pods:
+            raise Unknown("this pod is not known (yet)", where=where)
+        if entry.run.key != who.run_key:
+            said = f"this pod is of workload {entry.run.workload.uid}, not {who.workload_uid}"
+            raise Refused(said, where=where)
         holder = self._books.holder(entry)
         if holder is not entry:
             sentence = _taken_sentence(holder.run)
             self._books.set(entry, replace(entry.run, taken_by=sentence))
-            raise sidecar_report.Refused(sentence, where=f"{hello.namespace}/{hello.pod}")
-        self._books.set(entry, watched_run.with_connected(entry.run, hello))
+            raise Refused(sentence, where=where)
+        return entry
 
-    def reported(self, hello: Hello, heartbeat: Heartbeat) -> int:
-        entry = self._books.by_key.get(hello.run_key)
-        if entry is None:  # removed while it was connected
-            return 0
-        run, notices = watched_run.with_report(entry.run, hello, heartbeat, self._wall())
-        entry.notices.extend(notices)
-        self._books.set(entry, run)
-        durable = entry.durable.get(hello.pod_uid)
-        return durable.incident if durable is not None and durable.process == hello.process else 0
-
-    def disconnected(self, hello: Hello) -> None:
-        entry = self._books.by_key.get(hello.run_key)
-        if entry is not None:
-            self._books.set(entry, watched_run.without_connected(entry.run, hello))
+    def _needed(self, entry: Entry, pod_uid: str) -> Directive | None:
+        """What a sidecar is to be told; None: what it does is what its run shall do, or that is not known yet."""
+        run = entry.run
+        wanted = self._decide(entry) if self.synced and not run.finished else None
+        if wanted is None:
+            return None
+        told = run.heard[pod_uid].pod
+        part = run.parts.get(watched_run.part_of(run, pod_uid, told.run), watched_run.NO_PART)
+        in_force = part.state.policy if part.state is not None else run.progress.policy
+        return directive.due(wanted, told.directive, in_force)
 
     # -- conclusions -------------------------------------------------------------------------------------------------
 
@@ -177,8 +211,8 @@ class Controller:
             done = self.tick()
             await asyncio.sleep(TICK_S if done else YIELD_S)
 
-    def tick(self) -> bool:  # noqa: C901
-        """Judge what is marked (and everything now and then), and begin the writes that are due.
+    def tick(self) -> bool:
+        """Judge what is marked (and everything now and then), and begin the writes whose turn it is.
 
         Returns whether it got through: a slice is of time as it passes, and on a busy machine little is done in one.
         """
@@ -186,39 +220,41 @@ class Controller:
             return True
         now_s = self._wall()
         if self.synced:
+            if not self._gathered:
+                self._gathered = True
+                for entry in self._books:
+                    self._books.nudge(entry)
             self._policies.tick()
             self._reclaims.tick()
+            self._requests.tick()
+            if self._notes is not None:
+                self._notes.tick()
         if now_s - self._judged_all_s >= JUDGE_S or now_s < self._judged_all_s:
             self._judged_all_s = now_s
+            self._sidecars = sum(len(each.run.heard) for each in self._books)
             self._books.marked.update(dict.fromkeys(self._books.by_key))
+        done = self._judge_marked(now_s)
+        self.queue.tick()
+        return done
+
+    def _judge_marked(self, now_s: float) -> bool:
         until_s = time.perf_counter() + SLICE_S
         for key in list(self._books.marked):
-            entry = self._books.by_key.get(key)
-            if entry is None:
-                del self._books.marked[key]
-                continue
-            if now_s < entry.again_s:
-                continue
             if time.perf_counter() > until_s:
                 return False
             del self._books.marked[key]
-            if entry.busy or (entry.reloaded_s and not self.synced):
-                continue  # it is marked again when its write ends, and all are every few seconds
+            entry = self._books.by_key.get(key)
+            if entry is None or (entry.reloaded_s and not self.synced):
+                continue  # all are marked every few seconds
             if self._expired(entry, now_s):
                 self._writes.remove(entry)
                 continue
             try:
                 self._judge(entry, now_s)
-                wait_s = self._writes.wait_s(entry, now_s)
+                self._writes.look(entry, now_s)
             except Exception:  # noqa: BLE001 - one odd run must not stop the others
                 self.metrics.judge_errors.inc()
                 _log.exception("run.not_judged", namespace=key[0], run=entry.run.name)
-                continue
-            if wait_s == 0:
-                self._writes.write(entry)
-            elif wait_s <= JUDGE_S:
-                entry.again_s = now_s + wait_s
-                self._books.mark(key)
         return True
 
     def _expired(self, entry: Entry, now_s: float) -> bool:
@@ -228,46 +264,24 @@ class Controller:
             if run.reclaim.pending:
                 return False
             ended_at_s = max(ended_at_s, run.reclaim.since_s)  # what came of its bytes is to be read, too
-        old = bool(run.finished) and now_s - ended_at_s > self._keep_finished_s
-        return old and not entry.busy and now_s >= entry.pace.not_before_s
+        return bool(run.finished) and now_s - ended_at_s > self._keep_finished_s
 
     def _judge(self, entry: Entry, now_s: float) -> None:
-        before = entry.run
-        if before.taken_by and self._books.holder(entry) is entry:
-            entry.run = replace(before, taken_by="")
+        if entry.run.taken_by and self._books.holder(entry) is entry:
+            entry.run = replace(entry.run, taken_by="")
         entry.run, notices = judgement.judged(entry.run, self._books.nodes, now_s)
         entry.notices.extend(notices)
         self._count_nodes(entry)
-        self._direct(entry)
-        if entry.run.finished and not before.finished and self._books.fleet is not None:
-            self._books.fleet.forget(before.key)
-
-    def _direct(self, entry: Entry) -> None:
-        """Have the run's sidecars go on under the policy as it is now."""
-        run = entry.run
-        in_force = run.progress.policy
-        if (
-            run.finished
-            or not in_force.encoding
-            or not run.live
-            or self._books.fleet is None
-            or not self.synced
-        ):
-            return
-        wanted = self._decide(entry)
-        if wanted is None:
-            return
-        changed = directive.differs(wanted, in_force) if run.directed is None else wanted != run.directed
-        if not changed:
-            return
-        generation = max(run.generation, *(each.directive for each in run.live)) + 1
-        entry.run = replace(run, directed=wanted, generation=generation)
-        self._books.fleet.direct(run.key, Directive(generation=generation, policy=wanted))
-        self.metrics.directives.inc()
-        _log.info("run.directed", namespace=run.workload.namespace, run=run.name, generation=generation)
+        for uid in self._books.speakers(entry):
+            wanted = self._needed(entry, uid)
+            if wanted is not None and wanted.id != entry.nudged:
+                entry.nudged = wanted.id
+                self._books.nudge(entry)
+                self.metrics.directives.inc()
+                _log.info("run.directed", namespace=entry.run.workload.namespace, run=entry.run.name)
 
     def _count_nodes(self, entry: Entry) -> None:
-        seen = entry.run.incidents.nodes
+        seen = entry.run.node_failures
         if seen is entry.nodes:
             return
         for node, n in seen.items():
@@ -297,16 +311,13 @@ class Controller:
         """Write what is not written yet, for at most so long."""
         if not self._leads():
             return
+        self.queue.hurry()
+        self._books.marked.update(dict.fromkeys(self._books.by_key))
         try:
             async with asyncio.timeout(timeout_s):
-                for entry in self._books:
-                    entry.pace, entry.again_s = Pace(), 0.0  # at once
-                self._books.marked.update(dict.fromkeys(self._books.by_key))
-                while self._books.marked or self._writes.tasks:
+                while self._books.marked or not self.queue.idle:
                     self.tick()
                     await asyncio.sleep(TICK_S / 5)
-                await self._policies.settle()
-                await self._reclaims.settle()
         except TimeoutError:
             _log.warning("controller.not_drained", runs=self.unwritten())
         await self._teller.drain(1.0)

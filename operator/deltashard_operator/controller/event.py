@@ -1,37 +1,40 @@
 """Kubernetes Events: what happened to a run, told at the CheckpointRun and at the workload. Both find it.
 
-An Event is an object of its own in the workload's namespace: telling it writes nothing of the user's. The same thing
-told again within ten minutes raises the count of the Event that is there. What one run may tell is limited (25 at
-once, then one a minute), and what waits to be told is bounded; what is over is counted and dropped. Telling is best
-effort: a failed try is not repeated for ever, since the condition stays to be read.
+An Event is an object of its own in the workload's namespace: telling it writes nothing of the user's. Its name is made
+of what it tells, so that who tells the same again, perhaps another controller, finds it there (409) and knows that it
+is recorded. A sidecar's incident has a natural key (`Notice.key`); anything else is the same if its text is and it is
+told within ten minutes.
 
-Two lanes tell side by side, and all about one object goes through one of them: a count is raised in order, and never
-on an Event that another worker is only about to create.
+What one run may tell is limited (25 at once, then one a minute), and what waits to be told is bounded. An incident that
+is over the limit, or whose Event the API refuses, counts as recorded: nobody would tell it later. One that could not be
+told for a passing reason does not, so its sidecar brings it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
-from deltashard_operator.kube.call import MERGE, ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.run_record import API_VERSION, KIND
 from deltashard_operator.run.watched_run import Notice, Run
 
-AGGREGATE_S = 600.0
+SAME_S = 600.0
 BURST = 25
 REFILL_S = 60.0
-LANES = 2
-MAX_WAITING = 1000  # in each lane
+WORKERS = 2
+MAX_WAITING = 1000
 MAX_KNOWN = 4096
+MAX_RECORDED = 16384
 COMPONENT = "deltashard-controller"
 MAX_MESSAGE = 1024
 OUTCOMES = ("told", "repeated", "limited", "dropped", "failed")
@@ -59,19 +62,9 @@ class Regarding:
 
 
 @dataclass(slots=True)
-class _Known:
-    name: str
-    count: int
-    last_s: float
-
-
-@dataclass(slots=True)
 class _Bucket:
     tokens: float
     at_s: float
-
-
-_Lane = asyncio.Queue[tuple[Regarding, Notice]]
 
 
 def regarding(run: Run, uid: str) -> tuple[Regarding, ...]:
@@ -102,23 +95,41 @@ class Teller:
         self._call = call
         self._count = count
         self._wall = wall
-        self._lanes: tuple[_Lane, ...] = tuple(asyncio.Queue(MAX_WAITING) for _ in range(LANES))
-        self._known: OrderedDict[tuple[str, str, str], _Known] = OrderedDict()
+        self._waiting: asyncio.Queue[tuple[tuple[Regarding, ...], Notice]] = asyncio.Queue(MAX_WAITING)
+        self._keys: set[str] = set()
+        """Keys of those that wait."""
+        self._recorded: OrderedDict[str, None] = OrderedDict()
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._instance = uuid.uuid4().hex[:8]
 
     def __len__(self) -> int:
-        return sum(lane.qsize() for lane in self._lanes)
+        return self._waiting.qsize()
+
+    @property
+    def recorded(self) -> Container[str]:
+        """Keys of the newest incidents that need not be told any more."""
+        return self._recorded
 
     def tell(self, about: tuple[Regarding, ...], notice: Notice) -> None:
+        key = notice.key
+        if key and (key in self._keys or key in self._recorded):
+            return
         if not self._allowed(about[0].uid):
             self._count("limited")
+            self._record(key)
             return
-        for each in about:
-            try:
-                self._lanes[hash(each.uid) % LANES].put_nowait((each, notice))
-            except asyncio.QueueFull:
-                self._count("dropped")
+        try:
+            self._waiting.put_nowait((about, notice))
+        except asyncio.QueueFull:
+            self._count("dropped")
+        else:
+            self._keys.add(key)
+
+    def _record(self, key: str) -> None:
+        if key:
+            self._recorded[key] = None
+            if len(self._recorded) > MAX_RECORDED:
+                self._recorded.popitem(last=False)
 
     def _allowed(self, uid: str) -> bool:
         now_s = self._wall()
@@ -135,22 +146,24 @@ class Teller:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for lane in self._lanes:
-                group.create_task(self._work(lane))
+            for _ in range(WORKERS):
+                group.create_task(self._work())
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until all is told, or so long."""
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(lane.join() for lane in self._lanes))
+                await self._waiting.join()
         except TimeoutError:
             _log.warning("events.not_told", waiting=len(self))
 
-    async def _work(self, lane: _Lane) -> None:
+    async def _work(self) -> None:
         while True:
-            about, notice = await lane.get()
+            about, notice = await self._waiting.get()
             try:
-                self._count(await self._tell(about, notice))
+                for each in about:
+                    self._count(await self._tell(about[0].uid, each, notice))
+                self._record(notice.key)
             except ApiUnavailable as error:
                 self._count("failed")
                 _log.warning("events.failed", reason=notice.reason, error=str(error))
@@ -158,39 +171,20 @@ class Teller:
                 self._count("failed")
                 _log.exception("events.failed", reason=notice.reason)
             finally:
-                lane.task_done()
+                self._keys.discard(notice.key)
+                self._waiting.task_done()
 
-    async def _tell(self, about: Regarding, notice: Notice) -> str:
+    async def _tell(self, run_uid: str, about: Regarding, notice: Notice) -> str:
         now_s = self._wall()
-        path = f"/api/v1/namespaces/{about.namespace}/events"
-        key = (about.uid, notice.reason, "Warning" if notice.warning else "Normal")
-        known = self._known.get(key)
-        if known is not None and now_s - known.last_s < AGGREGATE_S:
-            known.count, known.last_s = known.count + 1, now_s
-            change = {
-                "count": known.count,
-                "lastTimestamp": timestamp(now_s),
-                "message": notice.message[:MAX_MESSAGE],
-            }
-            answer = await self._call("PATCH", f"{path}/{known.name}", change, content=MERGE, tries=2)
-            if answer.ok:
-                return "repeated"
-            if answer.status != 404:
-                return self._refused(notice, answer.sentence)
-        name = f"{about.name[:200]}.{uuid.uuid4().hex[:16]}"
-        document = _event(about, notice, name, now_s, self._instance)
-        answer = await self._call("POST", path, document, tries=2)
-        # The name is ours alone: 409 says that the first of two tries had reached the API after all.
-        if not answer.ok and answer.status != 409:
-            return self._refused(notice, answer.sentence)
-        self._known[key] = _Known(name=name, count=1, last_s=now_s)
-        self._known.move_to_end(key)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-        return "told"
-
-    def _refused(self, notice: Notice, sentence: str) -> str:
-        _log.warning("events.refused", reason=notice.reason, error=sentence)
+        key = notice.key or f"{notice.reason}/{notice.message}/{now_s // SAME_S:.0f}"
+        digest = hashlib.sha256(f"{run_uid}/{about.uid}/{key}".encode()).hexdigest()
+        document = _event(about, notice, f"{about.name[:200]}.{digest[:16]}", now_s, self._instance)
+        answer = await self._call("POST", f"/api/v1/namespaces/{about.namespace}/events", document, tries=2)
+        if answer.ok:
+            return "told"
+        if answer.status == 409:
+            return "repeated"
+        _log.warning("events.refused", reason=notice.reason, error=answer.sentence)
         return "failed"
 
 

@@ -19,14 +19,14 @@ from prometheus_client.registry import Collector
 from deltashard_operator import VERSION
 from deltashard_operator.controller import event
 from deltashard_operator.kube import call
-from deltashard_operator.run import condition, roll_call
+from deltashard_operator.run import condition
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import HORIZON_S, Run
+from deltashard_operator.run.watched_run import Run
 
 LABELS = ("namespace", "run")
 MAX_WHY = 200
 """Characters of a sentence in a label."""
-HANDLERS = ("jobs", "pods", "nodes", "policies", "runs")
+HANDLERS = ("jobs", "pods", "nodes", "policies", "runs", "requests")
 
 
 class Runs(Protocol):
@@ -36,7 +36,7 @@ class Runs(Protocol):
         """Every one."""
 
     def unwritten(self) -> int:
-        """How many are not written."""
+        """How many writes are due or under way."""
 
 
 class ControllerMetrics:
@@ -57,20 +57,15 @@ class ControllerMetrics:
             registry=r,
         )
         self.writes = Counter(
-            "deltashard_controller_status_writes", "Statuses written, by outcome", ("outcome",), registry=r
-        )
-        self.policy_writes = Counter(
-            "deltashard_controller_policy_status_writes",
-            "Statuses of CheckpointPolicies written, by outcome",
+            "deltashard_controller_status_writes",
+            "Statuses of runs and policies written, by outcome",
             ("outcome",),
             registry=r,
         )
         self.write_seconds = Histogram(
             "deltashard_controller_status_write_seconds", "Time to write one", registry=r
         )
-        self.queue = Gauge(
-            "deltashard_controller_queue", "Runs of which something is not written", registry=r
-        )
+        self.queue = Gauge("deltashard_controller_queue", "Writes that are due or under way", registry=r)
         self.events = Counter(
             "deltashard_controller_events", "Kubernetes Events, by outcome", ("outcome",), registry=r
         )
@@ -129,9 +124,8 @@ class ControllerMetrics:
         for verb in call.VERBS:
             for outcome in call.OUTCOMES:
                 self.calls.labels(verb, outcome)
-        for outcome in ("written", "lost", "failed"):
+        for outcome in ("written", "conflict", "lost", "failed"):
             self.writes.labels(outcome)
-            self.policy_writes.labels(outcome)
         for state in ("removed", "kept", "failed"):
             self.reclaims.labels(state)
         for outcome in event.OUTCOMES:
@@ -213,13 +207,10 @@ class _OfRuns(Collector):
                 ("step", "Training step reached"),
                 ("ranks_expected", "Ranks of the newest attempt"),
                 ("ranks_present", "Ranks that are attached to a sidecar which is heard"),
-                ("step_skew", "Steps between its first and its last rank"),
                 ("stall_seconds", "The longest that a rank stood still for the newest checkpoint"),
                 ("lost_samples_share", "Portion of samples lost by partial recoveries"),
                 ("interval_seconds", "Between checkpoints; 0: off"),
                 ("stored_bytes", "Size in the store"),
-                ("mtbf_seconds", "Training time between failures that lose steps, as believed"),
-                ("expected_restores", "Restores in the coming day of training: 95 of 100 times no more"),
                 ("save_cost_seconds", "Training time that a save costs, as measured; absent before"),
                 ("save_durable_seconds", "From a save's begin until it is durable, 95 of 100 times"),
                 ("step_seconds", "Training time of a step, as measured; absent before"),
@@ -236,7 +227,6 @@ class _OfRuns(Collector):
                 ("failures", "Interruptions of training that nobody wanted"),
                 ("restores", "Restores"),
                 ("lost_steps", "Steps trained again after restores"),
-                ("saves_failed", "Saves that failed"),
                 ("trained_seconds", "Time in phases that train"),
             )
         }
@@ -272,19 +262,18 @@ class _OfRuns(Collector):
                 gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
             _measured(gauges, labels, run)
             counters["trained_seconds"].add_metric(labels, run.trained_s)
-            for cause, times in run.incidents.causes.items():
+            for cause, times in run.ledger.incidents.causes.items():
                 interruptions.add_metric((*labels, cause, "true"), times.lossy)
                 interruptions.add_metric((*labels, cause, "false"), times.restores - times.lossy)
-            for made in run.decisions:
+            for made in progress.decisions:
                 reachable = str(not made.unreachable).lower()
                 why = self._whys.of(run, made)
                 decision.add_metric(
                     (*labels, made.subject, made.goal, reachable, made.value, made.would, why), 1
                 )
             counters["failures"].add_metric(labels, run.failures)
-            counters["restores"].add_metric(labels, run.restores)
-            counters["lost_steps"].add_metric(labels, run.lost_steps)
-            counters["saves_failed"].add_metric(labels, run.saves_failed)
+            counters["restores"].add_metric(labels, run.ledger.restores)
+            counters["lost_steps"].add_metric(labels, run.ledger.lost_steps)
             phase.add_metric((*labels, run.phase.value), 1)
             for found in run.conditions:
                 if found.type != condition.READY and found.status == "True":
@@ -300,23 +289,17 @@ class _OfRuns(Collector):
 
 
 def _ranks(gauges: Mapping[str, GaugeMetricFamily], labels: tuple[str, str], run: Run) -> None:
-    roll, progress = roll_call.of_run(run), run.progress
-    if roll.expected:
-        gauges["ranks_expected"].add_metric(labels, roll.expected)
-        gauges["ranks_present"].add_metric(labels, roll.present)
-    if roll.skew is not None:
-        gauges["step_skew"].add_metric(labels, roll.skew)
+    progress = run.progress
+    if progress.world_size:
+        gauges["ranks_expected"].add_metric(labels, progress.world_size)
+        gauges["ranks_present"].add_metric(labels, progress.ranks_present)
     if progress.stall_s:
         gauges["stall_seconds"].add_metric(labels, progress.stall_s)
     gauges["lost_samples_share"].add_metric(labels, progress.lost_share)
 
 
 def _measured(gauges: Mapping[str, GaugeMetricFamily], labels: tuple[str, str], run: Run) -> None:
-    if run.started_at_s:
-        rates = run.rates
-        gauges["mtbf_seconds"].add_metric(labels, rates.mtbf_s)
-        gauges["expected_restores"].add_metric(labels, rates.restores.quantile(HORIZON_S))
-    found = run.measured
+    found = run.progress.measured
     if found is None:
         return
     for name, value in (

@@ -1,34 +1,31 @@
 """Statuses of CheckpointPolicies in the API: who uses them, and what their sidecars say of the store.
 
-Looked at every few seconds, all of them; written when a condition changed, and counts as seldom as commits of runs. One
-write at a time, so that what policies cost the API is bounded whatever happens to their runs.
+Looked at every few seconds, all of them; a condition that changed is written as one of a run is, and counts as seldom
+as commits of runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import structlog
 from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.controller.round import Rounds
 from deltashard_operator.controller.run_book import Entries
-from deltashard_operator.kube.call import MERGE, ApiUnavailable, Caller
+from deltashard_operator.controller.status import StatusRefused
+from deltashard_operator.controller.write_queue import Rank
+from deltashard_operator.kube.call import MERGE, Caller
 from deltashard_operator.run import policy_standing, run_record
 from deltashard_operator.run.watched_run import Run
 
 LOOK_S = 5.0
-BACK_OFF_S = 60.0
-"""After a write that failed."""
-GATHER_S = 90.0
+GATHER_S = 330.0
 """So long after the begin sidecars come back: fewer than before are no news, unless as many were heard since."""
-_log = structlog.get_logger("deltashard.controller")
 Key = tuple[str, str]
 """(namespace, name)."""
 
@@ -39,9 +36,6 @@ class _Known:
 
     uid: str
     status: Mapping[str, Any] = field(default_factory=dict)
-    written_s: float = 0.0
-    again_s: float = 0.0
-    """Not before, after a write that failed."""
     heard: int = 0
     """Most sidecars of it that this controller heard at once."""
 
@@ -55,55 +49,53 @@ class PolicyWriter:
         *,
         call: Caller,
         defaults: Defaults,
-        metrics: ControllerMetrics,
-        counts_s: float,
+        count: Callable[[str], None],
         wall: Callable[[], float],
     ) -> None:
-        """`counts_s`: counts alone are written so often at most."""
+        """`count` takes the outcome of each write."""
         self._books = books
         self._call = call
         self._defaults = defaults
-        self._metrics = metrics
-        self._counts_s = counts_s
+        self._count = count
         self._wall = wall
         self._known: dict[Key, _Known] = {}
-        self._rounds = Rounds(LOOK_S, wall)
+        self._looked_s = 0.0
         self._gathered_s = wall() + GATHER_S
 
     def tick(self) -> None:
-        """Begin a round, when it is time and none is under way."""
-        if self._rounds.is_due() and (due := self._due(self._wall())):
-            self._rounds.begin(self._write(due))
-
-    async def settle(self) -> None:
-        await self._rounds.settle()
-
-    def _due(self, now_s: float) -> dict[Key, Mapping[str, Any]]:
-        """The statuses to write now, whole, by policy."""
+        """Look at all of them, when it is time, and offer what is to be written."""
+        now_s = self._wall()
+        if abs(now_s - self._looked_s) < LOOK_S:
+            return
+        self._looked_s = now_s
         using: dict[Key, list[Run]] = {}
         for entry in self._books:
             run = entry.run
             using.setdefault((run.workload.namespace, run.wish.policy), []).append(run)
-        found: dict[Key, Mapping[str, Any]] = {}
-        for key, seen in self._books.policies.items():
-            known = self._known.get(key)
-            if known is None or known.uid != seen.uid:
-                known = self._known[key] = _Known(uid=seen.uid, status=seen.status)
-            standing = policy_standing.of_runs(using.get(key, ()), self._url_of(key))
-            if not known.status and not standing.runs:
-                continue  # nobody has used it yet
-            known.heard = max(known.heard, standing.sidecars)
-            before = known.status.get("sidecars", 0)
-            if standing.sidecars < before and known.heard < before and now_s < self._gathered_s:
-                continue
-            wanted = policy_standing.status(standing, known.status, generation=seen.generation, now_s=now_s)
-            soon = _truths(wanted) != _truths(known.status)
-            due_s = max(known.again_s, 0.0 if soon else known.written_s + self._counts_s)
-            if wanted != known.status and now_s >= due_s:
-                found[key] = wanted
         for key in self._known.keys() - self._books.policies.keys():
             del self._known[key]
-        return found
+            self._books.queue.forget(("policy", *key))
+        for key in self._books.policies:
+            self._look(key, using.get(key, ()), now_s)
+
+    def _look(self, key: Key, runs: list[Run] | tuple[()], now_s: float) -> None:
+        seen = self._books.policies[key]
+        known = self._known.get(key)
+        if known is None or known.uid != seen.uid:
+            known = self._known[key] = _Known(uid=seen.uid, status=seen.status)
+        standing = policy_standing.of_runs(runs, now_s, self._url_of(key))
+        if not known.status and not standing.runs:
+            return  # nobody has used it yet
+        known.heard = max(known.heard, standing.sidecars)
+        before = known.status.get("sidecars", 0)
+        if standing.sidecars < before and known.heard < before and now_s < self._gathered_s:
+            return
+        wanted = policy_standing.status(standing, known.status, generation=seen.generation, now_s=now_s)
+        if wanted == known.status:
+            self._books.queue.withdraw(("policy", *key))
+            return
+        rank = Rank.COMMIT if _truths(wanted) == _truths(known.status) else Rank.CONDITION
+        self._books.queue.offer(("policy", *key), rank, partial(self._write, key, known, wanted))
 
     def _url_of(self, key: Key) -> str:
         """The store of a policy as its sidecars are given it; empty where that cannot be said."""
@@ -113,32 +105,19 @@ class PolicyWriter:
         except (KeyError, Refusal, DeltashardError):
             return ""
 
-    async def _write(self, due: Mapping[Key, Mapping[str, Any]]) -> None:
-        for (namespace, name), status in due.items():
-            known = self._known.get((namespace, name))
-            if known is None:
-                continue
-            path = f"/apis/{run_record.API_VERSION}/namespaces/{namespace}/checkpointpolicies/{name}/status"
-            change = run_record.patch(known.status, status)
-            body = {"metadata": {"uid": known.uid}, "status": change}
-            known.written_s = self._wall()
-            try:
-                answer = await self._call("PATCH", path, body, content=MERGE, tries=2)
-            except ApiUnavailable as error:
-                self._failed(known, namespace, name, str(error))
-                continue
-            if answer.ok:
-                known.status = status
-                self._metrics.policy_writes.labels("written").inc()
-            elif answer.status == 409:  # made anew: the watch tells
-                self._metrics.policy_writes.labels("lost").inc()
-            else:
-                self._failed(known, namespace, name, answer.sentence)
-
-    def _failed(self, known: _Known, namespace: str, name: str, why: str) -> None:
-        known.again_s = self._wall() + BACK_OFF_S
-        self._metrics.policy_writes.labels("failed").inc()
-        _log.warning("policy.not_written", namespace=namespace, policy=name, error=why)
+    async def _write(self, key: Key, known: _Known, status: Mapping[str, Any]) -> None:
+        namespace, name = key
+        path = f"/apis/{run_record.API_VERSION}/namespaces/{namespace}/checkpointpolicies/{name}/status"
+        body = {"metadata": {"uid": known.uid}, "status": run_record.patch(known.status, status)}
+        answer = await self._call("PATCH", path, body, content=MERGE, tries=2)
+        if answer.ok:
+            known.status = status
+            self._count("written")
+        elif answer.status in {404, 409}:  # gone or made anew: the watch tells
+            self._count("lost")
+        else:
+            self._count("failed")
+            raise StatusRefused(answer.sentence, where=f"{namespace}/{name}")
 
 
 def _truths(status: Mapping[str, Any]) -> dict[str, str]:

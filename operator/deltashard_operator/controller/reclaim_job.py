@@ -42,24 +42,17 @@ def job_name(run: Run) -> str:
 
 
 def manifest(run: Run, policy: Policy) -> Document:
-    namespace, name = run.workload.namespace, job_name(run)
+    namespace = run.workload.namespace
     files = store_access.files(policy)
-    settings = {
-        **store_access.settings(policy),
-        **restricted.HOME,
-    }
+    settings = store_access.settings(policy) | restricted.HOME
     environment = [(key, value) for key, value in settings.items() if value] + list(policy.extension.env)
+    run_of = ["--run", f"{namespace}/{run.run_id}", "--workload", run.workload.uid]
     container: Document = {
         "name": CONTAINER,
         "image": policy.image,
         "imagePullPolicy": policy.image_pull_policy,
         "command": ["deltashard", "reclaim", policy.url],
-        "args": [
-            *("--run", f"{namespace}/{run.run_id}"),
-            *("--workload", run.workload.uid),
-            *("--said", SAID),
-            "--json",
-        ],
+        "args": [*run_of, "--said", SAID, "--json"],
         "env": [{"name": key, "value": value} for key, value in environment],
         "resources": {  # a quota of the namespace may want all four
             "requests": {"cpu": "100m", "memory": "256Mi"},
@@ -91,7 +84,7 @@ def manifest(run: Run, policy: Policy) -> Document:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {
-            "name": name,
+            "name": job_name(run),
             "namespace": namespace,
             "labels": labels,
             "annotations": {FINISHED_AT: timestamp(run.finished_at_s)},
@@ -112,10 +105,8 @@ def is_ours(job: Mapping[str, Any], run: Run) -> bool:
     """Whether a Job of this name was made for this run, and for this end of it: a JobSet may end more than once."""
     metadata = job["metadata"]
     labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    return (labels.get(WORKLOAD_UID), notes.get(FINISHED_AT)) == (
-        run.workload.uid,
-        timestamp(run.finished_at_s),
-    )
+    mine = run.workload.uid, timestamp(run.finished_at_s)
+    return (labels.get(WORKLOAD_UID), notes.get(FINISHED_AT)) == mine
 
 
 def outcome(job: Mapping[str, Any]) -> str | None:

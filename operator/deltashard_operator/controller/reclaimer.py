@@ -4,16 +4,16 @@ The controller has no credentials of any store: it makes a Job in the run's name
 gives it the right to, and looks at it until it has ended. A Job has the same name for every try, so one that was made
 by a controller that died before it could say so is found again, and is never made twice.
 
-What was true when a round began need not be when a Job is made: everything is judged once more just before that, and
-the workload itself asked for, since a Job that merely is not watched is not gone.
+What was true at a look need not be when a Job is made: everything is judged once more just before that (`run.reclaim`),
+and the workload itself asked for, since a Job that merely is not watched is not gone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import structlog
 from deltashard_checkpoint.errors import DeltashardError
@@ -23,21 +23,20 @@ from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller import reclaim_job
-from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.controller.round import Rounds
 from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.fleet.sidecar_report import RunKey
+from deltashard_operator.controller.write_queue import Rank
+from deltashard_operator.fleet.report import RunKey
 from deltashard_operator.kube.call import ApiUnavailable, Caller
-from deltashard_operator.run import observed_object, reclaim_judgement
+from deltashard_operator.run import observed_object, reclaim
 from deltashard_operator.run.reclaim import ReclaimState
+from deltashard_operator.run.watched_run import Notice
 
 LOOK_S = 2.0
-MOST = 16
-"""Jobs at work at once."""
-MOST_OF_ONE = 4
-"""... of one namespace, so that Jobs which hang keep nobody else from theirs."""
+MOST = 4
+"""Jobs of a namespace at work at once, so that Jobs which hang keep no other namespace from theirs."""
 PAUSE_S = 60.0
 """After a look that could not be had, or that found a workload living."""
+_REASONS = {ReclaimState.REMOVED: "Reclaimed", ReclaimState.KEPT: "ReclaimKept"}
 _log = structlog.get_logger("deltashard.reclaim")
 
 
@@ -50,70 +49,67 @@ class Reclaimer:
         *,
         call: Caller,
         defaults: Defaults,
-        metrics: ControllerMetrics,
+        count: Callable[[str], None],
         wall: Callable[[], float],
     ) -> None:
+        """`count` takes what came of each Job."""
         self._books = books
         self._call = call
         self._defaults = defaults
-        self._metrics = metrics
+        self._queue = books.queue
+        self._count = count
         self._wall = wall
-        self._rounds = Rounds(LOOK_S, wall)
+        self._looked_s = float("-inf")
         self._policies: dict[tuple[str, str], Policy | Refusal | None] = {}
         self._serial = -1
-        self._again_s: dict[RunKey, float] = {}
-        """Not to be followed before."""
-        self._living: dict[RunKey, str] = {}
-        """Of workloads that were said to be over and are not: what was found. Asked for again after each pause."""
+        self._held: dict[RunKey, tuple[float, str]] = {}
+        """Not to be followed before; and, of a workload that seemed over and lives, what was found."""
 
     def tick(self) -> None:
-        """Begin a round, when it is time and none is under way."""
-        if self._rounds.is_due() and (due := self._due(self._wall())):
-            self._rounds.begin(self._round(due))
-
-    async def settle(self) -> None:
-        await self._rounds.settle()
-
-    def _due(self, now_s: float) -> list[Entry]:
-        """Runs whose Job is to be made, or looked at."""
+        """Judge the finished runs, when it is time, and follow those whose Job is to be made or looked at."""
+        now_s = self._wall()
+        if abs(now_s - self._looked_s) < LOOK_S:
+            return
+        self._looked_s = now_s
+        self._held = {
+            key: (until_s, why)
+            for key, (until_s, why) in self._held.items()
+            if key in self._books.by_key and (why or now_s < until_s)
+        }
         newest = self._books.newest_by_id()
-        removing: list[Entry] = []
         due: list[Entry] = []
+        at_work: Counter[str] = Counter()
         for entry in self._books:
             run = entry.run
             if not run.finished and run.reclaim is None:
                 continue
-            self._look(entry, now_s, continued=newest[run.workload.namespace, run.run_id] is not entry)
-            reclaim = entry.run.reclaim
-            if reclaim is None or entry.served is None:
+            self._judge(entry, now_s, continued=newest[run.workload.namespace, run.run_id] is not entry)
+            found, (until_s, why) = entry.run.reclaim, self._held.get(run.key, (0.0, ""))
+            if found is None or entry.served is None:
                 continue
-            if reclaim.state is ReclaimState.REMOVING:
-                removing.append(entry)
-            elif reclaim_judgement.is_due(entry.run, now_s) or run.key in self._living:
+            if found.state is ReclaimState.REMOVING:
+                at_work[run.workload.namespace] += 1
+                self._offer(entry)
+            elif now_s >= until_s and (found.ready or why):
                 due.append(entry)
-        self._again_s = {key: until_s for key, until_s in self._again_s.items() if now_s < until_s}
-        self._living = {key: why for key, why in self._living.items() if key in self._books.by_key}
-        at_work = Counter(each.run.workload.namespace for each in removing)
         for entry in sorted(due, key=lambda each: each.run.finished_at_s):
             namespace = entry.run.workload.namespace
-            if entry.run.key in self._again_s or at_work.total() >= MOST or at_work[namespace] >= MOST_OF_ONE:
-                continue
-            at_work[namespace] += 1
-            removing.append(entry)
-        return [each for each in removing if each.run.key not in self._again_s]
+            if at_work[namespace] < MOST:
+                at_work[namespace] += 1
+                self._offer(entry)
 
-    def _look(self, entry: Entry, now_s: float, *, continued: bool) -> None:
+    def _offer(self, entry: Entry) -> None:
+        self._queue.offer(("reclaim", *entry.run.key), Rank.COMMIT, partial(self._follow, entry))
+
+    def _judge(self, entry: Entry, now_s: float, *, continued: bool) -> None:
         try:
             policy = self._policy_of(entry)
         except DeltashardError:
             return  # the chart's authority is not there yet
-        objection = self._living.get(entry.run.key, "")
+        _, objection = self._held.get(entry.run.key, (0.0, ""))
         if isinstance(policy, Refusal):
-            objection = f"the policy cannot be used: {policy.what}"
-            policy = None
-        found = reclaim_judgement.looked(
-            entry.run, policy, objection=objection, continued=continued, now_s=now_s
-        )
+            objection, policy = f"the policy cannot be used: {policy.what}", None
+        found = reclaim.judged(entry.run, policy, objection=objection, continued=continued, now_s=now_s)
         if found != entry.run.reclaim:
             self._books.set(entry, replace(entry.run, reclaim=found))
 
@@ -121,48 +117,39 @@ class Reclaimer:
         """The run's policy as it is now, read once for all its runs until one changes; or why it cannot be used."""
         if self._serial != self._books.serial:
             self._policies, self._serial = {}, self._books.serial
-        key = entry.run.workload.namespace, entry.run.wish.policy
+        name = entry.run.wish.policy
+        key = entry.run.workload.namespace, name
         if key not in self._policies:
             spec = self._books.spec_of(entry.run, self._defaults)
             try:
-                self._policies[key] = None if spec is None else self._read(key[1], spec)
+                whole = None if spec is None else workload_policy.merged(spec, self._defaults.spec())
+                self._policies[key] = None if whole is None else workload_policy.read(name, whole)
             except Refusal as refusal:
                 self._policies[key] = refusal
         return self._policies[key]
 
-    def _read(self, name: str, spec: Mapping[str, Any]) -> Policy:
-        return workload_policy.read(name, workload_policy.merged(spec, self._defaults.spec()))
-
-    async def _round(self, due: list[Entry]) -> None:
-        for entry in due:
-            try:
-                await self._follow(entry)
-            except ApiUnavailable as error:
-                self._pause(entry)
-                _log.warning("reclaim.not_followed", run=entry.run.name, error=str(error))
-            except Exception:  # noqa: BLE001 - one odd run must not stop the others
-                self._pause(entry)
-                self._metrics.judge_errors.inc()
-                _log.exception("reclaim.not_followed", run=entry.run.name)
-
-    def _pause(self, entry: Entry) -> None:
-        self._again_s[entry.run.key] = self._wall() + PAUSE_S
-
     async def _follow(self, entry: Entry) -> None:
         """Make the run's Job, or see what came of it."""
+        try:
+            await self._follow_job(entry)
+        except ApiUnavailable as error:
+            self._held[entry.run.key] = self._wall() + PAUSE_S, ""
+            _log.warning("reclaim.not_followed", run=entry.run.name, error=str(error))
+        if self._state_of(entry) is not ReclaimState.REMOVING:
+            self._queue.forget(("reclaim", *entry.run.key))
+
+    async def _follow_job(self, entry: Entry) -> None:
         namespace, name = entry.run.workload.namespace, reclaim_job.job_name(entry.run)
         jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
         found = await self._call("GET", f"{jobs}/{name}")
         state = self._state_of(entry)
+        at_work = state is ReclaimState.REMOVING
         if state is None:
             return
-        at_work = state is ReclaimState.REMOVING
-        if found.status == 404:
-            if at_work:
-                text = f"Job {name} is gone, and how it ended could not be read"
-                self._end(entry, ReclaimState.FAILED, text)
-            else:
-                await self._make(entry, jobs)
+        if found.status == 404 and not at_work:
+            await self._make(entry, jobs)
+        elif found.status == 404:
+            self._end(entry, ReclaimState.FAILED, f"Job {name} is gone, and how it ended could not be read")
         elif not found.ok:
             raise ApiUnavailable(f"cannot be read: {found.sentence}", where=f"{jobs}/{name}")
         elif not reclaim_job.is_ours(found.document, entry.run):
@@ -170,21 +157,15 @@ class Reclaimer:
             self._end(entry, ReclaimState.FAILED, text)
         elif (why := reclaim_job.outcome(found.document)) is None:
             if not at_work:
-                self._books.set(entry, reclaim_judgement.begun(entry.run, name, self._wall()))
-        elif state is ReclaimState.FAILED:
-            self._end(entry, state, f"Job {name} of the try before is still there: delete it")
+                self._set(entry, reclaim.begun(entry.run.reclaim, name, self._wall()))
         else:
+            pods = f"/api/v1/namespaces/{namespace}/pods"
             said = reclaim_job.last_word(
-                await self._call.every(
-                    f"/api/v1/namespaces/{namespace}/pods", selector=f"batch.kubernetes.io/job-name={name}"
-                )
+                await self._call.every(pods, selector=f"batch.kubernetes.io/job-name={name}")
             )
-            if self._state_of(entry) is not state:
-                return
-            if why:
-                self._end(entry, ReclaimState.FAILED, f"Job {name} failed: {said or why}")
-            else:
-                self._end(entry, *reclaim_job.read(said))
+            if self._state_of(entry) is state:
+                failed = ReclaimState.FAILED, f"Job {name} failed: {said or why}"
+                self._end(entry, *(failed if why else reclaim_job.read(said)))
 
     def _state_of(self, entry: Entry) -> ReclaimState | None:
         """Where the run's removal stands; None: it has none any more, or the run was let go of."""
@@ -196,38 +177,30 @@ class Reclaimer:
         living = await self._life_of(entry)
         # IMPORTANT: nothing is waited for between this look and the request.
         now_s = self._wall()
-        if self._state_of(entry) is None:
-            return
-        self._living.pop(entry.run.key, None)
+        self._held.pop(entry.run.key, None)
         if living:
-            self._living[entry.run.key] = living
-            self._pause(entry)
-        self._look(entry, now_s, continued=self._books.is_continued(entry))
-        if not reclaim_judgement.is_due(entry.run, now_s):
+            self._held[entry.run.key] = now_s + PAUSE_S, living
+        if self._state_of(entry) is not None:
+            self._judge(entry, now_s, continued=self._books.is_continued(entry))
+        if entry.run.reclaim is None or not entry.run.reclaim.ready:
             return
         policy = self._policy_of(entry)
         assert isinstance(policy, Policy)
-        self._books.set(entry, reclaim_judgement.begun(entry.run, name, now_s))
-        try:
-            made = await self._call("POST", jobs, reclaim_job.manifest(entry.run, policy))
-        except ApiUnavailable as error:  # perhaps it is made: then the next try finds it
-            why: str | None = error.what
-        else:
-            why = None if made.ok or made.status == 409 else made.sentence
-        if self._state_of(entry) is None:
-            return
-        if why is not None:
-            self._end(entry, ReclaimState.FAILED, f"Job {name} could not be made: {why}")
-            return
-        _log.info("reclaim.begun", namespace=entry.run.workload.namespace, run=entry.run.name, job=name)
+        self._set(entry, reclaim.begun(entry.run.reclaim, name, now_s))
+        # One that is made without an answer is found at the next look.
+        made = await self._call("POST", jobs, reclaim_job.manifest(entry.run, policy))
+        if made.ok or made.status == 409:
+            _log.info("reclaim.begun", namespace=entry.run.workload.namespace, run=entry.run.name, job=name)
+        elif self._state_of(entry) is not None:
+            self._end(entry, ReclaimState.FAILED, f"Job {name} could not be made: {made.sentence}")
 
     async def _life_of(self, entry: Entry) -> str:
         """Why a workload that can be asked for is not over; empty: it is, or it cannot."""
         workload = entry.run.workload
         if not workload.native:
             return ""
-        plural = "/api/v1/{}/pods" if workload.native == "Pod" else "/apis/batch/v1/{}/jobs"
-        path = f"{plural.format(f'namespaces/{workload.namespace}')}/{workload.name}"
+        root = {"Pod": "/api/v1/namespaces/{}/pods/{}", "Job": "/apis/batch/v1/namespaces/{}/jobs/{}"}
+        path = root[workload.native].format(workload.namespace, workload.name)
         answer = await self._call("GET", path)
         if answer.status == 404:
             return ""
@@ -237,11 +210,16 @@ class Reclaimer:
             return ""
         return f"{workload.called} is there and has not ended"
 
+    def _set(self, entry: Entry, found: reclaim.Reclaim) -> None:
+        self._books.set(entry, replace(entry.run, reclaim=found))
+
     def _end(self, entry: Entry, state: ReclaimState, message: str) -> None:
-        run, notice = reclaim_judgement.ended(entry.run, state, message, self._wall())
-        entry.notices.append(notice)
-        self._books.set(entry, run)
-        self._metrics.reclaims.labels(state.value.lower()).inc()
+        found = reclaim.ended(entry.run.reclaim, state, message, self._wall())
+        reason, warning = _REASONS.get(state, "ReclaimFailed"), state is not ReclaimState.REMOVED
+        entry.notices.append(Notice(reason=reason, message=found.message, warning=warning))
+        self._set(entry, found)
+        self._count(state.value.lower())
+        run = entry.run
         _log.info(
             "reclaim.ended", namespace=run.workload.namespace, run=run.name, state=state.value, why=message
         )

@@ -19,27 +19,24 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.chart_defaults import Defaults
-from deltashard_operator.controller.status import Pace, Served
-from deltashard_operator.fleet.sidecar_report import Directive, RunKey
-from deltashard_operator.run import observed_object
+from deltashard_operator.controller.status import Served
+from deltashard_operator.controller.write_queue import WriteQueue
+from deltashard_operator.fleet.report import RunKey
+from deltashard_operator.run import observed_object, schedule
+from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import NodeView, Wish
-from deltashard_operator.run.watched_run import Notice, Run, Taken
+from deltashard_operator.run.order import Orders
+from deltashard_operator.run.watched_run import Notice, Run
 
 MAX_NOTICES = 64
 """Waiting for a run's CheckpointRun to be made."""
 
 
-class Director(Protocol):
-    """Who carries directives to sidecars: the fleet service."""
+class Nudger(Protocol):
+    """Who asks sidecars to report now."""
 
-    def direct(self, run_key: RunKey, directive: Directive) -> None:
-        """From now on this is the run's directive."""
-
-    def forget(self, run_key: RunKey) -> None:
-        """The run is over."""
-
-    def save_now(self, run_key: RunKey, reason: str, urgent: bool, deadline_s: float) -> int:
-        """Ask for a save; returns how many are told."""
+    def nudge(self, address: str) -> None:
+        """Ask the sidecar at this "ip:port"; it is best effort, and never waits."""
 
 
 @dataclass(slots=True)
@@ -47,11 +44,11 @@ class Entry:
     """A run and what is known of its CheckpointRun."""
 
     run: Run
-    pace: Pace
     served: Served | None = None
-    written: Mapping[str, Any] = field(default_factory=dict)
-    durable: Mapping[str, Taken] = field(default_factory=dict)
-    """Incidents that are in the written status, by pod UID."""
+    written: bytes = b"{}"
+    """Status as the API has it, as JSON: a dict of one is five times as large."""
+    durable: Ledger = field(default_factory=Ledger)
+    """What the written status counts."""
     reloaded_s: float = 0.0
     """When the status it came from was written; 0: it came from none."""
     born: str = ""
@@ -59,10 +56,10 @@ class Entry:
     number: int = 0
     """Of the order of first sight, for those born in the same second."""
     notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
-    busy: bool = False
-    again_s: float = 0.0
-    """Not to be looked at before, unless something happens."""
     decided: tuple[int, Wish, pb.Policy | None] | None = None
+    """What it shall do, by which policies and wishes."""
+    nudged: int = 0
+    """Id of the directive for which its sidecars were nudged."""
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Failures by node that are in the metrics."""
 
@@ -79,10 +76,12 @@ class SeenPolicy:
 class Entries:
     """The books."""
 
-    def __init__(self, *, status_interval_s: float, wall: Callable[[], float]) -> None:
-        self._status_interval_s = status_interval_s
+    def __init__(self, *, queue: WriteQueue, wall: Callable[[], float]) -> None:
         self._wall = wall
-        self.fleet: Director | None = None
+        self.queue = queue
+        """Where all that is to be written is offered: by the run's key, or by another one of the writer's own."""
+        self.nudger: Nudger | None = None
+        self.orders = Orders()
         self.by_key: dict[RunKey, Entry] = {}
         self._by_id: dict[tuple[str, str], set[RunKey]] = {}
         self.pods: dict[str, RunKey] = {}
@@ -111,7 +110,6 @@ class Entries:
     def enter(self, run: Run) -> Entry:
         entry = Entry(
             run=run,
-            pace=Pace(interval_s=self._status_interval_s),
             born=observed_object.timestamp(self._wall()),
             number=self._entered,
         )
@@ -133,8 +131,8 @@ class Entries:
             self.pods.pop(uid, None)
         for uid in entry.run.jobs:
             self.jobs.pop(uid, None)
-        if self.fleet is not None:
-            self.fleet.forget(key)
+        self.orders.forget(key)
+        self.queue.forget(key)
 
     def set(self, entry: Entry, run: Run) -> None:
         """The run is this now; marked when that is a change."""
@@ -145,14 +143,28 @@ class Entries:
             before.discard(run.key)
             self._by_id.setdefault((run.workload.namespace, run.run_id), set()).add(run.key)
         entry.run = run
-        entry.again_s = 0.0
         self.mark(run.key)
 
     def lost(self, entry: Entry) -> None:
         """Its CheckpointRun is gone: make it anew."""
-        entry.served, entry.written, entry.durable = None, {}, {}
+        entry.served, entry.written, entry.durable = None, b"{}", Ledger()
         if self.by_key.get(entry.run.key) is entry:  # not let go while the write that found out was under way
             self.mark(entry.run.key)
+
+    def speakers(self, entry: Entry) -> list[str]:
+        """UIDs of the pods whose sidecars are heard and speak for the run."""
+        now_s = self._wall()
+        return [uid for uid in entry.run.heard if schedule.speaks(entry.run, uid, now_s)]
+
+    def nudge(self, entry: Entry) -> None:
+        """Have those who speak for the run report now; all of its sidecars while nobody is heard that does."""
+        if self.nudger is None or entry.run.finished:
+            return
+        run = entry.run
+        speakers = self.speakers(entry)
+        for uid, pod in run.pods.items():
+            if pod.alive and pod.report_address and (uid in speakers or not speakers):
+                self.nudger.nudge(pod.report_address)
 
     def holder(self, entry: Entry) -> Entry:
         """Who holds the run id: the oldest that is not finished."""

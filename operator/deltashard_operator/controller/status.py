@@ -1,31 +1,23 @@
 """CheckpointRuns in the API: made, their status kept, removed. The only objects but Events that the controller writes.
 
-`Statuses` writes what it is given and says what came of it; when to write is `Pace`'s: a change of phase, condition or
-count soon (`SOON_S` apart), a new commit at most every 30 s, and that steps rise at most every two minutes. So what a
-run costs the API is bounded, whatever its trainers do. While the API is behind, what went wrong goes first, and what
-else changed of a run is put together. A merge patch carries the object's UID, so a CheckpointRun that was deleted and
-made again is never taken for the old one (409).
+`Statuses` writes what it is given and says what came of it; when to write, `write_queue` says. A merge patch carries
+the object's UID and the version that it was made from, which is the API's last answer to us: nothing that somebody else
+wrote is overwritten unseen, and a CheckpointRun that was deleted and made again is never taken for the old one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from deltashard_checkpoint.errors import EnvironmentFault
 
 from deltashard_operator.kube.call import MERGE, Caller, Forbidden
-from deltashard_operator.run.run_record import COMMIT, GROUP, MATERIAL, PLURAL, URGENT, VERSION
+from deltashard_operator.run.run_record import GROUP, PLURAL, VERSION
 
 _log = structlog.get_logger("deltashard.controller")
-SOON_S = 1.0
-CROWDED_S = 5.0
-"""While more is to be written than the API takes at once: between writes that tell of no trouble."""
-COMMIT_S = 30.0
-QUIET_S = 120.0
-MAX_BACKOFF_S = 60.0
 ROOT = f"/apis/{GROUP}/{VERSION}"
 ALL = f"{ROOT}/{PLURAL}"
 Document = dict[str, Any]
@@ -35,52 +27,29 @@ class StatusRefused(EnvironmentFault):
     """The API does not take what is written: rights or schema."""
 
 
-@dataclass(slots=True)
-class Pace:
-    """When a run's status is due. `interval_s`: between commits' writes."""
+class Conflict(Exception):
+    """Somebody else wrote it since our last answer; `document` is what it is now."""
 
-    interval_s: float = COMMIT_S
-    written_s: float = float("-inf")
-    not_before_s: float = float("-inf")
-    failures: int = 0
-
-    def wait_s(self, changed: Mapping[str, Any], now_s: float, *, crowded: bool = False) -> float:
-        """How long a write of these changed fields has to wait; 0: now. `crowded`: others wait, too."""
-        fields = set(changed)
-        if crowded and not fields & URGENT:
-            return max(SOON_S, self.written_s + CROWDED_S - now_s, self.not_before_s - now_s)
-        if fields & MATERIAL:
-            apart_s = SOON_S
-        elif fields & COMMIT:
-            apart_s = self.interval_s
-        else:
-            apart_s = max(self.interval_s, QUIET_S)
-        return max(0.0, self.written_s + apart_s - now_s, self.not_before_s - now_s)
-
-    def written(self, now_s: float) -> None:
-        self.written_s, self.failures, self.not_before_s = now_s, 0, float("-inf")
-
-    def failed(self, now_s: float) -> None:
-        """It could not be."""
-        self.failures += 1
-        self.not_before_s = now_s + min(MAX_BACKOFF_S, 2.0 ** min(self.failures, 6))
+    def __init__(self, document: Document) -> None:
+        super().__init__("the object has changed")
+        self.document = document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A CheckpointRun as the API has it."""
+    """A CheckpointRun as the API has it, but for its status."""
 
     uid: str
+    version: str
     created: str
-    status: Mapping[str, Any] = field(default_factory=dict)
 
 
 def served(document: Mapping[str, Any]) -> Served:
     metadata = document["metadata"]
     return Served(
         uid=metadata["uid"],
+        version=metadata.get("resourceVersion", ""),
         created=metadata.get("creationTimestamp", ""),
-        status=document.get("status") or {},
     )
 
 
@@ -109,7 +78,7 @@ class Statuses:
             raise refused[0]
         return found
 
-    async def create(self, document: Mapping[str, Any]) -> tuple[Served, bool]:
+    async def create(self, document: Mapping[str, Any]) -> tuple[Document, bool]:
         """Make it; (it, whether it is new). One that exists is taken as it is.
 
         Raises:
@@ -120,30 +89,35 @@ class Statuses:
         path = f"{ROOT}/namespaces/{metadata['namespace']}/{PLURAL}"
         answer = await self._call("POST", path, document)
         if answer.ok:
-            return served(answer.document), True
+            return answer.document, True
         if answer.status == 409:
             found = await self._call("GET", f"{path}/{metadata['name']}")
             if found.ok and found.document["spec"]["workload"]["uid"] == document["spec"]["workload"]["uid"]:
-                return served(found.document), False
+                return found.document, False
             answer = found
         raise StatusRefused(answer.sentence, where=f"{metadata['namespace']}/{metadata['name']}")
 
     async def write(
-        self, namespace: str, name: str, uid: str, status: Mapping[str, Any]
-    ) -> Mapping[str, Any] | None:
-        """Merge this into the status; the status after it, or None when the object is gone.
+        self, namespace: str, name: str, known: Served, status: Mapping[str, Any]
+    ) -> Document | None:
+        """Merge this into the status; the object after it, or None when it is gone.
 
         Raises:
+            Conflict: somebody else wrote it.
             ApiUnavailable: try later.
             StatusRefused: the API does not take it.
         """
-        path = f"{ROOT}/namespaces/{namespace}/{PLURAL}/{name}/status"
-        answer = await self._call(
-            "PATCH", path, {"metadata": {"uid": uid}, "status": status}, content=MERGE, tries=2
-        )
-        if answer.ok:
-            return served(answer.document).status
-        if answer.status in {404, 409}:
+        path = f"{ROOT}/namespaces/{namespace}/{PLURAL}/{name}"
+        metadata = {"uid": known.uid, "resourceVersion": known.version}
+        body = {"metadata": metadata, "status": status}
+        answer = await self._call("PATCH", f"{path}/status", body, content=MERGE, tries=2)
+        if answer.status == 409:
+            answer = await self._call("GET", path)
+            if answer.ok and served(answer.document).uid == known.uid:
+                raise Conflict(answer.document)
+        elif answer.ok:
+            return answer.document
+        if answer.ok or answer.status == 404:
             return None
         raise StatusRefused(answer.sentence, where=f"{namespace}/{name}")
 

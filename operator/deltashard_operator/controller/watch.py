@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ import structlog
 
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries, SeenPolicy
+from deltashard_operator.fleet.report import SaveOrder
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
@@ -38,6 +39,8 @@ SETTLE_SOON_S = 1.5
 MAX_PAUSE_S = 60.0
 """A Job that is still to come, or could not be read, is asked for again after pauses that double up to this."""
 OURS = "/apis/deltashard.io/v1alpha1"
+DRAIN_S = 60.0
+"""So long a save is ordered before a node's end."""
 NOBODYS = ("", "")
 Document = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.controller")
@@ -65,15 +68,17 @@ class Watches:
         call: Caller,
         metrics: ControllerMetrics,
         keep_finished_s: float,
+        disruption_taints: Container[str] = (),
+        more: Sequence[WatchedKind] = (),
         wall: Callable[[], float],
     ) -> None:
+        """`disruption_taints`: keys of taints that announce a node's end; `more` kinds that others follow."""
         self._books = books
         self._call = call
         self._metrics = metrics
         self._keep_finished_s = keep_finished_s
         self._wall = wall
-        self.disruption_taints: Container[str] = ()
-        """Keys of taints that announce a node's end."""
+        self._disruption_taints = disruption_taints
         self._waiting: dict[str, _Wait] = {}
         """By the Job's UID."""
         self._not_to_come: dict[str, float] = {}
@@ -90,6 +95,7 @@ class Watches:
                 "policies", f"{OURS}/checkpointpolicies", self.on_policy, self.policy_gone, by_name=True
             ),
             WatchedKind("runs", f"{OURS}/checkpointruns", lambda _run: None, self.run_gone),
+            *more,
         )
         """What is to be watched."""
         self.synced = False
@@ -168,8 +174,6 @@ class Watches:
             if self._is_old(ended_at_s, now_s):
                 return
             entry = self._books.enter(Run(workload=pod.workload, wish=pod.wish))
-        if entry.reloaded_s and pod.uid not in entry.run.pods:
-            self._books.set(entry, _known_before(entry.run, pod, entry.reloaded_s))
         self._books.pods[pod.uid] = key
         ready = self._node_ready(pod)
         self._books.set(entry, watched_run.with_pod(entry.run, pod, node_ready=ready, now_s=now_s))
@@ -192,7 +196,7 @@ class Watches:
 
     def on_node(self, document: Document) -> None:
         """A node is there, or changed."""
-        node = observed_object.node_of(document, self.disruption_taints)
+        node = observed_object.node_of(document, self._disruption_taints)
         before = self._books.nodes.get(node.name)
         self._books.nodes[node.name] = node
         if node.ending and before is not None and not before.ending:
@@ -204,13 +208,14 @@ class Watches:
 
     def _save_before_drain(self, node: str) -> None:
         """Its evictions are to come: a checkpoint now leaves them less to save within the grace period."""
+        now_s = self._wall()
+        order = SaveOrder(id=f"drain/{node}/{now_s:.0f}", reason="drain")
         for entry in self._books:
             there = any(each.node == node and each.alive for each in entry.run.pods.values())
-            if there and not entry.run.finished and self._books.fleet is not None:
-                told = self._books.fleet.save_now(entry.run.key, "drain", urgent=False, deadline_s=0.0)
-                _log.info(
-                    "run.save_before_drain", namespace=entry.run.workload.namespace, node=node, told=told
-                )
+            if there and not entry.run.finished:
+                self._books.orders.open(entry.run.key, order, now_s + DRAIN_S)
+                self._books.nudge(entry)
+                _log.info("run.save_before_drain", namespace=entry.run.workload.namespace, node=node)
 
     def on_policy(self, document: Document) -> None:
         """A CheckpointPolicy is there, or changed."""
@@ -318,11 +323,3 @@ class Watches:
         wait = self._waiting.pop(uid, None)
         for pod in wait.pods.values() if wait is not None else ():
             self._set_if_alive(observed_object.pod_of(pod))
-
-
-def _known_before(run: Run, pod: PodView, written_s: float) -> Run:
-    """The run, a pod's end or restarts marked as counted that the status before was written after."""
-    if pod.uid in run.restarts or pod.ending is None or not 0 < pod.ending.at_s <= written_s:
-        return run
-    lost = run.lost if pod.alive else run.lost | {pod.uid}
-    return replace(run, restarts={**run.restarts, pod.uid: pod.restarts}, lost=lost)

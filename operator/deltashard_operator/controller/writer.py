@@ -1,31 +1,28 @@
 """What is written of runs: CheckpointRuns made, patched and removed, and Events told.
 
-A write is a task of its own, one at a time for each run, when it is due (see `status.Pace`). An incident of a sidecar
-is in good hands when the status that counts it is written (`Entry.durable`).
+A write is offered to the queue whenever a run was judged, and made of what is true when its turn comes. A status that
+somebody else has written meanwhile, as a controller that leads at the same time does, is read, and the run goes on from
+what it counts: sidecars tell again what is not in it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Callable, Coroutine
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
-
-import structlog
 
 from deltashard_operator.controller.event import Teller, regarding
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.status import Statuses, StatusRefused
+from deltashard_operator.controller.status import Conflict, Statuses, StatusRefused, served
+from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.kube import owner_reference
-from deltashard_operator.kube.call import THREADS, ApiUnavailable
 from deltashard_operator.kube.cluster_name import RUN_ID
-from deltashard_operator.run import run_record
+from deltashard_operator.run import condition, run_record, watched_run
 from deltashard_operator.run.watched_run import Notice
 
-CROWD = 2 * THREADS
-"""Writes under way: more wait for one another."""
-_log = structlog.get_logger("deltashard.controller")
+Document = Mapping[str, Any]
 
 
 class Writes:
@@ -45,72 +42,78 @@ class Writes:
         self._teller = teller
         self._metrics = metrics
         self._wall = wall
-        self.tasks: set[asyncio.Task[None]] = set()
-        """Under way."""
 
-    def wait_s(self, entry: Entry, now_s: float) -> float:
-        """How long until something of it is to be written: 0 is now, infinity is nothing."""
+    def look(self, entry: Entry, now_s: float) -> None:
+        """Offer what is to be written of a run, and tell what may be told."""
+        key = entry.run.key
         if entry.served is None:
-            return max(0.0, entry.pace.not_before_s - now_s)
+            self._books.queue.offer(key, Rank.NEW, partial(self._guarded, entry))
+            return
         self._tell(entry)
-        changed = run_record.patch(entry.written, run_record.status(entry.run, now_s))
-        crowded = len(self.tasks) >= CROWD
-        return entry.pace.wait_s(changed, now_s, crowded=crowded) if changed else math.inf
-
-    def write(self, entry: Entry) -> None:
-        self._start(self._write(entry), entry)
+        before = json.loads(entry.written)
+        changed = run_record.patch(before, run_record.status(entry.run, now_s))
+        if changed:
+            self._books.queue.offer(key, rank_of(before, changed), partial(self._guarded, entry))
+        else:
+            self._books.queue.withdraw(key)
 
     def remove(self, entry: Entry) -> None:
-        """Begin to remove its CheckpointRun; the run goes with it."""
-        self._start(self._remove(entry), entry)
+        """Remove its CheckpointRun; the run goes with it."""
+        self._books.queue.offer(entry.run.key, Rank.CONDITION, partial(self._remove, entry))
 
-    def _start(self, work: Coroutine[Any, Any, None], entry: Entry) -> None:
-        entry.busy = True
-        task = asyncio.create_task(self._guarded(work, entry))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def _guarded(self, work: Coroutine[Any, Any, None], entry: Entry) -> None:
-        key = entry.run.key
+    async def _guarded(self, entry: Entry) -> None:
         try:
-            await work
-        except (ApiUnavailable, StatusRefused) as error:
+            await self._write(entry)
+        except Exception as error:
             self._metrics.writes.labels("failed").inc()
-            entry.pace.failed(self._wall())
-            _log.warning("run.not_written", namespace=key[0], run=entry.run.name, error=str(error))
             if entry.run.finished and entry.served is None and isinstance(error, StatusRefused):
-                self._books.drop(key)  # its namespace is going
-        except Exception:  # noqa: BLE001 - the same
-            self._metrics.writes.labels("failed").inc()
-            entry.pace.failed(self._wall())
-            _log.exception("run.not_written", namespace=key[0], run=entry.run.name)
-        finally:
-            entry.busy = False
-            if self._books.by_key.get(key) is entry:
-                self._books.mark(key)
+                self._books.drop(entry.run.key)  # its namespace is going
+                return
+            self._books.mark(entry.run.key)
+            raise
 
     async def _write(self, entry: Entry) -> None:
         begun_s = self._wall()
         if entry.served is None:
-            entry.served, new = await self._statuses.create(run_record.document(entry.run))
-            entry.written = entry.served.status
-            entry.born = entry.served.created
+            document, new = await self._statuses.create(run_record.document(entry.run))
+            self._adopt(entry, document, begun_s)
+            entry.born = document["metadata"].get("creationTimestamp", "")
             if new:
                 self._tell_replaced(entry)
                 _tell_unknown_kind(entry)
         run = entry.run
-        change = run_record.patch(entry.written, run_record.status(run, begun_s))
+        assert entry.served is not None
+        change = run_record.patch(json.loads(entry.written), run_record.status(run, begun_s))
         if change:
-            after = await self._statuses.write(run.workload.namespace, run.name, entry.served.uid, change)
+            try:
+                after = await self._statuses.write(run.workload.namespace, run.name, entry.served, change)
+            except Conflict as conflict:
+                self._metrics.writes.labels("conflict").inc()
+                self._adopt(entry, conflict.document, begun_s)
+                return
             if after is None:
                 self._metrics.writes.labels("lost").inc()
                 self._books.lost(entry)
                 return
-            entry.written, entry.durable = after, run.taken
+            entry.served, entry.written, entry.durable = served(after), compact(after), run.ledger
         self._metrics.writes.labels("written").inc()
         self._metrics.write_seconds.observe(max(self._wall() - begun_s, 0.0))
-        entry.pace.written(self._wall())
         self._tell(entry)
+
+    def _adopt(self, entry: Entry, document: Document, now_s: float) -> None:
+        """Go on from the CheckpointRun as the API has it."""
+        found = document.get("status") or {}
+        known, written = entry.written, compact(document)
+        entry.served, entry.written = served(document), written
+        if not found or written == known:  # it is new, or has another label
+            pass
+        elif not run_record.patch(found, run_record.status(entry.run, now_s)):
+            entry.durable = entry.run.ledger  # our own write, whose answer was lost
+        else:
+            entry.durable = run_record.run_of(document).ledger
+            run = watched_run.with_ledger(entry.run, entry.durable, self._books.nodes, self._wall())
+            self._books.set(entry, run)
+        self._books.mark(entry.run.key)
 
     async def _remove(self, entry: Entry) -> None:
         self._tell(entry)
@@ -154,6 +157,25 @@ class Writes:
             f"{last.run_id}{step}. To go on with that one, {how}"
         )
         entry.notices.append(Notice(reason="RunReplaced", message=text, warning=False))
+
+
+def compact(document: Document) -> bytes:
+    """The status of a CheckpointRun, as it is kept."""
+    return json.dumps(document.get("status") or {}, separators=(",", ":"), sort_keys=True).encode()
+
+
+def rank_of(before: Document, changed: Document) -> Rank:
+    """How soon a change of a status is to be written."""
+    if "failures" in changed or _troubles(changed) - _troubles(before):
+        return Rank.TROUBLE
+    if changed.keys() & run_record.MATERIAL:
+        return Rank.CONDITION
+    return Rank.COMMIT if changed.keys() & run_record.COMMIT else Rank.QUIET
+
+
+def _troubles(status: Document) -> set[str]:
+    found = status.get("conditions") or ()
+    return {each["type"] for each in found if each["status"] == "True" and each["type"] != condition.READY}
 
 
 def _tell_unknown_kind(entry: Entry) -> None:

@@ -1,30 +1,27 @@
-"""Prometheus metrics of the controller's fleet service: labels are closed sets."""
+"""Prometheus metrics of the server that sidecars report to: labels are closed sets."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from deltashard_operator.fleet import token_review
-from deltashard_operator.fleet.sidecar_stream import ENDS, REJECTIONS
+
+SECONDS = (0.002, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0, 10.0)
 
 
 class FleetMetrics:
-    """Every metric of the service, in the given registry, else in one of its own."""
+    """Every metric of the server and of nudges, in the given registry, else in one of its own."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = CollectorRegistry() if registry is None else registry
-        self.streams = Gauge("deltashard_fleet_streams", "Sidecars that are connected", registry=r)
-        self.serving = Gauge("deltashard_fleet_serving", "1 when the port is open", registry=r)
-        self.accepted = Counter("deltashard_fleet_streams_accepted", "Streams welcomed", registry=r)
-        self.refused = Counter(
-            "deltashard_fleet_streams_refused", "Streams refused, by cause", ("cause",), registry=r
-        )
-        self.ended = Counter(
-            "deltashard_fleet_streams_ended", "Welcomed streams that ended, by cause", ("cause",), registry=r
-        )
-        self.heartbeats = Counter("deltashard_fleet_heartbeats", "Heartbeats taken", registry=r)
-        self.incidents = Counter(
-            "deltashard_fleet_incidents", "Incidents in heartbeats, repeats included", registry=r
+        self.sidecars = Gauge("deltashard_fleet_sidecars", "Sidecars that are heard", registry=r)
+        self.serving = Gauge("deltashard_fleet_serving", "1 while reports are taken here", registry=r)
+        self.reports = Counter("deltashard_fleet_reports", "Reports, by outcome", ("outcome",), registry=r)
+        self.seconds = Histogram(
+            "deltashard_fleet_report_seconds",
+            "Seconds from a report's head to its answer",
+            buckets=SECONDS,
+            registry=r,
         )
         self.reviews = Counter(
             "deltashard_fleet_token_reviews",
@@ -32,30 +29,17 @@ class FleetMetrics:
             ("outcome", "source"),
             registry=r,
         )
-        self.directives = Counter("deltashard_fleet_directives_sent", "Directives sent", registry=r)
-        self.saves = Counter("deltashard_fleet_saves_requested", "Save requests sent", registry=r)
-        self.dropped = Counter(
-            "deltashard_fleet_messages_dropped",
-            "Save requests dropped, because the stream had too many waiting",
+        self.nudges = Counter(
+            "deltashard_fleet_nudges",
+            "Sidecars asked to report at once, by outcome",
+            ("outcome",),
             registry=r,
         )
-        self.not_after = Gauge(
-            "deltashard_fleet_certificate_not_after_timestamp_seconds",
-            "End of the serving certificate's validity, Unix time",
-            registry=r,
-        )
-        self.loads = Counter(
-            "deltashard_fleet_certificate_loads", "Certificates loaded, by outcome", ("outcome",), registry=r
-        )
-        for cause in REJECTIONS:
-            self.refused.labels(cause)
-        for cause in ENDS:
-            self.ended.labels(cause)
+        for outcome in ("sent", "failed"):
+            self.nudges.labels(outcome)
         for outcome in token_review.OUTCOMES:
             for source in token_review.SOURCES:
                 self.reviews.labels(outcome, source)
-        for outcome in ("loaded", "failed"):
-            self.loads.labels(outcome)
 
     def reviewed(self, outcome: str, source: str) -> None:
         """Count an answer about a token, as `Reviewer(count=...)` has it."""

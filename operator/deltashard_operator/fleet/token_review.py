@@ -1,17 +1,11 @@
-"""Review of tokens: whose each is, by the API's TokenReview, asked off the loop, with a cache.
+"""Whose a token is, by the API's TokenReview, with a cache.
 
-A sidecar's token is bound to its pod and to our audience; the API server checks signature, expiry, audience and that
-the pod still exists, and says which pod it is. We believe that and nothing a sidecar says of itself.
+A good answer holds for the token's life: a pod that is gone meanwhile is unknown to the ledger. A bad one holds for
+seconds and is kept apart, so that a flood of nonsense takes no room from the good ones. An API that does not answer is
+`ReviewUnavailable`: never a refusal, and never cached. All who ask about one token at one time share one review.
 
-Nonsense is cheap: what has not the form of a bound token for us, which everybody can read, is refused without a
-question, and a peer that came with many that are nobody's has to wait a moment (`Strangers`). Answers are cached by
-the token's hash: good ones until the token expires, but for at most five minutes, bad ones for seconds and apart from
-the good ones, so that a storm of reconnects (or of nonsense) does not become a storm on the API. A token whose pod was
-deleted can thus be good for five minutes more here; the ledger does not know the pod any longer. An API that does not
-answer is `ReviewUnavailable`, which is cached not at all and is never a refusal: the sidecar comes again.
-
-Reviews run in a few threads (the client blocks), at most `THREADS` at a time, and nobody waits for one longer than
-`REVIEW_S`. Everyone who asks about one token at one time shares one review.
+At most `THREADS` reviews run at a time and `MAX_PENDING` wait for that, of one peer `PEER_PENDING`: more are
+`TooManyReviews` and come again. A text that is no token of a pod for us costs no review.
 """
 
 from __future__ import annotations
@@ -20,47 +14,38 @@ import asyncio
 import base64
 import hashlib
 import json
+import sys
 import time
-from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
-import urllib3
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
-from kubernetes import client
 
+from deltashard_operator.kube.call import ApiClient, ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
 THREADS = 8
-CONNECT_S = 5.0
-READ_S = 10.0
-REVIEW_S = 15.0
-"""Seconds for a review, waiting for a thread included."""
-GOOD_S = 300.0
+REVIEW_S = 10.0
+"""Seconds for a review, waiting for its turn included."""
+GOOD_S = 3600.0
+"""A good answer holds at most so long; a pod's token lives as long by default."""
 BAD_S = 10.0
-MAX_CACHED = 16384
-"""Good answers in the cache."""
-MAX_REFUSED = 1024
-"""Bad answers in the cache."""
-PEER_THREADS = 6
-"""Reviews for one peer at a time: it leaves some to the others."""
-MAX_PENDING = 8192
+MAX_GOOD = 65536
+"""Good answers in the cache: about 400 bytes each."""
+MAX_BAD = 1024
+MAX_PENDING = 64
 """Different tokens under review or waiting for it."""
-WINDOW_S = 10.0
-MAX_BAD = 64
-"""Tokens of one peer that were refused within the window."""
-MAX_PEERS = 4096
+PEER_PENDING = 8
+"""Of one address, which may be a node's."""
 MAX_TOKEN = 8192
 """Characters of a token; a projected one has about 1,200."""
-OUTCOMES = ("authentic", "refused", "unavailable")
+OUTCOMES = ("authentic", "refused", "unavailable", "too_many")
 SOURCES = ("api", "cache", "none")
-"""Where the answer came from; none: the token was not worth a question, or there was no room for one."""
-
+"""Where the answer came from; none: the token was not worth a review, or there was no room for one."""
+_PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
 _EXTRA = "authentication.kubernetes.io/"
-_PREFIX = "system:serviceaccount:"
 
 
 class NotAuthentic(UserError):
@@ -71,6 +56,10 @@ class ReviewUnavailable(EnvironmentFault):
     """The API could not be asked."""
 
 
+class TooManyReviews(EnvironmentFault):
+    """There is no room for another review at the moment."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodIdentity:
     """The pod a token belongs to."""
@@ -78,43 +67,11 @@ class PodIdentity:
     namespace: str
     pod: str
     pod_uid: str
-    service_account: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    said: PodIdentity | NotAuthentic
-    until_s: float
-    """Time until which it holds, by the monotonic clock."""
-
-
-class Strangers:
-    """Peers that came with tokens that are nobody's, lately: their next unknown one is not worth a question to the API.
-
-    Counted by the peer's address, in a window, for a bounded number of peers. A peer may be a node that several pods
-    share (the host's network, an address translation), so nobody is shut out for longer than the window, and a token
-    that is known already is never asked about here.
-    """
-
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._bad: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        """Peer -> (begin of its window, refused since)."""
-
-    def __len__(self) -> int:
-        return len(self._bad)
-
-    def refused(self, peer: str) -> None:
-        now_s = self._monotonic()
-        begun_s, count = self._bad.pop(peer, (now_s, 0))
-        self._bad[peer] = (begun_s, count + 1) if now_s - begun_s < WINDOW_S else (now_s, 1)
-        while len(self._bad) > MAX_PEERS:
-            self._bad.popitem(last=False)
-
-    def waits(self, peer: str) -> bool:
-        """Whether this peer has to wait until its window is over."""
-        begun_s, count = self._bad.get(peer, (0.0, 0))
-        return count >= MAX_BAD and self._monotonic() - begun_s < WINDOW_S
+_Said = PodIdentity | NotAuthentic
+_Cache = OrderedDict[bytes, tuple[_Said, float]]
+"""Hash of a token -> answer, and until when it holds (monotonic seconds)."""
 
 
 class Reviewer:
@@ -122,145 +79,128 @@ class Reviewer:
 
     def __init__(
         self,
-        api: client.ApiClient,
+        api: ApiClient,
         *,
         audience: str = FLEET_AUDIENCE,
         count: Callable[[str, str], None] = lambda _outcome, _source: None,
         monotonic: Callable[[], float] = time.monotonic,
         unix: Callable[[], float] = time.time,
-        strangers: Strangers | None = None,
     ) -> None:
         """`count` is told the outcome and the source of every answer, of `OUTCOMES` and `SOURCES`."""
-        self._reviews = client.AuthenticationV1Api(api)
+        self._call = Caller(api, threads=THREADS)
         self._audience = audience
         self._count = count
         self._monotonic = monotonic
         self._unix = unix
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reviews")
-        self._slots = asyncio.Semaphore(THREADS)
-        self._strangers = strangers or Strangers(monotonic)
-        self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
-        self._refused: OrderedDict[bytes, _Answer] = OrderedDict()
-        self._peers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._pending: dict[bytes, asyncio.Task[_Answer | ReviewUnavailable]] = {}
-
-    def __len__(self) -> int:
-        return len(self._answers)
+        self._good: _Cache = OrderedDict()
+        self._bad: _Cache = OrderedDict()
+        self._peers: Counter[str] = Counter()
+        self._pending: dict[bytes, asyncio.Task[_Said]] = {}
 
     def close(self) -> None:
         """Let go of the threads; a review under way ends by its own timeout."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._call.close()
 
     async def review(self, token: str, peer: str = "") -> PodIdentity:
-        """The pod of a token that came from this peer.
+        """The pod of a token that came from this address.
 
         Raises:
             NotAuthentic: it is nobody's.
             ReviewUnavailable: the API could not be asked; try again.
+            TooManyReviews: try again.
         """
         if not is_ours(token, self._audience):
             self._count("refused", "none")
-            raise NotAuthentic(
-                "this is no token of a pod for us",
-                where="authorization metadata",
-                remedy=f"project one with audience {self._audience}",
-            )
+            remedy = f"project one with audience {self._audience}"
+            raise NotAuthentic("this is no token of a pod for us", where="authorization", remedy=remedy)
         key = hashlib.sha256(token.encode()).digest()
-        for cache in (self._answers, self._refused):
-            known = cache.get(key)
-            if known is not None and self._monotonic() < known.until_s:
+        for cache in (self._good, self._bad):
+            said, until_s = cache.get(key, (None, 0.0))
+            if said is not None and self._monotonic() < until_s:
                 cache.move_to_end(key)
-                return self._told(known, "cache")
-        task = self._pending.get(key)
-        if task is None:
-            if self._strangers.waits(peer):
-                self._count("unavailable", "none")
-                raise ReviewUnavailable(
-                    "too many tokens that came from here are nobody's", remedy="try again"
-                )
-            if len(self._pending) >= MAX_PENDING:
-                self._count("unavailable", "none")
-                raise ReviewUnavailable("too many token reviews are waiting", remedy="try again")
-            task = asyncio.create_task(self._ask(key, token, peer))
-            self._pending[key] = task
-            task.add_done_callback(lambda _: self._pending.pop(key, None))
-        said = await asyncio.shield(task)  # others may wait for it, too
-        if isinstance(said, ReviewUnavailable):
+                return self._told(said, "cache")
+        if key not in self._pending:
+            self._begin(key, token, peer)
+        try:
+            said = await asyncio.shield(self._pending[key])  # others may wait for it, too
+        except ReviewUnavailable:
             self._count("unavailable", "api")
-            raise ReviewUnavailable(said.what, where=said.where, remedy=said.remedy)
+            raise
         return self._told(said, "api")
 
-    def _told(self, answer: _Answer, source: str) -> PodIdentity:
-        said = answer.said
+    def _begin(self, key: bytes, token: str, peer: str) -> None:
+        if len(self._pending) >= MAX_PENDING or self._peers[peer] >= PEER_PENDING:
+            self._count("too_many", "none")
+            raise TooManyReviews("too many token reviews are waiting", remedy="try again")
+        self._peers[peer] += 1
+        task = self._pending[key] = asyncio.create_task(self._ask(key, token))
+
+        def over(task: asyncio.Task[_Said]) -> None:
+            task.cancelled() or task.exception()  # nobody may wait for it any more
+            self._pending.pop(key)
+            self._peers[peer] -= 1
+            self._peers += Counter()  # without those at 0
+
+        task.add_done_callback(over)
+
+    def _told(self, said: _Said, source: str) -> PodIdentity:
+        self._count("refused" if isinstance(said, NotAuthentic) else "authentic", source)
         if isinstance(said, NotAuthentic):
-            self._count("refused", source)
             raise NotAuthentic(said.what, where=said.where, remedy=said.remedy)
-        self._count("authentic", source)
         return said
 
-    async def _ask(self, key: bytes, token: str, peer: str) -> _Answer | ReviewUnavailable:
-        loop = asyncio.get_running_loop()
-        mine = self._peers.setdefault(peer, asyncio.Semaphore(PEER_THREADS))
+    async def _ask(self, key: bytes, token: str) -> _Said:
+        spec = {"token": token, "audiences": [self._audience]}
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": spec}
         try:
-            async with asyncio.timeout(REVIEW_S), mine, self._slots:
-                said = await loop.run_in_executor(self._pool, self._review, token)
-        except client.ApiException as error:
-            return ReviewUnavailable(f"the API answered {error.status} {error.reason}", where="TokenReview")
-        except (urllib3.exceptions.HTTPError, OSError) as error:  # OSError: TimeoutError, too
-            return ReviewUnavailable(f"the API did not answer: {type(error).__name__}", where="TokenReview")
-        except ValueError as error:  # the client's models check what they read
-            return ReviewUnavailable(f"the API's answer cannot be read: {error}"[:500], where="TokenReview")
-        keep_s = BAD_S
+            async with asyncio.timeout(REVIEW_S):
+                answer = await self._call("POST", _PATH, body, tries=1)
+        except (ApiUnavailable, TimeoutError) as error:
+            raise ReviewUnavailable(f"the API did not answer: {error}"[:500], where="TokenReview") from None
+        if not answer.ok:
+            raise ReviewUnavailable(f"the API answered {answer.sentence}", where="TokenReview")
+        said = identity_of(answer.document.get("status"), self._audience)
+        cache, most, keep_s = self._bad, MAX_BAD, BAD_S
         if isinstance(said, PodIdentity):
-            expiry_s = expires_at_s(token)
-            keep_s = GOOD_S if expiry_s is None else min(GOOD_S, expiry_s - self._unix())
-        answer = _Answer(said=said, until_s=self._monotonic() + keep_s)
-        cache, most = self._answers, MAX_CACHED
-        if isinstance(said, NotAuthentic):
-            self._strangers.refused(peer)
-            cache, most = self._refused, MAX_REFUSED
-        cache[key] = answer
-        cache.move_to_end(key)
+            cache, most = self._good, MAX_GOOD
+            keep_s = min(GOOD_S, expires_at_s(token, self._unix() + GOOD_S) - self._unix())
+        cache[key] = said, self._monotonic() + keep_s
         while len(cache) > most:
             cache.popitem(last=False)
-        return answer
-
-    def _review(self, token: str) -> PodIdentity | NotAuthentic:
-        spec = client.V1TokenReviewSpec(token=token, audiences=[self._audience])
-        answer = self._reviews.create_token_review(
-            client.V1TokenReview(api_version="authentication.k8s.io/v1", kind="TokenReview", spec=spec),
-            _request_timeout=(CONNECT_S, READ_S),
-        )
-        return identity_of(answer.status, self._audience)
+        return said
 
 
-def identity_of(status: client.V1TokenReviewStatus | None, audience: str) -> PodIdentity | NotAuthentic:
+def identity_of(status: object, audience: str) -> _Said:
     """Pod that a TokenReview's status vouches for, or why there is none."""
-    if status is None or not status.authenticated or status.user is None:
-        why = (status.error if status is not None else None) or "it is expired, or its pod is gone"
+    found = _mapping(status)
+    if found.get("authenticated") is not True:
+        why = found.get("error") or "it is expired, or its pod is gone"
         return NotAuthentic(f"the API does not know the token: {why}"[:500], remedy="come with a new one")
     # IMPORTANT: an authenticator that does not know of audiences lets every token pass and names no audience.
-    if audience not in (status.audiences or ()):
+    if audience not in (found.get("audiences") or ()):
         return NotAuthentic("the token is not for us", remedy=f"project one with audience {audience}")
-    extra = status.user.extra or {}
-    pod, pod_uid = (extra.get(f"{_EXTRA}{each}") or [""] for each in ("pod-name", "pod-uid"))
-    username = status.user.username or ""
-    namespace, _, account = username.removeprefix(_PREFIX).partition(":")
-    if not (username.startswith(_PREFIX) and namespace and account and pod[0] and pod_uid[0]):
+    user = _mapping(found.get("user"))
+    extra = _mapping(user.get("extra"))
+    pod, pod_uid = ((extra.get(f"{_EXTRA}{each}") or [""])[0] for each in ("pod-name", "pod-uid"))
+    account = str(user.get("username")).split(":")
+    if len(account) != 4 or account[:2] != ["system", "serviceaccount"] or not all((*account, pod, pod_uid)):
         return NotAuthentic("the token is not bound to a pod", remedy="project it in the pod's volume")
-    return PodIdentity(namespace=namespace, pod=pod[0], pod_uid=pod_uid[0], service_account=account)
+    return PodIdentity(namespace=sys.intern(account[2]), pod=pod, pod_uid=pod_uid)
 
 
-def _claims(token: str) -> dict[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _claims(token: str) -> Mapping[str, Any]:
     """Claims of a JWT; empty when it is none. Nothing is verified here."""
     parts = token.split(".")
     if len(parts) != 3 or not all(parts):
         return {}
     try:
-        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        return _mapping(json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4))))
     except (ValueError, RecursionError):
         return {}
-    return claims if isinstance(claims, dict) else {}
 
 
 def is_ours(token: str, audience: str) -> bool:
@@ -268,14 +208,15 @@ def is_ours(token: str, audience: str) -> bool:
     if not token or len(token) > MAX_TOKEN or not token.isascii():
         return False
     claims = _claims(token)
-    said, bound = claims.get("aud"), claims.get("kubernetes.io")
-    pod = bound.get("pod") if isinstance(bound, dict) else None
-    return audience in (said if isinstance(said, list) else [said]) and isinstance(pod, dict)
+    said = claims.get("aud")
+    return audience in (said if isinstance(said, list) else [said]) and isinstance(
+        _mapping(claims.get("kubernetes.io")).get("pod"), dict
+    )
 
 
-def expires_at_s(token: str) -> float | None:
-    """Unix time at which a JWT says it expires; None when it does not say. Nothing is verified here."""
+def expires_at_s(token: str, otherwise_s: float) -> float:
+    """Unix time at which a JWT says it expires, or `otherwise_s`. Nothing is verified here."""
     expiry_s = _claims(token).get("exp")
     if isinstance(expiry_s, bool) or not isinstance(expiry_s, int | float):
-        return None
+        return otherwise_s
     return float(expiry_s)

@@ -18,6 +18,8 @@ ENCODING = PREFIX + "encoding"
 PRECISION = PREFIX + "precision"
 INJECTED = PREFIX + "injected"
 """Marker on an injected template; its value is the version that injected and is never compared."""
+CHECKPOINT_TIME = PREFIX + "checkpoint-time"
+"""Annotation of a pod: when the newest checkpoint of its run was committed, where the chart has it written."""
 MANAGED_BY = PREFIX + "managed-by"
 MANAGED_BY_VALUE = "deltashard"
 

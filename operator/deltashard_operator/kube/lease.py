@@ -61,8 +61,8 @@ class Lease:
         self._seen: tuple[str, float] = ("", 0.0)
         """Version of the Lease, and since when it is seen (monotonic seconds)."""
         self._until_s = 0.0
-        self._had = False
-        """Whether it ever led."""
+        self.led = False
+        """Whether it ever had it."""
         self.refused = ""
         """Why the API does not let it have the Lease; empty while it does."""
 
@@ -88,7 +88,7 @@ class Lease:
 
     async def release(self) -> None:
         """Let go of it, if it is ours, within a moment; whoever comes next need not wait."""
-        if not self._had:
+        if not self.led:
             return
         with contextlib.suppress(ApiUnavailable, TimeoutError):
             async with asyncio.timeout(RELEASE_S):
@@ -107,7 +107,7 @@ class Lease:
             _log.warning("lease.unavailable", error=f"{type(error).__name__}: {error}"[:300])
             return self.held
         if ours:
-            self._had, self.refused = True, ""
+            self.led, self.refused = True, ""
             self._until_s = begun_s + self._duration_s - MARGIN_S
         return ours
 
@@ -123,7 +123,7 @@ class Lease:
         if version != self._seen[0]:
             self._seen = version, now_s
         if holder not in {"", self._identity}:
-            if self._had:
+            if self.led:
                 raise LeaseLost(
                     f"{holder} leads now", where=f"Lease {NAME}", remedy="a fresh process waits for its turn"
                 )

@@ -1,25 +1,31 @@
 """What a run shall do from now on: the one place where its wishes become what its sidecars are told. Pure.
 
 It is what the CheckpointPolicy says, with the workload's annotations before it: interval and precision themselves, or
-what they are to be chosen for, and the bounds. The choosing is the sidecar's with rank 0, which measures what a save
-costs. A directive is given when the policy changed under a run:
-when what is wanted differs from what the run's sidecars say is in force and from the directive they were given last. Of
+what they are to be chosen for, and the bounds. The sidecar with rank 0 chooses, as it measures what a save costs. A
+directive is its content: it is given while what is wanted is not what is in force, so nothing of it is remembered. Of
 the two timers, interval and steps, 0 turns one off while training runs; both off is no directive, so that nobody
 switches saving off from afar.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.api import annotation as notes
 from deltashard_operator.api import workload_policy
-from deltashard_operator.fleet.sidecar_report import KEPT, TIMERS, whole
+from deltashard_operator.api.workload_policy import OFFERED
+from deltashard_operator.fleet.report import Directive
 from deltashard_operator.kube.cluster_name import POLICY
 from deltashard_operator.run.observed_object import Wish
+
+TIMERS = ("every_s", "every_steps")
+KEPT = ("encoding", "differential")
+"""Fields of a policy that a directive leaves as the pod was started with, where they are empty."""
 
 
 def decided(spec: Mapping[str, Any], defaults: Mapping[str, Any], wish: Wish) -> pb.Policy:
@@ -27,6 +33,20 @@ def decided(spec: Mapping[str, Any], defaults: Mapping[str, Any], wish: Wish) ->
     said = notes.read({POLICY: wish.policy, **dict(wish.overrides)})
     policy = workload_policy.resolve(wish.policy, workload_policy.merged(spec, defaults), said)
     return policy.saving
+
+
+def whole(policy: pb.Policy) -> tuple[str, ...]:
+    """Fields that a directive with this policy states, zero and empty too: without a timer it states none of them."""
+    silent = KEPT if policy.every_s or policy.every_steps else (*KEPT, *TIMERS)
+    return tuple(sorted(OFFERED.difference(silent)))
+
+
+def directive_of(policy: pb.Policy) -> Directive:
+    """The directive with this policy; the id is a hash of its content."""
+    stated = whole(policy)
+    content = wire.Directive(policy=policy, whole=stated).SerializeToString(deterministic=True)
+    number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+    return Directive(id=number or 1, policy=policy, whole=stated)
 
 
 def differs(wanted: pb.Policy, in_force: pb.Policy) -> bool:
@@ -37,3 +57,17 @@ def differs(wanted: pb.Policy, in_force: pb.Policy) -> bool:
     if wanted.bits_goal:
         names.discard("encoding")
     return any(getattr(wanted, name) != getattr(in_force, name) for name in names)
+
+
+def due(wanted: pb.Policy, given: int, in_force: pb.Policy) -> Directive | None:
+    """The directive that a pod needs; None: what is in force is what is wanted, or is not known.
+
+    Args:
+        wanted: by its policy.
+        given: id of the directive in force in the pod; 0: none.
+        in_force: policy in force in the run, which counts where no directive was given.
+    """
+    if not given and (not in_force.encoding or not differs(wanted, in_force)):
+        return None
+    found = directive_of(wanted)
+    return found if found.id != given else None

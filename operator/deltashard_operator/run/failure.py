@@ -36,6 +36,8 @@ BURST_S = 60.0
 CONSEQUENCE_S = 2.0
 """The pod that somebody deletes is seen to go before the others of its group fail; by clocks that differ so much."""
 MAX_LOSSES = 32
+MAX_MESSAGE = 256
+"""Characters of the reason of a loss."""
 MAX_ENDINGS = 4
 """Ends of containers by which an interruption is known again."""
 LOOP_TRAINED_S = 300.0
@@ -207,6 +209,13 @@ class Tally:
         return self.settled + self.bursts + int(going_on)
 
 
+def has_ended(pod: PodView) -> bool:
+    """Whether the pod's end has begun, or comes for sure, after a training container ran in it."""
+    return (
+        pod.started and pod.phase != "Succeeded" and bool(pod.disruption or pod.over or pod.terminating_at_s)
+    )
+
+
 def loss_of_pod(
     pod: PodView, *, gone: bool, node_ready: bool, job: JobView | None, now_s: float
 ) -> Loss | None:
@@ -263,7 +272,7 @@ def _loss(pod: PodView, cause: LossCause, message: str, at_s: float) -> Loss:
     return Loss(
         at_s=at_s,
         cause=cause,
-        message=message[:1024],
+        message=message[:MAX_MESSAGE],
         pod=pod.name,
         pod_uid=pod.uid,
         node=pod.node,

@@ -1,20 +1,14 @@
-"""What interruptions count for: evidence of how often steps are lost and checkpoints restored. Pure.
+"""What interruptions came to: how often training was restored and lost steps, by cause. Pure.
 
-Every interruption after which training was opened again is a **restore**; it is a **lossy failure**, too, unless
-somebody wanted it, or there was time for a save (an eviction) and the checkpoint that was restored is as far as
-training was told to be. What is not known counts as lossy, and is taken back when a late word says otherwise. A crash
-loop counts once.
-
-Where each pod is a run of its own, the evidence is of the mean of them: an interruption of one of them counts for its
-share, and all of them lost together are one.
+Every interruption after which training was opened again is a **restore**; it is **lossy**, too, unless somebody wanted
+it, or there was time for a save (an eviction) and the checkpoint that was restored is as far as training was told to
+be. What is not known counts as lossy, and is taken back when a late word says otherwise. A crash loop counts once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-
-from deltashard_checkpoint.deciding.evidence import NONE, Evidence
 
 from deltashard_operator.run.failure import Interruption
 
@@ -44,23 +38,14 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incidents:
-    """What is counted of a run. Survives the controller in the CheckpointRun's status."""
+    """What is counted of a run's interruptions."""
 
-    evidence: Evidence = NONE
     causes: Mapping[str, Times] = field(default_factory=dict)
     """Interruptions since the beginning, by `LossCause`; a crash loop is one."""
     pending: Mapping[str, Pending] = field(default_factory=dict)
     """By the part of the run, see `Loss.run`."""
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Failures by node, since this controller began; those of a crash loop are the script's."""
-
-    @property
-    def lossy(self) -> int:
-        return sum(each.lossy for each in self.causes.values())
-
-
-def trained(before: Incidents, seconds: float) -> Incidents:
-    return replace(before, evidence=before.evidence.trained(seconds)) if seconds > 0 else before
 
 
 def lost(before: Incidents, part: str, step: int) -> Incidents:
@@ -71,7 +56,7 @@ def lost(before: Incidents, part: str, step: int) -> Incidents:
     return replace(before, pending={**before.pending, part: Pending(reached=step)})
 
 
-def restored(before: Incidents, part: str, *, step: int, lost_steps: int, parts: int) -> Incidents:
+def restored(before: Incidents, part: str, *, step: int, lost_steps: int) -> Incidents:
     """After a part of the run was restored to `step`, by its sidecar's word with `lost_steps` to be trained again."""
     known = before.pending.get(part)
     if known is None:
@@ -83,26 +68,18 @@ def restored(before: Incidents, part: str, *, step: int, lost_steps: int, parts:
     if replayed:
         return before
     times = before.causes[known.doubted]
-    evidence = replace(before.evidence, lossy=max(before.evidence.lossy - 1 / max(parts, 1), 0.0))
     causes = {**before.causes, known.doubted: replace(times, lossy=max(times.lossy - 1, 0))}
-    return replace(before, evidence=evidence, causes=causes)
+    return replace(before, causes=causes)
 
 
-def over(before: Incidents, part: str, interruptions: Iterable[Interruption], *, parts: int) -> Incidents:
-    """After interruptions of a part of the run that are over.
-
-    Args:
-        before: so far.
-        part: see `Loss.run`.
-        interruptions: in order.
-        parts: how many runs of their own the workload has.
-    """
+def over(before: Incidents, part: str, interruptions: Iterable[Interruption]) -> Incidents:
+    """After these interruptions of a part of the run, in order, are over."""
     for each in interruptions:
-        before = _over(before, part, each, parts)
+        before = _over(before, part, each)
     return before
 
 
-def _over(before: Incidents, part: str, interruption: Interruption, parts: int) -> Incidents:
+def _over(before: Incidents, part: str, interruption: Interruption) -> Incidents:
     known = before.pending.get(part)
     pending = {key: value for key, value in before.pending.items() if key != part}
     if interruption.again:
@@ -111,7 +88,6 @@ def _over(before: Incidents, part: str, interruption: Interruption, parts: int) 
     lossy = not interruption.asked and not (interruption.graceful and replayed == 0)
     if lossy and interruption.graceful and known is not None and replayed is None:
         pending[part] = replace(known, doubted=interruption.cause.value)
-    share = interruption.times / max(parts, 1)
     times = before.causes.get(interruption.cause.value, Times())
     causes = {
         **before.causes,
@@ -123,9 +99,4 @@ def _over(before: Incidents, part: str, interruption: Interruption, parts: int) 
     for node in interruption.nodes:
         if node in nodes or len(nodes) < MAX_NODES:
             nodes[node] = nodes.get(node, 0) + interruption.times
-    return Incidents(
-        evidence=before.evidence.plus(Evidence(lossy=share * lossy, restores=share)),
-        causes=causes,
-        pending=pending,
-        nodes=nodes,
-    )
+    return Incidents(causes=causes, pending=pending, nodes=nodes)

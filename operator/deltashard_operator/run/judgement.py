@@ -6,95 +6,148 @@ and a deletion stuck. It tells a trouble once, when it begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from deltashard_operator.fleet import sidecar_report
-from deltashard_operator.fleet.sidecar_report import Heartbeat
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_proto.v1.fleet_pb2 import Decision
+
+from deltashard_operator.fleet import report
 from deltashard_operator.kube import owner_reference
-from deltashard_operator.run import condition, failure, incident, roll_call
+from deltashard_operator.run import condition, failure, rank_presence, watched_run
 from deltashard_operator.run import phase as phases
-from deltashard_operator.run.condition import Condition, fact
+from deltashard_operator.run.condition import Condition, Fact, fact
 from deltashard_operator.run.observed_object import NodeView, PodView
-from deltashard_operator.run.phase import Signs
-from deltashard_operator.run.roll_call import RollCall
-from deltashard_operator.run.watched_run import Notice, Run, finished, with_tally
+from deltashard_operator.run.phase import Phase, Signs
+from deltashard_operator.run.rank_presence import RankPresence
+from deltashard_operator.run.watched_run import (
+    NO_PART,
+    Heard,
+    Notice,
+    Part,
+    Progress,
+    Run,
+    finished,
+    with_tally,
+)
 
 ABSENT_S = 600.0
 """A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
 SETTLED_S = 60.0
 """A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
-HELD = frozenset({condition.SAVES_FAILING, condition.CREDENTIALS_MISSING, condition.STORE_UNAVAILABLE})
-"""Told by every heartbeat; they stay as they are while no sidecar is heard."""
 STUCK_S = 10.0
 """A deletion on a lost node that is overdue for so long is stuck."""
+HELD = frozenset({condition.SAVES_FAILING, condition.CREDENTIALS_MISSING, condition.STORE_UNAVAILABLE})
+"""Told by every report; they stay as they are while those are not heard that could tell them."""
 
 
 def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
     """The run with phase, failures and conditions of now, and what people should hear of it."""
-    for part, openings in run.progress.openings.items():
-        tally = run.tallies.get(part, failure.Tally())
-        tally, over = failure.with_openings(tally, openings, now_s, seq=run.at(part).seq, run=part)
-        run = with_tally(run, part, tally, over)
-    run = _spread(_ended(run, now_s))
-    live = run.live
-    roll = roll_call.of_run(run, nodes)
-    facts = list(_facts(run, live, nodes, now_s))
+    for part, told in run.parts.items():
+        tally = run.ledger.tallies.get(part)
+        if tally is None:
+            # What was left out of the ledger counts as counted.
+            tally = failure.Tally(openings=told.openings if run.ledger.clipped else 0)
+        after, over = failure.with_openings(tally, told.openings, now_s, seq=told.seq, run=part)
+        if after is not tally:
+            run = with_tally(run, part, after, over)
+    run = _ended(run, now_s)
+    live = watched_run.heard(run, now_s, nodes)
+    presence = rank_presence.of_run(run, now_s, nodes)
+    decided = run.progress.decisions
+    run = replace(run, progress=_progress(run, live, presence))
+    facts = Facts(
+        run=run,
+        live=live,
+        nodes=nodes,
+        now_s=now_s,
+        presence=presence,
+        known=rank_presence.is_known(run, now_s, nodes),
+    )
+    troubles = () if run.finished else tuple(_troubles(facts))
     before = run.phase
     phase = phases.phase_of(
         Signs(
             finished=bool(run.finished),
             suspended=run.suspended,
             started=bool(run.progress.attempt or run.started_at_s),
-            alive=any(_may_train(run, each, nodes) for each in run.pods.values()),
-            heard=_phases(live, roll),
+            alive=any(_may_train(each, facts) for each in run.pods.values()),
+            heard=rank_presence.phases(run, live, presence, known=facts.known),
             # Who was missing is not back before all are, whoever is heard meanwhile.
-            missing=roll.missing or (before is phases.Phase.RECOVERING and roll.present < roll.expected),
-            unsafe=any(each.type in condition.UNSAFE for each in facts),
+            missing=presence.missing or (before is Phase.RECOVERING and presence.present < presence.expected),
+            unsafe=any(each.type in condition.UNSAFE for each in troubles),
             before=before,
         )
     )
     trains = phase in phases.TRAINS
-    if run.judged_s and trains and before in phases.TRAINS:
-        trained_s = max(now_s - run.judged_s, 0.0)
-        run = replace(
-            run, trained_s=run.trained_s + trained_s, incidents=incident.trained(run.incidents, trained_s)
-        )
+    trained_s = max(now_s - run.judged_s, 0.0) if run.judged_s and trains and before in phases.TRAINS else 0.0
     run = replace(
         run,
         judged_s=now_s,
+        trained_s=run.trained_s + trained_s,
         phase=phase,
         phase_since_s=run.phase_since_s if phase is before and run.phase_since_s else now_s,
         trains_since_s=(run.trains_since_s or now_s) if trains else 0.0,
         started_at_s=run.started_at_s or (now_s if trains else 0.0),
     )
-    facts.append(_ready(run, live, facts, roll))
-    found, changed = condition.updated(run.conditions, facts, now_s)
-    return replace(run, conditions=found), tuple(_notices(changed))
+    found, changed = condition.updated(run.conditions, (_ready(run, facts, troubles), *troubles), now_s)
+    return replace(run, conditions=found), (*_notices(changed), *_changes(decided, run))
 
 
-def _phases(live: tuple[Heartbeat, ...], roll: RollCall) -> frozenset[sidecar_report.Phase]:
-    """Phases of the sidecars that count: where all ranks are there, one without a trainer waits for nobody."""
-    if not roll.complete:
-        return frozenset(each.phase for each in live)
-    return frozenset(each.phase for each in live if each.ranks) or frozenset(each.phase for each in live)
+def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Progress:
+    """How far the run is, by its parts together. What nobody tells stays as it was."""
+    before = run.progress
+    known = {part: each for part, each in run.parts.items() if each.state is not None}
+    steps = [rank.step for each in live.values() for rank in each.pod.ranks]
+    # Trainers that left say no step. They trained as far as they committed, which may be after they were last heard.
+    left_at = min(
+        (newest.step for each in known.values() if (newest := _own_newest(each)) is not None), default=0
+    )
+    progress = replace(
+        before,
+        attempt=max((each.attempt for each in run.parts.values()), default=before.attempt),
+        step=min(steps) if steps else max(before.step, left_at),
+        world_size=presence.expected,
+        ranks_present=presence.present,
+    )
+    shown = min(known.values(), key=lambda each: each.committed_at_s, default=NO_PART)
+    state = shown.state
+    if state is None:
+        return progress
+    progress = replace(
+        progress,
+        stall_s=state.stall_s or before.stall_s,
+        stored_bytes=sum(each.state.stored_bytes for each in known.values() if each.state)
+        or before.stored_bytes,
+        checkpoints=sum(each.state.checkpoint_count for each in known.values() if each.state),
+        policy=state.policy if state.policy.encoding else before.policy,
+        measured=state.measured or before.measured,
+        decisions=state.decisions or before.decisions,
+    )
+    if state.newest is None:
+        return progress
+    return replace(
+        progress,
+        lost_share=state.lost_share,
+        partial_recoveries=state.partial_recoveries,
+        last_step=state.newest.step,
+        last_commit_at_s=shown.committed_at_s,
+        last_seq=shown.seq,
+        durable_s=state.newest.durable_s,
+    )
 
 
-def _spread(run: Run) -> Run:
-    """The run with how many pods it has at once."""
-    width = max(run.width, sum(each.alive for each in run.pods.values()))
-    return run if width == run.width else replace(run, width=width)
+def _own_newest(part: Part) -> pb.Commit | None:
+    """The newest commit of a part, if its newest attempt made it."""
+    newest = part.state.newest if part.state is not None else None
+    return newest if newest is not None and newest.attempt == part.attempt else None
 
 
-def _may_train(run: Run, pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
+def _may_train(pod: PodView, facts: Facts) -> bool:
     """Whether a pod can be at work: its sidecar is heard, or it runs on a node that is not known to be lost."""
-    report = run.reports.get(pod.uid)
-    if not pod.alive:
-        return False
-    if report is not None and report.connected:
-        return True
-    node = nodes.get(pod.node)
-    return pod.phase == "Running" and (node is None or node.ready)
+    node = facts.nodes.get(pod.node)
+    well = node is None or node.ready
+    return pod.alive and (pod.uid in facts.live or (pod.phase == "Running" and well))
 
 
 def _ended(run: Run, now_s: float) -> Run:
@@ -126,71 +179,123 @@ def _ended(run: Run, now_s: float) -> Run:
     return run
 
 
-def _facts(  # noqa: C901
-    run: Run, live: tuple[Heartbeat, ...], nodes: Mapping[str, NodeView], now_s: float
-) -> Iterable[condition.Fact]:
-    if run.finished:
-        return
-    if run.taken_by:
-        yield fact(condition.RUN_ID_TAKEN, "HeldByAnotherWorkload", run.taken_by)
-    stuck = stuck_pod(run, nodes, now_s)
-    if stuck is not None:
-        yield fact(condition.STUCK, "DeletionCannotFinish", _stuck_sentence(stuck))
-    if run.fenced:
-        yield fact(condition.FENCED, "Fenced", run.fenced)
-    if run.tracking:
-        yield fact(condition.TRACKING_FAULT, "TrackingFault", run.tracking)
-    for part, tally in run.tallies.items():
-        loop = failure.crash_loop(tally, run.at(part))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What conditions are read from."""
+
+    run: Run
+    live: Mapping[str, Heard]
+    """Sidecars that are heard, by pod UID."""
+    nodes: Mapping[str, NodeView]
+    now_s: float
+    presence: RankPresence
+    known: bool
+    """Whether all are heard that may hold a rank."""
+
+    @property
+    def saves_failed(self) -> int:
+        """In a row."""
+        return max((each.pod.saves_failed_in_a_row for each in self.live.values()), default=0)
+
+    @property
+    def trains(self) -> bool:
+        return any(each.pod.phase is report.Phase.TRAINING for each in self.live.values())
+
+
+def _stuck(facts: Facts) -> str:
+    pod = stuck_pod(facts.run, facts.nodes, facts.now_s)
+    return _stuck_sentence(pod) if pod is not None else ""
+
+
+def _looping(facts: Facts) -> str:
+    for part, tally in facts.run.ledger.tallies.items():
+        loop = failure.crash_loop(tally, facts.run.at(part))
         if loop is not None:
-            yield fact(condition.CRASH_LOOPING, "CrashLooping", _loop_sentence(loop, part))
-            break
-    unreachable = next((each.unreachable for each in run.decisions if each.unreachable), "")
-    if unreachable:
-        yield fact(condition.GOAL_UNREACHABLE, "GoalUnreachable", unreachable)
-    if run.fell_back:
-        yield fact(condition.FELL_BACK, "NewerOnesDamaged", run.fell_back)
-    if not live:  # nobody says that it is over, and nobody that it goes on
-        held = HELD | ({condition.STALE} if run.phase in phases.TRAINS else frozenset())
-        for each in run.conditions:
-            if each.type in held and each.status == "True":
-                yield fact(each.type, each.reason, each.message)
-    if any(not each.credentials_ok for each in live):
-        yield fact(
-            condition.CREDENTIALS_MISSING,
-            "Absent",
-            "the store's credentials are absent or empty: create the Secret or the service account's role that the "
-            "policy names; no restart is needed",
-        )
-    if any(not each.store_ok for each in live):
-        yield fact(
-            condition.STORE_UNAVAILABLE, "StoreUnavailable", run.failing or "the store does not answer"
-        )
-    row = max((each.saves_failed_in_a_row for each in live), default=0)
-    if row:
-        text = f"{row} save{'s' * (row > 1)} failed since the last checkpoint"
-        yield fact(condition.SAVES_FAILING, "SavesFail", f"{text}; {run.failing}" if run.failing else text)
-    blocked = next((each.save_blocked for each in live if each.save_blocked), "")
-    limit_s = condition.stale_after_s(run.progress.policy.every_s, run.progress.durable_s)
-    if blocked:
-        yield fact(
-            condition.STALE,
-            "SaveBlocked",
-            f"a save is due and does not happen: {blocked}; the trainer's log and ckpt.doctor() have the remedy",
-        )
-    elif (
-        limit_s is not None
-        and run.trains_since_s
-        and any(each.phase in {sidecar_report.Phase.TRAINING, sidecar_report.Phase.SAVING} for each in live)
-    ):
-        age_s = now_s - max(run.progress.last_commit_at_s, run.trains_since_s)
-        if age_s > limit_s:
-            yield fact(
-                condition.STALE,
-                "CheckpointStale",
-                f"training goes on, but the last checkpoint is older than {limit_s:.0f} s, with one due every "
-                f"{run.progress.policy.every_s:.0f} s; see the sidecar's log and the events of this run",
-            )
+            return _loop_sentence(loop, part)
+    return ""
+
+
+def _unreachable(facts: Facts) -> str:
+    return next((each.unreachable for each in facts.run.progress.decisions if each.unreachable), "")
+
+
+def _without_credentials(facts: Facts) -> str:
+    if all(each.pod.credentials_ok for each in facts.live.values()):
+        return ""
+    return (
+        "the store's credentials are absent or empty: create the Secret or the service account's role that the "
+        "policy names; no restart is needed"
+    )
+
+
+def _without_store(facts: Facts) -> str:
+    if all(each.pod.store_ok for each in facts.live.values()):
+        return ""
+    return facts.run.failing or "the store does not answer"
+
+
+def _saves_fail(facts: Facts) -> str:
+    n = facts.saves_failed
+    text = f"{n} save{'s' * (n > 1)} failed since the last checkpoint"
+    return "; ".join(filter(None, (text, facts.run.failing))) if n else ""
+
+
+def _save_blocked(facts: Facts) -> str:
+    blocked = next((each.pod.save_blocked for each in facts.live.values() if each.pod.save_blocked), "")
+    if not blocked:
+        return ""
+    return (
+        f"a save is due and does not happen: {blocked}; the trainer's log and ckpt.doctor() have the remedy"
+    )
+
+
+def _stale(facts: Facts) -> str:
+    progress = facts.run.progress
+    limit_s = condition.stale_after_s(progress.policy.every_s, progress.durable_s)
+    if limit_s is None or not facts.run.trains_since_s or not facts.trains:
+        return ""
+    if facts.now_s - max(progress.last_commit_at_s, facts.run.trains_since_s) <= limit_s:
+        return ""
+    return (
+        f"training goes on, but the last checkpoint is older than {limit_s:.0f} s, with one due every "
+        f"{progress.policy.every_s:.0f} s; see the sidecar's log and the events of this run"
+    )
+
+
+TROUBLES: tuple[tuple[str, str, Callable[[Facts], str]], ...] = (
+    (condition.RUN_ID_TAKEN, "HeldByAnotherWorkload", lambda facts: facts.run.taken_by),
+    (condition.STUCK, "DeletionCannotFinish", _stuck),
+    (condition.FENCED, "Fenced", lambda facts: facts.run.fenced),
+    (condition.TRACKING_FAULT, "TrackingFault", lambda facts: facts.run.tracking),
+    (condition.CRASH_LOOPING, "CrashLooping", _looping),
+    (condition.GOAL_UNREACHABLE, "GoalUnreachable", _unreachable),
+    (condition.FELL_BACK, "NewerOnesDamaged", lambda facts: facts.run.fell_back),
+    (condition.CREDENTIALS_MISSING, "Absent", _without_credentials),
+    (condition.STORE_UNAVAILABLE, "StoreUnavailable", _without_store),
+    (condition.SAVES_FAILING, "SavesFail", _saves_fail),
+    (condition.STALE, "SaveBlocked", _save_blocked),
+    (condition.STALE, "CheckpointStale", _stale),
+)
+"""(type, reason, sentence that is empty where it is not so); the first row of a type that holds counts."""
+
+
+def _troubles(facts: Facts) -> Iterable[Fact]:
+    """Troubles of a run that is not finished."""
+    found: dict[str, Fact] = {}
+    for type_, reason, sentence in TROUBLES:
+        if type_ not in found and (text := sentence(facts)):
+            found[type_] = fact(type_, reason, text)
+    for each in facts.run.conditions:
+        if each.status == "True" and each.type not in found and _is_held(each.type, facts):
+            found[each.type] = fact(each.type, each.reason, each.message)
+    return found.values()
+
+
+def _is_held(type_: str, facts: Facts) -> bool:
+    """Whether nobody who is heard could say that this trouble is over."""
+    if type_ == condition.STALE:
+        return not facts.live and facts.run.phase in phases.TRAINS
+    return type_ in HELD and (not facts.live or not facts.known)
 
 
 def stuck_pod(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> PodView | None:
@@ -226,32 +331,27 @@ def _stuck_sentence(pod: PodView) -> str:
     )
 
 
-def _ready(
-    run: Run, live: tuple[Heartbeat, ...], facts: Iterable[condition.Fact], roll: RollCall
-) -> condition.Fact:
+def _ready(run: Run, facts: Facts, troubles: Iterable[Fact]) -> Fact:
+    """Whether newer checkpoints keep coming, by the first of these that holds."""
+    unsafe = next((each for each in troubles if each.type in condition.UNSAFE), None)
+    presence = facts.presence
     if run.finished:
-        return fact(condition.READY, run.finished, "the workload ended", status="False")
-    if run.phase not in phases.TRAINS:
-        there = f"; {roll.present} of {roll.expected} ranks are there" if roll.expected > 1 else ""
-        return fact(condition.READY, run.phase.value, f"no step is being trained{there}", status="False")
-    unsafe = [each for each in facts if each.type in condition.UNSAFE]
-    if unsafe:
-        return fact(condition.READY, unsafe[0].type, unsafe[0].message, status="False")
-    if not live:
-        return fact(
-            condition.READY,
-            "NotHeard",
-            "no sidecar is connected to the controller; training and its checkpoints need none",
-            status="Unknown",
+        status, reason, text = "False", run.finished, "the workload ended"
+    elif run.phase not in phases.TRAINS:
+        there = (
+            f"; {presence.present} of {presence.expected} ranks are there" if presence.expected > 1 else ""
         )
-    if not run.progress.last_commit_at_s:
-        return fact(
-            condition.READY,
-            "NoCheckpointYet",
-            "training began; its first checkpoint is to come",
-            status="False",
-        )
-    return fact(condition.READY, "Checkpointing", "training goes on and its checkpoints are fresh")
+        status, reason, text = "False", run.phase.value, f"no step is being trained{there}"
+    elif unsafe is not None:
+        status, reason, text = "False", unsafe.type, unsafe.message
+    elif not facts.live:
+        status, reason = "Unknown", "NotHeard"
+        text = "no sidecar reports to the controller; training and its checkpoints need none"
+    elif not run.progress.last_commit_at_s:
+        status, reason, text = "False", "NoCheckpointYet", "training began; its first checkpoint is to come"
+    else:
+        status, reason, text = "True", "Checkpointing", "training goes on and its checkpoints are fresh"
+    return fact(condition.READY, reason, text, status=status)
 
 
 _EVENTS = {
@@ -264,9 +364,19 @@ _EVENTS = {
     condition.GOAL_UNREACHABLE: "GoalUnreachable",
 }
 """Troubles that are told when they begin; the others are told by the incident itself."""
+_CHANGED = {"interval": "IntervalChanged", "bits": "BitsChanged"}
 
 
 def _notices(changed: Iterable[Condition]) -> Iterable[Notice]:
     for each in changed:
         if each.status == "True" and each.type in _EVENTS:
             yield Notice(reason=_EVENTS[each.type], message=each.message)
+
+
+def _changes(before: Iterable[Decision], run: Run) -> Iterable[Notice]:
+    known = {each.subject: each.value for each in before}
+    for each in run.progress.decisions:
+        value = known.get(each.subject, "")
+        if value and each.value and each.value != value:
+            text = f"{each.subject}: {value} -> {each.value}; {each.why}"
+            yield Notice(reason=_CHANGED[each.subject], message=text, warning=False)

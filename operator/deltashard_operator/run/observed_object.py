@@ -33,6 +33,9 @@ from deltashard_operator.kube.owner_reference import Owner
 
 Document = Mapping[str, Any]
 DEFAULT_POLICY = "default"
+METRICS_SETTING = "DELTASHARD_METRICS_PORT"
+ABSENT_S = 600.0
+"""A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +138,16 @@ class PodView:
     restarts: int = 0
     """Restarts of its training containers."""
     ending: Ending | None = None
+    report_address: str = ""
+    """Where its sidecar can be asked to report, as `address:port`; empty: not known, or its metrics are off."""
+
+    @property
+    def over(self) -> bool:
+        return self.phase in {"Succeeded", "Failed"}
 
     @property
     def alive(self) -> bool:
-        return self.phase not in {"Succeeded", "Failed"} and not self.terminating_at_s
+        return not self.over and not self.terminating_at_s
 
     @property
     def shown_phase(self) -> str:
@@ -154,6 +163,8 @@ class NodeView:
     ready: bool
     ending: bool = False
     """Cordoned, or tainted by what will remove it: evictions are to come."""
+    since_s: float = 0.0
+    """Since when it is ready, or is not; 0: not known."""
 
 
 def seconds_of(text: object) -> float:
@@ -280,7 +291,22 @@ def pod_of(document: Document) -> PodView:
         terminating_at_s=seconds_of(metadata.get("deletionTimestamp")),
         restarts=sum(int(each.get("restartCount") or 0) for each in containers),
         ending=_ending_of(containers),
+        report_address=_report_address(spec, status.get("podIP") or ""),
     )
+
+
+def _report_address(spec: Document, address: str) -> str:
+    """The pod's address with the port of its sidecar's metrics."""
+    settings = (
+        setting
+        for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
+        if container.get("name") == SIDECAR
+        for setting in container.get("env") or ()
+    )
+    port = next((str(each.get("value")) for each in settings if each.get("name") == METRICS_SETTING), "")
+    if not address or not port.isdecimal():
+        return ""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def of_job_pod(pod: PodView, job: JobView) -> PodView:
@@ -315,8 +341,13 @@ def _ending_of(containers: list[Document]) -> Ending | None:
 def node_of(document: Document, disruption_taints: Container[str] = ()) -> NodeView:
     """A node; one with such a taint is about to end."""
     conditions = (document.get("status") or {}).get("conditions") or ()
-    ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+    readiness: Document = next((each for each in conditions if each.get("type") == "Ready"), {})
     spec = document.get("spec") or {}
     tainted = any(each.get("key") in disruption_taints for each in spec.get("taints") or ())
     ending = bool(spec.get("unschedulable")) or tainted
-    return NodeView(name=document["metadata"]["name"], ready=ready, ending=ending)
+    return NodeView(
+        name=document["metadata"]["name"],
+        ready=readiness.get("status") == "True",
+        ending=ending,
+        since_s=seconds_of(readiness.get("lastTransitionTime")),
+    )

@@ -1,7 +1,7 @@
 """A run's phase: one word for what it is at, from a table read top down. Pure.
 
-The first row whose test holds is the phase. Reports are those of sidecars that are connected; a run whose sidecars
-cannot be heard (the controller started anew, the network is cut) keeps its phase as long as its pods are alive, because
+The first row whose test holds is the phase. Reports are those of sidecars that are heard; a run whose sidecars
+are not heard (the controller started anew, the network is cut) keeps its phase as long as its pods are alive, because
 training needs no controller.
 """
 
@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deltashard_operator.fleet import sidecar_report
+from deltashard_operator.fleet import report
 
 
 class Phase(enum.StrEnum):
@@ -20,13 +20,12 @@ class Phase(enum.StrEnum):
     PENDING = "Pending"
     RESTORING = "Restoring"
     TRAINING = "Training"
-    SAVING = "Saving"
     RECOVERING = "Recovering"
     DEGRADED = "Degraded"
     FINISHED = "Finished"
 
 
-TRAINS = frozenset({Phase.TRAINING, Phase.SAVING, Phase.DEGRADED})
+TRAINS = frozenset({Phase.TRAINING, Phase.DEGRADED})
 """Phases in which steps are made."""
 
 
@@ -40,8 +39,8 @@ class Signs:
     """Whether training ever began."""
     alive: bool = False
     """Whether a pod that can train exists."""
-    heard: frozenset[sidecar_report.Phase] = frozenset()
-    """Phases of the connected sidecars."""
+    heard: frozenset[report.Phase] = frozenset()
+    """Phases of the sidecars that are heard."""
     missing: bool = False
     """Ranks are known to be away."""
     unsafe: bool = False
@@ -49,8 +48,8 @@ class Signs:
     before: Phase = Phase.PENDING
 
 
-_BEGUN = frozenset({sidecar_report.Phase.TRAINING, sidecar_report.Phase.SAVING, sidecar_report.Phase.CLOSED})
-_ABSENT = frozenset({sidecar_report.Phase.WAITING, sidecar_report.Phase.STOPPING})
+_BEGUN = frozenset({report.Phase.TRAINING, report.Phase.CLOSED})
+_ABSENT = frozenset({report.Phase.WAITING, report.Phase.STOPPING})
 
 TABLE: tuple[tuple[str, Callable[[Signs], bool], Callable[[Signs], Phase]], ...] = (
     ("the workload ended", lambda s: s.finished, lambda _: Phase.FINISHED),
@@ -61,10 +60,10 @@ TABLE: tuple[tuple[str, Callable[[Signs], bool], Callable[[Signs], Phase]], ...]
     ),
     (
         "no sidecar is heard",
-        lambda s: not s.heard & (_BEGUN | _ABSENT | {sidecar_report.Phase.RESTORING}),
+        lambda s: not s.heard & (_BEGUN | _ABSENT | {report.Phase.RESTORING}),
         lambda s: Phase.RECOVERING if s.before is Phase.FINISHED else s.before,
     ),
-    ("a trainer restores", lambda s: sidecar_report.Phase.RESTORING in s.heard, lambda _: Phase.RESTORING),
+    ("a trainer restores", lambda s: report.Phase.RESTORING in s.heard, lambda _: Phase.RESTORING),
     (
         "a trainer is missing",
         lambda s: bool(s.heard & _ABSENT),
@@ -76,7 +75,6 @@ TABLE: tuple[tuple[str, Callable[[Signs], bool], Callable[[Signs], Phase]], ...]
         lambda s: Phase.RECOVERING if s.started else Phase.PENDING,
     ),
     ("checkpoints are not safe", lambda s: s.unsafe, lambda _: Phase.DEGRADED),
-    ("a checkpoint is being saved", lambda s: sidecar_report.Phase.SAVING in s.heard, lambda _: Phase.SAVING),
     ("all train", lambda _: True, lambda _: Phase.TRAINING),
 )
 """(when, test, phase); the docs show it."""

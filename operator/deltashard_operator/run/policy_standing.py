@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import Run, heard
 
 CREDENTIALS, STORE, CREATE_ONLY, READY = "CredentialsPresent", "StoreReachable", "CreateOnly", "Ready"
 TYPES = (READY, CREDENTIALS, STORE, CREATE_ONLY)
@@ -35,29 +35,24 @@ class Standing:
     """Whether one of them has proven that the store creates only what is absent."""
 
 
-def of_runs(runs: Iterable[Run], url: str = "") -> Standing:
+def of_runs(runs: Iterable[Run], now_s: float, url: str = "") -> Standing:
     """Standing of a policy that these runs use.
 
     `url`: of its store as sidecars say it; those that were started with another one say nothing of this one. Empty: not
     known.
     """
     live = [run for run in runs if not run.finished]
-    heard = [
-        (run, report.hello.pod, report.heartbeat)
-        for run in live
-        for report in run.reports.values()
-        if report.connected and report.heartbeat is not None and url in ("", report.hello.url)
-    ]
-    without = sorted(pod for _, pod, beat in heard if not beat.credentials_ok)
+    found = [(run, each) for run in live for each in heard(run, now_s).values() if url in ("", each.url)]
+    without = sorted(each.name for _, each in found if not each.pod.credentials_ok)
     broken = sorted(
-        (pod, run.failing) for run, pod, beat in heard if beat.credentials_ok and not beat.store_ok
+        (each.name, run.failing) for run, each in found if each.pod.credentials_ok and not each.pod.store_ok
     )
     return Standing(
         runs=len(live),
-        sidecars=len(heard),
+        sidecars=len(found),
         without_credentials=without[0] if without else "",
         without_store=(broken[0][1] or f"pod {broken[0][0]}: the store does not answer") if broken else "",
-        proven=any(beat.store_proven for _, _, beat in heard),
+        proven=any(each.pod.store_proven for _, each in found),
     )
 
 

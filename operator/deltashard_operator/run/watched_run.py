@@ -1,12 +1,16 @@
 """One run as the controller knows it: the workload, its pods, what their sidecars say, and what has come of it. Pure.
 
-A `Run` is a value; what happens to it are functions from a run to a run. Facts come in by three roads that know nothing
-of each other and may be late: the API's watches (`with_job`, `with_pod`), the sidecars' heartbeats (`with_report`) and
-the CheckpointRun's own status, read back when the controller starts (`run_record`). `judgement` then draws the
-conclusions. Nothing is counted twice: what was counted is kept with the run and written to its status.
+A `Run` is a value; what happens to it are functions from a run to a run. Facts come in by three ways that know nothing
+of each other and may be late: the API's watches (`with_job`, `with_pod`), the sidecars' reports (`with_report`) and the
+CheckpointRun's own status, read back when the controller starts (`run_record`). `judgement` then draws the
+conclusions. Nothing is counted twice: the run's `Ledger` holds the keys of what was counted.
 
 A run has any number of pods, and a pod any number of ranks. Where every pod of an Indexed Job is a run of its own in
-the store, the CheckpointRun of the Job shows the one whose newest checkpoint is the oldest.
+the store, each of these is a **part** of the run, by the pod's number, and the CheckpointRun of the Job shows the one
+whose newest checkpoint is the oldest. Else the run has the one part "".
+
+One sidecar speaks for a part: the one with rank 0, or the only one. Where that one is not heard, the next that reports
+is asked to, until rank 0 is heard again.
 """
 
 from __future__ import annotations
@@ -15,68 +19,106 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from deltashard_checkpoint.deciding import evidence
-from deltashard_checkpoint.deciding.evidence import Rates
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_proto.v1.fleet_pb2 import Decision
+from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 
-from deltashard_operator.fleet.sidecar_report import (
-    Heartbeat,
-    Hello,
-    Incident,
-    IncidentKind,
-    Measured,
-)
+from deltashard_operator.fleet.report import Incident, IncidentKind, PodState, Report, RunState
 from deltashard_operator.run import failure, incident
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Interruption, Loss, Point, Tally
-from deltashard_operator.run.incident import Incidents
-from deltashard_operator.run.observed_object import JobView, PodView, Wish, Workload
+from deltashard_operator.run.ledger import Ledger, hashed, incident_key
+from deltashard_operator.run.observed_object import JobView, NodeView, PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.reclaim import Reclaim
 
 V = TypeVar("V")
 MAX_NAME = 63
-HORIZON_S = 86400.0
-"""Restores are expected over the coming day of training."""
 NO_WISH = Wish()
-NO_INCIDENTS = Incidents()
+NO_NODES: Mapping[str, NodeView] = {}
+SPEAKER_BEAT_S = 60.0
+"""Between the reports of a sidecar that speaks for its run, when nothing changes."""
+OTHERS_BEAT_S = 300.0
+SILENT_BEATS = 2.5
+"""A sidecar is heard as long as its newest report is younger than so many beats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Newest heartbeat of a sidecar."""
-
-    hello: Hello
-    heartbeat: Heartbeat | None = None
-    connected: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """The newest incident that was taken from a process of a pod's sidecar; older ones were, too."""
+class Heard:
+    """A sidecar's newest report."""
 
     process: str
-    incident: int
+    sequence: int
+    at_s: float
+    beat_s: float
+    """How soon it is to come again, when nothing changes."""
+    pod: PodState
+    speaks: bool = False
+    """Whether it is the one that speaks for its part of the run."""
+    changed_s: float = 0.0
+    """When the pod's state changed last."""
+    started_at_s: float = 0.0
+    """Of the process, by its own clock."""
+    incident: int = 0
+    """The newest incident of the process that was seen."""
+    name: str = ""
+    """The pod's."""
+    url: str = ""
+    """Of the store."""
+
+    def is_fresh(self, now_s: float) -> bool:
+        return now_s - self.at_s <= SILENT_BEATS * self.beat_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint that can be restored."""
+
+    seq: int
+    step: int
+    at_s: float
+    bytes: int = 0
+    pins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A run in the store, by the word of who speaks for it."""
+
+    attempt: int = 0
+    """The newest that a sidecar told."""
+    openings: int = 0
+    """How often the workload has opened it."""
+    seq: int = 0
+    """Newest entry of its log."""
+    committed_at_s: float = 0.0
+    """When that was seen, by the controller's clock."""
+    speaker: str = ""
+    """UID of the pod that speaks for it."""
+    spoken_at_s: float = 0.0
+    state: RunState | None = None
+    """As it was told last, without the checkpoints; None: not by this controller's time."""
+    kept: tuple[Kept, ...] = ()
+    """Newest checkpoints, newest first; only of the one run of a workload."""
+
+
+NO_PART = Part()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far training and its checkpoints are."""
+    """How far training and its checkpoints are, of all parts together. `judgement` makes it."""
 
     step: int = 0
     last_step: int = 0
     last_commit_at_s: float = 0.0
     last_seq: int = 0
     durable_s: float = 0.0
-    attempts: Mapping[str, int] = field(default_factory=dict)
-    """Newest attempt of each run in the store: by the pod's number where each is a run of its own, else by ""."""
-    openings: Mapping[str, int] = field(default_factory=dict)
-    """How often the workload has opened each of them."""
+    attempt: int = 0
     world_size: int = 0
     """Ranks of the newest attempt of its one run; 0: not known."""
+    ranks_present: int = 0
     stall_s: float = 0.0
     """The longest that a rank stood still for the newest commit."""
     lost_share: float = 0.0
@@ -86,26 +128,8 @@ class Progress:
     checkpoints: int = 0
     policy: pb.Policy = field(default_factory=pb.Policy)
     """Policy in force, as the sidecars report it."""
-
-    @property
-    def attempt(self) -> int:
-        return max(self.attempts.values(), default=0)
-
-
-NO_PROGRESS = Progress()
-MAX_STAMPS = 1024
-"""Runs in the store of one workload whose newest commit is kept in mind; a sidecar may call its run what it likes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stamp:
-    """When the newest commit of a run in the store was seen, by the controller's own clock."""
-
-    seq: int
-    at_s: float
-
-
-NO_STAMP = Stamp(seq=0, at_s=0.0)
+    measured: Measured | None = None
+    decisions: tuple[Decision, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +139,11 @@ class Notice:
     reason: str
     message: str
     warning: bool = True
+    key: str = ""
+    """Natural key of an incident, which is told once for ever; empty: of nothing that could be told again.
+
+    A notice with a key comes again with every report until the sidecar need not tell it any more.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,28 +154,15 @@ class Run:
     wish: Wish = NO_WISH
     jobs: Mapping[str, JobView] = field(default_factory=dict)
     pods: Mapping[str, PodView] = field(default_factory=dict)
-    reports: Mapping[str, Report] = field(default_factory=dict)
-    """Newest reports, by pod UID."""
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    """Restarts that are counted, by pod UID."""
-    lost: frozenset[str] = frozenset()
-    """UIDs of pods whose loss is counted."""
-    taken: Mapping[str, Taken] = field(default_factory=dict)
-    tallies: Mapping[str, Tally] = field(default_factory=dict)
-    """Failures, by the same keys as `Progress.attempts`."""
-    incidents: Incidents = NO_INCIDENTS
-    """What they count for."""
-    width: int = 0
-    """Most pods that it ever had at once."""
-    measured: Measured | None = None
-    decisions: tuple[Decision, ...] = ()
-    """By the word of the pod that decides."""
-    progress: Progress = NO_PROGRESS
-    stamps: Mapping[str, Stamp] = field(default_factory=dict)
-    """Newest commits seen, by the runs' names in the store."""
-    restores: int = 0
-    lost_steps: int = 0
-    saves_failed: int = 0
+    heard: Mapping[str, Heard] = field(default_factory=dict)
+    """Newest reports, by pod UID, of pods that exist; see `heard`."""
+    heard_since_s: float = 0.0
+    """When this controller heard the first sidecar of it; 0: none."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    progress: Progress = field(default_factory=Progress)
+    ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By pod UID, as the status had them; counts until the pod's sidecar is heard."""
     fenced: str = ""
     tracking: str = ""
     fell_back: str = ""
@@ -167,9 +183,6 @@ class Run:
     finished: str = ""
     """How it ended: Completed, Failed or Deleted; empty before."""
     finished_at_s: float = 0.0
-    generation: int = 0
-    """Generation of the newest directive."""
-    directed: pb.Policy | None = None
     store: str = ""
     """Where its checkpoints are, by the word of the newest sidecar."""
     reclaim: Reclaim | None = None
@@ -191,43 +204,26 @@ class Run:
 
     @property
     def failures(self) -> int:
-        return sum(each.failures for each in self.tallies.values())
+        return self.ledger.failures
 
     @property
-    def pods_at_risk(self) -> int:
-        return 1 if self.parts else max(self.width, 1)
+    def node_failures(self) -> Mapping[str, int]:
+        """Failures by node, since this controller began."""
+        return self.ledger.incidents.nodes
 
     @property
-    def rates(self) -> Rates:
-        """How often steps are lost and checkpoints restored, as it is believed now."""
-        return evidence.rates(self.incidents.evidence, pods=self.pods_at_risk)
-
-    @property
-    def parts(self) -> int:
-        """How many runs of their own in the store it has; 0: its pods are of one run."""
-        return sum(map(bool, self.progress.attempts))
-
-    def at(self, part: str) -> Point:
-        """How far a part of it is, see `Loss.run`."""
-        name = f"{self.workload.namespace}/{self.run_id}" + (f"-{part}" if part else "")
-        known = self.stamps.get(name)
-        seq = known.seq if known is not None else self.progress.last_seq
-        return Point(seq=seq, trained_s=self.trained_s)
+    def per_pod(self) -> bool:
+        """Whether each of its pods is known to be a run of its own."""
+        return self.wish.runs == RUN_PER_POD or any(self.parts)
 
     @property
     def suspended(self) -> bool:
         return bool(self.jobs) and all(each.suspended for each in self.jobs.values())
 
-    @property
-    def live(self) -> tuple[Heartbeat, ...]:
-        """Heartbeats of sidecars that are connected and whose pod still trains."""
-        return tuple(
-            each.heartbeat
-            for uid, each in self.reports.items()
-            if each.connected
-            and each.heartbeat is not None
-            and (uid not in self.pods or self.pods[uid].phase not in {"Succeeded", "Failed"})
-        )
+    def at(self, part: str) -> Point:
+        """How far a part of it is."""
+        known = self.parts.get(part)
+        return Point(seq=known.seq if known is not None else self.progress.last_seq, trained_s=self.trained_s)
 
 
 def object_name(workload: Workload) -> str:
@@ -235,6 +231,29 @@ def object_name(workload: Workload) -> str:
     tail = workload.uid.replace("-", "")[:8].lower()
     head = workload.name[: MAX_NAME - 1 - len(tail)].rstrip("-.")
     return f"{head}-{tail}"
+
+
+def heard(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> Mapping[str, Heard]:
+    """The sidecars that are heard now, by pod UID.
+
+    Of a pod that has ended none is; of one whose node is lost only what came after the node was lost.
+    """
+    return {
+        uid: each
+        for uid, each in run.heard.items()
+        if each.is_fresh(now_s) and not (pod := run.pods[uid]).over and not _is_cut_off(pod, each, nodes)
+    }
+
+
+def _is_cut_off(pod: PodView, report: Heard, nodes: Mapping[str, NodeView]) -> bool:
+    node = nodes.get(pod.node)
+    return node is not None and not node.ready and report.at_s <= node.since_s
+
+
+def policy_in_force(run: Run, part: str) -> pb.Policy:
+    """The policy in force in a part of the run; an empty one while this controller was not told it."""
+    state = run.parts.get(part, NO_PART).state
+    return state.policy if state is not None else pb.Policy()
 
 
 def with_job(run: Run, job: JobView, now_s: float) -> Run:
@@ -252,8 +271,7 @@ def without_job(run: Run, uid: str, now_s: float) -> Run:
     if uid not in run.jobs:
         return run
     outcome = run.jobs[uid].outcome or "Deleted"
-    jobs = {key: each for key, each in run.jobs.items() if key != uid}
-    run = replace(run, jobs=jobs, seen_s=now_s)
+    run = replace(run, jobs=_less(run.jobs, uid), seen_s=now_s)
     if run.workload.native == "Job" and not run.finished:
         return finished(run, outcome, now_s)
     return run
@@ -270,295 +288,294 @@ def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
         wish=run.wish if run.jobs else _wish(run, pod.wish),
         seen_s=now_s if pod.alive or before is None else run.seen_s,
     )
-    if pod.restarts > run.restarts.get(pod.uid, 0):
-        run = replace(run, restarts={**run.restarts, pod.uid: pod.restarts})
-        run = _with_loss(run, failure.loss_of_restart(pod, now_s), _number(run, pod))
-    return _with_end(run, pod, gone=False, node_ready=node_ready, now_s=now_s)
+    if pod.restarts > (before.restarts if before is not None else 0):
+        run = _with_end(
+            run, pod, failure.loss_of_restart(pod, now_s), str(pod.restarts), first=before is None
+        )
+    if before is None or not failure.has_ended(before):
+        run = _with_loss_of_pod(
+            run, pod, gone=False, node_ready=node_ready, now_s=now_s, first=before is None
+        )
+    return run
 
 
 def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
     pod = run.pods.get(uid)
     if pod is None:
         return run
-    run = _with_end(run, pod, gone=True, node_ready=node_ready, now_s=now_s)
-    run = replace(
-        run,
-        pods=_less(run.pods, uid),
-        restarts=_less(run.restarts, uid),
-        lost=run.lost - {uid},
-        seen_s=now_s,
-    )
-    report = run.reports.get(uid)
-    if report is not None and not report.connected:
-        run = replace(run, reports=_less(run.reports, uid), taken=_less(run.taken, uid))
+    if not failure.has_ended(pod):
+        run = _with_loss_of_pod(run, pod, gone=True, node_ready=node_ready, now_s=now_s, first=False)
+    run = replace(run, pods=_less(run.pods, uid), heard=_less(run.heard, uid), seen_s=now_s)
     if run.workload.native == "Pod" and not run.finished:
         return finished(run, "Deleted", now_s)
     return run
+
+
+def with_ledger(run: Run, ledger: Ledger, nodes: Mapping[str, NodeView], now_s: float) -> Run:
+    """The run with a ledger that another controller wrote: what the API tells of its pods is counted in that one."""
+    seen_s, pods = run.seen_s, run.pods.values()
+    run = replace(run, ledger=ledger, pods={})
+    for each in pods:
+        node = nodes.get(each.node)
+        run = with_pod(run, each, node_ready=node is not None and node.ready, now_s=now_s)
+    return replace(run, seen_s=seen_s)
 
 
 def _less(mapping: Mapping[str, V], key: str) -> Mapping[str, V]:
     return {k: v for k, v in mapping.items() if k != key} if key in mapping else mapping
 
 
-def _with_end(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float) -> Run:
-    if pod.uid in run.lost or run.finished:
-        return run
+def _with_loss_of_pod(
+    run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float, first: bool
+) -> Run:
     job = run.jobs.get(pod.job_uid)
     loss = failure.loss_of_pod(pod, gone=gone, node_ready=node_ready, job=job, now_s=now_s)
-    if loss is None:
+    return run if loss is None else _with_end(run, pod, loss, "end", first=first)
+
+
+def _with_end(run: Run, pod: PodView, loss: Loss, what: str, *, first: bool) -> Run:
+    """The run with an end of a trainer; `first`: the pod was not seen before it, so an earlier controller may have."""
+    if run.finished:
         return run
-    return replace(_with_loss(run, loss, _number(run, pod)), lost=run.lost | {pod.uid})
+    key = hashed(pod.uid, what)
+    if first and run.ledger.has(key, loss.at_s):
+        return run
+    run = replace(run, ledger=run.ledger.with_key(key, loss.at_s))
+    return _with_loss(run, loss, pod.index if run.per_pod else "")
 
 
-def _number(run: Run, pod: PodView | None) -> str:
-    """Part of the run that a pod's failure counts for: its own number where pods are known to be runs of their own."""
-    own = run.wish.runs == RUN_PER_POD or any(run.progress.attempts)
-    return pod.index if pod is not None and own else ""
-
-
-def _part(run: Run, pod_uid: str, said: str) -> str:
-    """Part of the run that a heartbeat is of: the pod's number if it is a run of its own, by the API's word."""
+def part_of(run: Run, pod_uid: str, told: str) -> str:
+    """Part of the run that a pod's report is of; `told`: `PodState.run`, empty where it is not known yet."""
     pod = run.pods.get(pod_uid)
-    own = pod is not None and said == f"{run.workload.namespace}/{run.run_id}-{pod.index}"
-    return pod.index if own and pod is not None else ""
+    if pod is None or not pod.index:
+        return ""
+    own = told == f"{run.workload.namespace}/{run.run_id}-{pod.index}" if told else run.per_pod
+    return pod.index if own else ""
 
 
 def _with_loss(run: Run, loss: Loss, part: str) -> Run:
     loss = replace(loss, run=part, at=run.at(part))
-    report = run.reports.get(loss.pod_uid)
-    took_part = report.heartbeat.openings if report is not None and report.heartbeat is not None else 0
-    tally, over = failure.with_loss(run.tallies.get(part, Tally()), loss, took_part=took_part)
-    run = replace(run, incidents=incident.lost(run.incidents, part, run.progress.step))
-    return with_tally(run, part, tally, over)
+    state, known = run.heard.get(loss.pod_uid), run.parts.get(part, NO_PART)
+    took_part = known.openings if state is not None and 0 < known.attempt <= state.pod.attempt else 0
+    tally, over = failure.with_loss(run.ledger.tallies.get(part, Tally()), loss, took_part=took_part)
+    incidents = incident.lost(run.ledger.incidents, part, run.progress.step)
+    return with_tally(replace(run, ledger=replace(run.ledger, incidents=incidents)), part, tally, over)
 
 
 def with_tally(run: Run, part: str, tally: Tally, over: Iterable[Interruption]) -> Run:
     """The run with this tally of a part of it, and what is over by it counted."""
-    incidents = incident.over(run.incidents, part, over, parts=run.parts)
-    return replace(run, tallies={**run.tallies, part: tally}, incidents=incidents)
+    incidents = incident.over(run.ledger.incidents, part, over)
+    return replace(run, ledger=replace(run.ledger.with_tally(part, tally), incidents=incidents))
 
 
-def with_connected(run: Run, hello: Hello) -> Run:
-    before = run.reports.get(hello.pod_uid)
-    heartbeat = before.heartbeat if before is not None and before.hello.process == hello.process else None
-    reports = {**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)}
-    return replace(run, reports=reports, store=hello.url or run.store)
+def with_report(
+    run: Run, report: Report, now_s: float, *, beat_s: float = 0.0
+) -> tuple[Run, tuple[Notice, ...]]:
+    """The run after a report, and the incidents in it that people should hear of.
 
-
-def without_connected(run: Run, hello: Hello) -> Run:
-    """The run after a sidecar of it went; what it reported last is kept as long as its pod is there."""
-    report = run.reports.get(hello.pod_uid)
-    if report is None or report.hello.process != hello.process:
-        return run
-    if hello.pod_uid not in run.pods:
-        return replace(run, reports=_less(run.reports, hello.pod_uid), taken=_less(run.taken, hello.pod_uid))
-    return replace(run, reports={**run.reports, hello.pod_uid: replace(report, connected=False)})
-
-
-def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> tuple[Run, tuple[Notice, ...]]:
-    """The run after a heartbeat, and notices of what that tells for the first time."""
-    run = replace(run, reports={**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)})
+    A report that is late (an older one of the same process, or one of an older process) changes nothing. `beat_s`: the
+    least between two reports of a sidecar, where there are too many of them.
+    """
+    uid = report.who.pod_uid
+    known = run.heard.get(uid)
+    if uid not in run.pods or (known is not None and _is_late(known, report)):
+        return run, ()
+    part = part_of(run, uid, report.pod.run)
+    speaks = _speaks(run, report, part, now_s)
+    seen = known.incident if known is not None and known.process == report.process else 0
+    run = replace(
+        run,
+        heard={
+            **run.heard,
+            uid: Heard(
+                process=report.process,
+                sequence=report.sequence,
+                at_s=now_s,
+                beat_s=max(SPEAKER_BEAT_S if speaks else OTHERS_BEAT_S, beat_s),
+                pod=report.pod,
+                speaks=speaks,
+                changed_s=now_s if known is None or _has_changed(known.pod, report.pod) else known.changed_s,
+                started_at_s=report.who.started_at_s,
+                incident=max((each.id for each in report.incidents), default=seen),
+                name=report.who.pod,
+                url=report.who.url,
+            ),
+        },
+        heard_since_s=run.heard_since_s or now_s,
+        store=report.who.url or run.store,
+    )
     notices: list[Notice] = []
-    known = run.taken.get(hello.pod_uid)
-    newest = known.incident if known is not None and known.process == hello.process else 0
-    fresh = [each for each in heartbeat.incidents if each.id > newest]
-    pod = run.pods.get(hello.pod_uid)
-    # A trainer that was replaced and is fenced when its node comes back is as it should be: told, but no trouble.
-    newest_attempt = run.progress.attempts.get(_part(run, hello.pod_uid, heartbeat.run), 0)
-    replaced = heartbeat.attempt < newest_attempt or (pod is not None and not pod.alive)
-    for each in fresh:
-        if each.kind is IncidentKind.FENCED and replaced and each.cause != Cause.TAKEN_OVER:
-            text = f"pod {hello.pod}, which was replaced: {each.message or 'its trainer was ended'}"
-            notices.append(Notice(reason="Fenced", message=text))
-            continue
-        run, told = _with_incident(run, hello, each, now_s)
-        notices.extend(told)
-    if fresh:
-        taken = Taken(process=hello.process, incident=fresh[-1].id)
-        run = replace(run, taken={**run.taken, hello.pod_uid: taken})
-    before, run = run.decisions, _with_progress(run, now_s)
-    return run, (*notices, *_changes(before, run.decisions))
+    for each in report.incidents:
+        run, found = _with_incident(run, report, each, part, fresh=each.id > seen, now_s=now_s)
+        if found is not None:
+            notices.append(found)
+    if report.pod.run:
+        run = _with_part(run, report, part, speaks=speaks, now_s=now_s)
+    return run, tuple(notices)
 
 
-_CHANGED: Mapping[str, str] = {
-    "interval": "IntervalChanged",
-    "bits": "BitsChanged",
-}
+def _is_late(known: Heard, report: Report) -> bool:
+    if known.process == report.process:
+        return report.sequence <= known.sequence
+    return report.who.started_at_s < known.started_at_s
 
 
-def _changes(before: Iterable[Decision], after: Iterable[Decision]) -> Iterable[Notice]:
-    known = {each.subject: each.value for each in before}
-    for each in after:
-        value = known.get(each.subject, "")
-        if value and each.value and each.value != value:
-            text = f"{each.subject}: {value} -> {each.value}; {each.why}"
-            yield Notice(reason=_CHANGED[each.subject], message=text, warning=False)
+def _has_changed(before: PodState, after: PodState) -> bool:
+    return (before.phase, before.attempt, before.store_ok, before.credentials_ok) != (
+        after.phase,
+        after.attempt,
+        after.store_ok,
+        after.credentials_ok,
+    )
 
 
-def _with_incident(run: Run, hello: Hello, said: Incident, now_s: float) -> tuple[Run, list[Notice]]:
-    where = f"pod {hello.pod}: {said.message}" if said.message else f"pod {hello.pod}"
+def has_rank_0(pod: PodState) -> bool:
+    return any(each.rank == 0 for each in pod.ranks)
+
+
+def _speaks(run: Run, report: Report, part: str, now_s: float) -> bool:
+    """Whether the sidecar that reports is the one to speak for its part of the run."""
+    uid = report.who.pod_uid
+    if part or not any(each.alive for key, each in run.pods.items() if key != uid):
+        return True
+    known = run.parts.get(part, NO_PART)
+    other = run.heard.get(known.speaker) if known.speaker != uid else None
+    if other is not None and (not other.is_fresh(now_s) or run.pods[known.speaker].over):
+        other = None
+    if has_rank_0(report.pod):
+        return other is None or not has_rank_0(other.pod) or other.pod.attempt <= report.pod.attempt
+    silent_s = now_s - max(known.spoken_at_s, run.heard_since_s or now_s)
+    return other is None and (known.speaker == uid or silent_s > SILENT_BEATS * SPEAKER_BEAT_S)
+
+
+def _with_incident(
+    run: Run, report: Report, said: Incident, part: str, *, fresh: bool, now_s: float
+) -> tuple[Run, Notice | None]:
+    """The run after an incident, and what people should hear of it; `fresh`: it was not told before."""
+    who, key = report.who, incident_key(report, said, part)
+    where = f"pod {who.pod}: {said.message}" if said.message else f"pod {who.pod}"
+    if said.count > 1:
+        where += f" ({said.count} times)"
     match said.kind:
         case IncidentKind.RESTORED:
-            run = replace(
-                run,
-                restores=run.restores + 1,
-                lost_steps=run.lost_steps + said.lost_steps,
-                fell_back="",
-                incidents=incident.restored(
-                    run.incidents,
-                    _number(run, run.pods.get(hello.pod_uid)),
-                    step=said.step,
-                    lost_steps=said.lost_steps,
-                    parts=run.parts,
-                ),
-            )
             source = f" from the {said.cause}" if said.cause else ""
             lost = f", {said.lost_steps} steps are trained again" if said.lost_steps else ""
-            text = f"pod {hello.pod}: restored step {said.step}{source} in {said.seconds:.1f} s{lost}"
-            return run, [Notice(reason="Restored", message=text, warning=False)]
+            text = f"pod {who.pod}: restored step {said.step}{source} in {said.seconds:.1f} s{lost}"
+            told = Notice(reason="Restored", message=text, warning=False, key=key)
+            return _with_restore(run, said, part, key), told
         case IncidentKind.SAVE_FAILED:
-            run = replace(run, saves_failed=run.saves_failed + 1, failing=where)
-            return run, [Notice(reason="SaveFailed", message=where)]
-        case IncidentKind.FENCED:
-            return replace(run, fenced=where), [Notice(reason="Fenced", message=where)]
-        case IncidentKind.TRACKING_FAULT:
-            return replace(run, tracking=where), [Notice(reason="TrackingFault", message=where)]
-        case IncidentKind.FELL_BACK:
-            return replace(run, fell_back=where), [Notice(reason="FellBack", message=where)]
-        case IncidentKind.CREDENTIALS_MISSING:
-            return run, [Notice(reason="CredentialsMissing", message=where)]
-        case IncidentKind.STORE_UNAVAILABLE:
-            return replace(run, failing=where), [Notice(reason="StoreUnavailable", message=where)]
-        case IncidentKind.TRAINER_LOST:
-            loss = Loss(
-                at_s=min(said.at_s or now_s, now_s),
-                cause=failure.LossCause.TRAINER_LOST,
-                message=said.message,
-                pod=hello.pod,
-                pod_uid=hello.pod_uid,
-                node=hello.node,
+            return replace(run, failing=where) if fresh else run, Notice(
+                reason="SaveFailed", message=where, key=key
             )
-            return _with_loss(run, loss, _number(run, run.pods.get(hello.pod_uid))), []
+        case IncidentKind.FENCED:
+            if not _is_replaced(run, report, said, part):
+                return replace(run, fenced=where) if fresh else run, Notice(
+                    reason="Fenced", message=where, key=key
+                )
+            text = f"pod {who.pod}, which was replaced: {said.message or 'its trainer was ended'}"
+            return run, Notice(reason="Fenced", message=text, key=key)
+        case IncidentKind.TRACKING_FAULT:
+            return replace(run, tracking=where) if fresh else run, Notice(
+                reason="TrackingFault", message=where, key=key
+            )
+        case IncidentKind.FELL_BACK:
+            return replace(run, fell_back=where) if fresh else run, Notice(
+                reason="FellBack", message=where, key=key
+            )
+        case IncidentKind.CREDENTIALS_MISSING:
+            return run, Notice(reason="CredentialsMissing", message=where, key=key)
+        case IncidentKind.STORE_UNAVAILABLE:
+            return replace(run, failing=where) if fresh else run, Notice(
+                reason="StoreUnavailable", message=where, key=key
+            )
+        case IncidentKind.TRAINER_LOST:
+            return _with_trainer_lost(run, report, said, part, key, now_s), None
         case _:
-            return run, []
+            return run, None
 
 
-def _stamped(run: Run, heartbeats: Mapping[str, Heartbeat], now_s: float) -> Mapping[str, Stamp]:
-    """The stamps with those of new commits.
+def _is_replaced(run: Run, report: Report, said: Incident, part: str) -> bool:
+    """Whether a trainer that was fenced had been replaced before, as when its node comes back: that is no trouble."""
+    older = report.pod.attempt < run.parts.get(part, NO_PART).attempt
+    return said.cause != Cause.TAKEN_OVER and (older or not run.pods[report.who.pod_uid].alive)
+
+
+def _with_restore(run: Run, said: Incident, part: str, key: str) -> Run:
+    ledger = run.ledger
+    if ledger.has_restored(part, said.attempt) if said.attempt else ledger.has(key, said.at_s):
+        return run
+    if not said.attempt:
+        ledger = ledger.with_key(key, said.at_s)
+    ledger = ledger.with_restored(part, said.attempt, said.lost_steps)
+    incidents = incident.restored(ledger.incidents, part, step=said.step, lost_steps=said.lost_steps)
+    return replace(run, ledger=replace(ledger, incidents=incidents), fell_back="")
+
+
+def _with_trainer_lost(run: Run, report: Report, said: Incident, part: str, key: str, now_s: float) -> Run:
+    if run.ledger.has(key, said.at_s):
+        return run
+    who = report.who
+    loss = Loss(
+        at_s=min(said.at_s or now_s, now_s),
+        cause=failure.LossCause.TRAINER_LOST,
+        message=said.message[: failure.MAX_MESSAGE],
+        pod=who.pod,
+        pod_uid=who.pod_uid,
+        node=who.node,
+    )
+    return _with_loss(replace(run, ledger=run.ledger.with_key(key, loss.at_s)), loss, part)
+
+
+def _with_part(run: Run, report: Report, part: str, *, speaks: bool, now_s: float) -> Run:
+    """The run with what a report tells of its part."""
+    before = run.parts.get(part, NO_PART)
+    after = replace(before, attempt=max(before.attempt, report.pod.attempt))
+    if speaks:
+        after = replace(after, speaker=report.who.pod_uid, spoken_at_s=now_s)
+        if report.run is not None:
+            after = _with_state(after, report.run, report.pod.attempt > before.attempt, now_s)
+            after = replace(after, kept=() if part else _kept(after, report.run, now_s))
+    commit = after.state.newest if after.state is not None else None
+    # A trainer of this workload commits again; another workload's commits stand in the same log.
+    if after.seq > before.seq and commit is not None and commit.attempt <= after.attempt:
+        run = replace(run, fenced="")
+    if after.attempt > before.attempt:
+        run = replace(run, fenced="", tracking="")
+    return replace(run, parts={**run.parts, part: after})
+
+
+def _with_state(part: Part, told: RunState, anew: bool, now_s: float) -> Part:
+    """The part after who speaks for it told its state; `anew`: another attempt does.
 
     The clock that counts is ours: that of a node may be wrong, and would hide that checkpoints are old or raise it for
-    nothing. A sidecar's word is taken only for a commit that was there before anything was known of its run, and never
-    for one in the future.
+    nothing. The commit's age is taken only where it was there before anything was known of the part.
     """
-    found = dict(run.stamps)
-    before = run.progress
-    for name, each in heartbeats.items():
-        if not name and each.last_commit is None:
-            continue  # its run is not known yet
-        seq = each.last_commit.seq if each.last_commit is not None else 0
-        known = found.get(name)
-        if known is None and not run.stamps and before.last_seq:  # as an earlier controller wrote it
-            known = Stamp(seq=before.last_seq, at_s=before.last_commit_at_s)
-        if known is None:
-            known = Stamp(seq=seq, at_s=min(each.last_commit_at_s, now_s))
-        found[name] = Stamp(seq=seq, at_s=now_s) if seq > known.seq else known
-    excess = len(found) - MAX_STAMPS
-    return dict(list(found.items())[excess:]) if excess > 0 else found
-
-
-def _with_progress(run: Run, now_s: float) -> Run:
-    """The run with the progress that its sidecars report together. What nobody reports stays as it was."""
-    slowest: dict[str, Heartbeat] = {}
-    parts: dict[str, str] = {}
-    before = run.progress
-    attempts, openings = dict(before.attempts), dict(before.openings)
-    for uid, report in run.reports.items():
-        each = report.heartbeat
-        if each is None:
-            continue
-        part = _part(run, uid, each.run)
-        parts[each.run] = part or parts.get(each.run, "")
-        if each.attempt:
-            attempts[part] = max(each.attempt, attempts.get(part, 0))
-            openings[part] = max(each.openings, openings.get(part, 0))
-        other = slowest.get(each.run)
-        seq = each.last_commit.seq if each.last_commit is not None else 0
-        if other is None or seq >= (other.last_commit.seq if other.last_commit is not None else 0):
-            slowest[each.run] = each
-    steps = [rank.step for beat in run.live for rank in beat.ranks]
-    stamps = _stamped(run, slowest, now_s)
-    run = replace(run, stamps=stamps)
-    shown = min(slowest.values(), key=lambda each: stamps.get(each.run, NO_STAMP).at_s, default=None)
-    if shown is None:
-        return run
-    commit = shown.last_commit
-    # Trainers that left say no step. They trained as far as they committed, which may be after they were last heard.
-    left_at = min(
-        (
-            each.last_commit.step
-            for name, each in slowest.items()
-            if each.last_commit is not None and each.last_commit.attempt == attempts.get(parts[name])
-        ),
-        default=0,
-    )
-    decider = _decider(run, shown.run)
-    if decider is not None:
-        run = replace(
-            run, measured=decider.measured or run.measured, decisions=decider.decisions or run.decisions
-        )
-    progress = replace(
-        before,
-        step=min(steps) if steps else max(before.step, left_at),
-        attempts=attempts,
-        openings=openings,
-        world_size=_world_size(run) or before.world_size,
-        stall_s=shown.stall_s or before.stall_s,
-        lost_share=before.lost_share if commit is None else shown.lost_share,
-        partial_recoveries=before.partial_recoveries if commit is None else shown.partial_recoveries,
-        stored_bytes=sum(each.stored_bytes for each in slowest.values()) or before.stored_bytes,
-        checkpoints=sum(each.checkpoints for each in slowest.values()) or before.checkpoints,
-        policy=shown.policy if shown.policy.encoding else before.policy,
-    )
+    part = replace(part, openings=max(part.openings, told.openings))
+    seq = told.newest.seq if told.newest is not None else 0
     # After a rewind the newest commit is an older one: by the word of the attempt that resumed it.
-    anew = shown.attempt > before.attempts.get(parts[shown.run], 0)
-    if commit is not None and (commit.seq >= before.last_seq or anew or len(slowest) > 1):
-        progress = replace(
-            progress,
-            last_step=commit.step,
-            last_commit_at_s=stamps.get(shown.run, NO_STAMP).at_s,
-            last_seq=commit.seq,
-            durable_s=commit.durable_s,
+    if part.state is not None and seq < part.seq and not anew:
+        return part
+    at_s = part.committed_at_s
+    if part.state is None and not part.seq:
+        at_s = now_s - told.newest_age_s if seq else 0.0
+    elif seq > part.seq:
+        at_s = now_s
+    return replace(part, seq=seq, committed_at_s=at_s, state=replace(told, checkpoints=()))
+
+
+def _kept(part: Part, told: RunState, now_s: float) -> tuple[Kept, ...]:
+    """The newest checkpoints; a time that was told once stays, as ages are told anew with each report."""
+    times = {each.seq: each.at_s for each in part.kept} | {part.seq: part.committed_at_s}
+    return tuple(
+        Kept(
+            seq=each.seq,
+            step=each.step,
+            at_s=times.get(each.seq, now_s - each.age_s),
+            bytes=each.bytes,
+            pins=each.pins,
         )
-    # A trainer of this workload commits again; another workload's commits stand in the same log.
-    if progress.last_seq > before.last_seq and commit is not None and commit.attempt <= progress.attempt:
-        run = replace(run, fenced="")
-    if any(each > before.attempts.get(part, 0) for part, each in attempts.items()):
-        run = replace(run, fenced="", tracking="")
-    return replace(run, progress=progress)
-
-
-def _world_size(run: Run) -> int:
-    """Ranks that the newest attempt has, by those that are attached; 0: none is."""
-    newest = max((beat.attempt for beat in run.live if beat.ranks), default=0)
-    return max(
-        (rank.world_size for beat in run.live if beat.attempt == newest for rank in beat.ranks), default=0
+        for each in sorted(told.checkpoints, key=lambda each: -each.seq)
     )
-
-
-def _decider(run: Run, name: str) -> Heartbeat | None:
-    """The heartbeat of the pod that decides for a run in the store: of several that say so the one with rank 0."""
-    told = [
-        each.heartbeat
-        for each in run.reports.values()
-        if each.heartbeat is not None
-        and each.heartbeat.run == name
-        and (each.heartbeat.decisions or each.heartbeat.measured is not None)
-    ]
-    return max(told, key=lambda each: (each.attempt, has_rank_0(each)), default=None)
-
-
-def has_rank_0(heartbeat: Heartbeat) -> bool:
-    return any(each.rank == 0 for each in heartbeat.ranks)
 
 
 def finished(run: Run, how: str, at_s: float) -> Run:

@@ -1,15 +1,16 @@
-"""The webhook's certificate: read from files, replaced while serving, never by halves.
+"""A server's certificate: read from files, replaced while serving, never by halves.
 
 The server listens with one front context that lives as long as the process. At every handshake its server-name
 callback (which OpenSSL runs for clients without a server name, too) hands the connection to the newest *whole*
 certificate: a context of its own, loaded from copies of both files and checked, key against certificate, before
 anyone sees it. A file that is half written, missing or does not fit its partner leaves the old certificate in service
 and counts as a failure. Connections that exist keep what they began with. Rotation is safe as long as the bundle the
-API server trusts holds the authorities of both certificates, which is the issuer's side of the bargain.
+clients trust holds the authorities of both certificates, which is the issuer's side of the bargain.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from collections.abc import Iterator
@@ -17,11 +18,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from cryptography import x509
 from deltashard_checkpoint.errors import EnvironmentFault
 
+from deltashard_operator.tls.metric import CertificateMetrics
+
 CERTIFICATE_FILE = "tls.crt"
 KEY_FILE = "tls.key"
+RELOAD_S = 1.0
+"""Seconds between looks at the files."""
+_log = structlog.get_logger("deltashard.certificate")
 
 
 class CertificateUnusable(EnvironmentFault):
@@ -41,8 +48,9 @@ class Loaded:
 class Certificate:
     """The certificate in a directory (`tls.crt`, `tls.key`), as a Secret volume holds it. Not thread-safe."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, metrics: CertificateMetrics | None = None) -> None:
         self.directory = directory
+        self._metrics = metrics
         self.loaded: Loaded | None = None
         self.front = _context()
         self.front.sni_callback = self._serve
@@ -63,6 +71,26 @@ class Certificate:
             return False
         self.loaded = _load(content[0], content[1], where=str(self.directory))
         return True
+
+    def reload(self) -> None:
+        """Take changed files into service; bad ones are counted and logged, and what was in service stays."""
+        try:
+            outcome = "loaded" if self.refresh() else ""
+        except CertificateUnusable as error:
+            outcome = "failed"
+            _log.warning("certificate.unusable", error=str(error))
+        if outcome and self._metrics is not None:
+            self._metrics.loads.labels(outcome).inc()
+        if outcome == "loaded" and self.loaded is not None:
+            _log.info("certificate.loaded", not_after_s=self.loaded.not_after_s)
+            if self._metrics is not None:
+                self._metrics.not_after.set(self.loaded.not_after_s)
+
+    async def watch(self) -> None:
+        """Reload for ever."""
+        while True:
+            self.reload()
+            await asyncio.sleep(RELOAD_S)
 
     def _serve(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _front: object

@@ -1,11 +1,31 @@
-"""Prometheus metrics of the controller's certificate issuer: labels are closed sets."""
+"""Prometheus metrics of certificates: those that a server loads, and those that the controller issues."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-CERTIFICATES = ("webhook", "fleet", "fleet_authority")
-AUTHORITY_CAUSES = ("missing", "forbidden", "conflict", "unavailable", "other")
+CERTIFICATES = ("authority", "leaf")
+CAUSES = ("missing", "forbidden", "conflict", "unavailable", "other")
+
+
+class CertificateMetrics:
+    """Metrics of the certificate that a server (webhook, fleet) loads."""
+
+    def __init__(self, server: str, registry: CollectorRegistry | None = None) -> None:
+        r = CollectorRegistry() if registry is None else registry
+        self.not_after = Gauge(
+            f"deltashard_{server}_certificate_not_after_timestamp_seconds",
+            "End of the serving certificate's validity, Unix time",
+            registry=r,
+        )
+        self.loads = Counter(
+            f"deltashard_{server}_certificate_loads",
+            "Certificates loaded, by outcome",
+            ("outcome",),
+            registry=r,
+        )
+        for outcome in ("loaded", "failed"):
+            self.loads.labels(outcome)
 
 
 class AuthorityMetrics:
@@ -22,21 +42,16 @@ class AuthorityMetrics:
         self.issued = Counter(
             "deltashard_authority_issued", "Certificates issued", ("certificate",), registry=r
         )
-        self.published = Counter(
-            "deltashard_authority_bundles_published", "Bundles written", ("bundle",), registry=r
-        )
+        self.published = Counter("deltashard_authority_bundles_published", "Bundles written", registry=r)
         self.failures = Counter(
-            "deltashard_authority_failures", "Looks that failed, by cause", ("cause",), registry=r
+            "deltashard_authority_failures", "Checks that failed, by cause", ("cause",), registry=r
         )
         self.checked = Gauge(
             "deltashard_authority_checked_timestamp_seconds",
             "When all was last found in order or on its way, Unix time",
-            ("bundle",),
             registry=r,
         )
         for certificate in CERTIFICATES:
             self.issued.labels(certificate)
-        for bundle in ("webhook", "fleet"):
-            self.published.labels(bundle)
-        for cause in AUTHORITY_CAUSES:
+        for cause in CAUSES:
             self.failures.labels(cause)

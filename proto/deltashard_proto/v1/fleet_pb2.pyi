@@ -14,7 +14,6 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_WAITING: _ClassVar[Phase]
     PHASE_RESTORING: _ClassVar[Phase]
     PHASE_TRAINING: _ClassVar[Phase]
-    PHASE_SAVING: _ClassVar[Phase]
     PHASE_CLOSED: _ClassVar[Phase]
     PHASE_STOPPING: _ClassVar[Phase]
 
@@ -33,7 +32,6 @@ PHASE_UNSPECIFIED: Phase
 PHASE_WAITING: Phase
 PHASE_RESTORING: Phase
 PHASE_TRAINING: Phase
-PHASE_SAVING: Phase
 PHASE_CLOSED: Phase
 PHASE_STOPPING: Phase
 INCIDENT_KIND_UNSPECIFIED: IncidentKind
@@ -46,10 +44,8 @@ INCIDENT_KIND_CREDENTIALS_MISSING: IncidentKind
 INCIDENT_KIND_STORE_UNAVAILABLE: IncidentKind
 INCIDENT_KIND_TRAINER_LOST: IncidentKind
 
-class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "version", "namespace", "pod", "pod_uid", "node", "workload_kind", "workload_name", "workload_uid", "run", "index", "replica", "policy", "url", "process", "started_at_s")
-    PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
+class Who(_message.Message):
+    __slots__ = ("version", "namespace", "pod", "pod_uid", "node", "workload_kind", "workload_name", "workload_uid", "run", "index", "replica", "policy", "url", "started_at_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     POD_FIELD_NUMBER: _ClassVar[int]
@@ -63,10 +59,7 @@ class Hello(_message.Message):
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
     STARTED_AT_S_FIELD_NUMBER: _ClassVar[int]
-    protocol_min: int
-    protocol_max: int
     version: str
     namespace: str
     pod: str
@@ -80,9 +73,8 @@ class Hello(_message.Message):
     replica: str
     policy: str
     url: str
-    process: str
     started_at_s: float
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., version: _Optional[str] = ..., namespace: _Optional[str] = ..., pod: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node: _Optional[str] = ..., workload_kind: _Optional[str] = ..., workload_name: _Optional[str] = ..., workload_uid: _Optional[str] = ..., run: _Optional[str] = ..., index: _Optional[str] = ..., replica: _Optional[str] = ..., policy: _Optional[str] = ..., url: _Optional[str] = ..., process: _Optional[str] = ..., started_at_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., namespace: _Optional[str] = ..., pod: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node: _Optional[str] = ..., workload_kind: _Optional[str] = ..., workload_name: _Optional[str] = ..., workload_uid: _Optional[str] = ..., run: _Optional[str] = ..., index: _Optional[str] = ..., replica: _Optional[str] = ..., policy: _Optional[str] = ..., url: _Optional[str] = ..., started_at_s: _Optional[float] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("rank", "world_size", "step")
@@ -94,18 +86,8 @@ class Rank(_message.Message):
     step: int
     def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
-class StepSample(_message.Message):
-    __slots__ = ("at_s", "ranks", "steps")
-    AT_S_FIELD_NUMBER: _ClassVar[int]
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    at_s: int
-    ranks: _containers.RepeatedScalarFieldContainer[int]
-    steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, at_s: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
-
 class Incident(_message.Message):
-    __slots__ = ("id", "kind", "at_s", "cause", "message", "step", "lost_steps", "seconds")
+    __slots__ = ("id", "kind", "at_s", "cause", "message", "step", "lost_steps", "seconds", "attempt", "count")
     ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +96,8 @@ class Incident(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOST_STEPS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     id: int
     kind: IncidentKind
     at_s: float
@@ -122,7 +106,9 @@ class Incident(_message.Message):
     step: int
     lost_steps: int
     seconds: float
-    def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[IncidentKind, str]] = ..., at_s: _Optional[float] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    attempt: int
+    count: int
+    def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[IncidentKind, str]] = ..., at_s: _Optional[float] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., seconds: _Optional[float] = ..., attempt: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("step_s", "stall_s", "slowdown_s", "cost_s", "durable_s", "restore_s", "reschedule_s", "saves", "mtbf_s", "trained_s")
@@ -168,113 +154,156 @@ class Decision(_message.Message):
     unreachable: str
     def __init__(self, subject: _Optional[str] = ..., goal: _Optional[str] = ..., value: _Optional[str] = ..., would: _Optional[str] = ..., why: _Optional[str] = ..., bound: _Optional[str] = ..., evidence: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
 
-class Heartbeat(_message.Message):
-    __slots__ = ("run", "phase", "ranks", "attempt", "last_commit", "last_commit_at_s", "policy", "stored_bytes", "checkpoints", "restores", "saves_failed", "saves_failed_in_a_row", "store_ok", "credentials_ok", "directive", "incidents", "measured", "decisions", "openings", "stall_s", "lost_share", "partial_recoveries", "samples", "store_proven", "save_blocked")
+class PodState(_message.Message):
+    __slots__ = ("run", "phase", "ranks", "attempt", "saves_failed_in_a_row", "store_ok", "store_proven", "credentials_ok", "save_blocked", "directive")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    LAST_COMMIT_FIELD_NUMBER: _ClassVar[int]
-    LAST_COMMIT_AT_S_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
-    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
-    RESTORES_FIELD_NUMBER: _ClassVar[int]
-    SAVES_FAILED_FIELD_NUMBER: _ClassVar[int]
     SAVES_FAILED_IN_A_ROW_FIELD_NUMBER: _ClassVar[int]
     STORE_OK_FIELD_NUMBER: _ClassVar[int]
-    CREDENTIALS_OK_FIELD_NUMBER: _ClassVar[int]
-    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
-    INCIDENTS_FIELD_NUMBER: _ClassVar[int]
-    MEASURED_FIELD_NUMBER: _ClassVar[int]
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    OPENINGS_FIELD_NUMBER: _ClassVar[int]
-    STALL_S_FIELD_NUMBER: _ClassVar[int]
-    LOST_SHARE_FIELD_NUMBER: _ClassVar[int]
-    PARTIAL_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     STORE_PROVEN_FIELD_NUMBER: _ClassVar[int]
+    CREDENTIALS_OK_FIELD_NUMBER: _ClassVar[int]
     SAVE_BLOCKED_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     run: str
     phase: Phase
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
     attempt: int
-    last_commit: _trainer_pb2.Commit
-    last_commit_at_s: float
-    policy: _trainer_pb2.Policy
-    stored_bytes: int
-    checkpoints: int
-    restores: int
-    saves_failed: int
     saves_failed_in_a_row: int
     store_ok: bool
+    store_proven: bool
     credentials_ok: bool
+    save_blocked: str
     directive: int
-    incidents: _containers.RepeatedCompositeFieldContainer[Incident]
-    measured: Measured
-    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
-    openings: int
+    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., store_proven: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., save_blocked: _Optional[str] = ..., directive: _Optional[int] = ...) -> None: ...
+
+class KeptCheckpoint(_message.Message):
+    __slots__ = ("seq", "step", "age_s", "bytes", "pins")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    step: int
+    age_s: float
+    bytes: int
+    pins: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, seq: _Optional[int] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., pins: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RunState(_message.Message):
+    __slots__ = ("newest", "newest_age_s", "stall_s", "checkpoints", "checkpoint_count", "stored_bytes", "openings", "lost_share", "partial_recoveries", "measured", "decisions", "policy")
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPENINGS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    newest: _trainer_pb2.Commit
+    newest_age_s: float
     stall_s: float
+    checkpoints: _containers.RepeatedCompositeFieldContainer[KeptCheckpoint]
+    checkpoint_count: int
+    stored_bytes: int
+    openings: int
     lost_share: float
     partial_recoveries: int
-    samples: _containers.RepeatedCompositeFieldContainer[StepSample]
-    store_proven: bool
-    save_blocked: str
-    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., last_commit: _Optional[_Union[_trainer_pb2.Commit, _Mapping]] = ..., last_commit_at_s: _Optional[float] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., stored_bytes: _Optional[int] = ..., checkpoints: _Optional[int] = ..., restores: _Optional[int] = ..., saves_failed: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., directive: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., openings: _Optional[int] = ..., stall_s: _Optional[float] = ..., lost_share: _Optional[float] = ..., partial_recoveries: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[StepSample, _Mapping]]] = ..., store_proven: _Optional[bool] = ..., save_blocked: _Optional[str] = ...) -> None: ...
+    measured: Measured
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    policy: _trainer_pb2.Policy
+    def __init__(self, newest: _Optional[_Union[_trainer_pb2.Commit, _Mapping]] = ..., newest_age_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., checkpoints: _Optional[_Iterable[_Union[KeptCheckpoint, _Mapping]]] = ..., checkpoint_count: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., openings: _Optional[int] = ..., lost_share: _Optional[float] = ..., partial_recoveries: _Optional[int] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ...) -> None: ...
+
+class SaveOver(_message.Message):
+    __slots__ = ("id", "outcome", "step", "seq", "cause")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[SaveOver.Outcome]
+        OUTCOME_COMMITTED: _ClassVar[SaveOver.Outcome]
+        OUTCOME_FAILED: _ClassVar[SaveOver.Outcome]
+        OUTCOME_EXPIRED: _ClassVar[SaveOver.Outcome]
+    OUTCOME_UNSPECIFIED: SaveOver.Outcome
+    OUTCOME_COMMITTED: SaveOver.Outcome
+    OUTCOME_FAILED: SaveOver.Outcome
+    OUTCOME_EXPIRED: SaveOver.Outcome
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    outcome: SaveOver.Outcome
+    step: int
+    seq: int
+    cause: str
+    def __init__(self, id: _Optional[str] = ..., outcome: _Optional[_Union[SaveOver.Outcome, str]] = ..., step: _Optional[int] = ..., seq: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    hello: Hello
-    heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
-
-class Welcome(_message.Message):
-    __slots__ = ("protocol", "heartbeat_s", "reauthenticate_s")
+    __slots__ = ("protocol", "process", "sequence", "now_s", "who", "pod", "run", "incidents", "saves_over")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
-    REAUTHENTICATE_S_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NOW_S_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    POD_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    INCIDENTS_FIELD_NUMBER: _ClassVar[int]
+    SAVES_OVER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    heartbeat_s: float
-    reauthenticate_s: float
-    def __init__(self, protocol: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., reauthenticate_s: _Optional[float] = ...) -> None: ...
+    process: str
+    sequence: int
+    now_s: float
+    who: Who
+    pod: PodState
+    run: RunState
+    incidents: _containers.RepeatedCompositeFieldContainer[Incident]
+    saves_over: _containers.RepeatedCompositeFieldContainer[SaveOver]
+    def __init__(self, protocol: _Optional[int] = ..., process: _Optional[str] = ..., sequence: _Optional[int] = ..., now_s: _Optional[float] = ..., who: _Optional[_Union[Who, _Mapping]] = ..., pod: _Optional[_Union[PodState, _Mapping]] = ..., run: _Optional[_Union[RunState, _Mapping]] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., saves_over: _Optional[_Iterable[_Union[SaveOver, _Mapping]]] = ...) -> None: ...
 
 class Directive(_message.Message):
-    __slots__ = ("generation", "policy", "whole", "workload")
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("id", "policy", "whole", "workload")
+    ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
-    generation: int
+    id: int
     policy: _trainer_pb2.Policy
     whole: _containers.RepeatedScalarFieldContainer[str]
     workload: str
-    def __init__(self, generation: _Optional[int] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., whole: _Optional[_Iterable[str]] = ..., workload: _Optional[str] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., whole: _Optional[_Iterable[str]] = ..., workload: _Optional[str] = ...) -> None: ...
 
-class ReportReply(_message.Message):
-    __slots__ = ("welcome", "ack", "directive", "save_now")
-    class Ack(_message.Message):
-        __slots__ = ("incident",)
-        INCIDENT_FIELD_NUMBER: _ClassVar[int]
-        incident: int
-        def __init__(self, incident: _Optional[int] = ...) -> None: ...
-    WELCOME_FIELD_NUMBER: _ClassVar[int]
-    ACK_FIELD_NUMBER: _ClassVar[int]
-    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
-    SAVE_NOW_FIELD_NUMBER: _ClassVar[int]
-    welcome: Welcome
-    ack: ReportReply.Ack
-    directive: Directive
-    save_now: SaveRequested
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[ReportReply.Ack, _Mapping]] = ..., directive: _Optional[_Union[Directive, _Mapping]] = ..., save_now: _Optional[_Union[SaveRequested, _Mapping]] = ...) -> None: ...
-
-class SaveRequested(_message.Message):
-    __slots__ = ("reason", "urgent", "deadline_s")
+class SaveOrder(_message.Message):
+    __slots__ = ("id", "reason", "urgent", "deadline_s", "pin")
+    ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     URGENT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    id: str
     reason: str
     urgent: bool
     deadline_s: float
-    def __init__(self, reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    pin: str
+    def __init__(self, id: _Optional[str] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., deadline_s: _Optional[float] = ..., pin: _Optional[str] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ("sequence", "next_s", "speaks", "directive", "saves", "told")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_S_FIELD_NUMBER: _ClassVar[int]
+    SPEAKS_FIELD_NUMBER: _ClassVar[int]
+    DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    next_s: float
+    speaks: bool
+    directive: Directive
+    saves: _containers.RepeatedCompositeFieldContainer[SaveOrder]
+    told: int
+    def __init__(self, sequence: _Optional[int] = ..., next_s: _Optional[float] = ..., speaks: _Optional[bool] = ..., directive: _Optional[_Union[Directive, _Mapping]] = ..., saves: _Optional[_Iterable[_Union[SaveOrder, _Mapping]]] = ..., told: _Optional[int] = ...) -> None: ...

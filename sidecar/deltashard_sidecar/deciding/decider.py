@@ -89,7 +89,7 @@ class Decider:
         return text if len(text) <= MAX_TEXT else None
 
     def measured(self) -> fleet.Measured | None:
-        """For the heartbeat; None: another pod decides."""
+        """For reports; None: another pod decides."""
         known = self._known
         if known is None:
             return None

@@ -1,1 +1,1 @@
-"""The way to the controller: heartbeats out, directives in."""
+"""The way to the controller: reports out, directives and orders back."""

@@ -24,12 +24,19 @@ from deltashard_checkpoint.format.frame_encoder import (
 from deltashard_checkpoint.format.row_block import EncodeOptions
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.log.log_error import LogRemoved
-from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, PLS_KEY, PRECISION_KEY, encoding_named
+from deltashard_checkpoint.vocabulary import (
+    INCREMENTS_KEY,
+    ORDERS_KEY,
+    PLS_KEY,
+    PRECISION_KEY,
+    encoding_named,
+)
 from deltashard_checkpoint.write.commit import Committed, commit_parts
 from deltashard_checkpoint.write.cut_reports import abandon_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_checkpoint.write.report import PartReport
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
+from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.batch import BadBatch, Rows
@@ -79,6 +86,8 @@ class Cut:
     """The controller's directive in force, as it is recorded with the commit."""
     since: int | None = None
     """Seq of the trainer's newest commit, if rows that changed since it are wanted apart from the others."""
+    orders: tuple[fleet.SaveOrder, ...] = ()
+    """The controller's, which it carries out."""
     profile: str | None = None
     """What this sidecar measured and decided, as it is recorded with the commit."""
 
@@ -190,7 +199,7 @@ class PartSink:
             directive=self._cut.content.directive,
             fingerprint=self._who.fingerprint,
             metadata=self._metadata(seal, baseline=part.covers is None),
-            pins=tuple(sorted(set(seal.pins))),
+            pins=tuple(sorted({*seal.pins, *(order.pin for order in self._cut.orders if order.pin)})),
             common_blobs=index.common_blobs,
         )
         try:
@@ -265,6 +274,7 @@ class PartSink:
         mine = {
             KEY: self._cut.follows,
             cost.KEY: self._cut.profile,
+            ORDERS_KEY: " ".join(order.id for order in self._cut.orders) or None,
             PRECISION_KEY: precision.text(),
             INCREMENTS_KEY: None if baseline else content.increments,
             harm.KEY: None,

@@ -1,7 +1,7 @@
 """What people should hear of: kept until the controller says that it has it, at most `LIMIT`, the oldest go first.
 
-A controller that is away, or comes back empty, misses nothing that fits. Adding never waits: the lock is held for a
-list operation.
+A controller that is away, or comes back empty, misses nothing that fits: what happens again within `MERGE_S`, before it
+was told, counts up the incident that is kept. Adding never waits: the lock is held for a list operation.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from typing import Any
 
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
@@ -17,6 +18,7 @@ from deltashard_sidecar.telemetry.metric import Metrics
 LIMIT = 64
 MAX_TEXT = 1000
 """Characters of a message; a longer one is clipped."""
+MERGE_S = 600.0
 
 
 class Incidents:
@@ -29,30 +31,32 @@ class Incidents:
         self._lock = threading.Lock()
         self._kept: deque[fleet.Incident] = deque()
         self._newest = 0
+        self._sent = 0
+        """Newest id in the report under way: what is counted up after it was sent would be lost with its answer."""
 
-    def add(
-        self,
-        kind: fleet.IncidentKind,
-        *,
-        cause: str,
-        message: str,
-        step: int = 0,
-        lost_steps: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
-        """Keep one more; `cause` is a `Cause`, or the source of a restore."""
+    def add(self, kind: fleet.IncidentKind, *, cause: str, message: str, **more: Any) -> None:
+        """Keep one more; `cause` is a `Cause`, or the source of a restore; `more`: other fields of the message.
+
+        A restore is a fact of its attempt, and is never merged with another's.
+        """
+        now_s = time.time()
         with self._lock:
+            for each in self._kept:
+                same = (each.kind, each.cause) == (kind, cause) and kind != fleet.INCIDENT_KIND_RESTORED
+                if same and each.id > self._sent and now_s - each.at_s < MERGE_S:
+                    each.count += 1
+                    each.message = message[:MAX_TEXT]
+                    return
             self._newest += 1
             self._kept.append(
                 fleet.Incident(
                     id=self._newest,
                     kind=kind,
-                    at_s=time.time(),
+                    at_s=now_s,
                     cause=cause,
                     message=message[:MAX_TEXT],
-                    step=step,
-                    lost_steps=lost_steps,
-                    seconds=seconds,
+                    count=1,
+                    **more,
                 )
             )
             dropped = len(self._kept) > LIMIT
@@ -61,12 +65,16 @@ class Incidents:
         if dropped and self._awaited:
             self._metrics.incidents_dropped.inc()
 
-    def acknowledge(self, newest: int) -> None:
+    def kept(self, *, sent: bool = False) -> list[fleet.Incident]:
+        """Those not told, oldest first; `sent`: a report with them is under way, until `told` is called."""
         with self._lock:
+            if sent:
+                self._sent = self._newest
+            return list(self._kept)
+
+    def told(self, newest: int) -> None:
+        """The report under way has ended; incidents up to `newest` need not be sent again."""
+        with self._lock:
+            self._sent = 0
             while self._kept and self._kept[0].id <= newest:
                 self._kept.popleft()
-
-    def kept(self) -> list[fleet.Incident]:
-        """Those not acknowledged, oldest first."""
-        with self._lock:
-            return list(self._kept)

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
 from deltashard_checkpoint.process import usable_host, version
@@ -29,21 +30,9 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-FLEET_CAUSES = frozenset(
-    [
-        "token",
-        "verification",
-        "unreachable",
-        "unauthenticated",
-        "denied",
-        "unknown_pod",
-        "no_room",
-        "replaced",
-        "protocol",
-        "other",
-    ]
-)
-"""Why the controller's heartbeat service did not take this sidecar in."""
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
 STALL_BUCKETS = (0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 SECONDS_BUCKETS = (0.5, 2.5, 10.0, 30.0, 60.0, 180.0, 600.0)
 OF_EVERY_POD = frozenset(
@@ -63,6 +52,8 @@ OF_EVERY_POD = frozenset(
     )
 )
 """Families that every sidecar of a run serves, beside its trainers' steps and its own processor time."""
+NUDGE_PATH = "/v1/report"
+"""Where the controller asks for a report. It carries no authority: the report says who it is, and is answered."""
 CPU_STAT = Path("/sys/fs/cgroup/cpu.stat")
 
 
@@ -73,6 +64,8 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.leads = False
         """Whether rank 0 of a run was ever attached here."""
+        self.nudged: Callable[[], None] = lambda: None
+        """What a `POST` to `NUDGE_PATH` calls."""
         self._steps: Callable[[], Mapping[tuple[str, int], int]] = dict
         gauge = functools.partial(Gauge, registry=self.registry)
         counter = functools.partial(Counter, registry=self.registry)
@@ -158,14 +151,11 @@ class Metrics(Collector):
         )
         self.compactions = counter("deltashard_compactions", "Chains compacted, by why", ("why",))
         self.fleet_connected = gauge(
-            "deltashard_fleet_connected", "Whether the controller hears this sidecar"
-        )
-        self.fleet_reconnects = counter(
-            "deltashard_fleet_reconnects", "Streams to the controller begun after the first"
+            "deltashard_fleet_connected", "Whether the controller took this sidecar's last report"
         )
         self.fleet_refusals = counter(
             "deltashard_fleet_refusals",
-            "Streams to the controller that were not taken in, by cause",
+            "Reports that the controller did not take, by cause",
             ("cause",),
         )
         self.directives = counter(
@@ -242,11 +232,23 @@ class Metrics(Collector):
             )
 
     def serve(self, host: str, port: int) -> WSGIServer:
-        """Serve `/metrics` (port 0 picks one); raises `OSError` where the port cannot be had."""
+        """Serve `/metrics` (port 0 picks one) and nudges; raises `OSError` where the port cannot be had."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         page = CollectorRegistry()
         page.register(self)
-        return start_http_server(port, addr=usable_host(host), registry=page)[0]
+        server = start_http_server(port, addr=usable_host(host), registry=page)[0]
+        metrics = server.get_app()
+        assert metrics is not None
+
+        def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+            if (environ["REQUEST_METHOD"], environ["PATH_INFO"]) != ("POST", NUDGE_PATH):
+                return metrics(environ, start)
+            self.nudged()
+            start("202 Accepted", [("Content-Length", "0")])
+            return ()
+
+        server.set_app(answer)
+        return server
 
 
 def _throttled_s() -> float | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.cluster.kubernetes.api import ApiError
 from tests.cluster.kubernetes.cluster import Cluster
-from tests.cluster.kubernetes.image import PAUSE, Image, Layer, archive
-from tests.cluster.kubernetes.process import run, wait_until
+from tests.cluster.kubernetes.image import PAUSE
+from tests.cluster.kubernetes.process import run
+from tests.cluster.scenario.controller import controller_image, wait_created
 from tests.cluster.scenario.stage import once
 from tests.support.machine import limit_s
 from tests.support.tool import built
@@ -22,15 +22,7 @@ FOLDER = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets"
 def install(cluster: Cluster, scratch: Path) -> None:
     """Have it answer; returns when a JobSet would be taken."""
     program = built("jobset")
-    layer = Layer()
-    layer.folder("etc")
-    layer.folder("tmp", 0o1777)
-    layer.file("manager", program.read_bytes(), 0o755)
-    image = Image(name=f"{REPOSITORY}:{TAG}", layers=(layer.bytes(),), entrypoint=("/manager",), env={})
-    file = archive(scratch / "jobset.tar", [image])
-    for node in cluster.nodes.values():
-        if not node.pool:
-            node.ctr("images", "import", file)
+    controller_image(cluster, scratch, program, f"{REPOSITORY}:{TAG}")
     values = {
         "image": {"repository": REPOSITORY, "tag": TAG, "pullPolicy": "Never"},
         "controller.resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
@@ -50,15 +42,4 @@ def install(cluster: Cluster, scratch: Path) -> None:
             "restartPolicy": "Never", "containers": [{"name": "x", "image": PAUSE}],
         }}}}}]},
     }  # fmt: skip
-
-    def taken() -> bool:
-        try:
-            cluster.api.create(f"{FOLDER}?dryRun=All", probe)
-        except ApiError as error:
-            if "failed calling webhook" not in str(error) and error.code != 404:
-                raise
-            return False
-        return True
-
-    # Its certificate is made after it began, and the API server hears of that a little later.
-    wait_until(taken, timeout_s=120, every_s=0.5, what="the JobSet webhook answers")
+    wait_created(cluster, f"{FOLDER}?dryRun=All", probe)

@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.cluster.kubernetes.api import ApiError, Object
+from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.cluster import Cluster
-from tests.cluster.kubernetes.image import PAUSE, PYTHON, TAG, TRAINER, Image, Layer, archive
-from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.kubernetes.image import PAUSE, PYTHON, TAG, TRAINER
+from tests.cluster.scenario.controller import controller_image, wait_created
 from tests.cluster.scenario.job import PYTORCH_JOB, RESTRICTED, TRAIN_JOB, Kind
 from tests.cluster.scenario.stage import once
 from tests.support.machine import limit_s
@@ -103,19 +103,8 @@ def _install(
 ) -> None:
     """Apply a controller's manifests as its own overlay does, with an image of its program and `files`."""
     program = built(tool)
-    layer = Layer()
-    layer.folder("tmp", 0o1777)
-    layer.folder("etc")
-    layer.folder("etc/config")
-    for name, data in (files or {}).items():
-        layer.file(name, data, 0o644)
-    layer.file("manager", program.read_bytes(), 0o755)
     name = f"localhost/{tool}"
-    made = Image(name=f"{name}:{TAG}", layers=(layer.bytes(),), entrypoint=("/manager",), env={})
-    file = archive(scratch / f"{tool}.tar", [made])
-    for node in cluster.nodes.values():
-        if not node.pool:
-            node.ctr("images", "import", file)
+    controller_image(cluster, scratch, program, f"{name}:{TAG}", folders=("etc/config",), files=files)
     folder, namespace = scratch / tool, f"{tool}-system"
     shutil.copytree(program.parent / "manifests", folder)
     container = "/spec/template/spec/containers/0"
@@ -146,17 +135,7 @@ def _install(
 
 
 def _wait_taken(cluster: Cluster, kind: Kind, called: str, spec: Object) -> None:
-    """Until the API server would take an object: its certificate is made after the webhook began, and told later."""
+    """Until the API server would take an object."""
     group = kind.api.removeprefix("/apis/")
     probe = {"apiVersion": group, "kind": called, "metadata": {"name": "probe"}, "spec": spec}
-
-    def taken() -> bool:
-        try:
-            cluster.api.create(f"{kind.api}/namespaces/default/{kind.plural}?dryRun=All", probe)
-        except ApiError as error:
-            if "failed calling webhook" not in str(error) and error.code != 404:
-                raise
-            return False
-        return True
-
-    wait_until(taken, timeout_s=120, every_s=0.5, what=f"a {called} is taken")
+    wait_created(cluster, f"{kind.api}/namespaces/default/{kind.plural}?dryRun=All", probe)

@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
-from tests.cluster.kubernetes.api import ApiError, Object
+from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.cluster import Cluster
-from tests.cluster.kubernetes.image import Image, Layer, archive
 from tests.cluster.kubernetes.process import run, wait_until
 from tests.cluster.scenario import jobset, kubeflow
 from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.controller import controller_image, wait_created
 from tests.cluster.scenario.job import TrainingJob
 from tests.cluster.scenario.stage import once
 from tests.support.machine import limit_s
@@ -57,16 +57,7 @@ def install(cluster: Cluster, scratch: Path) -> None:
     for before in (jobset.install, kubeflow.trainer, kubeflow.training_operator):
         before(cluster, scratch)
     program = built("kueue")
-    layer = Layer()
-    for folder in ("etc", "visibility"):
-        layer.folder(folder)
-    layer.folder("tmp", 0o1777)
-    layer.file("manager", program.read_bytes(), 0o755)
-    image = Image(name=f"{REPOSITORY}:{TAG}", layers=(layer.bytes(),), entrypoint=("/manager",), env={})
-    file = archive(scratch / "kueue.tar", [image])
-    for node in cluster.nodes.values():
-        if not node.pool:
-            node.ctr("images", "import", file)
+    controller_image(cluster, scratch, program, f"{REPOSITORY}:{TAG}", folders=("visibility",))
     manager = {
         "image": {"repository": REPOSITORY, "tag": TAG, "pullPolicy": "Never"},
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
@@ -93,18 +84,7 @@ def install(cluster: Cluster, scratch: Path) -> None:
         "wait", "deployment", "--all", "--for=condition=Available", f"--namespace={NAMESPACE}",
         f"--timeout={limit_s(200):.0f}s", timeout_s=240,
     )  # fmt: skip
-
-    def made() -> bool:
-        try:
-            cluster.api.create(f"{API}/resourceflavors", _object("ResourceFlavor"))
-        except ApiError as error:
-            if "failed calling webhook" not in str(error) and error.code != 404:
-                raise
-            return False
-        return True
-
-    # Its certificate is made after it began, and the API server hears of that a little later.
-    wait_until(made, timeout_s=120, every_s=0.5, what="Kueue's webhook answers")
+    wait_created(cluster, f"{API}/resourceflavors", _object("ResourceFlavor"))
 
 
 def queue(bench: Bench, **quota: str) -> None:

@@ -12,7 +12,7 @@ from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE, METRICS_PORT_NAME
 from deltashard_operator.run.watched_run import Run
-from deltashard_operator.tls.metric import AuthorityMetrics
+from deltashard_operator.tls.metric import AuthorityMetrics, CertificateMetrics
 from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client.registry import Collector
 
@@ -50,6 +50,7 @@ def everything() -> Iterator[str]:
     controller.follow(NoRuns())
     FleetMetrics(controller.registry)
     AuthorityMetrics(controller.registry)
+    CertificateMetrics("fleet", controller.registry)
     sidecar = Metrics()
     sidecar.leads = True
     for collector in (sidecar, WebhookMetrics().registry, controller.registry):
@@ -108,6 +109,9 @@ REJECTED = 'apiserver_admission_webhook_rejection_count{name="jobs.deltashard.io
 ADMITTED = 'deltashard_webhook_admissions_total{kind="Job",outcome="%s"}'
 NOT_AFTER = 'deltashard_%s_certificate_not_after_timestamp_seconds{namespace="deltashard-system"}'
 RECLAIMS = 'deltashard_controller_reclaims_total{outcome="%s"}'
+LEADING = 'deltashard_controller_leading{pod="deltashard-controller-%s"}'
+REPORTS = 'deltashard_fleet_reports_total{outcome="%s"}'
+NUDGES = 'deltashard_fleet_nudges_total{outcome="%s"}'
 HOUR = 3600
 DAY = 86400
 
@@ -183,8 +187,39 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ("ReclaimFailing", "they do it", {RECLAIMS % "removed": rising(begins_s=3000)}, False),
     ("ReclaimFailing", "something speaks against it", {RECLAIMS % "kept": rising(begins_s=3000)}, False),
     ("ControllerDown", "gone", {}, True),
-    ("ControllerDown", "its port is closed", {"deltashard_fleet_serving": steady(0)}, True),
-    ("ControllerDown", "there", {"deltashard_fleet_serving": steady(1)}, False),
+    (
+        "ControllerDown",
+        "two, and none gets the Lease",
+        {LEADING % "a": steady(0), LEADING % "b": steady(0)},
+        True,
+    ),
+    ("ControllerDown", "one leads", {LEADING % "a": steady(0), LEADING % "b": steady(1)}, False),
+    (
+        "ReportsRefused",
+        "one sidecar, for good",
+        {REPORTS % "no_protocol": rising(begins_s=0, every_s=300)},
+        True,
+    ),
+    ("ReportsRefused", "by a standby", {REPORTS % "not_leading": rising(begins_s=0)}, False),
+    (
+        "ReportsRefused",
+        "one, of a pod that went",
+        {REPORTS % "wrong_pod": rising(begins_s=0, every_s=3300)},
+        False,
+    ),
+    (
+        "NudgesFailing",
+        "most",
+        {NUDGES % "failed": rising(begins_s=0), NUDGES % "sent": rising(begins_s=2700)},
+        True,
+    ),
+    (
+        "NudgesFailing",
+        "some",
+        {NUDGES % "sent": rising(begins_s=0), NUDGES % "failed": rising(begins_s=2700)},
+        False,
+    ),
+    ("NudgesFailing", "none sent", {NUDGES % "sent": steady(0), NUDGES % "failed": steady(0)}, False),
 ]
 
 
@@ -264,6 +299,25 @@ RECORDS: list[tuple[str, str, Samples, float | None]] = [
     ("run_step_skew:steps", "two pods", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(9)}, 3.0),
     ("run_step_skew:steps", "one restores", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(0)}, 0.0),
     ("run_step_skew:steps", "none trains", {STEP % (0, 0): constant(0)}, None),
+    (
+        "run_slowest_rank:step",
+        "one is behind",
+        {STEP % (0, 0): constant(12), STEP % (1, 8): constant(9)},
+        9.0,
+    ),
+    ("run_slowest_rank:step", "as far", {STEP % (0, 0): constant(12), STEP % (1, 8): constant(11)}, None),
+    (
+        "pod_saves_failed:increase1d",
+        "a third of all",
+        {FAILURES % "full": sampled(lambda at: at // 900)},
+        DAY / 900,
+    ),
+    (
+        "pod_saves_failed:increase1d",
+        "another pod trains",
+        {FAILURES % "fenced": sampled(lambda at: at)},
+        None,
+    ),
     ("run_checkpoint_fresh:bool", "young", FRESH, 1.0),
     ("run_checkpoint_fresh:bool", "old", STALE, 0.0),
     ("run_checkpoint_fresh:bool", "by steps alone", FRESH | {INTERVAL: constant(0)}, None),
@@ -382,7 +436,7 @@ def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
         assert rule["annotations"]["runbook_url"].endswith(f"/docs/kubernetes/runbooks/{name}.md")
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
-        assert rule["labels"]["severity"] in {"critical", "warning"}
+        assert rule["labels"]["severity"] in {"critical", "warning", "info"}
         text = (RUNBOOKS / f"{name}.md").read_text(encoding="utf-8")
         assert re.findall(r"^#+ (.*)$", text, re.MULTILINE) == [
             rule["alert"],

@@ -20,6 +20,8 @@ from tests.support.helm import NAMESPACE, Release, render
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import free_port
 
+ROOT = f"/api/v1/namespaces/{NAMESPACE}"
+SECRET = f"{ROOT}/secrets/deltashard-tls"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
 WAIT_S = 120.0
 
@@ -71,10 +73,15 @@ def ready(address: str) -> bool:
 
 def written(folder: Path, data: dict[str, str], *, encoded: bool) -> Path:
     """A Secret's or ConfigMap's data as a volume holds it."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for key, value in data.items():
         (folder / key).write_bytes(base64.b64decode(value) if encoded else value.encode())
     return folder
+
+
+def mounted(http: Rest, folder: Path) -> Path:
+    """The certificate's volume, as the kubelet has it by now."""
+    return written(folder, http("GET", SECRET).document.get("data") or {}, encoded=True)
 
 
 def arguments(deployment: str, values: dict[str, Any] | None = None) -> dict[str, str]:
@@ -97,6 +104,7 @@ def test_rights_are_enough(apiserver: ApiServer, http: Rest, tmp_path: Path) -> 
         **arguments("deltashard-controller"),
         "kubeconfig": account(apiserver, http, "deltashard-controller", tmp_path),
         "default-policy": policy / "policy.yaml",
+        "certificate-dir": mounted(http, tmp_path / "tls"),
     }
     log = tmp_path / "log"
 
@@ -106,18 +114,21 @@ def test_rights_are_enough(apiserver: ApiServer, http: Rest, tmp_path: Path) -> 
 
     program = "deltashard_operator.controller_main"
     with running(program, log, **controller | {"fleet-port": free_port()}) as address:
-        eventually(lambda: ready(address), what="the controller", timeout_s=WAIT_S)
+        eventually(
+            lambda: mounted(http, tmp_path / "tls") and ready(address),
+            what="the controller",
+            timeout_s=WAIT_S,
+        )
         eventually(lambda: all(bundles()), what="the bundle", timeout_s=WAIT_S)
     issued = bundles()
-    root = f"/api/v1/namespaces/{NAMESPACE}"
-    tls = http("GET", f"{root}/secrets/deltashard-webhook-tls").document["data"]
-    authority = http("GET", f"{root}/configmaps/deltashard-fleet-ca").document["data"]
+    tls = http("GET", SECRET).document["data"]
+    authority = http("GET", f"{ROOT}/configmaps/deltashard-fleet-ca").document["data"]
     webhook = {
         **arguments("deltashard-webhook"),
         "port": free_port(),
         "kubeconfig": account(apiserver, http, "deltashard-webhook", tmp_path),
         "default-policy": policy / "policy.yaml",
-        "certificate-dir": written(tmp_path / "tls", tls, encoded=True),
+        "certificate-dir": tmp_path / "tls",
         "fleet-ca": written(tmp_path / "fleet", authority, encoded=False) / "ca.crt",
         "drain-s": 0,
     }
@@ -128,7 +139,7 @@ def test_rights_are_enough(apiserver: ApiServer, http: Rest, tmp_path: Path) -> 
     with running(program, log, **controller | {"fleet-port": free_port()}) as address:
         eventually(lambda: ready(address), what="the controller again", timeout_s=WAIT_S)
     assert bundles() == issued
-    assert http("GET", f"{root}/secrets/deltashard-webhook-tls").document["data"] == tls
+    assert http("GET", SECRET).document["data"] == tls
     said = log.read_text()
     assert "controller.stopped" in said
     for word in ("orbidden", "Traceback"):
@@ -172,25 +183,27 @@ def test_some_namespaces_alone(apiserver: ApiServer, http: Rest, tmp_path: Path)
         **arguments("deltashard-controller", values),
         "kubeconfig": account(apiserver, http, "deltashard-controller", tmp_path),
         "default-policy": policy,
+        "certificate-dir": mounted(http, tmp_path / "tls"),
         "fleet-port": free_port(),
     }
     log = tmp_path / "log"
-    root = f"/api/v1/namespaces/{NAMESPACE}"
-    secret = f"{root}/secrets/deltashard-webhook-tls"
     with running("deltashard_operator.controller_main", log, **controller) as address:
-        eventually(lambda: ready(address), what=lambda: log.read_text()[-2000:], timeout_s=WAIT_S)
+        eventually(
+            lambda: mounted(http, tmp_path / "tls") and ready(address),
+            what=lambda: log.read_text()[-2000:],
+            timeout_s=WAIT_S,
+        )
         for place in ("team-a", "team-b"):
             path = runs.format(place)
             eventually(lambda path=path: http("GET", path).document["items"], what=path, timeout_s=WAIT_S)
         assert http("GET", runs.format("team-c")).document["items"] == []
-        eventually(lambda: "tls.crt" in http("GET", secret).document.get("data", {}), what="the certificate")
-    authority = http("GET", f"{root}/configmaps/deltashard-fleet-ca").document["data"]
+    authority = http("GET", f"{ROOT}/configmaps/deltashard-fleet-ca").document["data"]
     webhook = {
         **arguments("deltashard-webhook", values),
         "port": free_port(),
         "kubeconfig": account(apiserver, http, "deltashard-webhook", tmp_path),
         "default-policy": policy,
-        "certificate-dir": written(tmp_path / "tls", http("GET", secret).document["data"], encoded=True),
+        "certificate-dir": tmp_path / "tls",
         "fleet-ca": written(tmp_path / "fleet", authority, encoded=False) / "ca.crt",
         "drain-s": 0,
     }

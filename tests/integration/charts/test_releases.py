@@ -20,7 +20,7 @@ from tests.support.server.apiserver import ApiServer, Rest
 
 CA = base64.b64encode(b"the authority").decode()
 DATA = {"tls.crt": base64.b64encode(b"certificate").decode(), "tls.key": base64.b64encode(b"key").decode()}
-SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
+SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/deltashard-tls"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
@@ -58,8 +58,7 @@ def as_the_controller_does(http: Rest) -> None:
         {"name": w["name"], "clientConfig": {"caBundle": CA}} for w in _configuration(http)["webhooks"]
     ]
     assert http("PATCH", CONFIGURATION, {"webhooks": webhooks}, content=STRATEGIC).status == 200
-    for name in ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"):
-        assert http("PATCH", f"{SECRETS}/{name}", {"data": DATA}, content=MERGE).status == 200
+    assert http("PATCH", SECRET, {"data": DATA}, content=MERGE).status == 200
     path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
     assert http("PATCH", path, {"data": {"ca.crt": "pem"}}, content=MERGE).status == 200
 
@@ -75,11 +74,8 @@ def bundles(http: Rest) -> set[str | None]:
 
 def kept(http: Rest) -> bool:
     """Whether everything the controller issued is as it was."""
-    secrets = ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca")
-    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
-    return all(http("GET", f"{SECRETS}/{name}").document.get("data") == DATA for name in secrets) and http(
-        "GET", path
-    ).document.get("data") == {"ca.crt": "pem"}
+    bundle = http("GET", f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca").document
+    return http("GET", SECRET).document.get("data") == DATA and bundle.get("data") == {"ca.crt": "pem"}
 
 
 def test_what_is_installed_is_what_was_rendered(release: Release, http: Rest) -> None:
@@ -142,12 +138,12 @@ def test_from_one_certificate_mode_to_another_and_back(release: Release, http: R
     existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
     release.upgrade({"certificates": {"mode": "existing", "existing": existing}})
     assert bundles(http) == {base64.b64encode(CERTIFICATE.encode()).decode()}
-    assert http("GET", f"{SECRETS}/deltashard-fleet-ca").document["data"] == DATA  # pods that run know it
+    assert http("GET", SECRET).document["data"] == DATA  # pods that run know it
     path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
     assert http("GET", path).document["data"] == {"ca.crt": CERTIFICATE}
     release.upgrade()
     assert bundles(http) == {None}
-    assert http("GET", f"{SECRETS}/deltashard-fleet-ca").document["data"] == DATA
+    assert http("GET", SECRET).document["data"] == DATA
 
 
 def test_notes(release: Release) -> None:
@@ -369,6 +365,8 @@ RIGHTS: dict[str, dict[str, set[str]]] = {
         "deltashard.io/checkpointpolicies": READ,
         "deltashard.io/checkpointruns": READ | {"create", "delete"},
         "deltashard.io/checkpointruns:status": {"patch"},
+        "deltashard.io/checkpointrequests": READ | {"delete"},
+        "deltashard.io/checkpointrequests:status": {"patch"},
         "deltashard.io/checkpointpolicies:status": {"patch"},
         "events": {"create", "patch"},
         "authentication.k8s.io/tokenreviews": {"create"},
@@ -398,7 +396,7 @@ LEASES = "coordination.k8s.io/leases"
 CREATED = {"create"}
 """A right that cannot name an object."""
 OWN = {
-    "secrets": ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"),
+    "secrets": ("deltashard-tls",),
     "configmaps": ("deltashard-fleet-ca",),
     LEASES: ("deltashard-controller",),
 }

@@ -21,6 +21,7 @@ ROLES = ("view", "edit", "admin")
 RESOURCES = {
     "CheckpointPolicies": "checkpointpolicies",
     "CheckpointRuns": "checkpointruns",
+    "CheckpointRequests": "checkpointrequests",
     "the status of CheckpointRuns": "checkpointruns/status",
 }
 NOTHING: dict[str, set[str]] = {resource: set() for resource in RESOURCES.values()}
@@ -30,7 +31,7 @@ VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletec
 def promised() -> dict[str, dict[str, set[str]]]:
     """What the page's table says: role -> resource -> verbs."""
     _, _, table = PAGE.partition("| resource | `view` | `edit` and `admin`, besides |")
-    rows = [line.strip("|").split("|") for line in table.splitlines()[2:5]]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2:6]]
     found: dict[str, dict[str, set[str]]] = {role: {} for role in ROLES}
     for resource, view, edit in rows:
         name = RESOURCES[resource.strip()]

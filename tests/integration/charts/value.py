@@ -1,8 +1,9 @@
-"""Values of the chart: their paths, and what stands where in a rendering."""
+"""Values of the chart: their paths, and what stands where in a rendering, as value_cases.yaml writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import base64
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -46,49 +47,55 @@ def default(path: str) -> Any:
     return value
 
 
-def found(value: Any, path: list[str]) -> Any:
-    """What is at a place: keys, indexes, names of list items, `*` for all items, `--flag` for an argument's value."""
+def _found(value: Any, path: list[str]) -> list[Any]:
+    """What is at a path below a value; several with `*`."""
     if not path or value is None:
-        return value
+        return [value]
     key, rest = path[0], path[1:]
+    if key == "#":
+        return [len(value)]
+    if key == "base64":
+        return [base64.b64decode(value).decode()]
     if isinstance(value, dict):
-        return found(value.get(key.replace("|", ".")), rest)
+        return _found(value.get(key.replace("|", ".")), rest)
     if key == "*":
-        return [found(each, rest) for each in value]
+        return [one for each in value for one in _found(each, rest)]
     if key.startswith("--"):
         texts = [each.partition("=")[2] for each in value if each.startswith(f"{key}=")]
-        return yaml.safe_load(texts[0]) if texts else None
+        return [yaml.safe_load(texts[0]) if texts else None]
     if key.isdigit():
-        return found(value[int(key)], rest)
-    return found(next((each for each in value if each.get("name") == key), None), rest)
+        return _found(value[int(key)] if int(key) < len(value) else None, rest)
+    named = (each for each in value if key in (each.get("name"), each.get("alert")))
+    return _found(next(named, None), rest)
 
 
-def at(place: str) -> Callable[[Rendering], list[Any]]:
-    """What stands at `Kind/name path.to.it` in each such object (`*`: any name); `webhook` and so on are pods."""
+def at(rendering: Rendering, place: str) -> list[Any]:
+    """What stands at a place, in each object that it names."""
     where, _, path = place.partition(" ")
     kind, _, name = where.partition("/")
-
-    def look(rendering: Rendering) -> list[Any]:
-        if where == "pods":
-            return [found(each, path.split(".")) for each in pod_specs(rendering)]
-        if not name:
-            template = rendering.find("Deployment", f"deltashard-{where}")["spec"]["template"]
-            return [found(template, path.replace("container.", "spec.containers.0.").split("."))]
-        objects = rendering.all(kind, None if name == "*" else name)
-        assert objects, place
-        return [found(each, path.split(".")) for each in objects]
-
-    return look
-
-
-def chart_test_pod(rendering: Rendering) -> Document:
-    return rendering.find("Pod", "deltashard-test", hook=True)
+    documents: list[Any] = [
+        each
+        for each in rendering.documents
+        if each["kind"] == kind and name in ("*", each["metadata"]["name"])
+    ]
+    if where == "pods":
+        documents = pod_specs(rendering)
+    elif where == "policy":
+        documents = [policy(rendering)]
+    elif where == "all":
+        documents = [each for each in rendering.documents if each["kind"] != "CustomResourceDefinition"]
+    elif not name:
+        documents = [rendering.find("Deployment", f"deltashard-{where}")["spec"]["template"]]
+        path = path.replace("container.", "spec.containers.0.")
+    if path == "#":
+        return [len(documents)]
+    return [one for each in documents for one in _found(each, path.split("."))]
 
 
 def pod_specs(rendering: Rendering) -> list[Document]:
     """Of all pods of the chart."""
-    made = [at(f"{component} spec")(rendering)[0] for component in ("webhook", "controller")]
-    return [*made, chart_test_pod(rendering)["spec"]]
+    made = [at(rendering, f"{component} spec")[0] for component in ("webhook", "controller")]
+    return [*made, rendering.find("Pod", "deltashard-test", hook=True)["spec"]]
 
 
 def policy(rendering: Rendering) -> Any:

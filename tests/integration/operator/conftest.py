@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from deltashard_operator.fleet import token_review
-from deltashard_operator.tls import authority as authorities
 from kubernetes import client
 
 from tests.support.operator.definition import serving
@@ -33,10 +32,7 @@ def api(apiserver: ApiServer) -> Iterator[client.ApiClient]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """An API server on a machine with other work may take longer than a sidecar would wait before it comes again."""
-    monkeypatch.setattr(token_review, "CONNECT_S", 60.0)
-    monkeypatch.setattr(token_review, "READ_S", 60.0)
     monkeypatch.setattr(token_review, "REVIEW_S", 120.0)
-    monkeypatch.setattr(authorities, "TIMEOUT_S", (60.0, 60.0))
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 
 @pytest.fixture
 def server() -> Iterator[FleetServer]:
-    with FleetServer(Authority(), heartbeat_s=1.0) as one:
+    with FleetServer(Authority()) as one:
         yield one
 
 
@@ -106,12 +106,12 @@ def newest(url: str) -> Record:
 
 
 def decision(server: FleetServer) -> fleet.Decision:
-    return server.last.decisions[0] if server.last.decisions else fleet.Decision()
+    return server.last.run.decisions[0] if server.last.run.decisions else fleet.Decision()
 
 
 def in_force_s(server: FleetServer) -> float:
-    """The interval of the last heartbeat. It is read before all else of it, which may be newer and never older."""
-    return server.last.policy.every_s
+    """The interval of the last report. It is read before all else of it, which may be newer and never older."""
+    return server.last.run.policy.every_s
 
 
 def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
@@ -135,7 +135,7 @@ def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
         )
         assert shown.bound == "not above 5 min (the longest that the user allows)"
         assert "a save costs" in shown.why
-        assert server.last.measured.saves >= ENOUGH
+        assert server.last.run.measured.saves >= ENOUGH
         (line,) = decided(process)
         assert (line["cause"], line["interval"], line["why"]) == ("measured", "every 300 s", line["why"])
         page = process.metrics_page()
@@ -146,13 +146,13 @@ def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
         )
 
         # The controller's word: the kill switch and back.
-        off = fleet.Directive(generation=1, policy=pb.Policy(goal="fixed"))
+        off = fleet.Directive(id=1, policy=pb.Policy(goal="fixed"))
         server.tell(directive=off)
         training.until(
             lambda: in_force_s(server) == 0.1 and decision(server).goal == "fixed", "the timer as stated"
         )
         assert (decision(server).value, decision(server).would) == ("every 0.1 s", "every 300 s")
-        server.tell(directive=fleet.Directive(generation=2, policy=pb.Policy(goal="auto")))
+        server.tell(directive=fleet.Directive(id=2, policy=pb.Policy(goal="auto")))
         training.until(
             lambda: decision(server).value == "every 300 s", "it is on, and nothing is measured anew"
         )
@@ -161,7 +161,7 @@ def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
         assert newest(url).evidence.lossy == 0
         training.drop()
         process.kill()
-    server.beats.clear()
+    server.reports.clear()
     again = tmp_path / "again"
     again.mkdir()
     with sidecar(again, url, **said) as process:
@@ -169,8 +169,10 @@ def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
         training = Training()
         training.until(lambda: in_force_s(server) == 300.0, "the choice of before")
         assert decision(server).value == "every 300 s"
-        assert not any("is being measured" in d.why for beat in server.beats for d in beat.decisions)
-        assert server.last.measured.saves >= ENOUGH
+        assert not any(
+            "is being measured" in d.why for report in server.reports for d in report.run.decisions
+        )
+        assert server.last.run.measured.saves >= ENOUGH
         assert [each["event"] for each in process.events() if each["event"] == "profile.adopted"] != []
         assert "measured" not in {each["cause"] for each in decided(process)}
         training.ckpt.close()

@@ -305,7 +305,7 @@ def test_how_often_a_workload_opened_its_run_is_told(tmp_path: Path, url: str, s
             trainer.save_and_commit()
             eventually(
                 lambda attempt=attempt, openings=openings: (
-                    (server.last.attempt, server.last.openings) == (attempt, openings)
+                    (server.last.pod.attempt, server.last.run.openings) == (attempt, openings)
                 ),
                 timeout_s=DEADLINE_S,
                 what=lambda openings=openings: f"{openings} openings: {server.last}",

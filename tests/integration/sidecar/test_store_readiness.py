@@ -85,14 +85,14 @@ def test_a_secret_that_comes_later_is_used_without_a_restart(
             pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
         )
         eventually(lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), timeout_s=DEADLINE_S)
-        eventually(lambda: not server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition")
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="it is not the store's fault")
+        eventually(lambda: not server.last.pod.credentials_ok, timeout_s=DEADLINE_S, what="the condition")
+        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="it is not the store's fault")
         assert str(path) in server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING)[-1].message
         assert not opening.done()
         credentials(path, own_minio.access_key, own_minio.secret_key)
         trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
         trainer.save_and_commit()
-        eventually(lambda: server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition ends")
+        eventually(lambda: server.last.pod.credentials_ok, timeout_s=DEADLINE_S, what="the condition ends")
         trainer.close()
 
 
@@ -181,7 +181,9 @@ def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServ
                 opening = trainer.stub.Open.future(
                     pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
                 )
-                eventually(lambda: server.beats and not server.last.credentials_ok, timeout_s=DEADLINE_S)
+                eventually(
+                    lambda: server.reports and not server.last.pod.credentials_ok, timeout_s=DEADLINE_S
+                )
                 eventually(
                     lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), timeout_s=DEADLINE_S
                 )
@@ -194,7 +196,7 @@ def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServ
                 trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
                 trainer.save_and_commit()
                 eventually(
-                    lambda: server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition ends"
+                    lambda: server.last.pod.credentials_ok, timeout_s=DEADLINE_S, what="the condition ends"
                 )
                 trainer.close()
         finally:
@@ -229,13 +231,13 @@ def test_rotated_credentials_are_picked_up(
             timeout_s=DEADLINE_S,
             what="denied",
         )
-        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="the condition")
-        assert server.last.credentials_ok
+        eventually(lambda: not server.last.pod.store_ok, timeout_s=DEADLINE_S, what="the condition")
+        assert server.last.pod.credentials_ok
         credentials(path, "second", "second-secret")
         trainer.model.train()
         state = trainer.model.state()
         commit = trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="well again")
+        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="well again")
         trainer.model.wipe()
         trainer.restore(commit.seq)
         assert same(trainer.model.state(), state)
@@ -252,7 +254,7 @@ def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, serve
             pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
         )
         eventually(lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE), timeout_s=DEADLINE_S)
-        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="the condition")
+        eventually(lambda: not server.last.pod.store_ok, timeout_s=DEADLINE_S, what="the condition")
         one = server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[0]
         assert one.cause == "bucket_missing"
         assert "create the bucket" in one.message
@@ -260,7 +262,7 @@ def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, serve
         own_minio.client().make_bucket("made-later")
         trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
         trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
+        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
         trainer.close()
 
 
@@ -291,12 +293,12 @@ def test_a_full_store_and_one_that_is_down(
         manage.bucket_quota_clear(bucket)
         trainer.model.train()
         trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="room again")
+        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="room again")
         own_minio.stop()
         trainer.model.train()
         state = trainer.model.state()
         number = trainer.save()
-        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="down")
+        eventually(lambda: not server.last.pod.store_ok, timeout_s=DEADLINE_S, what="down")
         eventually(
             lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[-1].cause == "unavailable",
             timeout_s=DEADLINE_S,
@@ -304,7 +306,7 @@ def test_a_full_store_and_one_that_is_down(
         )
         own_minio.start()
         eventually(lambda: number in trainer.commits, timeout_s=DEADLINE_S, what="committed by itself")
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="up again")
+        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="up again")
         seq = trainer.commits[number].seq
         trainer.model.wipe()
         trainer.restore(seq)

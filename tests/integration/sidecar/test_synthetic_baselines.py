@@ -167,8 +167,8 @@ def test_raised_bits_make_the_next_cut_a_baseline(tmp_path: Path, url: str, serv
             life.state().checkpoints[coarse.seq].metadata[PRECISION_KEY]
             == '{"state":"fp32","weights":{"*":"q2"}}'
         )
-        server.tell(directive=fleet.Directive(generation=1, policy=pb.Policy(encoding="q8")))
-        eventually(lambda: server.last.directive == 1, what="the directive is in force")
+        server.tell(directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q8")))
+        eventually(lambda: server.last.pod.directive == 1, what="the directive is in force")
         raised = life.save(0.1)
         assert raised.baseline
         entry = life.state().checkpoints[raised.seq]

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import grpc
 import urllib3
 import yaml
 from deltashard_operator.kube import cluster_name
 from deltashard_proto.v1 import fleet_pb2 as wire
-from deltashard_proto.v1 import fleet_pb2_grpc as service
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
 from tests.support.eventually import eventually
 from tests.support.operator import sample
-from tests.support.operator.fleet_service import request_token
+from tests.support.operator.fleet_service import Answer, Pod, posted
 from tests.support.server.apiserver import ApiServer, Authority, Rest, put
 from tests.support.server.minio_server import free_port
 
@@ -49,7 +45,6 @@ class ControllerProcess:
     directory: Path
     keep_finished_days: float = 7.0
     status_interval_s: float = 1.0
-    heartbeat_s: float = 60.0
     namespace: str = "deltashard-system"
     """Where its Lease is; made at the start."""
     identity: str = ""
@@ -63,6 +58,7 @@ class ControllerProcess:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, ready: bool = True) -> None:
+        """Start it, and wait until it leads."""
         self.fleet_port, self.metrics_port = self.fleet_port or free_port(), free_port()
         (self.directory / "policy.yaml").write_text(yaml.safe_dump(self.policy))
         put(self.directory, self.authority.issue())
@@ -78,7 +74,6 @@ class ControllerProcess:
             "kubeconfig": self.kubeconfig or self.apiserver.kubeconfig,
             "keep-finished-days": self.keep_finished_days,
             "status-interval-s": self.status_interval_s,
-            "heartbeat-s": self.heartbeat_s,
             "namespace": self.namespace,
             "identity": self.identity,
             "lease-s": 3600.0,  # a busy machine is no partition
@@ -97,7 +92,11 @@ class ControllerProcess:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         if ready:
-            eventually(lambda: self.get("healthz")[0] == 200, f"the controller: {self.log[-2000:]}")
+            eventually(self.leads, lambda: f"the controller: {self.log[-2000:]}")
+
+    def leads(self) -> bool:
+        """Whether it has the Lease and has seen everything."""
+        return self.metric("deltashard_controller_leading") == 1 and self.get("healthz")[0] == 200
 
     @property
     def log(self) -> str:
@@ -330,131 +329,73 @@ class Cluster:
         assert reply.status == 200, reply.document
 
 
-def heartbeat(
+def states(
     run: str = "", *, phase: str = "TRAINING", step: int = 0, attempt: int = 1, **more: Any
-) -> wire.Heartbeat:
-    """A heartbeat; `seq` and `committed` make a commit."""
-    seq, committed = more.pop("seq", 0), more.pop("committed", 0)
-    fields: Document = {
+) -> dict[str, Any]:
+    """State of a pod and of its run; `seq` and `committed` make the newest commit, `every_s` a policy."""
+    seq, committed, every_s = more.pop("seq", 0), more.pop("committed", 0), more.pop("every_s", 300.0)
+    pod: Document = {
         "run": run,
         "phase": wire.Phase.Value(f"PHASE_{phase}"),
         "ranks": [wire.Rank(rank=0, world_size=1, step=step)] if phase != "WAITING" else [],
         "attempt": attempt,
-        "openings": attempt,
         "store_ok": True,
         "credentials_ok": True,
-        "policy": trainer_wire.Policy(
-            every_s=more.pop("every_s", 300.0), encoding="q8", differential="intermittent"
-        ),
-        **more,
+    }
+    whole: Document = {
+        "openings": attempt,
+        "policy": trainer_wire.Policy(every_s=every_s, encoding="q8", differential="intermittent"),
     }
     if seq:
-        fields["last_commit"] = trainer_wire.Commit(seq=seq, attempt=attempt, step=committed, durable_s=0.5)
-        fields.setdefault("last_commit_at_s", dt.datetime.now(dt.UTC).timestamp())
-    return wire.Heartbeat(**fields)
+        whole["newest"] = trainer_wire.Commit(seq=seq, attempt=attempt, step=committed, durable_s=0.5)
+    for name, value in more.items():
+        (pod if name in wire.PodState.DESCRIPTOR.fields_by_name else whole)[name] = value
+    return {"pod": wire.PodState(**pod), "run": wire.RunState(**whole)}
 
 
 class Sidecar:
-    """One sidecar's stream, with a token as a kubelet would project it; use as a context manager."""
+    """A sidecar that reports when it is told to, with a token as a kubelet would project it."""
 
     def __init__(
-        self, controller: ControllerProcess, cluster: Cluster, pod: Document, owner: Document, **hello: Any
+        self, controller: ControllerProcess, cluster: Cluster, pod: Document, owner: Document, **who: Any
     ) -> None:
-        metadata = pod["metadata"]
-        bound = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
-        token = request_token(
-            cluster.http,
-            cluster.namespace,
-            {"audiences": [cluster_name.FLEET_AUDIENCE], "expirationSeconds": 3600, "boundObjectRef": bound},
+        self._pod = Pod(namespace=cluster.namespace, name=pod["metadata"]["name"], uid=pod["metadata"]["uid"])
+        self._who = {
+            "workload_kind": owner.get("kind", "Pod"),
+            "workload_name": owner["metadata"]["name"],
+            "workload_uid": owner["metadata"]["uid"],
+        } | who
+        self._run = f"{cluster.namespace}/{owner['metadata']['name']}-{owner['metadata']['uid']}"
+        self._controller, self._token = controller, self._pod.token(cluster.http)
+        self._process, self._sequence = uuid.uuid4().hex[:8], 0
+
+    def post(
+        self, incidents: Sequence[wire.Incident] = (), saves_over: Sequence[wire.SaveOver] = (), **fields: Any
+    ) -> Answer:
+        """Report once; `fields` are those of `states`, of the workload's own run unless `run` says another."""
+        fields.setdefault("run", self._run)
+        self._sequence += 1
+        report = self._pod.report(
+            who=self._who,
+            process=self._process,
+            sequence=self._sequence,
+            now_s=time.time(),
+            incidents=incidents,
+            saves_over=saves_over,
+            **states(**fields),
         )
-        kind = owner.get("kind", "Pod")
-        self._hello = wire.Hello(
-            **{
-                "protocol_min": 1,
-                "protocol_max": 1,
-                "namespace": cluster.namespace,
-                "pod": metadata["name"],
-                "pod_uid": metadata["uid"],
-                "process": uuid.uuid4().hex[:8],
-                "workload_kind": kind,
-                "workload_name": owner["metadata"]["name"],
-                "workload_uid": owner["metadata"]["uid"],
-            }
-            | hello
-        )
-        self._port, self._token, self._trusted = controller.fleet_port, token, controller.authority.pem
-        self._out: queue.Queue[wire.ReportRequest | None] = queue.Queue()
-        self.acknowledged = 0
-        self.directives: list[wire.Directive] = []
-        self.saves: list[wire.SaveRequested] = []
-        self.error: grpc.RpcError | None = None
-        self._welcome = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._call: Any = None
+        url = f"https://localhost:{self._controller.fleet_port}"
+        return posted(url, self._controller.authority.pem, self._token, report)
 
-    def _requests(self) -> Iterator[wire.ReportRequest]:
-        yield wire.ReportRequest(hello=self._hello)
-        while (request := self._out.get()) is not None:
-            yield request
+    def report(self, **fields: Any) -> wire.ReportReply:
+        """Report until it is taken: a pod that is not known yet comes again, and so on."""
+        taken: list[wire.ReportReply] = []
 
-    def _read(self) -> None:
-        try:
-            for reply in self._call:
-                match reply.WhichOneof("kind"):
-                    case "welcome":
-                        self._welcome.set()
-                    case "ack":
-                        self.acknowledged = max(self.acknowledged, reply.ack.incident)
-                    case "directive":
-                        self.directives.append(reply.directive)
-                    case "save_now":
-                        self.saves.append(reply.save_now)
-        except grpc.RpcError as error:
-            self.error = error
-        self._welcome.set()
+        def told() -> bool:
+            found = self.post(**fields)
+            assert found.status in {200, 404, 421, 429, 503}, found
+            taken.extend([found.reply] if found.status == 200 else [])
+            return bool(taken)
 
-    def open(self) -> None:
-        self._channel = grpc.secure_channel(
-            f"localhost:{self._port}",
-            grpc.ssl_channel_credentials(self._trusted),
-            options=[("grpc.use_local_subchannel_pool", 1)],
-        )
-        metadata = (("authorization", f"Bearer {self._token}"),)
-        self._call = service.FleetStub(self._channel).Report(self._requests(), metadata=metadata)
-        self._thread.start()
-
-    def refused(self) -> tuple[grpc.StatusCode, str]:
-        """How a call that is not welcome ends."""
-        self.open()
-        self._thread.join(PATIENCE_S)
-        self.close()
-        assert isinstance(self.error, grpc.Call)
-        return self.error.code(), self.error.details() or ""
-
-    def __enter__(self) -> Self:
-        until_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until_s:  # a pod that is not known yet is told to come again
-            self._welcome.clear()
-            self.open()
-            assert self._welcome.wait(PATIENCE_S)
-            if self.error is None:
-                return self
-            code = self.error.code() if isinstance(self.error, grpc.Call) else None
-            assert code in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE}, self.error
-            self.close()
-            self.error, self._out = None, queue.Queue()
-            self._thread = threading.Thread(target=self._read, daemon=True)
-            threading.Event().wait(0.2)
-        raise AssertionError("never welcome")
-
-    def beat(self, **fields: Any) -> None:
-        self._out.put(wire.ReportRequest(heartbeat=heartbeat(**fields)))
-
-    def close(self) -> None:
-        self._out.put(None)
-        self._call.cancel()
-        self._channel.close()
-        self._thread.join(PATIENCE_S)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        eventually(told, "the report is taken", timeout_s=PATIENCE_S, every_s=0.2)
+        return taken[0]

@@ -1,36 +1,31 @@
-"""Sidecars as the fleet service sees them: pods with bound tokens in a real API server, and streams over real TLS."""
+"""Sidecars as the report server sees them: pods with bound tokens in a real API server, and POSTs over real TLS."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
-import grpc
+import urllib3
 from deltashard_operator.fleet.metric import FleetMetrics
-from deltashard_operator.fleet.service import Fleet
-from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello, Refused, Unknown
+from deltashard_operator.fleet.report import Refused, Reply, Report, Unknown
+from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import cluster_name
+from deltashard_operator.tls.certificate import Certificate
+from deltashard_operator.tls.metric import CertificateMetrics
 from deltashard_proto.v1 import fleet_pb2 as wire
-from deltashard_proto.v1 import fleet_pb2_grpc as service
-from deltashard_proto.v1 import trainer_pb2 as pb
+from urllib3.util import create_urllib3_context
 
-from tests.support.server.apiserver import Authority, Issued, Rest
-from tests.support.server.port import free_port
+from tests.support.server.apiserver import Authority, Rest, put
 
 PATIENCE_S = 120.0
 """For what should take an instant, on a machine that has other things to do."""
-OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
-"""A pool of its own: streams of one test must not share a connection, as those of two pods do not."""
-
-
-def directive(generation: int, every_s: float = 60.0) -> Directive:
-    return Directive(generation=generation, policy=pb.Policy(every_s=every_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +56,19 @@ class Pod:
         path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}?gracePeriodSeconds=0"
         assert rest("DELETE", path).status == 200
 
-    def hello(self, process: str = "p1", **changes: Any) -> wire.Hello:
-        """What its sidecar says first."""
-        fields: dict[str, Any] = {
-            "protocol_min": 1,
-            "protocol_max": 1,
+    def report(self, *, who: dict[str, Any] | None = None, **changes: Any) -> wire.ReportRequest:
+        """What its sidecar reports."""
+        told: dict[str, Any] = {
             "namespace": self.namespace,
             "pod": self.name,
             "pod_uid": self.uid,
-            "process": process,
             "workload_kind": "Job",
             "workload_name": "train",
             "workload_uid": f"job-of-{self.uid}",
             "run": f"{self.namespace}/train",
         }
-        return wire.Hello(**(fields | changes))
+        fields: dict[str, Any] = {"protocol": 1, "process": "p1", "sequence": 1, "pod": wire.PodState()}
+        return wire.ReportRequest(who=wire.Who(**(told | (who or {}))), **(fields | changes))
 
 
 def request_token(rest: Rest, namespace: str, spec: dict[str, Any]) -> str:
@@ -89,176 +82,94 @@ def request_token(rest: Rest, namespace: str, spec: dict[str, Any]) -> str:
 class Book:
     """A ledger that writes down what it is told."""
 
-    known: Callable[[Hello], bool] = lambda _hello: True
-    refuse: bool = False
-    take: bool = True
-    """Whether incidents are taken."""
-    present: dict[tuple[str, str], Hello] = field(default_factory=dict)
-    events: list[tuple[str, str, str]] = field(default_factory=list)
-    """(what, pod, process)."""
-    heartbeats: list[tuple[Hello, Heartbeat]] = field(default_factory=list)
+    answer: Callable[[Report], Reply] = lambda report: Reply(sequence=report.sequence, next_s=60.0)
+    reports: list[Report] = field(default_factory=list)
 
-    def connected(self, hello: Hello) -> None:
-        if not self.known(hello):
-            raise Unknown(f"no pod {hello.pod} is known")
-        if self.refuse:
-            raise Refused("not of this workload")
-        assert hello.stream_key not in self.present, "connected twice"
-        self.present[hello.stream_key] = hello
-        self.events.append(("connected", hello.pod, hello.process))
-
-    def reported(self, hello: Hello, heartbeat: Heartbeat) -> int:
-        assert self.present[hello.stream_key] == hello
-        self.heartbeats.append((hello, heartbeat))
-        ids = [each.id for each in heartbeat.incidents]
-        return max(ids, default=0) if self.take else 0
-
-    def disconnected(self, hello: Hello) -> None:
-        del self.present[hello.stream_key]
-        self.events.append(("disconnected", hello.pod, hello.process))
+    def report(self, report: Report) -> Reply:
+        reply = self.answer(report)
+        self.reports.append(report)
+        return reply
 
 
-class Tls:
-    """The certificate a fleet serves; assign another to rotate."""
+def unknown(_report: Report) -> Reply:
+    raise Unknown("no such pod is known")
 
-    def __init__(self, issued: Issued | None) -> None:
-        self.issued = issued
 
-    def __call__(self) -> tuple[bytes, bytes] | None:
-        return None if self.issued is None else (self.issued.certificate, self.issued.key)
+def refused(_report: Report) -> Reply:
+    raise Refused("not of this workload")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer to a POST."""
+
+    status: int
+    reply: wire.ReportReply = field(default_factory=wire.ReportReply)
+    text: str = ""
+    retry_after: str = ""
+
+
+def posted(url: str, trusted: bytes, token: str | None, body: wire.ReportRequest | bytes) -> Answer:
+    """Answer to a report, on a connection of its own."""
+    context = create_urllib3_context()
+    context.load_verify_locations(cadata=trusted.decode())
+    headers = {"Content-Type": "application/x-protobuf"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    content = body if isinstance(body, bytes) else body.SerializeToString()
+    with urllib3.PoolManager(ssl_context=context, retries=False, timeout=PATIENCE_S) as http:
+        found = http.request("POST", f"{url}/v1/report", body=content, headers=headers)
+        assert found.headers.get("Connection") == "close"
+        after = found.headers.get("Retry-After", "")
+        if found.status != 200:
+            return Answer(status=found.status, text=found.data.decode(), retry_after=after)
+        return Answer(status=200, reply=wire.ReportReply.FromString(found.data))
 
 
 @dataclass(slots=True)
 class Service:
-    """A running fleet and all that it stands on."""
+    """A running server and all that it stands on."""
 
-    fleet: Fleet
+    server: ReportServer
     book: Book
-    tls: Tls
+    directory: Path
+    """Of its certificate."""
     authority: Authority
     metrics: FleetMetrics
     reviewer: Reviewer
+    url: str = ""
+    leads: bool = True
 
     def value(self, name: str, **labels: str) -> float:
         found = self.metrics.registry.get_sample_value(f"deltashard_fleet_{name}", labels)
         assert found is not None, name
         return found
 
-    def reporter(self, pod: Pod, token: str, process: str = "p1", **hello: Any) -> Reporter:
-        """A sidecar of this pod, not connected yet."""
-        assert self.fleet.port is not None
-        return Reporter(self.fleet.port, self.authority.pem, token, pod.hello(process, **hello))
-
-    async def refused(
-        self, pod: Pod, token: str | None, process: str = "p1", /, **hello: Any
-    ) -> tuple[grpc.StatusCode, str]:
-        """How the call of a sidecar of this pod ends, which is not welcome."""
-        assert self.fleet.port is not None
-        return await refused(self.fleet.port, self.authority.pem, token, pod.hello(process, **hello))
+    async def post(self, token: str | None, body: wire.ReportRequest | bytes, trusted: bytes = b"") -> Answer:
+        return await asyncio.to_thread(posted, self.url, trusted or self.authority.pem, token, body)
 
 
 @asynccontextmanager
-async def serving(api: Any, **settings: Any) -> AsyncIterator[Service]:
-    """A fleet that reviews tokens at this API, on a port of loopback that is kept."""
-    authority, metrics, book = Authority("fleet"), FleetMetrics(), settings.pop("book", None) or Book()
-    tls = Tls(authority.issue())
+async def serving(api: Any, *, host: str = "127.0.0.1", certificate: bool = True) -> AsyncIterator[Service]:
+    """A server that reviews tokens at this API."""
+    authority, metrics, book = Authority("fleet"), FleetMetrics(), Book()
     reviewer = Reviewer(api, count=metrics.reviewed)
-    # Three of them are how long a sidecar may be silent: none shall be because this machine is busy.
-    settings = {"heartbeat_s": PATIENCE_S} | settings
-    fleet = Fleet(ledger=book, reviewer=reviewer, tls=tls, metrics=metrics, **settings)
-    await fleet.start("127.0.0.1", free_port())  # which a next one may have, when this one has stopped
-    try:
-        yield Service(fleet, book, tls, authority, metrics, reviewer)
-    finally:
-        await fleet.stop(5.0)
-        reviewer.close()
-
-
-class Reporter:
-    """One sidecar's stream; use as an async context manager."""
-
-    def __init__(self, port: int, trusted: bytes, token: str | None, hello: wire.Hello) -> None:
-        self.hello = hello
-        self.channel = grpc.aio.secure_channel(
-            f"localhost:{port}",
-            grpc.ssl_channel_credentials(trusted),
-            options=OPTIONS,
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if certificate:
+            put(folder, authority.issue())
+        server = ReportServer(
+            ledger=book,
+            reviewer=reviewer,
+            certificate=Certificate(folder, CertificateMetrics("fleet", metrics.registry)),
+            metrics=metrics,
+            leads=lambda: service.leads,
         )
-        stub = service.FleetStub(self.channel)  # type: ignore[no-untyped-call]
-        self.call = stub.Report(metadata=metadata_of(token))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.call.cancel()
-        await self.channel.close()
-
-    async def greet(self) -> wire.Welcome:
-        """Hello and its answer."""
-        await self.call.write(wire.ReportRequest(hello=self.hello))
-        reply = await self.next()
-        assert reply.WhichOneof("kind") == "welcome"
-        return reply.welcome
-
-    async def beat(self, **fields: Any) -> None:
-        """A heartbeat."""
-        await self.call.write(wire.ReportRequest(heartbeat=wire.Heartbeat(**fields)))
-
-    async def next(self) -> wire.ReportReply:
-        """The next reply; fails when the call ended."""
-        reply = await asyncio.wait_for(self.call.read(), PATIENCE_S)
-        assert reply is not grpc.aio.EOF, "the stream ended"
-        return reply
-
-    async def status(self) -> tuple[grpc.StatusCode, str]:
-        """How the call ends."""
-
-        async def drained() -> tuple[grpc.StatusCode, str]:
-            try:
-                while await self.call.read() is not grpc.aio.EOF:
-                    pass
-            except grpc.aio.AioRpcError:
-                pass
-            return await self.call.code(), await self.call.details()
-
-        return await asyncio.wait_for(drained(), PATIENCE_S)
-
-
-async def refused(
-    port: int, trusted: bytes, token: str | None, hello: wire.Hello
-) -> tuple[grpc.StatusCode, str]:
-    """How a call that is not welcome ends upon its Hello: status and sentence; OK when it was welcome.
-
-    By gRPC's synchronous client, as a sidecar has it. The asynchronous one puts INTERNAL in the place of a status that
-    came before what it wrote (grpc issue 36066, open).
-    """
-
-    def called() -> tuple[grpc.StatusCode, str]:
-        over = threading.Event()
-
-        def hellos() -> Iterator[wire.ReportRequest]:
-            yield wire.ReportRequest(hello=hello)
-            over.wait(PATIENCE_S)  # the server has the last word, not an end of ours
-
-        with grpc.secure_channel(
-            f"localhost:{port}", grpc.ssl_channel_credentials(trusted), options=OPTIONS
-        ) as channel:
-            stub = service.FleetStub(channel)  # type: ignore[no-untyped-call]
-            try:
-                call = stub.Report(hellos(), metadata=metadata_of(token), timeout=PATIENCE_S)
-                for _welcome in call:
-                    call.cancel()
-                    break
-            except grpc.RpcError as error:  # which is the call itself
-                return error.code(), error.details() or ""
-            finally:
-                over.set()
-        return grpc.StatusCode.OK, ""
-
-    return await asyncio.to_thread(called)
-
-
-def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
-    """What a call brings along."""
-    return () if token is None else (("authorization", f"Bearer {token}"),)
+        service = Service(server, book, folder, authority, metrics, reviewer)
+        await server.start(host, 0)
+        service.url = f"https://localhost:{server.port}"
+        try:
+            yield service
+        finally:
+            await server.stop()
+            reviewer.close()

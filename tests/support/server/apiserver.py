@@ -76,7 +76,10 @@ class Authority:
             self._builder(x509.Name(parts), key.public_key(), hours=hours)
             .add_extension(
                 x509.SubjectAlternativeName(
-                    [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+                    [
+                        x509.DNSName("localhost"),
+                        *(x509.IPAddress(ipaddress.ip_address(each)) for each in ("127.0.0.1", "::1")),
+                    ]
                 ),
                 critical=False,
             )

@@ -17,10 +17,15 @@ class _Server(ThreadingHTTPServer):
 class ThreadedHttp:
     """Answers by `handler` on 127.0.0.1:`port`, from `start` to `stop`."""
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler], *, tls: ssl.SSLContext | None = None) -> None:
-        self._server = _Server(("127.0.0.1", 0), handler)
+    def __init__(
+        self, handler: type[BaseHTTPRequestHandler], *, tls: ssl.SSLContext | None = None, port: int = 0
+    ) -> None:
+        self._server = _Server(("127.0.0.1", port), handler)
         if tls is not None:
-            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+            # The handshake is the connection's own thread's: a client that is silent holds up nobody.
+            self._server.socket = tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True

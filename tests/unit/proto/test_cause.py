@@ -29,7 +29,7 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.write.cut_reports import Abandoned
 from deltashard_checkpoint.write.part_writer import NoRoom, UploadFailed
-from deltashard_operator.fleet.sidecar_report import heartbeat_of
+from deltashard_operator.fleet.report import report_of
 from deltashard_proto.cause import METADATA, Cause, from_metadata, heard, to_metadata
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_sidecar import restore
@@ -52,8 +52,11 @@ def test_an_incident_carries_its_word() -> None:
     incidents = Incidents(Metrics())
     incidents.add(fleet.INCIDENT_KIND_FENCED, cause=Cause.TAKEN_OVER, message="")
     incidents.add(fleet.INCIDENT_KIND_RESTORED, cause="cache", message="")
-    beat = fleet.Heartbeat(incidents=incidents.kept())
-    assert [each.cause for each in heartbeat_of(beat).incidents] == ["taken_over", "cache"]
+    who = fleet.Who(namespace="ns", pod="p", pod_uid="u", workload_uid="w")
+    message = fleet.ReportRequest(
+        process="p", sequence=1, who=who, pod=fleet.PodState(), incidents=incidents.kept()
+    )
+    assert [each.cause for each in report_of(message).incidents] == ["taken_over", "cache"]
 
 
 class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]

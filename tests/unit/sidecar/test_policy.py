@@ -16,25 +16,25 @@ BASE = pb.Policy(every_s=300.0, encoding="q8", differential="intermittent", stat
 
 def test_a_directive_lies_over_what_the_pod_was_started_with() -> None:
     """Zero and empty fields keep it; each directive is whole, so the one before leaves nothing behind."""
-    first = fleet.Directive(generation=1, policy=pb.Policy(every_s=60.0, encoding="q4"))
+    first = fleet.Directive(id=1, policy=pb.Policy(every_s=60.0, encoding="q4"))
     held = InForce(started_with=BASE).after(first)
     assert (held.policy.every_s, held.policy.encoding, held.policy.differential) == (
         60.0,
         "q4",
         "intermittent",
     )
-    held = held.after(fleet.Directive(generation=2, policy=pb.Policy(state_encoding="bf16")))
+    held = held.after(fleet.Directive(id=2, policy=pb.Policy(state_encoding="bf16")))
     assert (held.policy.every_s, held.policy.encoding, held.policy.state_encoding) == (300.0, "q8", "bf16")
-    assert held.after(fleet.Directive(generation=3, policy=pb.Policy())).policy == BASE
+    assert held.after(fleet.Directive(id=3, policy=pb.Policy())).policy == BASE
 
 
 def test_a_directive_of_timers_turns_one_of_them_off() -> None:
     """From seconds to steps and back, as a policy says; what is no timer is kept as ever."""
     held = InForce(started_with=BASE)
-    steps = fleet.Directive(generation=1, policy=pb.Policy(every_steps=20), whole=TIMERS)
+    steps = fleet.Directive(id=1, policy=pb.Policy(every_steps=20), whole=TIMERS)
     held = held.after(received(steps, ""))
     assert (held.policy.every_s, held.policy.every_steps, held.policy.encoding) == (0.0, 20, "q8")
-    seconds = fleet.Directive(generation=2, policy=pb.Policy(every_s=60.0), whole=TIMERS)
+    seconds = fleet.Directive(id=2, policy=pb.Policy(every_s=60.0), whole=TIMERS)
     held = InForce(started_with=pb.Policy(every_steps=20)).after(received(seconds, ""))
     assert (held.policy.every_s, held.policy.every_steps) == (60.0, 0)
 
@@ -42,48 +42,50 @@ def test_a_directive_of_timers_turns_one_of_them_off() -> None:
 def test_no_directive_turns_saving_off() -> None:
     """From whoever it comes: the controller, or a commit's metadata."""
     with pytest.raises(BadDirective, match="every timer"):
-        received(fleet.Directive(generation=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
+        received(fleet.Directive(id=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
     with pytest.raises(BadDirective, match="every timer"):
-        recorded('{"generation": 1, "policy": {}, "whole": ["every_s", "every_steps"], "workload": ""}')
+        recorded('{"id": 1, "policy": {}, "whole": ["every_s", "every_steps"], "workload": ""}')
     with pytest.raises(BadDirective, match="every timer"):
-        received(fleet.Directive(generation=1, policy=pb.Policy(), whole=["every_s"]), "")
+        received(fleet.Directive(id=1, policy=pb.Policy(), whole=["every_s"]), "")
 
 
 @pytest.mark.parametrize("name", ["encoding", "state_encoding", "differential"])
 def test_no_directive_leaves_a_save_without_a_word_it_needs(name: str) -> None:
     with pytest.raises(BadDirective, match=name):
-        received(fleet.Directive(generation=1, policy=pb.Policy(every_s=60.0), whole=[name]), "")
+        received(fleet.Directive(id=1, policy=pb.Policy(every_s=60.0), whole=[name]), "")
 
 
 def test_a_field_that_only_a_newer_controller_knows_is_ignored() -> None:
-    directive = fleet.Directive(generation=1, policy=pb.Policy(every_s=60.0), whole=[*TIMERS, "newer"])
+    directive = fleet.Directive(id=1, policy=pb.Policy(every_s=60.0), whole=[*TIMERS, "newer"])
     assert InForce(started_with=BASE).after(received(directive, "")).policy.every_s == 60.0
 
 
 def test_a_number_that_no_float_holds_is_refused() -> None:
     """It may stand in a bucket, and must not end an Open."""
     with pytest.raises(BadDirective):
-        recorded('{"generation": 1, "policy": {"every_s": 1' + 400 * "0" + '}, "workload": ""}')
+        recorded('{"id": 1, "policy": {"every_s": 1' + 400 * "0" + '}, "workload": ""}')
 
 
-def test_only_a_newer_generation_counts() -> None:
-    """Late, repeated and reordered messages change nothing."""
+def test_the_newest_answer_holds() -> None:
+    """Its content is its identity: repeated, it changes nothing."""
     held = InForce(started_with=BASE)
-    for generation, expected in ((5, 5), (5, 5), (3, 5), (6, 6)):
-        directive = fleet.Directive(generation=generation, policy=pb.Policy(every_steps=generation))
-        held = held.after(directive)
-        assert (held.generation, held.policy.every_steps) == (expected, expected)
+    for number in (5, 5, 3, 6):
+        directive = fleet.Directive(id=number, policy=pb.Policy(every_steps=number))
+        again = held.after(directive)
+        assert (again is held) is (held.id == number)
+        held = again
+        assert (held.id, held.policy.every_steps) == (number, number)
 
 
 def test_the_recorded_form_reads_back() -> None:
     """Text in a commit's metadata, small and for people, too."""
-    message = fleet.Directive(generation=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
+    message = fleet.Directive(id=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
     directive = received(message, "uid-1")
     assert recorded(text_of(directive)) == directive
-    steps = fleet.Directive(generation=8, policy=pb.Policy(every_steps=5), whole=TIMERS)
+    steps = fleet.Directive(id=8, policy=pb.Policy(every_steps=5), whole=TIMERS)
     assert recorded(text_of(received(steps, "uid-1"))) == received(steps, "uid-1")
     assert json.loads(text_of(directive)) == {
-        "generation": 7,
+        "id": 7,
         "policy": {"encoding": "q2", "every_s": 45.5},
         "whole": [],
         "workload": "uid-1",
@@ -104,9 +106,9 @@ def test_the_recorded_form_reads_back() -> None:
 def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
     """The one in force stays, and the log says why."""
     with pytest.raises(BadDirective):
-        received(fleet.Directive(generation=1, policy=policy), "")
+        received(fleet.Directive(id=1, policy=policy), "")
     with pytest.raises(BadDirective):
-        received(fleet.Directive(generation=0, policy=pb.Policy(every_s=1)), "")
+        received(fleet.Directive(id=0, policy=pb.Policy(every_s=1)), "")
 
 
 @pytest.mark.parametrize(
@@ -116,17 +118,17 @@ def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
         "[]",
         "{}",
         "null",
-        '{"generation": 1}',
-        '{"generation": true, "policy": {}, "workload": ""}',
-        '{"generation": 1, "policy": {"every_s": "1"}, "workload": ""}',
-        '{"generation": 1, "policy": {"every_steps": 1.5}, "workload": ""}',
-        '{"generation": 1, "policy": {"bogus": 1}, "workload": ""}',
-        '{"generation": 1, "policy": [], "workload": ""}',
-        '{"generation": 1, "policy": {}, "workload": 3}',
-        '{"generation": 1, "policy": {}, "whole": "every_s"}',
-        '{"generation": 1, "policy": {}, "whole": [1]}',
-        '{"generation": 9223372036854775808, "policy": {}, "workload": ""}',
-        '{"generation": 1, "policy": {"every_s": NaN}, "workload": ""}',
+        '{"id": 1}',
+        '{"id": -1, "policy": {}, "workload": ""}',
+        '{"id": 1, "policy": {"every_s": "1"}, "workload": ""}',
+        '{"id": 1, "policy": {"every_steps": 1.5}, "workload": ""}',
+        '{"id": 1, "policy": {"bogus": 1}, "workload": ""}',
+        '{"id": 1, "policy": [], "workload": ""}',
+        '{"id": 1, "policy": {}, "workload": 3}',
+        '{"id": 1, "policy": {}, "whole": "every_s"}',
+        '{"id": 1, "policy": {}, "whole": [1]}',
+        '{"id": 18446744073709551616, "policy": {}, "workload": ""}',
+        '{"id": 1, "policy": {"every_s": NaN}, "workload": ""}',
         "[" * 100_000,
     ],
 )

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from deltashard_checkpoint.errors import UserError
 from deltashard_sidecar.main import EXIT_USAGE, main
-from deltashard_sidecar.settings import RANGES, SettingError, Settings, entries, load, reference
+from deltashard_sidecar.settings import RANGES, SettingError, Settings, load
 
-DOCS = Path(__file__).parents[3] / "docs/reference/sidecar-settings.md"
+from tools.settings_page import PAGE, entries, reference
+
 NEEDED = ["--url", "file:///s", "--run", "r", "--dir", "/d", "--cache-dir", "/c"]
 
 
@@ -86,9 +87,9 @@ def test_the_hooks_deadline_is_judged_too(text: str, says: str, capsys: pytest.C
 
 
 def test_every_setting_is_documented_and_the_page_is_fresh() -> None:
-    """Regenerate with `python -m deltashard_sidecar.main reference docs/reference`."""
+    """Regenerate with `python -m tools.settings_page`."""
     assert [row[0] for row in entries()] == list(Settings.__dataclass_fields__)
-    assert DOCS.read_text() == reference()
+    assert PAGE.read_text() == reference()
 
 
 def test_the_smallest_cache_that_a_policy_may_ask_for_is_served() -> None:

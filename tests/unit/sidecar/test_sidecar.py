@@ -59,7 +59,7 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
 ) -> None:
     """At whichever moment of the attachment: the trainer is told the new interval and the timer keeps it."""
     step_of = sidecar.keeper.step_of
-    directive = fleet.Directive(generation=1, policy=pb.Policy(every_s=7.0))
+    directive = fleet.Directive(id=1, policy=pb.Policy(every_s=7.0))
     threads: list[threading.Thread] = []
 
     def directed(rank: int) -> int:

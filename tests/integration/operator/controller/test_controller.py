@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import run_record
 from deltashard_proto.v1 import fleet_pb2 as wire
 
 from tests.support.eventually import eventually
-from tests.support.operator.controller_process import MERGE, Cluster, ControllerProcess, Sidecar
+from tests.support.operator.controller_process import MERGE, Cluster, ControllerProcess, Document, Sidecar
 from tests.support.operator.definition import serving
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.faulty_proxy import FaultyProxy
@@ -77,158 +76,200 @@ def incident(number: int, kind: str, **more: Any) -> wire.Incident:
     return wire.Incident(id=number, kind=wire.IncidentKind.Value(f"INCIDENT_KIND_{kind}"), **more)
 
 
+def add_policy(cluster: Cluster, **spec: Any) -> str:
+    """Make the namespace's policy `default`; returns its path."""
+    document = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "default"},
+        "spec": {"store": {"url": "s3://bucket/prefix"}, **spec},
+    }
+    assert cluster.http.create(document, cluster.namespace).status == 201
+    return cluster.path("checkpointpolicies", "default")
+
+
+def known(cluster: Cluster, owner: Document, pods: int = 1) -> None:
+    """Wait until the controller knows the workload's pods."""
+    eventually(lambda: len(cluster.status(owner).get("pods") or ()) == pods, "its pods")
+
+
 def test_a_job_gets_a_run_whose_phases_follow_training_to_its_end(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
-    job = cluster.job()
+    job = cluster.job(annotations={cluster_name.RUN_ID: "ctr"})
     found = eventually(lambda: cluster.run(job), "a CheckpointRun")
     uid = job["metadata"]["uid"]
     assert found["metadata"]["name"] == f"train-{uid.replace('-', '')[:8]}"
-    assert found["metadata"]["labels"] == {
-        cluster_name.RUN_ID: f"train-{uid}",
-        cluster_name.WORKLOAD_UID: uid,
-    }
-    assert found["spec"]["runId"] == f"train-{uid}"
+    assert found["metadata"]["labels"] == {cluster_name.RUN_ID: "ctr", cluster_name.WORKLOAD_UID: uid}
+    query = f"?labelSelector={cluster_name.RUN_ID}%3D{run_record.run_label('ctr')}"
+    assert len(cluster.http("GET", cluster.path("checkpointruns") + query).document["items"]) == 1
+    assert found["spec"]["runId"] == "ctr"
     assert "ownerReferences" not in found["metadata"]  # it outlives the Job
     cluster.reaches(job, phase="Pending")
     pod = cluster.running_pod(job)
-    with Sidecar(controller, cluster, pod, job) as sidecar:
-        sidecar.beat(phase="RESTORING")
-        cluster.reaches(job, phase="Restoring")
-        sidecar.beat(phase="TRAINING", step=5)
-        cluster.reaches(job, phase="Training", step=5)
-        sidecar.beat(phase="SAVING", step=9, seq=2, committed=8, stored_bytes=3 << 30, checkpoints=1)
-        status = cluster.reaches(job, phase="Saving", lastCommittedStep=8, stored="3Gi", bits=8)
-        assert status["intervalSeconds"] == 300
-        assert [each["reporting"] for each in status["pods"]] == [True]
-        assert cluster.condition(job, "Ready")["status"] == "True"
-        labels = {"namespace": cluster.namespace, "run": "train"}
-        assert controller.metric("deltashard_run_last_commit_timestamp_seconds", **labels)
-        assert controller.metric("deltashard_run_phase", phase="Saving", **labels) == 1
-        cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
-        cluster.end(job)
-        status = cluster.reaches(job, phase="Finished", finishedReason="Completed")
+    sidecar = Sidecar(controller, cluster, pod, job)
+    reply = sidecar.report(phase="RESTORING")
+    assert (reply.sequence, reply.speaks, reply.next_s) == (1, True, 15.0)
+    cluster.reaches(job, phase="Restoring")
+    kept = wire.KeptCheckpoint(seq=2, step=8, bytes=3 << 30, pins=["best"])
+    sidecar.report(step=9, seq=2, committed=8, stored_bytes=3 << 30, checkpoint_count=1, checkpoints=[kept])
+    status = cluster.reaches(job, phase="Training", step=9, lastCommittedStep=8, stored="3Gi", bits=8)
+    assert status["intervalSeconds"] == 300
+    assert [(each["seq"], each["pins"]) for each in status["newestCheckpoints"]] == [(2, ["best"])]
+    assert cluster.condition(job, "Ready")["status"] == "True"
+    labels = {"namespace": cluster.namespace, "run": "train"}
+    assert controller.metric("deltashard_run_last_commit_timestamp_seconds", **labels)
+    assert controller.metric("deltashard_run_phase", phase="Training", **labels) == 1
+    cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
+    cluster.end(job)
+    status = cluster.reaches(job, phase="Finished", finishedReason="Completed")
     assert status["failures"] == 0
     assert controller.metric("deltashard_run_last_commit_timestamp_seconds", **labels) is None
 
 
-def test_an_evicted_pod_is_one_failure_and_its_successors_restore_is_told(
+def test_an_evicted_pod_is_one_failure_and_its_successors_restore_is_told_once(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     cluster.node("node-a")
     job = cluster.job()
     first = cluster.running_pod(job)
-    with Sidecar(controller, cluster, first, job) as sidecar:
-        sidecar.beat(step=100, seq=3, committed=90)
-        cluster.reaches(job, phase="Training")
-        cluster.kubelet(first, phase="Failed", exit_code=79, disruption="EvictionByEvictionAPI")
-        status = cluster.reaches(job, phase="Recovering", failures=1)
+    Sidecar(controller, cluster, first, job).report(step=100, seq=3, committed=90)
+    cluster.reaches(job, phase="Training")
+    cluster.kubelet(first, phase="Failed", exit_code=79, disruption="EvictionByEvictionAPI")
+    status = cluster.reaches(job, phase="Recovering", failures=1)
     assert [(each["cause"], each["pod"]) for each in status["losses"]] == [
         ("Evicted", first["metadata"]["name"])
     ]
-    second = cluster.running_pod(job)
-    with Sidecar(controller, cluster, second, job) as sidecar:
-        restored = incident(1, "RESTORED", step=90, lost_steps=10, seconds=2.5, cause="store")
-        sidecar.beat(attempt=2, step=91, seq=3, committed=90, incidents=[restored])
-        status = cluster.reaches(job, phase="Training", restores=1, lostSteps=10, attempt=2)
-        assert status["failures"] == 1
-        event = eventually(lambda: cluster.events("Restored"), "an Event")
-        eventually(lambda: len(cluster.events("Restored")) == 2, "an Event of each")
-        kinds = {each["involvedObject"]["kind"] for each in cluster.events("Restored")}
-        assert kinds == {"CheckpointRun", "Job"}
-        assert "restored step 90 from the store in 2.5 s, 10 steps are trained again" in event[0]["message"]
-        assert event[0]["type"] == "Normal"
-        sidecar.beat(attempt=2, step=92, seq=3, committed=90, incidents=[restored])
-        eventually(lambda: sidecar.acknowledged == 1, "the acknowledgement")
-        assert cluster.status(job)["restores"] == 1
+    sidecar = Sidecar(controller, cluster, cluster.running_pod(job), job)
+    restored = incident(1, "RESTORED", step=90, lost_steps=10, seconds=2.5, cause="store", attempt=2)
+    again = {"attempt": 2, "step": 91, "seq": 3, "committed": 90, "incidents": [restored]}
+    assert sidecar.report(**again).told == 0  # its count is not written yet
+    status = cluster.reaches(job, phase="Training", restores=1, lostSteps=10, attempt=2)
+    assert status["failures"] == 1
+    eventually(lambda: sidecar.report(**again).told == 1, "it is told")
+    told = cluster.events("Restored")
+    assert {each["involvedObject"]["kind"] for each in told} == {"CheckpointRun", "Job"}
+    assert "restored step 90 from the store in 2.5 s, 10 steps are trained again" in told[0]["message"]
+    assert (len(told), told[0]["type"]) == (2, "Normal")
+    assert cluster.status(job)["restores"] == 1
 
 
 def test_incidents_are_events_once_each_and_conditions_while_they_last(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     job = cluster.job()
-    pod = cluster.running_pod(job)
-    with Sidecar(controller, cluster, pod, job) as sidecar:
-        failed = [incident(n, "SAVE_FAILED", message="the bucket is missing") for n in (1, 2, 3)]
-        sidecar.beat(step=5, incidents=failed, saves_failed_in_a_row=3, store_ok=False)
-        cluster.reaches(job, phase="Degraded", savesFailed=3)
-        assert cluster.condition(job, "SavesFailing")["status"] == "True"
-        assert "the bucket is missing" in cluster.condition(job, "StoreUnavailable")["message"]
-        eventually(
-            lambda: [each["count"] for each in cluster.events("SaveFailed")] == [3, 3],
-            "an Event of the run and one of the Job, each told three times",
-        )
-        assert eventually(lambda: cluster.events("StoreUnavailable"), "an Event")[0]["type"] == "Warning"
-        sidecar.beat(step=9, seq=1, committed=8)
-        cluster.reaches(job, phase="Training")
-        assert cluster.condition(job, "SavesFailing")["status"] == "False"
-        sidecar.beat(step=9, seq=1, committed=8, credentials_ok=False)
-        cluster.reaches(job, phase="Degraded")
-        assert cluster.condition(job, "CredentialsMissing")["status"] == "True"
-        assert eventually(lambda: cluster.events("CredentialsMissing"), "an Event")
+    sidecar = Sidecar(controller, cluster, cluster.running_pod(job), job)
+    failed = [incident(1, "SAVE_FAILED", message="the bucket is missing", count=3)]
+    sidecar.report(step=5, incidents=failed, saves_failed_in_a_row=3, store_ok=False)
+    cluster.reaches(job, phase="Degraded")
+    assert cluster.condition(job, "SavesFailing")["status"] == "True"
+    assert "the bucket is missing" in cluster.condition(job, "StoreUnavailable")["message"]
+    assert "(3 times)" in eventually(lambda: cluster.events("SaveFailed"), "an Event")[0]["message"]
+    assert eventually(lambda: cluster.events("StoreUnavailable"), "an Event")[0]["type"] == "Warning"
+    sidecar.report(step=9, seq=1, committed=8)
+    cluster.reaches(job, phase="Training")
+    assert cluster.condition(job, "SavesFailing")["status"] == "False"
+    sidecar.report(step=9, seq=1, committed=8, credentials_ok=False)
+    cluster.reaches(job, phase="Degraded")
+    assert cluster.condition(job, "CredentialsMissing")["status"] == "True"
+    assert eventually(lambda: cluster.events("CredentialsMissing"), "an Event")
 
 
 def test_a_policy_says_who_uses_it_and_what_their_sidecars_say_of_its_store(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     """Nothing until a sidecar could say; a store that is in trouble, and then well; and what was proven stays."""
-    folder = f"/apis/deltashard.io/v1alpha1/namespaces/{cluster.namespace}/checkpointpolicies"
-    document = {
-        "apiVersion": "deltashard.io/v1alpha1",
-        "kind": "CheckpointPolicy",
-        "metadata": {"name": "default", "namespace": cluster.namespace},
-        "spec": {"store": {"url": "s3://bucket/prefix"}},
-    }
-    assert cluster.http("POST", folder, document).status == 201
+    path = add_policy(cluster)
 
     def said() -> dict[str, Any]:
-        return dict(cluster.http("GET", f"{folder}/default").document.get("status") or {})
+        return dict(cluster.http("GET", path).document.get("status") or {})
 
     def conditions() -> dict[str, str]:
         return {each["type"]: each["status"] for each in said().get("conditions") or ()}
 
     job = cluster.job()
     pod = cluster.running_pod(job)
-    with Sidecar(controller, cluster, pod, job, url="s3://bucket/prefix") as sidecar:
-        failed = incident(1, "STORE_UNAVAILABLE", message="the bucket does not exist")
-        sidecar.beat(step=5, store_ok=False, incidents=[failed])
-        eventually(lambda: conditions().get("StoreReachable") == "False", "the trouble")
-        assert conditions() == {"Ready": "False", "CredentialsPresent": "True", "StoreReachable": "False"}
-        ready = next(each for each in said()["conditions"] if each["type"] == "Ready")
-        assert "the bucket does not exist" in ready["message"]
-        sidecar.beat(step=9, seq=1, committed=8, store_proven=True)
-        eventually(lambda: conditions().get("Ready") == "True", "well again")
-        assert (conditions()["CreateOnly"], said()["runs"]) == ("True", 1)
-        cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
-        cluster.end(job)
-        cluster.reaches(job, phase="Finished")
+    sidecar = Sidecar(controller, cluster, pod, job, url="s3://bucket/prefix")
+    failed = incident(1, "STORE_UNAVAILABLE", message="the bucket does not exist")
+    sidecar.report(step=5, store_ok=False, incidents=[failed])
+    eventually(lambda: conditions().get("StoreReachable") == "False", "the trouble")
+    assert conditions() == {"Ready": "False", "CredentialsPresent": "True", "StoreReachable": "False"}
+    ready = next(each for each in said()["conditions"] if each["type"] == "Ready")
+    assert "the bucket does not exist" in ready["message"]
+    sidecar.report(step=9, seq=1, committed=8, store_proven=True)
+    eventually(lambda: conditions().get("Ready") == "True", "well again")
+    assert (conditions()["CreateOnly"], said()["runs"]) == ("True", 1)
+    cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
+    cluster.end(job)
     eventually(lambda: said()["runs"] == 0, "nobody uses it any more")
     assert conditions()["CreateOnly"] == "True"
 
 
 def test_a_new_controller_goes_on_where_the_one_before_was_killed(own: Own) -> None:
+    """Nothing of a run that goes on flips, though none of its sidecars has reported yet; what was counted stays."""
     controller, cluster = own.controller, own.cluster
     controller.start()
-    job, gone = cluster.job(), cluster.job("gone")
+    job, still, gone = cluster.job(), cluster.job("still"), cluster.job("gone")
     pod = cluster.running_pod(job)
-    restored = incident(1, "RESTORED", step=4, lost_steps=2)
-    with Sidecar(controller, cluster, pod, job, process="one") as sidecar:
-        sidecar.beat(step=5, seq=1, committed=4, attempt=2, incidents=[restored])
-        before = cluster.reaches(job, phase="Training", restores=1, failures=1)
-        eventually(lambda: cluster.run(gone), "the other run")
-        eventually(lambda: len(cluster.events("Restored")) == 2, "both Events")
+    sidecar, other = (
+        Sidecar(controller, cluster, pod, job),
+        Sidecar(controller, cluster, cluster.running_pod(still), still),
+    )
+    restored = incident(1, "RESTORED", step=4, lost_steps=2, attempt=2)
+    said = {"seq": 1, "committed": 4, "attempt": 2, "incidents": [restored]}
+    sidecar.report(step=5, **said)
+    other.report(step=5, seq=1, committed=4)
+    before = cluster.reaches(job, phase="Training", restores=1, failures=1)
+    eventually(lambda: cluster.run(gone), "the other run")
+    eventually(lambda: len(cluster.events("Restored")) == 2, "both Events")
+    quiet = cluster.reaches(still, phase="Training", lastCommittedStep=4)
     controller.stop(signal.SIGKILL)
     cluster.delete("jobs", "gone")
     cluster.kubelet(pod, phase="Running", restarts=1, exit_code=137, reason="OOMKilled")
     controller.start()
     cluster.reaches(gone, phase="Finished", finishedReason="Deleted")
-    with Sidecar(controller, cluster, pod, job, process="one") as sidecar:
-        sidecar.beat(step=6, seq=1, committed=4, attempt=2, incidents=[restored])
-        after = cluster.reaches(job, step=6, failures=2)
+    after = cluster.reaches(job, failures=2)
+    moving = {"observedTime": "", "trainedSeconds": 0}
+    assert cluster.status(still) | moving == quiet | moving
+    sidecar.report(step=6, **said)
+    after = cluster.reaches(job, step=6)
     assert (after["restores"], after["lostSteps"], after["startedAt"]) == (1, 2, before["startedAt"])
-    assert [each["cause"] for each in after["losses"]] == ["Unseen", "OOMKilled"]
+    assert sorted(each["cause"] for each in after["losses"]) == ["OOMKilled", "Unseen"]
+    eventually(lambda: sidecar.report(step=6, **said).told == 1, "it is told")
     assert len(cluster.events("Restored")) == 2
     assert controller.stop() == 0, controller.log
+
+
+def test_two_controllers_that_lead_at_once_count_once(
+    own: Own, second_apiserver: ApiServer, tmp_path: Path
+) -> None:
+    """Each believes it has the Lease. Whoever is told of a restore, and whoever writes it, there is one."""
+    (tmp_path / "other").mkdir()
+    controller, cluster = own.controller, own.cluster
+    other = ControllerProcess(second_apiserver, tmp_path / "other", namespace="other-system")
+    try:
+        controller.start()
+        other.start()
+        job = cluster.job()
+        pod = cluster.running_pod(job)
+        known(cluster, job)
+        both = [Sidecar(each, cluster, pod, job) for each in (controller, other)]
+        for attempt in (2, 3, 4):
+            restored = incident(attempt, "RESTORED", step=4, lost_steps=1, attempt=attempt)
+            for each in both:
+                each.report(step=5, attempt=attempt, incidents=[restored])
+            for each in both:
+                eventually(
+                    lambda each=each, attempt=attempt, restored=restored: (
+                        each.report(step=5, attempt=attempt, incidents=[restored]).told == attempt
+                    ),
+                    "it is told",
+                )
+        cluster.reaches(job, restores=3, lostSteps=3)
+        assert len(cluster.events("Restored")) == 6
+    finally:
+        if other.process is not None:
+            other.stop(signal.SIGKILL)
 
 
 def test_what_went_while_the_api_was_away_is_found(
@@ -236,13 +277,7 @@ def test_what_went_while_the_api_was_away_is_found(
 ) -> None:
     """By an API server that knows no older changes. It leads on, and lives."""
     controller, cluster = own.controller, own.cluster
-    spec = {"interval": {"every": "60s"}, "store": {"url": "s3://checkpoints/x"}}
-    policy = {
-        "apiVersion": "deltashard.io/v1alpha1",
-        "kind": "CheckpointPolicy",
-        "metadata": {"name": "default"},
-    }
-    assert cluster.http.create({**policy, "spec": spec}, cluster.namespace).status == 201
+    add_policy(cluster, interval={"every": "60s"})
     with FaultyProxy(second_apiserver.port) as proxy:
         direct = f"127.0.0.1:{second_apiserver.port}"
         controller.kubeconfig = tmp_path / "kubeconfig"
@@ -252,25 +287,27 @@ def test_what_went_while_the_api_was_away_is_found(
         controller.start()
         job, gone = cluster.job(), cluster.job("gone")
         pod, lost = cluster.running_pod(job), cluster.running_pod(job)
-        with Sidecar(controller, cluster, pod, job) as sidecar:
-            sidecar.beat(step=5, every_s=60.0)
-            cluster.reaches(job, phase="Training")
-            eventually(lambda: len(cluster.status(job)["pods"]) == 2, "both pods")
-            eventually(lambda: cluster.run(gone), "the other run")
-            proxy.upstream_port = free_port()
-            proxy.cut()
-            cluster.delete("jobs", "gone")
-            cluster.delete("pods", lost["metadata"]["name"])
-            cluster.delete("checkpointpolicies", "default")
-            second_apiserver.kill_api()
-            assert controller.get("livez") == (200, "ok")
-            second_apiserver.start_api()
-            proxy.upstream_port = second_apiserver.port
-            cluster.reaches(gone, phase="Finished", finishedReason="Deleted")
-            eventually(lambda: len(cluster.status(job)["pods"]) == 1, "the pod's end")
-            eventually(lambda: sidecar.directives, "the directive of the chart's policy")
-            assert sidecar.directives[-1].policy.every_s == 300.0
-            eventually(lambda: controller.get("healthz")[0] == 200, "health")
+        sidecar = Sidecar(controller, cluster, pod, job)
+        sidecar.report(step=5, every_s=60.0)
+        cluster.reaches(job, phase="Training")
+        known(cluster, job, 2)
+        eventually(lambda: cluster.run(gone), "the other run")
+        proxy.upstream_port = free_port()
+        proxy.cut()
+        cluster.delete("jobs", "gone")
+        cluster.delete("pods", lost["metadata"]["name"])
+        cluster.delete("checkpointpolicies", "default")
+        second_apiserver.kill_api()
+        assert controller.get("livez") == (200, "ok")
+        second_apiserver.start_api()
+        proxy.upstream_port = second_apiserver.port
+        cluster.reaches(gone, phase="Finished", finishedReason="Deleted")
+        known(cluster, job, 1)
+        eventually(
+            lambda: sidecar.report(step=5, every_s=60.0).directive.policy.every_s == 300.0,
+            "the directive of the chart's policy",
+        )
+        eventually(lambda: controller.get("healthz")[0] == 200, "health")
         assert controller.metric("deltashard_controller_watcher_failures_total") == 0
         assert controller.metric("deltashard_controller_leading") == 1
         assert controller.stop() == 0, controller.log
@@ -281,22 +318,12 @@ def test_what_is_not_written_at_sigterm_is_written_before_the_end(own: Own) -> N
     controller.status_interval_s = 3600.0
     controller.start()
     job = cluster.job()
-    pod = cluster.running_pod(job)
-    with Sidecar(controller, cluster, pod, job) as sidecar:
-        sidecar.beat(step=5, seq=1, committed=4)
-        cluster.reaches(job, phase="Training", lastCommittedStep=4)
-        # What the kubelet says of the pod is worth a write of its own: it must not come later.
-        eventually(lambda: cluster.status(job)["pods"][0].get("phase") == "Running", "the pod's phase")
-        sidecar.beat(step=50, seq=2, committed=44)
-        eventually(
-            lambda: (
-                controller.metric("deltashard_run_last_committed_step", namespace=cluster.namespace) == 44
-            ),
-            "the heartbeat",
-        )
-        assert cluster.status(job)["lastCommittedStep"] == 4
-        assert controller.stop() == 0, controller.log
-    assert cluster.status(job)["lastCommittedStep"] == 44
+    sidecar = Sidecar(controller, cluster, cluster.running_pod(job), job)
+    sidecar.report(step=5, seq=1, committed=4)
+    cluster.reaches(job, phase="Training", lastCommittedStep=4)
+    sidecar.report(step=9, seq=2, committed=8)
+    assert controller.stop() == 0, controller.log
+    assert cluster.status(job)["lastCommittedStep"] == 8
 
 
 def test_finished_runs_are_removed_after_their_days_and_do_not_come_back(own: Own) -> None:
@@ -324,9 +351,8 @@ def test_a_pod_stuck_on_a_lost_node_is_named_with_both_remedies(
     cluster.node(node)
     job = cluster.job(podReplacementPolicy="Failed")
     pod = cluster.running_pod(job, node=node)
-    with Sidecar(controller, cluster, pod, job) as sidecar:
-        sidecar.beat(step=5)
-        cluster.reaches(job, phase="Training")
+    Sidecar(controller, cluster, pod, job).report(step=5)
+    cluster.reaches(job, phase="Training")
     cluster.node(node, ready=False)
     spec = cluster.http("GET", f"/api/v1/nodes/{node}").document["spec"]
     cluster.delete("pods", pod["metadata"]["name"], grace_s=1)
@@ -352,69 +378,65 @@ def test_runs_save_before_their_node_ends(
     node = f"node-{cluster.namespace}"
     cluster.node(node)
     job, other = cluster.job(), cluster.job("other")
-    pod, elsewhere = cluster.running_pod(job, node=node), cluster.running_pod(other, node="elsewhere")
-    with (
-        Sidecar(controller, cluster, pod, job) as sidecar,
-        Sidecar(controller, cluster, elsewhere, other) as second,
-    ):
-        sidecar.beat(step=5)
-        second.beat(step=5)
-        cluster.reaches(job, phase="Training")
-        cluster.reaches(other, phase="Training")
-        assert cluster.http("PATCH", f"/api/v1/nodes/{node}", {"spec": ending}, content=MERGE).status == 200
-        eventually(lambda: sidecar.saves, "a request to save")
-        assert (sidecar.saves[0].reason, sidecar.saves[0].urgent) == ("drain", False)
-        assert second.saves == []
+    sidecar = Sidecar(controller, cluster, cluster.running_pod(job, node=node), job)
+    second = Sidecar(controller, cluster, cluster.running_pod(other, node="elsewhere"), other)
+    sidecar.report(step=5)
+    second.report(step=5)
+    cluster.reaches(job, phase="Training")
+    assert cluster.http("PATCH", f"/api/v1/nodes/{node}", {"spec": ending}, content=MERGE).status == 200
+    reply = eventually(lambda: (found := sidecar.report(step=6)).saves and found, "an order")
+    (order,) = reply.saves
+    assert (order.id.startswith(f"drain/{node}/"), order.reason, order.urgent) == (True, "drain", False)
+    assert reply.next_s == 5.0
+    assert not second.report(step=6).saves
+    over = wire.SaveOver(id=order.id, outcome=wire.SaveOver.OUTCOME_COMMITTED, step=6, seq=1)
+    assert not sidecar.report(step=7, saves_over=[over]).saves
 
 
-def test_a_changed_policy_becomes_a_directive_that_survives_the_controller(own: Own) -> None:
+def test_a_changed_policy_is_a_directive_by_its_content(own: Own) -> None:
     controller, cluster = own.controller, own.cluster
-    spec = {"interval": {"every": "5m"}, "store": {"url": "s3://checkpoints/x"}}
-    policy = {
-        "apiVersion": "deltashard.io/v1alpha1",
-        "kind": "CheckpointPolicy",
-        "metadata": {"name": "default"},
-    }
-    assert cluster.http.create({**policy, "spec": spec}, cluster.namespace).status == 201
+    path = add_policy(cluster, interval={"every": "5m"})
     controller.start()
     job = cluster.job()
     annotated = cluster.job("annotated", {cluster_name.INTERVAL: "77s"})
-    pod, other = cluster.running_pod(job), cluster.running_pod(annotated)
-    with (
-        Sidecar(controller, cluster, pod, job) as sidecar,
-        Sidecar(controller, cluster, other, annotated) as second,
-    ):
-        sidecar.beat(step=5)
-        second.beat(step=5, every_s=77.0)
-        cluster.reaches(job, phase="Training", intervalSeconds=300)
-        cluster.reaches(annotated, phase="Training", intervalSeconds=77)
-        change = {"spec": {"interval": {"every": "60s"}, "precision": {"encoding": "q4"}}}
-        path = cluster.path("checkpointpolicies", "default")
-        assert cluster.http("PATCH", path, change, content=MERGE).status == 200
-        eventually(lambda: sidecar.directives and second.directives, "directives")
-        assert (sidecar.directives[-1].policy.every_s, sidecar.directives[-1].policy.encoding) == (60.0, "q4")
-        assert (second.directives[-1].policy.every_s, second.directives[-1].policy.encoding) == (77.0, "q4")
-        status = cluster.reaches(job, intervalSeconds=60, bits=4)
-        generation = status["directiveGeneration"]
-        assert generation == sidecar.directives[-1].generation
+    sidecar = Sidecar(controller, cluster, cluster.running_pod(job), job)
+    second = Sidecar(controller, cluster, cluster.running_pod(annotated), annotated)
+
+    def change(**spec: Any) -> None:
+        assert cluster.http("PATCH", path, {"spec": spec}, content=MERGE).status == 200
+
+    def told(sidecar: Sidecar, seconds: float, **said: Any) -> wire.Directive:
+        """The directive of this interval, when it comes."""
+        return eventually(
+            lambda: (
+                (found := sidecar.report(step=5, **said)).HasField("directive")
+                and found.directive.policy.every_s == seconds
+                and found.directive
+            ),
+            f"a directive of {seconds} s",
+        )
+
+    assert not sidecar.report(step=5).HasField("directive")
+    assert not second.report(step=5, every_s=77.0).HasField("directive")
+    cluster.reaches(job, phase="Training", intervalSeconds=300)
+    cluster.reaches(annotated, phase="Training", intervalSeconds=77)
+    change(interval={"every": "60s"}, precision={"encoding": "q4"})
+    first = told(sidecar, 60.0)
+    assert (first.policy.encoding, told(second, 77.0, every_s=77.0).policy.encoding) == ("q4", "q4")
+    in_force = {"policy": first.policy, "directive": first.id}
+    assert not sidecar.report(step=6, **in_force).HasField("directive")
+    cluster.reaches(job, intervalSeconds=60, bits=4)
     controller.stop(signal.SIGKILL)
     controller.start()
-    with Sidecar(controller, cluster, pod, job) as sidecar:
-        eventually(lambda: sidecar.directives, "the directive, again")
-        assert sidecar.directives[-1].generation == generation
-        sidecar.beat(step=6, every_s=60.0, directive=generation)
-        assert (
-            cluster.http("PATCH", path, {"spec": {"interval": {"every": "90s"}}}, content=MERGE).status == 200
-        )
-        eventually(lambda: sidecar.directives[-1].generation > generation, "a newer one")
-        assert sidecar.directives[-1].policy.every_s == 90.0
-        generation = sidecar.directives[-1].generation
-        steps = {"spec": {"interval": {"every": "0s", "everySteps": 20}}}
-        assert cluster.http("PATCH", path, steps, content=MERGE).status == 200
-        eventually(lambda: sidecar.directives[-1].generation > generation, "one that turns the interval off")
-        told = sidecar.directives[-1]
-        assert ("every_s" in told.whole, told.policy.every_s, told.policy.every_steps) == (True, 0.0, 20)
-        cluster.reaches(job, intervalSeconds=0, everySteps=20)
+    assert not sidecar.report(step=6, **in_force).HasField("directive")
+    assert told(sidecar, 60.0).id == first.id, "a sidecar that lost it"
+    change(interval={"every": "90s"})
+    assert told(sidecar, 90.0, **in_force).id != first.id
+    change(interval={"every": "60s"})
+    eventually(lambda: not sidecar.report(step=7, **in_force).HasField("directive"), "what is in force")
+    change(interval={"every": "0s", "everySteps": 20})
+    last = told(sidecar, 0.0, **in_force)
+    assert ("every_s" in last.whole, last.policy.every_steps) == (True, 20)
 
 
 def test_a_job_created_again_under_its_name_is_a_new_run_and_hears_how_to_continue_the_older(
@@ -438,17 +460,16 @@ def test_a_run_id_that_another_live_workload_holds_is_refused_until_that_one_end
     second = cluster.job("second", {cluster_name.RUN_ID: "ctr"})
     eventually(lambda: cluster.run(second), "a CheckpointRun")
     pod = cluster.running_pod(second)
-    eventually(lambda: cluster.status(second).get("pods"), "the pod")
-    code, why = Sidecar(controller, cluster, pod, second).refused()
-    assert code is grpc.StatusCode.PERMISSION_DENIED
-    assert "run id ctr is held by Job first" in why
+    known(cluster, second)
+    sidecar = Sidecar(controller, cluster, pod, second)
+    answer = sidecar.post(step=1)
+    assert (answer.status, "run id ctr is held by Job first" in answer.text) == (403, True)
     eventually(lambda: cluster.condition(second, "RunIdTaken").get("status") == "True", "the condition")
     assert eventually(lambda: cluster.events("RunIdTaken"), "an Event")
     cluster.end(first)
     eventually(lambda: cluster.condition(second, "RunIdTaken")["status"] == "False", "its end")
-    with Sidecar(controller, cluster, pod, second) as sidecar:
-        sidecar.beat(step=1)
-        cluster.reaches(second, phase="Training")
+    sidecar.report(step=1)
+    cluster.reaches(second, phase="Training")
 
 
 def test_a_sidecar_of_an_unknown_pod_comes_again_and_one_of_another_workload_does_not(
@@ -458,12 +479,11 @@ def test_a_sidecar_of_an_unknown_pod_comes_again_and_one_of_another_workload_doe
     stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"}}
     spec = {"containers": [{"name": "c", "image": "i"}]}
     pod = cluster.http.create({**stranger, "spec": spec}, cluster.namespace).document
-    assert Sidecar(controller, cluster, pod, job).refused()[0] is grpc.StatusCode.NOT_FOUND
+    assert Sidecar(controller, cluster, pod, job).post(step=1).status == 404
     mine = cluster.running_pod(job)
-    eventually(lambda: cluster.status(job).get("pods"), "the pod")
-    code, why = Sidecar(controller, cluster, mine, other).refused()
-    assert code is grpc.StatusCode.PERMISSION_DENIED
-    assert job["metadata"]["uid"] in why
+    known(cluster, job)
+    answer = Sidecar(controller, cluster, mine, other).post(step=1)
+    assert (answer.status, job["metadata"]["uid"] in answer.text) == (403, True)
 
 
 def test_pods_of_other_kinds_are_runs_of_their_workloads(
@@ -471,11 +491,10 @@ def test_pods_of_other_kinds_are_runs_of_their_workloads(
 ) -> None:
     owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "set", "uid": "5e7-0001"}}
     document = cluster.pod(name="bare")
-    with Sidecar(controller, cluster, document, document) as sidecar:
-        cluster.kubelet(document, phase="Running")
-        sidecar.beat(step=3)
-        cluster.reaches(document, phase="Training")
-        assert cluster.run(document)["spec"]["workload"]["kind"] == "Pod"
+    cluster.kubelet(document, phase="Running")
+    Sidecar(controller, cluster, document, document).report(step=3)
+    cluster.reaches(document, phase="Training")
+    assert cluster.run(document)["spec"]["workload"]["kind"] == "Pod"
     owned = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": "js", "controller": True}
     cluster.pod(cluster.job("js-w-1", owners=[owned | {"uid": "15-0001"}]), name="js-0")
     jobset = {"metadata": {"uid": "15-0001"}}
@@ -518,13 +537,12 @@ def test_a_checkpointrun_that_somebody_deletes_is_made_again_with_all_that_was_c
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     job = cluster.job()
-    pod = cluster.running_pod(job)
-    with Sidecar(controller, cluster, pod, job) as sidecar:
-        sidecar.beat(step=5, incidents=[incident(1, "RESTORED", lost_steps=4)])
-        cluster.reaches(job, restores=1)
-        before = cluster.run(job)["metadata"]
-        cluster.delete("checkpointruns", before["name"])
-        after = cluster.reaches(job, restores=1, lostSteps=4)
+    sidecar = Sidecar(controller, cluster, cluster.running_pod(job), job)
+    sidecar.report(step=5, incidents=[incident(1, "RESTORED", lost_steps=4, attempt=1)])
+    cluster.reaches(job, restores=1)
+    before = cluster.run(job)["metadata"]
+    cluster.delete("checkpointruns", before["name"])
+    after = cluster.reaches(job, restores=1, lostSteps=4)
     assert after["phase"] == "Training"
     assert cluster.run(job)["metadata"]["uid"] != before["uid"]
 
@@ -536,18 +554,16 @@ def test_nothing_of_a_users_is_ever_written(controller: ControllerProcess, clust
     paths = [cluster.path("jobs", "train")]
     paths += [cluster.path("pods", each["metadata"]["name"]) for each in (first, second)]
     before = [cluster.http("GET", path).document for path in paths]
-    with Sidecar(controller, cluster, first, job) as one, Sidecar(controller, cluster, second, job) as two:
-        incidents = [
-            incident(n + 1, kind) for n, kind in enumerate(("FENCED", "TRACKING_FAULT", "FELL_BACK"))
-        ]
-        one.beat(step=5, seq=1, committed=4, incidents=incidents)
-        two.beat(step=7, seq=1, committed=4, credentials_ok=False)
-        cluster.reaches(job, phase="Degraded", step=5)
-        for reason in ("Fenced", "TrackingFault", "FellBack", "CredentialsMissing"):
-            assert eventually(lambda reason=reason: cluster.events(reason), reason)
-        one.beat(step=9, seq=2, committed=8, attempt=2)
-        two.beat(step=9, seq=2, committed=8, attempt=2)
-        cluster.reaches(job, phase="Training")
+    one, two = (Sidecar(controller, cluster, each, job) for each in (first, second))
+    kinds = ("FENCED", "TRACKING_FAULT", "FELL_BACK")
+    one.report(step=5, seq=1, committed=4, incidents=[incident(n + 1, kind) for n, kind in enumerate(kinds)])
+    two.report(step=7, seq=1, committed=4, credentials_ok=False)
+    cluster.reaches(job, phase="Degraded", step=5)
+    for reason in ("Fenced", "TrackingFault", "FellBack", "CredentialsMissing"):
+        assert eventually(lambda reason=reason: cluster.events(reason), reason)
+    one.report(step=9, seq=2, committed=8, attempt=2)
+    two.report(step=9, seq=2, committed=8, attempt=2)
+    cluster.reaches(job, phase="Training")
     after = [cluster.http("GET", path).document for path in paths]
     assert after == before
     managers = {f["manager"] for each in after for f in each["metadata"]["managedFields"]}
@@ -602,13 +618,3 @@ def test_a_start_with_six_hundred_pods_and_a_cut_of_all_watches(busy: ApiServer,
         finally:
             if running.process is not None:
                 running.stop(signal.SIGKILL)
-
-
-def test_labels_select_runs_by_the_id_that_users_write(
-    controller: ControllerProcess, cluster: Cluster
-) -> None:
-    job = cluster.job("one", {cluster_name.RUN_ID: "ctr"})
-    eventually(lambda: cluster.run(job), "a CheckpointRun")
-    query = f"?labelSelector={cluster_name.RUN_ID}%3D{run_record.run_label('ctr')}"
-    items = cluster.http("GET", cluster.path("checkpointruns") + query).document["items"]
-    assert [each["spec"]["runId"] for each in items] == ["ctr"]

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet import sidecar_stream, token_review
+from deltashard_operator.fleet import token_review
 from deltashard_operator.fleet.token_review import (
     NotAuthentic,
     PodIdentity,
     Reviewer,
     ReviewUnavailable,
+    TooManyReviews,
     expires_at_s,
     identity_of,
 )
@@ -38,8 +39,8 @@ USER: dict[str, Any] = {
 GOOD: dict[str, Any] = {"authenticated": True, "user": USER, "audiences": [AUDIENCE]}
 
 
-def status(**changes: Any) -> client.V1TokenReviewStatus:
-    return client.V1TokenReviewStatus.from_dict(GOOD | changes)
+def status(**changes: Any) -> dict[str, Any]:
+    return GOOD | changes
 
 
 def token(**claims: Any) -> str:
@@ -82,9 +83,7 @@ class World:
 
 def test_only_a_bound_token_for_us_is_believed() -> None:
     """Everything that may be missing, is missing once."""
-    assert identity_of(status(), AUDIENCE) == PodIdentity(
-        namespace="team-a", pod="train-0", pod_uid="u-1", service_account="default"
-    )
+    assert identity_of(status(), AUDIENCE) == PodIdentity(namespace="team-a", pod="train-0", pod_uid="u-1")
     extra = USER["extra"]
     for changes in (
         {"authenticated": False, "error": "expired"},
@@ -108,12 +107,11 @@ def test_only_a_bound_token_for_us_is_believed() -> None:
 )
 def test_any_token_has_an_expiry_or_none(text: str) -> None:
     """Tokens are not ours to trust before the API has spoken, nor to stumble over after."""
-    found = expires_at_s(text)
-    assert found is None or isinstance(found, float)
-    assert expires_at_s(token(exp=17)) == 17.0
+    assert isinstance(expires_at_s(text, 1.0), float)
+    assert expires_at_s(token(exp=17), 1.0) == 17.0
 
 
-def test_good_answers_are_kept_until_the_token_expires_but_not_for_long() -> None:
+def test_good_answers_are_kept_until_the_token_expires() -> None:
     """By the shorter of both; then the API is asked again."""
 
     async def scenario(server: FixedAnswers) -> None:
@@ -167,10 +165,8 @@ def test_bad_answers_are_kept_for_a_moment() -> None:
         asyncio.run(scenario(server))
 
 
-@pytest.mark.parametrize(
-    ("code", "document"), [(403, {}), (500, {}), (429, {}), (201, {"audiences": "no list"})]
-)
-def test_an_api_that_answers_nonsense_is_unavailable(code: int, document: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("code", "document"), [(403, {}), (500, {}), (429, {}), (404, {})])
+def test_an_api_that_refuses_is_unavailable(code: int, document: dict[str, Any]) -> None:
     """Without the right to review, under load, broken: nobody is refused for it, and nothing is remembered."""
 
     async def scenario(server: FixedAnswers) -> None:
@@ -201,7 +197,8 @@ def test_all_who_ask_about_one_token_share_a_review_and_nobody_waits_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While the API hangs; one that gives up takes nothing from the others; the number that may wait is bounded."""
-    monkeypatch.setattr(token_review, "MAX_PENDING", 2)
+    monkeypatch.setattr(token_review, "MAX_PENDING", 3)
+    monkeypatch.setattr(token_review, "PEER_PENDING", 2)
 
     async def begun() -> None:
         for _ in range(3):  # turns of the loop: the caller, its review, the review's thread
@@ -215,8 +212,13 @@ def test_all_who_ask_about_one_token_share_a_review_and_nobody_waits_for_ever(
         monkeypatch.setattr(token_review, "REVIEW_S", 0.2)
         late = asyncio.create_task(world.reviewer.review(token(sub="another")))
         await begun()
-        with pytest.raises(ReviewUnavailable, match="too many"):
+        with pytest.raises(TooManyReviews):
             await world.reviewer.review(token(sub="a third"))
+        elsewhere = asyncio.create_task(world.reviewer.review(token(sub="a third"), "10.0.0.2"))
+        await begun()
+        with pytest.raises(TooManyReviews):
+            await world.reviewer.review(token(sub="a fourth"), "10.0.0.3")
+        elsewhere.cancel()
         with pytest.raises(ReviewUnavailable, match="did not answer"):
             await late
         asking.pop().cancel()
@@ -230,35 +232,9 @@ def test_all_who_ask_about_one_token_share_a_review_and_nobody_waits_for_ever(
         asyncio.run(scenario(proxy, server))
 
 
-def test_a_flood_of_garbage_is_cheap_and_takes_nothing_from_others() -> None:
-    """It has the form of tokens: a few are asked about, good answers stay in mind, other peers are not held up."""
-
-    async def scenario(server: FixedAnswers) -> None:
-        world = World(server.port)
-        good = token(sub="good")
-        assert (await world.reviewer.review(good, "10.0.0.1")).pod == "train-0"
-        server.body = body({"authenticated": False})
-        for n in range(3 * token_review.MAX_REFUSED):
-            with pytest.raises((NotAuthentic, ReviewUnavailable)):
-                await world.reviewer.review(token(sub=n), "10.0.0.9")
-        assert server.requests == 1 + token_review.MAX_BAD
-        assert world.counts["unavailable", "none"] == 3 * token_review.MAX_REFUSED - token_review.MAX_BAD
-        await world.reviewer.review(good, "10.0.0.9")
-        with pytest.raises(NotAuthentic):
-            await world.reviewer.review(token(sub="new"), "10.0.0.2")
-        world.now_s += token_review.WINDOW_S
-        with pytest.raises(NotAuthentic):
-            await world.reviewer.review(token(sub="new too"), "10.0.0.9")
-        assert world.counts["authentic", "cache"] == 1
-        world.reviewer.close()
-
-    with answering(GOOD) as server:
-        asyncio.run(scenario(server))
-
-
 def test_refused_tokens_take_no_room_from_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_review, "MAX_REFUSED", 3)
-    monkeypatch.setattr(token_review, "MAX_CACHED", 3)
+    monkeypatch.setattr(token_review, "MAX_BAD", 3)
+    monkeypatch.setattr(token_review, "MAX_GOOD", 3)
 
     async def scenario(server: FixedAnswers) -> None:
         world = World(server.port)
@@ -267,7 +243,7 @@ def test_refused_tokens_take_no_room_from_good_ones(monkeypatch: pytest.MonkeyPa
         for n in range(10):
             with pytest.raises(NotAuthentic):
                 await world.reviewer.review(token(sub=n), f"10.0.0.{n}")
-        assert len(world.reviewer._refused) == 3
+        assert len(world.reviewer._bad) == 3
         await world.reviewer.review(token(sub="good"))
         assert world.counts["authentic", "cache"] == 1
         world.reviewer.close()
@@ -276,24 +252,15 @@ def test_refused_tokens_take_no_room_from_good_ones(monkeypatch: pytest.MonkeyPa
         asyncio.run(scenario(server))
 
 
-def test_the_strangers_that_are_kept_in_mind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_review, "MAX_PEERS", 5)
-    found = token_review.Strangers()
-    for n in range(100):
-        found.refused(f"10.0.0.{n}")
-    assert len(found) == 5
-    assert sidecar_stream.host_of("ipv6:[::1]:51234") == "ipv6:[::1]"
-
-
 def test_the_cache_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that was not used for longest goes."""
-    monkeypatch.setattr(token_review, "MAX_CACHED", 3)
+    monkeypatch.setattr(token_review, "MAX_GOOD", 3)
 
     async def scenario(server: FixedAnswers) -> None:
         world = World(server.port)
         for name in ("a", "b", "c", "a", "d"):
             await world.reviewer.review(token(sub=name))
-        assert len(world.reviewer) == 3
+        assert len(world.reviewer._good) == 3
         before = server.requests
         await world.reviewer.review(token(sub="a"))
         assert server.requests == before

@@ -19,6 +19,7 @@ from kubernetes import client
 from tests.support.eventually import eventually
 from tests.support.operator.controller_api import Api, controller_of, job, pod
 from tests.support.operator.controller_process import ControllerProcess
+from tests.support.operator.fleet_service import posted
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.faulty_proxy import FixedAnswers
 
@@ -232,22 +233,27 @@ def test_a_controller_that_does_not_lead_writes_nothing() -> None:
     asyncio.run(scenario())
 
 
-def test_a_second_controller_waits_for_the_first_ones_end(
+def test_a_second_controller_stands_by_for_the_first_ones_end(
     apiserver: ApiServer, http: Rest, namespace: str, tmp_path: Path
 ) -> None:
-    """As processes: alive and not ready meanwhile, and at work as soon as the first lets go."""
+    """As processes: ready and at nobody's service meanwhile, and at work as soon as the first lets go."""
     first, second = (_controller(apiserver, tmp_path / each, namespace) for each in ("first", "second"))
+
+    def status(process: ControllerProcess) -> int:
+        url = f"https://localhost:{process.fleet_port}"
+        return posted(url, process.authority.pem, None, b"").status
+
     try:
         first.start()
         assert holder(http, namespace) == "first"
-        assert first.metric("deltashard_controller_leading") == 1
         second.start(ready=False)
-        eventually(lambda: "lease.waiting" in second.log, "the second one")
-        assert second.get("livez")[0] == 200
-        assert second.get("healthz")[0] == 503
-        assert second.metric("deltashard_controller_leading") == 0
-        assert first.stop() == 0, first.log
         eventually(lambda: second.get("healthz")[0] == 200, second.log)
+        eventually(lambda: "lease.waiting" in second.log, "the second one")
+        assert (first.get("healthz")[0], second.get("healthz")[0], second.get("livez")[0]) == (200, 200, 200)
+        assert (second.leads(), status(second)) == (False, 421)
+        eventually(lambda: status(first) == 401, "the first takes reports")
+        assert first.stop() == 0, first.log
+        eventually(lambda: second.leads() and status(second) == 401, second.log)
         assert holder(http, namespace) == "second"
         assert second.stop() == 0, second.log
         assert not holder(http, namespace)

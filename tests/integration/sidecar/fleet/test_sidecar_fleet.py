@@ -1,4 +1,4 @@
-"""A real sidecar and a heartbeat service: what it tells in a life, what it follows, and that nothing waits for it."""
+"""A real sidecar and who takes its reports: what it tells in a life, what it follows, and that nothing waits for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,35 @@ def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]
     }  # fmt: skip
 
 
-def heard(server: FleetServer, what: str, **expected: object) -> fleet.Heartbeat:
-    """Wait for a last heartbeat with these values."""
+def heard(server: FleetServer, what: str, **expected: object) -> fleet.ReportRequest:
+    """Wait for a last report of a pod with these values."""
     eventually(
-        lambda: all(getattr(server.last, name) == value for name, value in expected.items()),
+        lambda: all(getattr(server.last.pod, name) == value for name, value in expected.items()),
         timeout_s=DEADLINE_S,
         what=f"{what}, last heard: {server.last}",
     )
     return server.last
+
+
+def told(server: FleetServer, kind: fleet.IncidentKind) -> fleet.Incident:
+    """Wait for the one incident of a kind."""
+    eventually(lambda: server.incidents(kind), timeout_s=DEADLINE_S, what=str(kind))
+    (one,) = server.incidents(kind)
+    return one
+
+
+def over(server: FleetServer, name: str) -> fleet.SaveOver:
+    """Wait for how an ordered save ended."""
+    ends = lambda: {each.id: each for report in list(server.reports) for each in report.saves_over}  # noqa: E731
+    eventually(lambda: name in ends(), timeout_s=DEADLINE_S, what=f"the end of {name}")
+    return ends()[name]
+
+
+def fail_a_save(trainer: Trainer) -> None:
+    cut = trainer.begin()
+    cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
+    eventually(cut.over.is_set, what="aborted")
+    cut.outbox.put(None)
 
 
 def newest(url: str, run: str = "ns/job") -> Checkpoint:
@@ -81,9 +103,9 @@ def stored_as(entry: Checkpoint) -> set[str]:
 def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Waiting, training, a commit, a killed trainer, a restore, a failed save, closed in order."""
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
-        beat = heard(server, "waiting", phase=fleet.PHASE_WAITING)
-        assert (beat.run, beat.attempt, beat.store_ok, beat.credentials_ok) == ("ns/job", 0, True, True)
-        assert server.hellos[0].workload_uid == "w-1"
+        first = heard(server, "waiting", phase=fleet.PHASE_WAITING)
+        assert (first.pod.run, first.pod.attempt, first.pod.store_ok) == ("ns/job", 0, True)
+        assert (first.who.workload_uid, first.HasField("run")) == ("w-1", False)
         trainer = Trainer(process.socket, Model())
         heard(server, "attached", phase=fleet.PHASE_RESTORING)
         trainer.open()
@@ -91,12 +113,13 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         trainer.stepped()
         heard(server, "training", phase=fleet.PHASE_TRAINING, attempt=1)
         commit = trainer.save_and_commit()
-        eventually(lambda: server.last.last_commit.seq == commit.seq, timeout_s=DEADLINE_S, what="the commit")
-        beat = server.last
-        assert (beat.last_commit.step, beat.checkpoints) == (5, 1)
-        assert beat.last_commit_at_s == newest(url).at_s
-        assert beat.stored_bytes == commit.stored_bytes > 0
-        assert (beat.ranks[0].rank, beat.ranks[0].world_size) == (0, 1)
+        eventually(lambda: server.last.run.newest.seq == commit.seq, timeout_s=DEADLINE_S, what="the commit")
+        run, rank = server.last.run, server.last.pod.ranks[0]
+        assert (run.newest.step, run.checkpoint_count, rank.rank, rank.world_size) == (5, 1, 0, 1)
+        assert run.stored_bytes == commit.stored_bytes > 0
+        kept = run.checkpoints[0]
+        assert (kept.seq, kept.step, kept.bytes) == (commit.seq, 5, commit.stored_bytes)
+        assert 0 < run.newest_age_s == kept.age_s < DEADLINE_S
         # The trainer dies without a word (its lock goes with its descriptors), another takes its place.
         trainer.model.step = 7
         trainer.stepped()
@@ -104,43 +127,32 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         again = Trainer(process.socket, Model())
         opened = again.open()
         again.restore(opened.resume_seq)
-        eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_TRAINER_LOST), timeout_s=DEADLINE_S, what="lost"
-        )
-        eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_RESTORED), timeout_s=DEADLINE_S, what="restored"
-        )
-        (restored,) = server.incidents(fleet.INCIDENT_KIND_RESTORED)
+        told(server, fleet.INCIDENT_KIND_TRAINER_LOST)
+        restored = told(server, fleet.INCIDENT_KIND_RESTORED)
         assert (restored.step, restored.lost_steps, restored.cause) == (5, 2, "cache")
+        assert restored.attempt == opened.attempt
         assert "2 steps were lost" in restored.message
-        heard(server, "restored", phase=fleet.PHASE_TRAINING, restores=1)
-        cut = again.begin()
-        heard(server, "saving", phase=fleet.PHASE_SAVING)
-        cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
-        eventually(cut.over.is_set, what="aborted")
-        cut.outbox.put(None)
-        heard(server, "the failure", saves_failed=1, saves_failed_in_a_row=1)
-        eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED), timeout_s=DEADLINE_S, what="told"
-        )
-        (failed,) = server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)
-        assert failed.cause == "aborted"
+        heard(server, "restored", phase=fleet.PHASE_TRAINING)
+        fail_a_save(again)
+        assert told(server, fleet.INCIDENT_KIND_SAVE_FAILED).cause == "aborted"
+        assert heard(server, "the failure", saves_failed_in_a_row=1)
         again.model.step = 8
         again.stepped()
         again.save_and_commit()
-        heard(server, "counted anew", saves_failed=1, saves_failed_in_a_row=0)
+        heard(server, "counted anew", saves_failed_in_a_row=0)
         again.detach()
         heard(server, "closed", phase=fleet.PHASE_CLOSED)
         again.close()
         assert process.terminate() == 0
-    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).last_commit.step == 8
+    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).run.newest.step == 8
 
 
 def test_the_last_commit_is_told_though_the_pod_goes_at_once(
     tmp_path: Path, url: str, server: FleetServer
 ) -> None:
     """A Job that completes ends its sidecar moments after the last save: its controller still hears of that."""
-    patient = {"deltashard_sidecar.fleet.fleet_stream.NEWS_DEADLINE_S": DEADLINE_S}  # busier than a node
+    server.tell(next_s=300)
+    patient = {"deltashard_sidecar.fleet.report_client.LAST_DEADLINE_S": DEADLINE_S}  # busier than a node
     with sidecar(tmp_path, url, constants=patient, **flags(tmp_path, server)) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
@@ -151,12 +163,11 @@ def test_the_last_commit_is_told_though_the_pod_goes_at_once(
         trainer.detach()
         assert process.terminate() == 0
         trainer.close()
-    # Sent by then; the server may still be reading it.
-    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).last_commit.step == 9
+    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).run.newest.step == 9
 
 
 def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """Timer, the next cut's encodings, the trainer's notice, the heartbeat, the commit's metadata; older ones are void."""
+    """Timer, the next cut's encodings, the trainer's notice, the heartbeat, the commit's metadata; a bad one is void."""
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
@@ -166,7 +177,7 @@ def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server
         assert (first.begun.encoding, first.begun.state_encoding) == ("fp32", "fp32")
         heard(server, "connected", attempt=1)
         policy = pb.Policy(every_steps=40, encoding="q4", differential="full", state_encoding="bf16")
-        server.tell(directive=fleet.Directive(generation=2, policy=policy))
+        server.tell(directive=fleet.Directive(id=2, policy=policy))
         heard(server, "in force", directive=2)
         # The cut that has begun stays what it was.
         first.write_all()
@@ -176,9 +187,10 @@ def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server
         assert KEY not in newest(url).metadata
         eventually(lambda: line[SAVE_AT_STEP] == 40, what="the timer follows")
         assert [p.encoding for p in trainer.policies] == ["q4"]
-        assert server.last.policy.every_steps == 40
-        server.tell(directive=fleet.Directive(generation=1, policy=pb.Policy(encoding="q2")))
-        server.tell(directive=fleet.Directive(generation=9, policy=pb.Policy(encoding="nonsense")))
+        assert server.last.run.policy.every_steps == 40
+        server.tell(directive=fleet.Directive(id=9, policy=pb.Policy(encoding="nonsense")))
+        reports = len(server.reports)
+        eventually(lambda: len(server.reports) > reports + 1, timeout_s=DEADLINE_S, what="it was answered so")
         cut = trainer.begin()
         assert (cut.begun.encoding, cut.begun.state_encoding) == ("q4", "bf16")
         assert not cut.begun.HasField("covers"), "full: every cut is a baseline"
@@ -189,7 +201,7 @@ def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server
         assert "q4" in stored_as(entry)
         assert "full" in entry.directive
         recorded = json.loads(entry.metadata[KEY])
-        assert (recorded["generation"], recorded["workload"]) == (2, "w-1")
+        assert (recorded["id"], recorded["workload"]) == (2, "w-1")
         assert recorded["policy"] == {
             "every_steps": 40, "encoding": "q4", "differential": "full", "state_encoding": "bf16"
         }  # fmt: skip
@@ -209,7 +221,7 @@ def test_a_restart_without_a_controller_keeps_the_directive(
         trainer = Trainer(process.socket, Model())
         trainer.open()
         heard(server, "connected", attempt=1)
-        server.tell(directive=fleet.Directive(generation=4, policy=pb.Policy(every_steps=25, encoding="q8")))
+        server.tell(directive=fleet.Directive(id=4, policy=pb.Policy(every_steps=25, encoding="q8")))
         heard(server, "in force", directive=4)
         trainer.save_and_commit()
         trainer.close()
@@ -236,23 +248,65 @@ def test_a_restart_without_a_controller_keeps_the_directive(
         other.close()
 
 
-def test_save_now_reaches_the_trainer(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """Urgent as an eviction is, or at the next step."""
+def test_an_ordered_save_is_carried_out_once(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """By the next cut, with its pin; one that fails or comes too late is told as well, and a restart repeats none."""
+    first = fleet.SaveOrder(id="u-1", reason="request", pin="release")
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        server.tell(saves=[first, fleet.SaveOrder(id="late", reason="request", deadline_s=0.1)])
+        assert over(server, "late").outcome == fleet.SaveOver.OUTCOME_EXPIRED
         trainer = Trainer(process.socket, Model())
-        trainer.open()
-        heard(server, "connected", attempt=1)
-        server.tell(save_now=fleet.SaveRequested(reason="user"))
-        eventually(lambda: trainer.urgent, what="asked")
-        assert (trainer.urgent[0].reason, trainer.urgent[0].urgent) == ("user", False)
-        server.tell(save_now=fleet.SaveRequested(reason="drain", urgent=True, deadline_s=9))
-        eventually(lambda: len(trainer.urgent) == 2, what="asked again")
+        trainer.open()  # only now is there a trainer to be asked
+        eventually(lambda: trainer.urgent, timeout_s=DEADLINE_S, what="asked")
+        assert [(each.reason, each.urgent) for each in trainer.urgent] == [("request", False)]
+        commit = trainer.save_and_commit()
+        end = over(server, "u-1")
+        assert (end.outcome, end.seq) == (fleet.SaveOver.OUTCOME_COMMITTED, commit.seq)
+        assert newest(url).pins == ("release",)
+        eventually(lambda: list(server.last.run.checkpoints[0].pins) == ["release"], timeout_s=DEADLINE_S)
+        server.tell(saves=[fleet.SaveOrder(id="drain/n/1", reason="drain", urgent=True, deadline_s=60)])
+        eventually(lambda: len(trainer.urgent) == 2, timeout_s=DEADLINE_S, what="asked again")
         assert (trainer.urgent[1].reason, trainer.urgent[1].urgent) == ("drain", True)
+        fail_a_save(trainer)
+        end = over(server, "drain/n/1")
+        assert (end.outcome, end.cause) == (fleet.SaveOver.OUTCOME_FAILED, "aborted: veto")
+        process.kill()
+    server.reports.clear()
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        server.tell(saves=[first])
+        again = Trainer(process.socket, Model(), attempt=trainer.attempt)
+        assert over(server, "u-1").seq == commit.seq
+        assert not again.urgent
+        again.close()
+    trainer.close()
+
+
+def test_a_sidecar_without_rank_0_carries_an_order_out(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """Ranks cut together, so that any of them may ask; told to, it speaks for the run."""
+    server.tell(speaks=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        trainer = Trainer(process.socket, Model(), rank=1, world_size=2, attempt=1, layout="0" * 32)
+        eventually(lambda: trainer.urgent, timeout_s=DEADLINE_S, what="asked")
+        eventually(lambda: server.last.HasField("run"), timeout_s=DEADLINE_S, what="it speaks")
         trainer.close()
 
 
+def test_a_nudge_has_it_report(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """On the metrics port, without a word or a secret; nothing else is served there but metrics."""
+    server.tell(next_s=300)
+    with sidecar(tmp_path, url, metrics_port=0, metrics_host="::", **flags(tmp_path, server)) as process:
+        eventually(lambda: server.reports, timeout_s=DEADLINE_S, what="the first report")
+        port = process.ready()["metrics_port"]
+        for address in ("127.0.0.1", "[::1]"):
+            nudge = urllib.request.Request(f"http://{address}:{port}/v1/report", method="POST")
+            with urllib.request.urlopen(nudge, timeout=DEADLINE_S) as answer:
+                assert (answer.status, answer.read()) == (202, b"")
+        eventually(lambda: len(server.reports) == 2, timeout_s=DEADLINE_S, what="the nudged report")
+        assert "deltashard_fleet_connected 1.0" in process.metrics_page()
+    assert len(server.reports) <= 3, "two nudges at once are one, and the last word"
+
+
 def test_a_controller_restart_loses_nothing(tmp_path: Path, url: str, authority: Authority) -> None:
-    """Saves go on meanwhile; the next controller hears where the run is and of every incident in between."""
+    """Saves go on meanwhile; the next controller hears where the run is and of what happened in between."""
     first = FleetServer(authority, port=free_port())  # nobody takes it meanwhile
     with first, sidecar(tmp_path, url, **flags(tmp_path, first)) as process:
         trainer = Trainer(process.socket, Model())
@@ -260,20 +314,15 @@ def test_a_controller_restart_loses_nothing(tmp_path: Path, url: str, authority:
         heard(first, "connected", attempt=1)
         first.close()
         for _ in range(3):
-            cut = trainer.begin()
-            cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
-            eventually(cut.over.is_set, what="aborted")
-            cut.outbox.put(None)
+            fail_a_save(trainer)
         commit = trainer.save_and_commit()
         with FleetServer(authority, port=first.port) as second:
+            eventually(lambda: second.reports, timeout_s=120.0, what="a report")
+            assert sum(each.count for each in second.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)) == 3
             eventually(
-                lambda: len(second.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)) == 3,
-                timeout_s=120.0,
-                what="the incidents in between",
+                lambda: second.last.run.newest.seq == commit.seq, timeout_s=DEADLINE_S, what="where it is"
             )
-            heard(second, "where it is", saves_failed=3)
-            assert second.last.last_commit.seq == commit.seq
-            assert second.hellos[-1].process == first.hellos[-1].process
+            assert second.last.process == first.last.process
         trainer.close()
 
 
@@ -281,7 +330,7 @@ def test_nothing_waits_for_a_controller_that_is_silent(tmp_path: Path, url: str,
     """One that accepts connections and never says a word: saves commit, the sidecar ends in time."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_flags = flags(tmp_path, server) | {"fleet": f"localhost:{silent.getsockname()[1]}"}
-        for_ever = {"deltashard_sidecar.fleet.fleet_stream.WELCOME_DEADLINE_S": 86400.0}
+        for_ever = {"deltashard_sidecar.fleet.report_client.DEADLINE_S": 86400.0}
         with sidecar(tmp_path, url, metrics_port=0, constants=for_ever, **silent_flags) as process:
             trainer = Trainer(process.socket, Model())
             trainer.open()
@@ -308,10 +357,7 @@ def test_fenced_by_another_pod_is_told(tmp_path: Path, url: str, server: FleetSe
             trainer.save_and_commit()
         eventually(lambda: trainer.fenced, what="the notice")
         assert trainer.fenced[0].taken_over
-        eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_FENCED), timeout_s=DEADLINE_S, what="the incident"
-        )
-        assert server.incidents(fleet.INCIDENT_KIND_FENCED)[0].cause == "taken_over"
+        assert told(server, fleet.INCIDENT_KIND_FENCED).cause == "taken_over"
         trainer.close()
 
 
@@ -337,9 +383,7 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             step(ckpt)
             assert ckpt.save().wait(DEADLINE_S).baseline
             server.tell(
-                directive=fleet.Directive(
-                    generation=1, policy=pb.Policy(encoding="q4", state_encoding="bf16")
-                )
+                directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q4", state_encoding="bf16"))
             )
             heard(server, "in force", directive=1)
             eventually(
@@ -353,8 +397,8 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             assert ckpt.save().wait(DEADLINE_S).baseline, (
                 "a tracking fault makes the next save hold every row"
             )
-            eventually(lambda: server.incidents(fleet.INCIDENT_KIND_TRACKING_FAULT), timeout_s=DEADLINE_S)
-            server.tell(save_now=fleet.SaveRequested(reason="user"))
+            told(server, fleet.INCIDENT_KIND_TRACKING_FAULT)
+            server.tell(saves=[fleet.SaveOrder(id="u-1", reason="request")])
             before = ckpt.stats.commits
             eventually(
                 lambda: step(ckpt) or ckpt.stats.commits > before, timeout_s=DEADLINE_S, what="saved now"

@@ -155,7 +155,7 @@ def test_the_sidecar_takes_the_environment(run_id: str | None) -> None:
     assert str(read.socket_path) == "/run/deltashard/sidecar.sock"
     assert (read.arena_bytes, read.encoding, read.every_s) == (256 << 20, "q8", 300.0)
     assert read.cache_bytes == (4 << 30) * 9 // 10
-    fields = {f"DELTASHARD_{name.upper()}" for name, *_ in settings.entries()}
+    fields = {settings.variable_of(name) for name in settings.Settings.__dataclass_fields__}
     ours = {name for name in values if name.startswith("DELTASHARD_")} - fields
     assert ours <= {
         "DELTASHARD_WORKLOAD_KIND",

@@ -67,6 +67,6 @@ def test_only_a_commit_leads_to_committed() -> None:
 
 
 def test_the_page_in_docs_is_fresh() -> None:
-    """Regenerate with `python -m deltashard_sidecar.main reference docs/reference`."""
+    """Regenerate: `from deltashard_sidecar.save.lifecycle import reference`, and write what it returns."""
     assert set(MEANING) == set(SaveEvent)
     assert DOCS.read_text() == reference()

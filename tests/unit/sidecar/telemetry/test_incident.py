@@ -31,23 +31,42 @@ def incidents(metrics: Metrics) -> Incidents:
 
 
 def failed(incidents: Incidents, number: int) -> None:
-    incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause="error", message=str(number), step=number)
+    incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause=f"error{number}", message=str(number), step=number)
 
 
-def test_they_are_kept_until_acknowledged_and_the_oldest_go_first(
-    incidents: Incidents, metrics: Metrics
-) -> None:
+def test_they_are_kept_until_told_and_the_oldest_go_first(incidents: Incidents, metrics: Metrics) -> None:
     """At most LIMIT; what went unheard is counted; ids never repeat."""
     for number in range(LIMIT + 3):
         failed(incidents, number)
     assert [i.step for i in incidents.kept()] == list(range(3, LIMIT + 3))
     assert metrics.registry.get_sample_value("deltashard_incidents_dropped_total") == 3
-    incidents.acknowledge(incidents.kept()[-2].id)
+    incidents.told(incidents.kept()[-2].id)
     assert [i.step for i in incidents.kept()] == [LIMIT + 2]
-    incidents.acknowledge(1)
+    incidents.told(1)
     assert len(incidents.kept()) == 1
     failed(incidents, 99)
     assert incidents.kept()[-1].id == LIMIT + 4
+
+
+def test_what_happens_again_is_counted_up_until_it_is_on_its_way(incidents: Incidents) -> None:
+    """A restore is one of its attempt; what a report under way has is not changed behind it."""
+    for kind in (fleet.INCIDENT_KIND_RESTORED, fleet.INCIDENT_KIND_FENCED):
+        for message in ("a", "b"):
+            incidents.add(kind, cause="store", message=message)
+    assert [(i.id, i.count, i.message) for i in incidents.kept(sent=True)] == [
+        (1, 1, "a"),
+        (2, 1, "b"),
+        (3, 2, "b"),
+    ]
+    incidents.add(fleet.INCIDENT_KIND_FENCED, cause="store", message="c")
+    incidents.told(3)
+    assert [(i.id, i.count) for i in incidents.kept()] == [(4, 1)]
+    incidents.kept(sent=True)
+    incidents.told(0)
+    incidents.add(fleet.INCIDENT_KIND_FENCED, cause="store", message="d")
+    incidents.kept()[0].at_s -= 601
+    incidents.add(fleet.INCIDENT_KIND_FENCED, cause="store", message="e")
+    assert [(i.id, i.count) for i in incidents.kept()] == [(4, 2), (5, 1)]
 
 
 def test_long_messages_are_clipped(incidents: Incidents) -> None:

@@ -1,10 +1,11 @@
-"""How often a workload opened its run, by the attempts in the log."""
+"""What of a report is news, and how often a workload opened its run, by the attempts in the log."""
 
 from __future__ import annotations
 
 import pytest
 from deltashard_checkpoint.log.run_state import Attempt, RunState
-from deltashard_sidecar.fleet.standing import openings
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_sidecar.fleet.report import is_news, openings
 
 
 def state(*attempts: tuple[int, str, int | None, int | None, int]) -> RunState:
@@ -42,3 +43,25 @@ def test_openings(more: list[tuple[int, str, int | None, int | None, int]], coun
 
 def test_an_attempt_that_is_not_in_the_log_yet() -> None:
     assert openings(state(FIRST), 7) == 0
+
+
+def test_news_is_what_people_wait_for() -> None:
+    """Neither a step nor a number is; nor that something told is not said again."""
+    told = fleet.ReportRequest(
+        pod=fleet.PodState(phase=fleet.PHASE_TRAINING, store_ok=True, ranks=[fleet.Rank(step=1)]),
+        incidents=[fleet.Incident(id=7)],
+    )
+    for change, news in (
+        ({"pod": fleet.PodState(ranks=[fleet.Rank(step=9)], saves_failed_in_a_row=2)}, False),
+        ({"pod": fleet.PodState(phase=fleet.PHASE_CLOSED)}, True),
+        ({"pod": fleet.PodState(attempt=4)}, True),
+        ({"pod": fleet.PodState(credentials_ok=True)}, True),
+        ({"pod": fleet.PodState(directive=2)}, True),
+        ({"incidents": [fleet.Incident(id=8)]}, True),
+        ({"saves_over": [fleet.SaveOver(id="u")]}, True),
+    ):
+        now = fleet.ReportRequest()
+        now.CopyFrom(told)
+        now.MergeFrom(fleet.ReportRequest(**change))
+        assert is_news(now, told) is news, change
+    assert not is_news(fleet.ReportRequest(pod=told.pod), told)

@@ -1,11 +1,10 @@
-"""What happened in this sidecar, counted and kept for the controller; `standing` makes the heartbeat of it.
+"""What happened in this sidecar, kept for the controller; `fleet.report` tells it.
 
 The pipeline calls the short methods below; none waits, none asks the store.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 
 from deltashard_proto.cause import Cause
@@ -21,15 +20,12 @@ FENCED = frozenset({Cause.FENCED, Cause.TAKEN_OVER})
 
 
 class Activity:
-    """Counters and incidents of one sidecar. Thread-safe."""
+    """Incidents of one sidecar, and how its last save and trainer ended. Each write is a single store."""
 
     def __init__(self, incidents: Incidents) -> None:
         self.incidents = incidents
-        self.restores = 0
-        self.saves_failed = 0
         self.failed_in_a_row = 0
         self.closed_in_order = False
-        self._lock = threading.Lock()
 
     def attached(self) -> None:
         self.closed_in_order = False
@@ -62,22 +58,20 @@ class Activity:
 
     def restored(self, session: Session, *, step: int, source: str) -> None:
         attempt = session.attempt
-        if not attempt.handed_over():
+        if not attempt.handed_over() or session.who.rank != 0:  # one restore of a run, however many ranks
             return
-        with self._lock:
-            self.restores += 1
-        if session.who.rank == 0:  # one restore of a run, however many ranks
-            seconds = time.monotonic() - attempt.asked_s
-            who = "the trainer" if attempt.number is None else f"attempt {attempt.number}"
-            self.incidents.add(
-                fleet.INCIDENT_KIND_RESTORED,
-                cause=source,
-                message=f"{who} continues from step {step}, {attempt.lost_steps} steps were lost; "
-                f"read from the {source} in {seconds:.1f} s",
-                step=step,
-                lost_steps=attempt.lost_steps,
-                seconds=seconds,
-            )
+        seconds = time.monotonic() - attempt.asked_s
+        who = "the trainer" if attempt.number is None else f"attempt {attempt.number}"
+        self.incidents.add(
+            fleet.INCIDENT_KIND_RESTORED,
+            cause=source,
+            message=f"{who} continues from step {step}, {attempt.lost_steps} steps were lost; "
+            f"read from the {source} in {seconds:.1f} s",
+            step=step,
+            lost_steps=attempt.lost_steps,
+            seconds=seconds,
+            attempt=attempt.number or 0,
+        )
 
     def tracking_fault(self, tables: int, *, step: int) -> None:
         """The trainer's audit found rows that changed without a mark."""
@@ -93,16 +87,10 @@ class Activity:
         self.incidents.add(fleet.INCIDENT_KIND_FENCED, cause=cause, message=message, step=step)
 
     def ended(self, save: Save) -> None:
-        with self._lock:
-            if save.commit is not None:
-                self.failed_in_a_row = 0
-                return
-            self.saves_failed += 1
-            self.failed_in_a_row += 1
+        if save.commit is not None:
+            self.failed_in_a_row = 0
+            return
+        self.failed_in_a_row += 1
         cause, message = save.failure
-        if cause in FENCED:
-            self.fenced(cause, message, step=save.cut.step)
-        else:
-            self.incidents.add(
-                fleet.INCIDENT_KIND_SAVE_FAILED, cause=cause, message=message, step=save.cut.step
-            )
+        kind = fleet.INCIDENT_KIND_FENCED if cause in FENCED else fleet.INCIDENT_KIND_SAVE_FAILED
+        self.incidents.add(kind, cause=cause, message=message, step=save.cut.step)

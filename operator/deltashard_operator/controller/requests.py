@@ -1,0 +1,173 @@
+"""CheckpointRequests: follows them, has their saves ordered, writes what came of them, removes them in the end.
+
+What a request is and becomes, `run.request` says. An order is open in `run.order` until the status that says how it
+ended is written, so that a sidecar reports the end again to a controller that starts in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import structlog
+from deltashard_checkpoint.vocabulary import RUN_PER_POD
+
+from deltashard_operator.controller.run_book import Entries, Entry
+from deltashard_operator.controller.status import ROOT, StatusRefused
+from deltashard_operator.controller.write_queue import Rank
+from deltashard_operator.fleet.report import RunKey, SaveOver
+from deltashard_operator.kube.call import MERGE, Answer, Caller
+from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
+from deltashard_operator.run import request as requests
+from deltashard_operator.run import run_record
+from deltashard_operator.run.request import Facts, Request, RequestPhase
+
+PLURAL = "checkpointrequests"
+LOOK_S = 1.0
+Document = Mapping[str, Any]
+_log = structlog.get_logger("deltashard.requests")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """A request, and what the API has of it."""
+
+    request: Request
+    version: str
+    written: Mapping[str, Any]
+    ordered: RunKey | None = None
+    """The run of which its save is ordered."""
+    over: dict[RunKey, SaveOver] = field(default_factory=dict)
+    """What sidecars report of its save."""
+
+
+class Requests:
+    """All requests of a controller; on its loop."""
+
+    def __init__(
+        self, books: Entries, *, call: Caller, keep_finished_s: float, wall: Callable[[], float]
+    ) -> None:
+        """`keep_finished_s`: a request is removed so long after its end."""
+        self._books = books
+        self._call = call
+        self._keep_finished_s = keep_finished_s
+        self._wall = wall
+        self._known: dict[str, _Known] = {}
+        """By UID."""
+        self._looked_s = float("-inf")
+        self.kind = WatchedKind("requests", f"{ROOT}/{PLURAL}", self.on_request, self.request_gone)
+        """What is to be watched."""
+
+    def on_request(self, document: Document) -> None:
+        """A request is there, or changed. Its spec never does, and its status is ours."""
+        if document["metadata"]["uid"] not in self._known:
+            self._read(document)
+
+    def _read(self, document: Document) -> None:
+        metadata = document["metadata"]
+        known = self._known.get(metadata["uid"])
+        self._known[metadata["uid"]] = _Known(
+            request=requests.request_of(document),
+            version=metadata["resourceVersion"],
+            written=document.get("status") or {},
+            ordered=known.ordered if known is not None else None,
+            over=known.over if known is not None else {},
+        )
+        self._looked_s = float("-inf")
+
+    def request_gone(self, key: ObjectKey, _last: Document | None) -> None:
+        self._known.pop(key.uid, None)
+        self._books.orders.close(key.uid)
+        self._books.queue.forget((PLURAL, key.uid))
+
+    def over(self, run_key: RunKey, said: SaveOver) -> None:
+        """A sidecar of this run reports how an order ended: a request's, or another one's."""
+        known = self._known.get(said.id)
+        if known is None:
+            self._books.orders.close(said.id, run_key)
+        elif known.request.open and known.request.namespace == run_key[0]:
+            known.over[run_key] = said
+            self._looked_s = float("-inf")
+
+    def tick(self) -> None:
+        """Draw conclusions, when it is time; to be called when everything that there is was seen."""
+        now_s = self._wall()
+        if abs(now_s - self._looked_s) < LOOK_S:
+            return
+        self._looked_s = now_s
+        open_ = [each for each in self._known.values() if each.request.open]
+        by_id = self._books.newest_by_id() if open_ else {}
+        by_name = {(each.run.workload.namespace, each.run.name): each for each in self._books if open_}
+        for known in self._known.values():
+            if known.request.open:
+                key = known.request.namespace, known.request.run
+                entry = by_name.get(key) or by_id.get(key)
+                self._judge(known, self._books.holder(entry) if entry is not None else None, now_s)
+            self._offer(known, now_s)
+
+    def _judge(self, known: _Known, entry: Entry | None, now_s: float) -> None:
+        request, orders, facts = known.request, self._books.orders, Facts(now_s=now_s)
+        if entry is not None:
+            run = entry.run
+            facts = Facts(
+                now_s=now_s,
+                run=run.name,
+                finished=run.finished,
+                per_pod=run.wish.runs == RUN_PER_POD,
+                room=orders.has(run.key, request.uid) or not orders.full(run.key),
+                over=known.over.get(run.key),
+            )
+        known.request = found = requests.judged(request, facts)
+        if entry is not None and found.phase is RequestPhase.ORDERED and known.ordered != entry.run.key:
+            orders.close(found.uid)
+            known.ordered = entry.run.key
+            orders.open(entry.run.key, found.order, found.until_s)
+            self._books.nudge(entry)
+        if found.phase is not request.phase:
+            _log.info(
+                "request.moved",
+                namespace=found.namespace,
+                request=found.name,
+                phase=found.phase.value,
+                why=found.message,
+            )
+
+    def _offer(self, known: _Known, now_s: float) -> None:
+        key, request = (PLURAL, known.request.uid), known.request
+        if requests.status(request) != known.written:
+            self._books.queue.offer(key, Rank.ORDER, partial(self._write, known))
+        elif not request.open and now_s - request.finished_s > self._keep_finished_s:
+            self._books.queue.offer(key, Rank.COMMIT, partial(self._remove, known))
+
+    async def _write(self, known: _Known) -> None:
+        request = known.request
+        wanted = requests.status(request)
+        metadata = {"uid": request.uid, "resourceVersion": known.version}
+        body = {"metadata": metadata, "status": run_record.patch(known.written, wanted)}
+        answer = await self._call("PATCH", f"{_path(request)}/status", body, content=MERGE, tries=2)
+        if answer.status == 409:  # somebody else wrote it: what is known is judged again
+            answer = await self._call("GET", _path(request))
+            if answer.ok and answer.document["metadata"]["uid"] == request.uid:
+                self._read(answer.document)
+        elif answer.ok:
+            known.written, known.version = wanted, answer.document["metadata"]["resourceVersion"]
+            if not request.open:
+                self._books.orders.close(request.uid)
+        _check(answer, request)
+
+    async def _remove(self, known: _Known) -> None:
+        request = known.request
+        answer = await self._call("DELETE", _path(request), {"preconditions": {"uid": request.uid}})
+        _check(answer, request)
+
+
+def _path(request: Request) -> str:
+    return f"{ROOT}/namespaces/{request.namespace}/{PLURAL}/{request.name}"
+
+
+def _check(answer: Answer, request: Request) -> None:
+    """What is gone is heard of by the watch."""
+    if not answer.ok and answer.status not in {404, 409}:
+        raise StatusRefused(answer.sentence, where=_path(request))

@@ -1,0 +1,63 @@
+"""Saves that somebody asked for and that are not over: for a CheckpointRequest, or before a node is drained.
+
+An order is known by its run and its id. It is named in every answer to who speaks for the run until it is closed or its
+time is over; naming it again changes nothing. Nothing here is durable: a request's order is opened again from the
+CheckpointRequest by the next controller, a drain's lives for a minute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deltashard_operator.fleet.report import MAX_ORDERS, RunKey, SaveOrder
+
+MAX_RUNS = 10_000
+"""Runs with open orders; a drain of more is not ordered for the others."""
+
+
+class Orders:
+    """Open orders of all runs. Times are the controller's clock."""
+
+    def __init__(self) -> None:
+        self._open: dict[RunKey, dict[str, tuple[SaveOrder, float]]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(each) for each in self._open.values())
+
+    def open(self, run_key: RunKey, order: SaveOrder, until_s: float) -> bool:
+        """Order this save until then, or change the order of this id; False: there are too many."""
+        if self.full(run_key) and not self.has(run_key, order.id):
+            return False
+        self._open.setdefault(run_key, {})[order.id] = order, until_s
+        return True
+
+    def close(self, order_id: str, run_key: RunKey | None = None) -> None:
+        """The order is over, for this run or for all that have it."""
+        for key in [run_key] if run_key is not None else list(self._open):
+            orders = self._open.get(key, {})
+            orders.pop(order_id, None)
+            if not orders:
+                self._open.pop(key, None)
+
+    def full(self, run_key: RunKey) -> bool:
+        """Whether the run takes no other order now."""
+        return len(self._open.get(run_key, ())) >= MAX_ORDERS or (
+            run_key not in self._open and len(self._open) >= MAX_RUNS
+        )
+
+    def forget(self, run_key: RunKey) -> None:
+        """The run is over."""
+        self._open.pop(run_key, None)
+
+    def has(self, run_key: RunKey, order_id: str) -> bool:
+        return order_id in self._open.get(run_key, ())
+
+    def of(self, run_key: RunKey, now_s: float) -> tuple[SaveOrder, ...]:
+        """The run's open orders, the oldest first, with the time each has left; those whose time is over are closed."""
+        for order_id, (_, until_s) in list(self._open.get(run_key, {}).items()):
+            if until_s <= now_s:
+                self.close(order_id, run_key)
+        return tuple(
+            replace(order, deadline_s=until_s - now_s)
+            for order, until_s in self._open.get(run_key, {}).values()
+        )

@@ -1,0 +1,94 @@
+"""Which ranks of a run are there. Pure.
+
+How many there should be, the ranks of the newest attempt say by their world size; a group that came together anew with
+fewer is complete again. Ranks count as missing only where every pod that can hold one is heard. Where each pod is a run
+of its own nobody is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deltashard_operator.fleet import report
+from deltashard_operator.run.observed_object import NodeView, PodView
+from deltashard_operator.run.watched_run import NO_NODES, OTHERS_BEAT_S, SILENT_BEATS, Heard, Run, heard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPresence:
+    """The ranks of a run."""
+
+    expected: int = 0
+    """How many there should be; 0: not known."""
+    present: int = 0
+    """How many are attached to a sidecar that is heard."""
+    missing: bool = False
+    """Whether some are known to be away."""
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self.expected <= self.present
+
+    @property
+    def sentence(self) -> str:
+        """What people read, such as `7/8`; empty where nothing is known."""
+        return f"{self.present}/{self.expected}" if self.expected else ""
+
+
+NOBODY = RankPresence()
+
+
+def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> RankPresence:
+    """Ranks of a run by the reports that are heard; `nodes`: those that are not ready hold no rank."""
+    if run.per_pod:
+        return NOBODY
+    live = {uid: each.pod for uid, each in heard(run, now_s, nodes).items() if run.pods[uid].alive}
+    newest = max((pod.attempt for pod in live.values() if pod.ranks), default=0)
+    group = [pod for pod in live.values() if pod.attempt in (0, newest)]  # 0: it is being opened
+    sizes = [rank.world_size for pod in group if pod.attempt == newest for rank in pod.ranks]
+    expected = max(sizes, default=run.progress.world_size)
+    there = {
+        rank.rank
+        for pod in group
+        for rank in pod.ranks
+        if rank.world_size == expected and rank.rank < expected
+    }
+    present = len(there)
+    if expected == run.progress.world_size and not is_known(run, now_s, nodes):
+        present = max(present, run.progress.ranks_present)  # nobody is gone because a controller starts
+    away = expected > 1 and len(there) < expected and _all_open(run, live, nodes)
+    return RankPresence(expected=expected, present=present, missing=away)
+
+
+def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
+    """Whether this controller has heard every pod that can hold a rank, or has listened for long enough."""
+    if run.heard_since_s and now_s - run.heard_since_s > SILENT_BEATS * OTHERS_BEAT_S:
+        return True
+    return all(uid in run.heard for uid, pod in run.pods.items() if _can_hold(pod, nodes))
+
+
+def phases(
+    run: Run, live: Mapping[str, Heard], presence: RankPresence, *, known: bool
+) -> frozenset[report.Phase]:
+    """Phases of the sidecars that count: one without a trainer does not, unless ranks are known to be missing."""
+    every = frozenset(each.pod.phase for each in live.values())
+    holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)
+    if run.per_pod or (known and not presence.complete):
+        return every
+    return holding or (every if known else frozenset())
+
+
+def _all_open(run: Run, live: Mapping[str, report.PodState], nodes: Mapping[str, NodeView]) -> bool:
+    """Whether every pod that can hold a rank is heard, and none of their trainers has closed in good order."""
+    return all(
+        uid in live and live[uid].phase is not report.Phase.CLOSED
+        for uid, pod in run.pods.items()
+        if _can_hold(pod, nodes)
+    )
+
+
+def _can_hold(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
+    """Whether a trainer may be in this pod: one ever ran there, it lives, and its node is not known to be lost."""
+    node = nodes.get(pod.node)
+    return pod.alive and pod.started and (node is None or node.ready)

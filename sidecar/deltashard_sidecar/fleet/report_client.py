@@ -1,0 +1,211 @@
+"""The client of the controller: one thread that reports, and takes what is answered. Nothing waits for it.
+
+Every call is a connection of its own: TLS against the injected authority, the token as the file holds it now, no proxy,
+no redirect, `DEADLINE_S` for all of it. One is under way at a time, and an answer that comes later is dropped: the next
+report says it all again. Whatever goes wrong is counted by cause, and logged when the cause changes; `report_schedule`
+says when to come again. Without a controller training, saves and restores go on, under the newest commit's directive.
+"""
+
+from __future__ import annotations
+
+import http.client
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from google.protobuf.message import DecodeError
+
+from deltashard_sidecar import policy
+from deltashard_sidecar.fleet.report import SidecarState, is_news, who
+from deltashard_sidecar.fleet.report_schedule import ReportSchedule
+from deltashard_sidecar.telemetry.structured_logging import explain
+
+PATH = "/v1/report"
+DEADLINE_S = 10.0
+LOOK_S = 0.5
+"""Between looks whether there is news."""
+LAST_DEADLINE_S = 3.0
+"""For the last report, at the end; a controller that listens takes milliseconds."""
+MAX_ANSWER = 1 << 20
+MAX_OVER = 8
+"""Ends of ordered saves in one report."""
+
+
+class NoToken(Exception):
+    """The token's file cannot be read."""
+
+
+CAUSES = {
+    401: "unauthenticated",
+    403: "denied",
+    404: "unknown_pod",
+    421: "not_leading",
+    429: "busy",
+    503: "busy",
+}
+"""Of the metric, by the answer's status; others are `protocol`."""
+FAULTS = (
+    (NoToken, "token"),
+    (ssl.SSLCertVerificationError, "verification"),
+    (DecodeError, "protocol"),
+    ((OSError, http.client.HTTPException), "unreachable"),
+)
+"""... by what kept an answer away; whatever else did is `other`."""
+
+
+class ReportClient:
+    """The thread; `nudge` may be called from any other."""
+
+    def __init__(self, side: SidecarState) -> None:
+        self._side = side
+        self._settings = side.settings
+        self._log = side.log
+        self._metrics = side.metrics
+        self._who = who(side.settings)
+        self._process = secrets.token_hex(8)
+        self._sequence = 0
+        self._told = fleet.ReportRequest()
+        """The last report that was taken."""
+        self._speaks = False
+        self._bare = False
+        """The last report broke the contract: what may be of the outside in it stays out of the next."""
+        self._said = "nothing"
+        """How the last report ended: a cause, or empty when it was taken."""
+        self._refused = 0
+        """The directive that was refused last."""
+        self._schedule = ReportSchedule()
+        self._nudged = False
+        self._stopped = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """Report now."""
+        self._nudged = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Tell the last news (the commit that a closing trainer waited for), within a moment."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join(LAST_DEADLINE_S)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._try(self._look)
+            self._wake.wait(min(LOOK_S, max(0.0, self._schedule.due_s - time.monotonic())))
+            self._wake.clear()
+        if not self._schedule.failures:
+            self._try(lambda: self._report(LAST_DEADLINE_S))
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs a report, never the thread
+            cause = next((cause for kind, cause in FAULTS if isinstance(error, kind)), "other")
+            self._failed(0, cause, f"{type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        self._side.orders.look()
+        now_s = time.monotonic()
+        if self._nudged:
+            self._nudged = False
+            self._schedule = self._schedule.nudged(now_s)
+        if is_news(self._request(), self._told):
+            self._schedule = self._schedule.changed(now_s)
+        if now_s >= self._schedule.due_s:
+            self._report(DEADLINE_S)
+
+    def _request(self, *, sent: bool = False) -> fleet.ReportRequest:
+        return fleet.ReportRequest(
+            protocol=FLEET_PROTOCOL.most,
+            process=self._process,
+            sequence=self._sequence,
+            now_s=time.time(),
+            who=self._who,
+            pod=self._side.pod(),
+            incidents=self._side.incidents.kept(sent=sent),
+            saves_over=self._side.orders.over()[:MAX_OVER],
+        )
+
+    def _report(self, deadline_s: float) -> None:
+        self._sequence += 1
+        request = self._request(sent=True)
+        if self._side.speaks or self._speaks:
+            request.run.CopyFrom(self._side.run())
+        if self._bare:
+            for each in request.incidents:
+                each.message = ""
+        token = self._token()
+        status, retry_after_s, body = self._posted(request.SerializeToString(), token, deadline_s)
+        if status == http.HTTPStatus.OK:
+            self._taken(request, fleet.ReportReply.FromString(body))
+            return
+        self._bare |= status in (400, 413)
+        why = body[:500].decode(errors="replace")
+        self._failed(status, CAUSES.get(status, "protocol"), why, retry_after_s)
+        if status == http.HTTPStatus.UNAUTHORIZED and self._token() != token:
+            self._nudged = True  # it was replaced meanwhile
+
+    def _token(self) -> str:
+        path = self._settings.fleet_token_file
+        try:
+            return "" if path is None else path.read_text().strip()
+        except (OSError, ValueError) as error:
+            raise NoToken(error) from error
+
+    def _posted(self, body: bytes, token: str, deadline_s: float) -> tuple[int, float, bytes]:
+        """(status, Retry-After, body) of the answer."""
+        began_s, to = time.monotonic(), urlsplit(f"//{self._settings.fleet}")
+        headers = {
+            "authorization": f"Bearer {token}",
+            "content-type": "application/x-protobuf",
+            "connection": "close",
+        }
+        context = ssl.create_default_context(cadata=self._settings.fleet_ca or None)
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # a user's own authority may be older than RFC 5280
+        call = http.client.HTTPSConnection(to.hostname or "", to.port, timeout=deadline_s, context=context)
+        try:
+            call.request("POST", PATH, body, headers)
+            answer = call.getresponse()
+            after, found = answer.getheader("retry-after", ""), answer.read(MAX_ANSWER)
+        finally:
+            call.close()
+        if time.monotonic() - began_s > deadline_s:
+            raise TimeoutError("the answer came too late")
+        return answer.status, float(after) if after.isdecimal() else 0.0, found
+
+    def _taken(self, request: fleet.ReportRequest, reply: fleet.ReportReply) -> None:
+        self._schedule = self._schedule.taken(reply.next_s, time.monotonic())
+        if self._said:
+            self._log.info("fleet.reported", controller=self._settings.fleet, next_s=reply.next_s)
+        self._metrics.fleet_connected.set(1)
+        self._told, self._speaks, self._bare, self._said = request, reply.speaks, False, ""
+        self._side.incidents.told(reply.told)
+        self._side.orders.answered(reply.saves, {each.id for each in request.saves_over})
+        if reply.HasField("directive") and reply.directive.id != self._refused:
+            try:
+                self._side.follow(policy.received(reply.directive, self._settings.workload_uid))
+            except DeltashardError as error:
+                self._refused = reply.directive.id
+                self._log.error("directive.refused", **explain(error))
+        self._wake.set()  # what the answer brought may be news
+
+    def _failed(self, status: int, cause: str, why: str, retry_after_s: float = 0.0) -> None:
+        """Counted each time, and said once per cause: a controller that is away for days is one line."""
+        self._schedule = self._schedule.refused(status, time.monotonic(), retry_after_s=retry_after_s)
+        self._side.incidents.told(0)
+        self._metrics.fleet_connected.set(0)
+        self._metrics.fleet_refusals.labels(cause).inc()
+        if cause != self._said:
+            self._said = cause
+            self._log.warning("fleet.refused", cause=cause, why=why, controller=self._settings.fleet)

@@ -1,0 +1,50 @@
+"""Controllers of others in the cluster: their programs as images on the nodes, and the moment from which they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.cluster.kubernetes.api import ApiError, Object
+from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.image import Image, Layer, archive
+from tests.cluster.kubernetes.process import wait_until
+
+
+def controller_image(
+    cluster: Cluster,
+    scratch: Path,
+    program: Path,
+    name: str,
+    *,
+    folders: tuple[str, ...] = (),
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Have an image of this name on every common node: the program as /manager, these folders and files, no more."""
+    layer = Layer()
+    layer.folder("tmp", 0o1777)
+    for folder in ("etc", *folders):
+        layer.folder(folder)
+    for path, data in (files or {}).items():
+        layer.file(path, data, 0o644)
+    layer.file("manager", program.read_bytes(), 0o755)
+    image = Image(name=name, layers=(layer.bytes(),), entrypoint=("/manager",), env={})
+    file = archive(scratch / f"{program.name}.tar", [image])
+    for node in cluster.nodes.values():
+        if not node.pool:
+            node.ctr("images", "import", file)
+
+
+def wait_created(cluster: Cluster, path: str, document: Object) -> None:
+    """Create an object as soon as it is taken: a webhook's certificate is made after it began, and told later."""
+
+    def created() -> bool:
+        try:
+            cluster.api.create(path, document)
+        except ApiError as error:
+            if "failed calling webhook" not in str(error) and error.code != 404:
+                raise
+            return False
+        return True
+
+    wait_until(created, timeout_s=120, every_s=0.5, what=f"a {document['kind']} is taken")

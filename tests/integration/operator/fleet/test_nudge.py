@@ -1,0 +1,70 @@
+"""Nudges: each address once, paced, and never held up by an address that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from deltashard_operator.fleet import nudge
+from deltashard_operator.fleet.metric import FleetMetrics
+from deltashard_operator.fleet.nudge import Nudger
+
+from tests.support.eventually import eventually_async
+from tests.support.server.port import free_port
+
+
+@asynccontextmanager
+async def listening(answer: bytes | None, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A sidecar's port that gives one answer, or none; its address and what it heard."""
+    heard: list[bytes] = []
+
+    async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            heard.append(await reader.readuntil(b"\r\n\r\n"))
+            if answer is None:
+                await reader.read()
+            else:
+                writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(served, host, 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield (f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), heard
+    finally:
+        server.close()
+
+
+def test_each_is_asked_once_and_nobody_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of IPv4 and IPv6; a silent, an absent, a wrong and a redirecting one are failures and no more."""
+    monkeypatch.setattr(nudge, "TIMEOUT_S", 0.5)
+
+    async def scenario() -> None:
+        metrics = FleetMetrics()
+        nudger = Nudger(metrics)
+        moved = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n"
+        async with (
+            listening(b"HTTP/1.1 202 Accepted\r\n\r\n") as (four, heard),
+            listening(b"HTTP/1.1 202 Accepted\r\n\r\n", "::1") as (six, heard_six),
+            listening(moved) as (redirecting, _),
+            listening(None) as (silent, _),
+        ):
+            running = asyncio.create_task(nudger.run())
+            for _ in range(2):
+                for address in (silent, four, six, redirecting, f"127.0.0.1:{free_port()}", "nonsense", ""):
+                    nudger.nudge(address)
+            counted = lambda outcome: metrics.nudges.labels(outcome)._value.get()  # noqa: E731
+            await eventually_async(lambda: (counted("sent"), counted("failed")) == (2, 4), "all are asked")
+            assert heard == [
+                f"POST /v1/report HTTP/1.1\r\nHost: {four}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+            ]
+            assert len(heard_six) == 1
+            nudger.nudge(four)
+            await eventually_async(lambda: len(heard) == 2, "once more")
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    asyncio.run(scenario())

@@ -1,0 +1,202 @@
+"""What comes over the wire becomes values that can be logged, counted and written to a status."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from deltashard_operator.fleet import report as reports
+from deltashard_operator.fleet.report import (
+    BadReport,
+    Directive,
+    IncidentKind,
+    Outcome,
+    Phase,
+    Reply,
+    SaveOrder,
+)
+from deltashard_proto.v1 import fleet_pb2 as wire
+from deltashard_proto.v1 import trainer_pb2 as trainer_wire
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+UIDS = {"pod_uid": "3b2a0f7e-0001", "workload_uid": "3b2a0f7e-0002"}
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=1500)
+
+
+def _values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_MESSAGE:
+            return messages(field.message_type._concrete_class)
+        case FieldDescriptor.CPPTYPE_STRING:
+            return TEXTS
+        case FieldDescriptor.CPPTYPE_DOUBLE | FieldDescriptor.CPPTYPE_FLOAT:
+            return st.floats(width=32)
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return st.booleans()
+        case FieldDescriptor.CPPTYPE_INT64:
+            return st.integers(-(1 << 63), (1 << 63) - 1)
+        case FieldDescriptor.CPPTYPE_UINT64:
+            return st.integers(0, (1 << 64) - 1)
+        case FieldDescriptor.CPPTYPE_UINT32:
+            return st.integers(0, (1 << 32) - 1)
+        case _:  # enums; newer ones, too
+            return st.integers(0, 20)
+
+
+def messages(kind: type[Message]) -> st.SearchStrategy[Any]:
+    """Any message of a kind."""
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            field.name: st.lists(_values(field), max_size=3) if field.is_repeated else _values(field)
+            for field in kind.DESCRIPTOR.fields
+        },
+    ).map(lambda fields: kind(**fields))
+
+
+def report(**changes: Any) -> wire.ReportRequest:
+    who = wire.Who(namespace="team-a", pod="train-0-abcde", **UIDS)
+    return wire.ReportRequest(
+        **({"who": who, "pod": wire.PodState(), "process": "p1", "sequence": 1} | changes)
+    )
+
+
+def assert_bounded(value: Any) -> None:
+    """Everything in a value, however deep, is within its bounds."""
+    match value:
+        case bool() | None:
+            return
+        case int():
+            assert 0 <= value <= reports.MAX_COUNT
+        case float():
+            assert math.isfinite(value)
+            assert value >= 0
+        case str():
+            assert len(value) <= reports.MAX_TABLES
+            assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in value)
+        case tuple():
+            assert len(value) <= max(reports.MAX_INCIDENTS, reports.MAX_RANKS)
+            for each in value:
+                assert_bounded(each)
+        case Message():
+            for _, each in value.ListFields():
+                assert_bounded(each)
+        case _:
+            for field in dataclasses.fields(value):
+                if (type(value), field.name) != (reports.PodState, "directive"):  # a hash of 64 bits
+                    assert_bounded(getattr(value, field.name))
+
+
+@given(messages(wire.ReportRequest))
+def test_any_message_is_a_bounded_value_or_a_bad_report(message: wire.ReportRequest) -> None:
+    """Whoever sent it: nothing else comes out."""
+    for sent in (message, report(pod=message.pod, run=message.run, incidents=message.incidents)):
+        try:
+            value = reports.report_of(wire.ReportRequest.FromString(sent.SerializeToString()))
+        except BadReport:
+            assert sent is message
+            continue
+        assert_bounded(value)
+        ids = [each.id for each in value.incidents]
+        assert ids == sorted(set(ids))
+        assert (value.run is None) == (not sent.HasField("run"))
+        assert value.pod.directive == sent.pod.directive
+        if sent.pod.attempt <= reports.MAX_COUNT:
+            assert value.pod.attempt == sent.pod.attempt
+
+
+def test_who_reports_comes_through() -> None:
+    """The keys that the controller goes by."""
+    value = reports.report_of(report())
+    assert value.who.run_key == ("team-a", UIDS["workload_uid"])
+    assert (value.who.pod, value.who.pod_uid, value.process, value.sequence) == (
+        "train-0-abcde",
+        UIDS["pod_uid"],
+        "p1",
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"who": {name: bad}} for name, bad in (("namespace", ""), ("namespace", "Team"), ("pod", "a/b"))),
+        *(
+            {"who": {name: bad}}
+            for name, bad in (("pod", "a\n"), ("pod_uid", ""), ("workload_uid", "x" * 300))
+        ),
+        {"process": " "},
+        {"sequence": 0},
+        {"pod": None},
+    ],
+)
+def test_what_cannot_be_is_a_bad_report(changes: dict[str, Any]) -> None:
+    """No clipping of identities: a clipped name is another one's."""
+    if "who" in changes:
+        fields = {"namespace": "team-a", "pod": "train-0", **UIDS} | changes["who"]
+        changes = {"who": wire.Who(**fields)}
+    with pytest.raises(BadReport):
+        reports.report_of(report(**changes))
+
+
+def test_every_word_of_the_contract_has_a_name() -> None:
+    """And what a newer sidecar made up is UNKNOWN."""
+    for number in [*wire.Phase.values(), 99]:
+        phase = reports.report_of(report(pod=wire.PodState(phase=number))).pod.phase
+        assert (phase is Phase.UNKNOWN) == (number in {wire.PHASE_UNSPECIFIED, 99})
+    for number in [*wire.IncidentKind.values(), 99]:
+        (incident,) = reports.report_of(report(incidents=[wire.Incident(id=1, kind=number)])).incidents
+        assert (incident.kind is IncidentKind.UNKNOWN) == (number in {0, 99})
+        assert incident.count == 1
+    for number in [*wire.SaveOver.Outcome.values(), 99]:
+        (over,) = reports.report_of(report(saves_over=[wire.SaveOver(id="r", outcome=number)])).saves_over
+        assert (over.outcome is Outcome.UNKNOWN) == (number in {0, 99})
+
+
+def test_of_too_many_incidents_the_oldest_are_taken() -> None:
+    """What is told covers all ids below it: those left out must be above."""
+    many = [wire.Incident(id=number) for number in range(200, 0, -1)]
+    value = reports.report_of(report(incidents=many))
+    assert [each.id for each in value.incidents] == list(range(1, reports.MAX_INCIDENTS + 1))
+
+
+def test_of_decisions_only_what_can_be_shown_is_taken() -> None:
+    """One of a subject, its texts clipped to what a status holds."""
+    decisions = [
+        wire.Decision(subject="colour"),
+        wire.Decision(subject="interval", value="3 min", why="x" * 2000),
+        wire.Decision(subject="interval", value="4 min"),
+        wire.Decision(subject="bits", would="q4\nq8"),
+    ]
+    found = reports.report_of(report(run=wire.RunState(decisions=decisions))).run
+    assert found is not None
+    first, second = found.decisions
+    assert (first.subject, first.value, len(first.why)) == ("interval", "3 min", reports.MAX_REASON)
+    assert (second.subject, second.would) == ("bits", "q4 q8")
+
+
+def test_a_reply_goes_out_whole() -> None:
+    """Every field of it; no directive is an unset one."""
+    policy = trainer_wire.Policy(every_s=90.0, encoding="q4")
+    reply = Reply(
+        sequence=3,
+        next_s=15.0,
+        speaks=True,
+        directive=Directive(id=(1 << 64) - 1, policy=policy, whole=("every_s",)),
+        saves=(SaveOrder(id="u", reason="request", urgent=True, deadline_s=9.0, pin="best"),),
+        told=7,
+    )
+    assert reports.message_of(reply) == wire.ReportReply(
+        sequence=3,
+        next_s=15.0,
+        speaks=True,
+        directive=wire.Directive(id=(1 << 64) - 1, policy=policy, whole=["every_s"]),
+        saves=[wire.SaveOrder(id="u", reason="request", urgent=True, deadline_s=9.0, pin="best")],
+        told=7,
+    )
+    assert not reports.message_of(Reply(sequence=1, next_s=1.0)).HasField("directive")

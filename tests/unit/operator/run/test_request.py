@@ -1,0 +1,132 @@
+"""The life of a CheckpointRequest, in whatever order things happen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from deltashard_operator.fleet.report import Outcome, SaveOver
+from deltashard_operator.run import request as requests
+from deltashard_operator.run.observed_object import timestamp
+from deltashard_operator.run.request import ANSWER_S, COMPLETED, FAILED, ORDERED, PENDING, Facts, Request
+from hypothesis import given
+from hypothesis import strategies as st
+
+BEGAN_S = 1_700_000_000.0
+THERE = Facts(now_s=BEGAN_S, run="train-1")
+COMMITTED = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=120, seq=7)
+
+
+def document(status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    metadata = {"namespace": "n", "name": "now", "uid": "q-1", "generation": 1}
+    return {
+        "metadata": {**metadata, "creationTimestamp": timestamp(BEGAN_S)},
+        "spec": {"runRef": {"name": "train-1"}, "deadline": "5m", **spec},
+        "status": status or {},
+    }
+
+
+def after(*facts: Facts, **spec: Any) -> Request:
+    found = requests.request_of(document(**spec))
+    for each in facts:
+        found = requests.judged(found, each)
+    return found
+
+
+def over(outcome: Outcome, cause: str = "") -> Facts:
+    return replace(THERE, over=SaveOver(id="q-1", outcome=outcome, cause=cause))
+
+
+def late(facts: Facts, seconds: float = 300.0) -> Facts:
+    return replace(facts, now_s=BEGAN_S + seconds)
+
+
+NONE = Facts(now_s=BEGAN_S)
+
+
+@pytest.mark.parametrize(
+    ("facts", "phase", "reason", "message"),
+    [
+        ((NONE,), PENDING, "RunNotFound", "no CheckpointRun and no run id train-1 in this namespace yet"),
+        ((NONE, THERE), ORDERED, "Ordered", "the sidecars of train-1 are told to save"),
+        ((replace(THERE, room=False),), PENDING, "TooManyOrders", "too many open orders"),
+        ((replace(THERE, room=False), THERE), ORDERED, "Ordered", "told to save"),
+        ((late(NONE),), FAILED, "DeadlineExceeded", "in 5m there was no CheckpointRun and no run id train-1"),
+        ((late(replace(THERE, room=False)),), FAILED, "DeadlineExceeded", "run train-1 took no order in 5m"),
+        ((late(THERE),), FAILED, "DeadlineExceeded", "run train-1 took no order in 5m"),
+        ((THERE, late(THERE)), ORDERED, "Ordered", "told to save"),
+        ((THERE, late(THERE, 300 + ANSWER_S)), FAILED, "DeadlineExceeded", "no sidecar of the run reported"),
+        ((THERE, late(replace(THERE, over=COMMITTED), 310)), COMPLETED, "Saved", "saved at step 120"),
+        ((THERE, over(Outcome.EXPIRED)), FAILED, "DeadlineExceeded", "nothing was saved in 5m"),
+        ((THERE, over(Outcome.FAILED, "Full: no room")), FAILED, "SaveFailed", "failed: Full: no room"),
+        ((THERE, over(Outcome.UNKNOWN)), FAILED, "SaveFailed", "the sidecar gave no reason"),
+        ((replace(THERE, finished="Completed"),), FAILED, "RunFinished", "finished (Completed)"),
+        ((THERE, replace(THERE, finished="Failed")), FAILED, "RunFinished", "finished (Failed)"),
+        ((THERE, replace(THERE, finished="Failed", over=COMMITTED)), COMPLETED, "Saved", "step 120"),
+        ((THERE, NONE), FAILED, "RunGone", "run train-1 is gone"),
+        ((replace(THERE, per_pod=True),), FAILED, "RunPerPod", "each pod of train-1 trains a run of its own"),
+    ],
+)
+def test_what_follows_from_what_is_known(
+    facts: tuple[Facts, ...], phase: requests.RequestPhase, reason: str, message: str
+) -> None:
+    found = after(*facts)
+    assert (found.phase, found.reason) == (phase, reason)
+    assert message in found.message
+
+
+def test_the_status_says_what_came_of_it() -> None:
+    found = after(THERE, late(replace(THERE, over=COMMITTED), 9), pin="best")
+    assert found.order.pin == "best"
+    said = requests.status(found)
+    (condition,) = said.pop("conditions")
+    assert said == {
+        "observedGeneration": 1,
+        "phase": "Completed",
+        "step": 120,
+        "seq": 7,
+        "startedAt": timestamp(BEGAN_S),
+        "finishedAt": timestamp(BEGAN_S + 9),
+    }
+    assert (condition["type"], condition["status"]) == ("Complete", "True")
+    assert condition["message"] == "saved at step 120, pinned as best"
+    assert requests.status(after(late(NONE)))["conditions"][0]["status"] == "False"
+
+
+HAPPENS = ("begin", "finish", "vanish", "save", "fail", "hear", "write", "restart", "wait")
+
+
+@given(st.lists(st.sampled_from(HAPPENS), max_size=30))
+def test_any_order_of_events_ends_once_and_truly(happens: list[str]) -> None:
+    """The run may begin late, end or go; reports and writes may be lost; the controller may begin anew at any time."""
+    found, written = after(), document()
+    facts = NONE
+    made: SaveOver | None = None
+    for each in happens:
+        match each:
+            case "begin":
+                facts = replace(facts, run="train-1")
+            case "finish":
+                facts = replace(facts, finished="Completed" if facts.run else "")
+            case "vanish":
+                facts = replace(facts, run="", finished="", over=None)
+            case "save" | "fail" if found.phase is ORDERED and not facts.finished:
+                made = made or (COMMITTED if each == "save" else replace(COMMITTED, outcome=Outcome.FAILED))
+            case "hear" if facts.run:
+                facts = replace(facts, over=made)
+            case "write":
+                written = document(requests.status(found))
+            case "restart":
+                facts = replace(facts, over=None)
+                found = requests.request_of(written)
+            case "wait":
+                facts = replace(facts, now_s=facts.now_s + 60)
+        before, found = found, requests.judged(found, facts)
+        assert before.open or found == before, "what is over is over"
+        assert (found.phase is COMPLETED) <= (made is COMMITTED and (found.step, found.seq) == (120, 7))
+        assert requests.request_of(document(requests.status(found))) == found, "the status says all of it"
+        heard_in_time = facts.over is COMMITTED and before.phase is ORDERED
+        assert found.phase is COMPLETED or not heard_in_time
+    end = late(facts, 300 + ANSWER_S)
+    assert not requests.judged(found, end).open, "it ends at its deadline by itself"
