@@ -66,6 +66,8 @@ class Resolver:
         if not watched_namespace.is_watched(namespace, self._namespaces):
             raise not_watched(namespace)
         name = part.annotations.policy
+        if self._namespaces and name.startswith(workload_policy.CLUSTER):
+            raise cluster_unread(name)
         spec = await self._spec(namespace, name, deadline)
         if spec is None:
             raise workload_policy.not_found(name, default=self._defaults.has_store())
@@ -120,6 +122,17 @@ class Resolver:
         self._metrics.holder_looks.labels("held" if refusal is not None else "free").inc()
         if refusal is not None:
             raise refusal
+
+
+def cluster_unread(name: str) -> Refusal:
+    """The refusal of a cluster's policy where deltashard has rights in some namespaces alone."""
+    return Refusal(
+        "PolicyNotFound",
+        f"{workload_policy.called(name)} cannot be read: deltashard watches some namespaces here and has no right "
+        "beyond them",
+        where=POLICY,
+        remedy="name a CheckpointPolicy of the namespace",
+    )
 
 
 def not_watched(namespace: str) -> Refusal:

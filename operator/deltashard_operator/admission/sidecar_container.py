@@ -18,7 +18,7 @@ from deltashard_checkpoint.process import EVERY_ADDRESS
 from deltashard_operator.admission.sidecar_resource import Resources
 from deltashard_operator.admission.sidecar_volume import Volumes
 from deltashard_operator.api import annotation as notes
-from deltashard_operator.api import store_access
+from deltashard_operator.api import store_access, workload_policy
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import FIXED, Policy
 from deltashard_operator.kube import restricted, run_identity
@@ -166,7 +166,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
             raise Refusal(
                 "BadPolicy",
                 f"spec.sidecar.env states {name}, which this policy sets by another field",
-                where=f"CheckpointPolicy {policy.name}",
+                where=workload_policy.called(policy.name),
                 remedy="leave one of them out",
             )
     return [*ours, *({"name": name, "value": value} for name, value in policy.extension.env)]

@@ -37,10 +37,11 @@ PRECISIONS = (*BITS_RULES, NO_PRECISION)
 """What bits may be chosen for, and that they are not chosen."""
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_POLICY = re.compile(r"(?!.{254})(cluster/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 
 TAKES = {
-    POLICY: "the name of a CheckpointPolicy in the workload's namespace, or 'default'",
+    POLICY: "the name of a CheckpointPolicy in the workload's namespace, cluster/NAME of a ClusterCheckpointPolicy, "
+    "or 'default'",
     CONTAINER: "the name of the container that trains; without it, the pod's default container, else the first one",
     RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
     RUNS: "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
@@ -106,7 +107,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
     if runs not in (None, ONE_RUN, RUN_PER_POD):
         raise _wrong(RUNS, runs)
     return Annotations(
-        policy=_matching(_SUBDOMAIN, POLICY, found[POLICY]),
+        policy=_matching(_POLICY, POLICY, found[POLICY]),
         container=_matching(_LABEL, CONTAINER, found[CONTAINER]) if CONTAINER in found else None,
         run_id=_matching(_LABEL, RUN_ID, found[RUN_ID]) if RUN_ID in found else None,
         runs=runs,

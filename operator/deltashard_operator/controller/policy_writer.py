@@ -1,4 +1,4 @@
-"""Statuses of CheckpointPolicies in the API: who uses them, and what their sidecars say of the store.
+"""Statuses of policies of both kinds in the API: who uses them, and what their sidecars say of the store.
 
 Looked at every few seconds, all of them; written when a condition changed, and counts as seldom as commits of runs. One
 write at a time, so that what policies cost the API is bounded whatever happens to their runs.
@@ -15,6 +15,7 @@ from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.policy_cache import policy_path
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.round import Rounds
@@ -30,7 +31,7 @@ GATHER_S = 90.0
 """So long after the begin sidecars come back: fewer than before are no news, unless as many were heard since."""
 _log = structlog.get_logger("deltashard.controller")
 Key = tuple[str, str]
-"""(namespace, name)."""
+"""(namespace, name), as `workload_policy.key_of` says."""
 
 
 @dataclass(slots=True)
@@ -83,7 +84,8 @@ class PolicyWriter:
         using: dict[Key, list[Run]] = {}
         for entry in self._books:
             run = entry.run
-            using.setdefault((run.workload.namespace, run.wish.policy), []).append(run)
+            key = workload_policy.key_of(run.workload.namespace, run.wish.policy)
+            using.setdefault(key, []).append(run)
         found: dict[Key, Mapping[str, Any]] = {}
         for key, seen in self._books.policies.items():
             known = self._known.get(key)
@@ -114,18 +116,17 @@ class PolicyWriter:
             return ""
 
     async def _write(self, due: Mapping[Key, Mapping[str, Any]]) -> None:
-        for (namespace, name), status in due.items():
-            known = self._known.get((namespace, name))
+        for key, status in due.items():
+            known = self._known.get(key)
             if known is None:
                 continue
-            path = f"/apis/{run_record.API_VERSION}/namespaces/{namespace}/checkpointpolicies/{name}/status"
             change = run_record.patch(known.status, status)
             body = {"metadata": {"uid": known.uid}, "status": change}
             known.written_s = self._wall()
             try:
-                answer = await self._call("PATCH", path, body, content=MERGE, tries=2)
+                answer = await self._call("PATCH", f"{policy_path(key)}/status", body, content=MERGE, tries=2)
             except ApiUnavailable as error:
-                self._failed(known, namespace, name, str(error))
+                self._failed(known, key, str(error))
                 continue
             if answer.ok:
                 known.status = status
@@ -133,12 +134,12 @@ class PolicyWriter:
             elif answer.status == 409:  # made anew: the watch tells
                 self._metrics.policy_writes.labels("lost").inc()
             else:
-                self._failed(known, namespace, name, answer.sentence)
+                self._failed(known, key, answer.sentence)
 
-    def _failed(self, known: _Known, namespace: str, name: str, why: str) -> None:
+    def _failed(self, known: _Known, key: Key, why: str) -> None:
         known.again_s = self._wall() + BACK_OFF_S
         self._metrics.policy_writes.labels("failed").inc()
-        _log.warning("policy.not_written", namespace=namespace, policy=name, error=why)
+        _log.warning("policy.not_written", namespace=key[0], policy=key[1], error=why)
 
 
 def _truths(status: Mapping[str, Any]) -> dict[str, str]:

@@ -121,11 +121,11 @@ class Reclaimer:
         """The run's policy as it is now, read once for all its runs until one changes; or why it cannot be used."""
         if self._serial != self._books.serial:
             self._policies, self._serial = {}, self._books.serial
-        key = entry.run.workload.namespace, entry.run.wish.policy
+        key = workload_policy.key_of(entry.run.workload.namespace, entry.run.wish.policy)
         if key not in self._policies:
             spec = self._books.spec_of(entry.run, self._defaults)
             try:
-                self._policies[key] = None if spec is None else self._read(key[1], spec)
+                self._policies[key] = None if spec is None else self._read(entry.run.wish.policy, spec)
             except Refusal as refusal:
                 self._policies[key] = refusal
         return self._policies[key]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 PREFIX = "deltashard.io/"
 POLICY = PREFIX + "policy"
-"""The one line that opts a workload in: the name of a CheckpointPolicy of the namespace, or `default`."""
+"""The one line that opts a workload in: a CheckpointPolicy of the namespace, `cluster/NAME`, or `default`."""
 CONTAINER = PREFIX + "container"
 RUN_ID = PREFIX + "run-id"
 RUNS = PREFIX + "runs"

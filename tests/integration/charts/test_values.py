@@ -269,6 +269,8 @@ FOLLOWED = [
     "checkpointpolicies/status",
     "checkpointruns",
     "checkpointruns/status",
+    "clustercheckpointpolicies",
+    "clustercheckpointpolicies/status",
     "events",
     "jobs",
     "pods",
