@@ -72,10 +72,13 @@ class Resolver:
         if spec is None:
             raise workload_policy.not_found(name, default=self._defaults.has_store())
         policy = workload_policy.resolve(name, spec, part.annotations)
+        url = injection.store_of(part.target.template) or policy.url
         if part.claim is not None:
-            await self._check_holder(
-                part.claim, injection.store_of(part.target.template) or policy.url, deadline
-            )
+            await self._check_holder(part.claim, url, deadline)
+        if policy.restore_from and (part.claim is None or not part.claim.workload_uid):
+            # Pods of a workload that is there already may have a run that began long ago.
+            source = RunClaim(namespace=namespace, run_id=policy.restore_from.partition("@")[0], source=True)
+            await self._check_holder(source, url, deadline)
         return policy
 
     async def _spec(self, namespace: str, name: str, deadline: Deadline) -> Spec | None:

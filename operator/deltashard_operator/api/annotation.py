@@ -25,6 +25,7 @@ from deltashard_operator.kube.cluster_name import (
     POLICY,
     PRECISION,
     PREFIX,
+    RESTORE_FROM,
     RUN_ID,
     RUNS,
 )
@@ -38,6 +39,8 @@ PRECISIONS = (*BITS_RULES, NO_PRECISION)
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _POLICY = re.compile(r"(?!.{254})(cluster/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_SOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(@[!-#%-~]{1,256})?", re.ASCII)
+"""A pin without '$', which the kubelet would read."""
 
 TAKES = {
     POLICY: "the name of a CheckpointPolicy in the workload's namespace, cluster/NAME of a ClusterCheckpointPolicy, "
@@ -50,6 +53,7 @@ TAKES = {
     GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 168h), pls=0.02 or fixed",
     ENCODING: f"one of {', '.join(ENCODING_CHOICES)}",
     PRECISION: f"one of {', '.join(PRECISIONS)}",
+    RESTORE_FROM: "RUN or RUN@PIN: the run id of another run of the workload's namespace, in the same store",
 }
 """Key -> what it takes, as every refusal says it."""
 
@@ -67,6 +71,7 @@ class Annotations:
     encoding: str | None = None
     goal: str | None = None
     precision: str | None = None
+    restore_from: str | None = None
 
 
 def opted_in(*maps: Mapping[str, str] | None) -> bool:
@@ -116,6 +121,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
         encoding=encoding,
         goal=_goal(found[GOAL]) if GOAL in found else None,
         precision=precision,
+        restore_from=_matching(_SOURCE, RESTORE_FROM, found[RESTORE_FROM]) if RESTORE_FROM in found else None,
     )
 
 

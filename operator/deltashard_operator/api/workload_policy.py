@@ -115,6 +115,8 @@ class Policy:
     """Labels of that Job, such as a queue's."""
     container: str | None = None
     run_id: str | None = None
+    restore_from: str = ""
+    """RUN or RUN@PIN that a run without a log begins with; empty: none."""
     runs: str = ""
     """Whether the workload's pods are ranks of one run, or a run each; empty: nobody said."""
 
@@ -190,6 +192,7 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
         container=annotations.container,
         run_id=annotations.run_id,
         runs=annotations.runs or "",
+        restore_from=annotations.restore_from or "",
     )
 
 
