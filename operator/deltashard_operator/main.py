@@ -118,7 +118,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
     """Serve until a signal, then drain."""
     metrics = WebhookMetrics()
     cache = PolicyCache(api, on_restart=metrics.watch_restarts.inc)
-    watch = ObjectWatch(api, (cache.kind,), namespaces=options.watch_namespaces, on_list=cache.on_list)
+    watch = ObjectWatch(api, cache.kinds, namespaces=options.watch_namespaces, on_list=cache.on_list)
     webhook = Webhook(
         certificate=Certificate(options.certificate_dir, metrics.certificate),
         cache=cache,

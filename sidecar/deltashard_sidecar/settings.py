@@ -203,9 +203,14 @@ class Settings:
     `{run}-{index}`; nothing: of one run, and a trainer that is alone in one of several numbered pods is refused."""
     policy: str = ""
     """Name of the CheckpointPolicy the pod was injected with."""
+    restore_from: str = ""
+    """`RUN` or `RUN@PIN`: a run that has no log yet begins with a copy of this checkpoint, without a pin the newest, of
+    another run of the store. One that has a log goes on with that."""
 
     def __post_init__(self) -> None:
         validate_run(self.run)
+        if self.restore_from:
+            validate_run(self.restore_from.partition("@")[0])
         for field in fields(self):
             where = f"{flag_of(field.name)} or {variable_of(field.name)}"
             check(field.name, getattr(self, field.name), where=where)

@@ -204,6 +204,55 @@ def test_the_trainer_lives_through_a_killed_sidecar(story: Story, point: str) ->
     trainer.close()
 
 
+COPY_POINTS = [
+    "pack.during_put",
+    "index.after_put",
+    "cp.after_data",
+    "cp.after_hint",
+    "cp.after_first_entry",
+    "cp.before_last_entry",
+    "cp.after_last_entry",
+    "attempt.before_open",
+    "attempt.after_open",
+]
+
+
+@pytest.mark.parametrize("point", COPY_POINTS)
+def test_sidecar_killed_while_a_run_begins_with_another_runs_checkpoint(story: Story, point: str) -> None:
+    """Never at step 0: it begins with that checkpoint, although the other run has gone on meanwhile."""
+    newest = story.newest()
+    assert newest is not None
+    names = {"run": "warm", "restore_from": "run", "owner": "warm"}
+    process = story.sidecar(crash_at=point, **names)
+    trainer = Trainer(process.socket, Model())
+    with pytest.raises(grpc.RpcError):
+        trainer.open()
+    interrupted(process)
+    trainer.close()
+    begun = point not in {"pack.during_put", "index.after_put", "cp.after_data", "cp.after_hint"}
+    with sidecar(story.root, story.url, encoding="fp32") as source:
+        trainer = Trainer(source.socket, story.model)
+        trainer.restore(trainer.open().resume_seq)
+        trainer.committed(story.cut(trainer))
+        story.check()
+        trainer.close()
+    if not begun:
+        newest = story.newest()
+        assert newest is not None
+    process = story.sidecar(**names)
+    for again in range(2):
+        trainer = Trainer(process.socket, Model())
+        opened = trainer.open()
+        assert opened.resume_seq == 2
+        trainer.restore(opened.resume_seq)
+        assert same(trainer.model.state(), story.states[newest])
+        if again:
+            trainer.committed(trainer.save())
+        trainer.close()
+    assert process.terminate() == 0
+    assert process.log().count("restore_from.ignored") == (point in COPY_POINTS[-3:])
+
+
 @pytest.mark.parametrize("point", ["attempt.before_genesis", "attempt.after_genesis"])
 def test_sidecar_killed_while_a_run_is_created(tmp_path: Path, point: str) -> None:
     """Nothing was committed: the next attempt starts from nothing, and saves."""

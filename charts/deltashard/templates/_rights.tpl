@@ -6,6 +6,14 @@ of the component's ClusterRole, by `deltashard.rights.everywhere`; a list: a Rol
 {{- define "deltashard.rights.everywhere" -}}
 {{- if not .root.Values.watchNamespaces }}
 {{- .rules }}
+- apiGroups: [deltashard.io]
+  resources: [clustercheckpointpolicies]
+  verbs: [get, list, watch]
+{{- if eq .component "controller" }}
+- apiGroups: [deltashard.io]
+  resources: [clustercheckpointpolicies/status]
+  verbs: [patch]
+{{- end }}
 {{- end }}
 {{- end }}
 

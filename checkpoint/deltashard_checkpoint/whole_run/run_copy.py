@@ -112,16 +112,30 @@ def copy_run(
 
 
 def start_run(
-    source: RunLog, target: RunLog, which: str, cache: PackCache, *, deadline_s: float = DEFAULT_DEADLINE_S
+    source: RunLog,
+    target: RunLog,
+    which: str,
+    cache: PackCache,
+    *,
+    owner: str | None = None,
+    goes_on: bool = False,
+    deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Copied:
     """Begin the run `target` with one checkpoint of the source, which holds all its rows there.
 
-    `cache` holds packs on their way. May be killed at any instant and begun again.
+    `cache` holds packs on their way. `owner` has the new run; None: the source's. `goes_on`: a copy that was cut short
+    goes on with the checkpoint that it began with, whatever `which` means by now.
+    May be killed at any instant and begun again.
     Raises `TargetTaken`, `CompactionUnfit` for a chain whose column shards changed or that holds tombstones,
     `InvalidCheckpoint`, what `chosen` raises, and store errors.
     """
     validate_new_run(target.run)
-    return settled(source, lambda state: _start(source, target, state, which, cache), deadline_s=deadline_s)
+
+    def start(state: RunState) -> Copied:
+        begun = _begun(target, state) if goes_on and not target.hint().whole else None
+        return _start(source, target, state, which if begun is None else f"seq:{begun}", cache, owner)
+
+    return settled(source, start, deadline_s=deadline_s)
 
 
 # A whole run
@@ -289,7 +303,9 @@ class _Put:
 # A new run of one checkpoint
 
 
-def _start(source: RunLog, target: RunLog, state: RunState, which: str, cache: PackCache) -> Copied:
+def _start(
+    source: RunLog, target: RunLog, state: RunState, which: str, cache: PackCache, owner: str | None
+) -> Copied:
     seq = chosen(state, which).seq
     entry = state.checkpoints[seq]
     token = _token(entry)
@@ -326,8 +342,9 @@ def _start(source: RunLog, target: RunLog, state: RunState, which: str, cache: P
     )
     crash_point("cp.after_data")
     said: dict[str, Any] = {"previous": "", "writer": token, "at_s": entry.at_s}
-    genesis = Genesis(seq=0, run=target.run, owner=state.owner, **said)
-    opened = AttemptOpened(seq=FIRST_ATTEMPT, world_size=1, resumes_from=None, owner=state.owner, **said)
+    owner = state.owner if owner is None else owner
+    genesis = Genesis(seq=0, run=target.run, owner=owner, **said)
+    opened = AttemptOpened(seq=FIRST_ATTEMPT, world_size=1, resumes_from=None, owner=owner, **said)
     first = replace(
         entry, seq=2, attempt=FIRST_ATTEMPT, cut=FIRST_CUT, parts=(part,), listed=None, writer=token,
         encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes, stored_bytes=part.stored_bytes,
@@ -346,7 +363,7 @@ def _token(entry: Checkpoint) -> str:
 
 def _check_begun(target: RunLog, state: RunState, seq: int) -> None:
     """Raises `TargetTaken` unless what is there was begun with this checkpoint, and was cut short."""
-    begun = {_token(entry): each for each, entry in state.checkpoints.items()}.get(_writer(target, 0))
+    begun = _begun(target, state)
     if begun is None or target.hint().whole:
         raise _taken(target)
     if begun != seq:
@@ -355,6 +372,11 @@ def _check_begun(target: RunLog, state: RunState, seq: int) -> None:
             where=target.store.url,
             remedy=f"say -c seq:{begun} to continue; `deltashard rm --ended` removes it",
         )
+
+
+def _begun(target: RunLog, state: RunState) -> int | None:
+    """The checkpoint of the source that what is there was begun with."""
+    return {_token(entry): each for each, entry in state.checkpoints.items()}.get(_writer(target, 0))
 
 
 def _writer(target: RunLog, seq: int) -> str:

@@ -39,6 +39,7 @@ from deltashard_operator.kube.cluster_name import (
     MANAGED_BY_VALUE,
     OS_LABEL,
     POLICY,
+    RESTORE_FROM,
     RUN_ID,
     RUNS,
     SHM_PATH,
@@ -276,6 +277,9 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
             raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
     if (runs := has.get("DELTASHARD_RUNS", {}).get("value", "")) != (annotations.runs or ""):
         raise _copied(RUNS, f"the sidecar that is in it already has DELTASHARD_RUNS={runs[:80]!r}")
+    source = sidecar_container.restore_from(annotations.restore_from or "")
+    if has.get("DELTASHARD_RESTORE_FROM", {}).get("value", "") != source:
+        raise _copied(RESTORE_FROM, "the sidecar that is in it already begins its run otherwise")
     pods = has.get(_PODS, {}).get("value", "")
     if recipe.kind != "JobSet" and pods != str(recipe.pods or ""):
         raise _copied(

@@ -66,14 +66,19 @@ class Resolver:
         if not watched_namespace.is_watched(namespace, self._namespaces):
             raise not_watched(namespace)
         name = part.annotations.policy
+        if self._namespaces and name.startswith(workload_policy.CLUSTER):
+            raise cluster_unread(name)
         spec = await self._spec(namespace, name, deadline)
         if spec is None:
             raise workload_policy.not_found(name, default=self._defaults.has_store())
         policy = workload_policy.resolve(name, spec, part.annotations)
+        url = injection.store_of(part.target.template) or policy.url
         if part.claim is not None:
-            await self._check_holder(
-                part.claim, injection.store_of(part.target.template) or policy.url, deadline
-            )
+            await self._check_holder(part.claim, url, deadline)
+        if policy.restore_from and (part.claim is None or not part.claim.workload_uid):
+            # Pods of a workload that is there already may have a run that began long ago.
+            source = RunClaim(namespace=namespace, run_id=policy.restore_from.partition("@")[0], source=True)
+            await self._check_holder(source, url, deadline)
         return policy
 
     async def _spec(self, namespace: str, name: str, deadline: Deadline) -> Spec | None:
@@ -120,6 +125,17 @@ class Resolver:
         self._metrics.holder_looks.labels("held" if refusal is not None else "free").inc()
         if refusal is not None:
             raise refusal
+
+
+def cluster_unread(name: str) -> Refusal:
+    """The refusal of a cluster's policy where deltashard has rights in some namespaces alone."""
+    return Refusal(
+        "PolicyNotFound",
+        f"{workload_policy.called(name)} cannot be read: deltashard watches some namespaces here and has no right "
+        "beyond them",
+        where=POLICY,
+        remedy="name a CheckpointPolicy of the namespace",
+    )
 
 
 def not_watched(namespace: str) -> Refusal:

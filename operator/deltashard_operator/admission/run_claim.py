@@ -54,6 +54,9 @@ class RunClaim:
     numbering: Numbering | None = None
     """How its pods are numbered, where each trains a run of its own; None: they are of one."""
 
+    source: bool = False
+    """Whether it is only read, for another run to begin with: who holds it does not matter, its store does."""
+
     def shared(self, run_id: str, numbering: Numbering | None) -> str | None:
         """The run that a pod of this workload and one of another (its run id, its numbering) would both train."""
         if numbering is not None and numbering.holds(run_id, self.run_id):

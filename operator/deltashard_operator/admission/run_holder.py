@@ -30,7 +30,7 @@ from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.call import Answer, ApiClient, NoReply, Requester
-from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
+from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.reclaim import ReclaimState
@@ -62,6 +62,12 @@ class Holders:
             selector = f"{WORKLOAD_UID}={claim.workload_uid}"
             records = self._selected(API_VERSION, PLURAL, claim, selector, deadline)
             return next((found for each in records if (found := _moved(claim, each, url))), None)
+        if claim.source:
+            records = self._selected(
+                API_VERSION, PLURAL, claim, f"{RUN_ID}={run_label(claim.run_id)}", deadline
+            )
+            moved = [_moved(claim, each, url) for each in records]
+            return moved[0] if moved and all(moved) else None
         for job in self._list("batch/v1", "jobs", claim, deadline):
             refusal = _held_by_job(claim, job)
             if refusal is not None:
@@ -138,6 +144,13 @@ def _moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
         return None
     if not store or _place(store) == _place(url) or claim.run_id not in ("", run_id):
         return None
+    if claim.source:
+        return Refusal(
+            "StoreMoved",
+            f"the checkpoints of run {run_id!r} are in {_place(store)}, and the policy names the store {_place(url)}",
+            where=RESTORE_FROM,
+            remedy="name that store in the policy; or copy the run (`deltashard cp`)",
+        )
     return Refusal(
         "StoreMoved",
         f"it names the store {_place(url)}, and the checkpoints of run {run_id!r} are in {_place(store)}",

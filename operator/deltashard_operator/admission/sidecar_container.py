@@ -18,7 +18,7 @@ from deltashard_checkpoint.process import EVERY_ADDRESS
 from deltashard_operator.admission.sidecar_resource import Resources
 from deltashard_operator.admission.sidecar_volume import Volumes
 from deltashard_operator.api import annotation as notes
-from deltashard_operator.api import store_access
+from deltashard_operator.api import store_access, workload_policy
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import FIXED, Policy
 from deltashard_operator.kube import restricted, run_identity
@@ -128,6 +128,11 @@ def _saving(policy: Policy, place: Place) -> dict[str, str]:
     return found if policy.goal == FIXED else {**found, "DELTASHARD_PROFILE_KEY": place.profile_key}
 
 
+def restore_from(said: str) -> str:
+    """The sidecar's setting for what the annotation says: a run of the pod's own namespace."""
+    return f"$(POD_NAMESPACE)/{said}" if said else ""
+
+
 def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
     """The sidecar's environment: who it is, then its settings (each is a field of the sidecar's `Settings`)."""
     settings: dict[str, str] = {
@@ -146,6 +151,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "DELTASHARD_METRICS_HOST": EVERY_ADDRESS,
         "DELTASHARD_POLICY": policy.name,
         "DELTASHARD_RUNS": policy.runs,
+        "DELTASHARD_RESTORE_FROM": restore_from(policy.restore_from),
         "DELTASHARD_PODS": str(place.recipe.pods or ""),
         **restricted.HOME,
     }
@@ -166,7 +172,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
             raise Refusal(
                 "BadPolicy",
                 f"spec.sidecar.env states {name}, which this policy sets by another field",
-                where=f"CheckpointPolicy {policy.name}",
+                where=workload_policy.called(policy.name),
                 remedy="leave one of them out",
             )
     return [*ours, *({"name": name, "value": value} for name, value in policy.extension.env)]

@@ -26,6 +26,7 @@ from deltashard_operator.kube.cluster_name import (
     POLICY,
     PRECISION,
     PREFIX,
+    RESTORE_FROM,
     RUN_ID,
     RUNS,
 )
@@ -38,10 +39,13 @@ PRECISIONS = (*BITS_RULES, NO_PRECISION)
 """What bits may be chosen for, and that they are not chosen."""
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_POLICY = re.compile(r"(?!.{254})(cluster/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_SOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(@[!-#%-~]{1,256})?", re.ASCII)
+"""A pin without '$', which the kubelet would read."""
 
 TAKES = {
-    POLICY: "the name of a CheckpointPolicy in the workload's namespace, or 'default'",
+    POLICY: "the name of a CheckpointPolicy in the workload's namespace, cluster/NAME of a ClusterCheckpointPolicy, "
+    "or 'default'",
     CONTAINER: "the name of the container that trains; without it, the pod's default container, else the first one",
     RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
     RUNS: "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
@@ -50,6 +54,7 @@ TAKES = {
     GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 168h), pls=0.02 or fixed",
     ENCODING: f"one of {', '.join(ENCODING_CHOICES)}",
     PRECISION: f"one of {', '.join(PRECISIONS)}",
+    RESTORE_FROM: "RUN or RUN@PIN: the run id of another run of the workload's namespace, in the same store",
 }
 """Key -> what it takes, as every refusal says it."""
 
@@ -67,6 +72,7 @@ class Annotations:
     encoding: str | None = None
     goal: str | None = None
     precision: str | None = None
+    restore_from: str | None = None
 
 
 def opted_in(*maps: Mapping[str, str] | None) -> bool:
@@ -107,7 +113,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
     if runs not in (None, ONE_RUN, RUN_PER_POD):
         raise _wrong(RUNS, runs)
     return Annotations(
-        policy=_matching(_SUBDOMAIN, POLICY, found[POLICY]),
+        policy=_matching(_POLICY, POLICY, found[POLICY]),
         container=_matching(_LABEL, CONTAINER, found[CONTAINER]) if CONTAINER in found else None,
         run_id=_matching(_LABEL, RUN_ID, found[RUN_ID]) if RUN_ID in found else None,
         runs=runs,
@@ -116,6 +122,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
         encoding=encoding,
         goal=_goal(found[GOAL]) if GOAL in found else None,
         precision=precision,
+        restore_from=_matching(_SOURCE, RESTORE_FROM, found[RESTORE_FROM]) if RESTORE_FROM in found else None,
     )
 
 

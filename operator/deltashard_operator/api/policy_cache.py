@@ -1,4 +1,4 @@
-"""CheckpointPolicies in memory, as a watch tells them, and one live look for what is not there.
+"""CheckpointPolicies of both kinds in memory, as watches tell them, and one live look for what is not there.
 
 The cache is `synced` from its first list on and stays so through an outage of the API: an admission only comes when the
 API works.
@@ -17,11 +17,13 @@ from typing import Any, cast
 import urllib3
 from kubernetes import client
 
+from deltashard_operator.api import workload_policy
 from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 
-GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointpolicies"
+GROUP, VERSION = "deltashard.io", "v1alpha1"
+NAMESPACED, CLUSTERS = "checkpointpolicies", "clustercheckpointpolicies"
 ABSENT_S = 1.0
 """How long the answer that a policy is not there may be used again; the watch brings a new one sooner."""
 MAX_ABSENT = 4096
@@ -29,7 +31,10 @@ Spec = Mapping[str, Any]
 
 
 class PolicyCache:
-    """All CheckpointPolicies' specs by (namespace, name). Watch its `kind`; reads are from any thread."""
+    """All policies' specs by (namespace, name), as `workload_policy.key_of` says. Watch its `kinds`.
+
+    Reads are from any thread.
+    """
 
     def __init__(self, api: client.ApiClient, *, on_restart: Callable[[], None] = lambda: None) -> None:
         """`on_restart` is called when the policies were listed anew."""
@@ -40,14 +45,14 @@ class PolicyCache:
         self._on_restart = on_restart
         self.synced = False
         """Whether the policies were listed once."""
-        path = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
-        self.kind = WatchedKind("policies", path, self._take, self._drop, by_name=True)
+        self.kinds = policy_kinds(self._take, self._drop)
 
     def __len__(self) -> int:
         return len(self._specs)
 
     def _take(self, item: Mapping[str, Any]) -> None:
-        self._specs[item["metadata"]["namespace"], item["metadata"]["name"]] = _spec_of(item)
+        metadata = item["metadata"]
+        self._specs[metadata.get("namespace", ""), metadata["name"]] = _spec_of(item)
 
     def _drop(self, key: ObjectKey, _item: Mapping[str, Any] | None) -> None:
         self._specs.pop((key.namespace, key.name), None)
@@ -58,28 +63,63 @@ class PolicyCache:
         self.synced = True
 
     def get(self, namespace: str, name: str) -> Spec | None:
-        return self._specs.get((namespace, name))
+        """The spec of the policy that a workload of this namespace names so."""
+        return self._specs.get(workload_policy.key_of(namespace, name))
 
     def absent(self, namespace: str, name: str) -> bool:
         """Whether a live look of a moment ago did not find it."""
-        return time.monotonic() - self._absent_s.get((namespace, name), float("-inf")) < ABSENT_S
+        key = workload_policy.key_of(namespace, name)
+        return time.monotonic() - self._absent_s.get(key, float("-inf")) < ABSENT_S
 
     def look(self, namespace: str, name: str, deadline: Deadline) -> Spec | None:
         """The policy's spec from the API itself, None when there is none; raises `Refusal` (PolicyUnavailable)."""
+        place, bare = key = workload_policy.key_of(namespace, name)
         try:
-            found = self._objects.get_namespaced_custom_object(
-                GROUP, VERSION, namespace, PLURAL, name, _request_timeout=deadline.left_s()
+            found = (
+                self._objects.get_namespaced_custom_object(
+                    GROUP, VERSION, place, NAMESPACED, bare, _request_timeout=deadline.left_s()
+                )
+                if place
+                else self._objects.get_cluster_custom_object(
+                    GROUP, VERSION, CLUSTERS, bare, _request_timeout=deadline.left_s()
+                )
             )
         except client.ApiException as error:
             if error.status == 404:
                 if len(self._absent_s) >= MAX_ABSENT:
                     self._absent_s = {}
-                self._absent_s[namespace, name] = time.monotonic()
+                self._absent_s[key] = time.monotonic()
                 return None
             raise unavailable(name, f"the API answered {error.status} {error.reason}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise unavailable(name, f"the API did not answer: {type(error).__name__}") from error
         return _spec_of(cast("dict[str, Any]", found))
+
+
+def policy_kinds(
+    on_object: Callable[[Any], None], on_gone: Callable[[ObjectKey, Any], None]
+) -> tuple[WatchedKind, ...]:
+    """Both kinds of policies, to be watched."""
+    root = f"/apis/{GROUP}/{VERSION}"
+    return (
+        WatchedKind("policies", f"{root}/{NAMESPACED}", on_object, on_gone, by_name=True),
+        WatchedKind(
+            "cluster policies",
+            f"{root}/{CLUSTERS}",
+            on_object,
+            on_gone,
+            by_name=True,
+            namespaced=False,
+            everywhere=True,
+        ),
+    )
+
+
+def policy_path(key: tuple[str, str]) -> str:
+    """URL path of the policy with this key."""
+    namespace, name = key
+    place = f"namespaces/{namespace}/{NAMESPACED}" if namespace else CLUSTERS
+    return f"/apis/{GROUP}/{VERSION}/{place}/{name}"
 
 
 def _spec_of(item: Mapping[str, Any]) -> Spec:
@@ -91,7 +131,7 @@ def unavailable(name: str, why: str) -> Refusal:
     """The refusal of a workload whose policy cannot be read just now."""
     return Refusal(
         "PolicyUnavailable",
-        f"CheckpointPolicy {name} could not be read: {why}",
+        f"{workload_policy.called(name)} could not be read: {why}",
         where="deltashard.io/policy",
         remedy="try again",
     )

@@ -27,6 +27,8 @@ from deltashard_operator.api.store_spec import WebIdentity
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
 
+CLUSTER = "cluster/"
+"""Before the name of a ClusterCheckpointPolicy."""
 DEFAULT = "default"
 """Policy name that means the chart's default policy where the namespace has none of that name."""
 CACHE_ARENAS = 16
@@ -113,6 +115,8 @@ class Policy:
     """Labels of that Job, such as a queue's."""
     container: str | None = None
     run_id: str | None = None
+    restore_from: str = ""
+    """RUN or RUN@PIN that a run without a log begins with; empty: none."""
     runs: str = ""
     """Whether the workload's pods are ranks of one run, or a run each; empty: nobody said."""
 
@@ -129,11 +133,24 @@ OFFERED = {each.name for each in fields(Policy)}.intersection(pb.Policy.DESCRIPT
 """Fields of a sidecar's policy that a CheckpointPolicy says: those that have its field's name."""
 
 
+def key_of(namespace: str, name: str) -> tuple[str, str]:
+    """(namespace, name) of the policy that a workload of a namespace names; the cluster's has no namespace."""
+    return ("", name.removeprefix(CLUSTER)) if name.startswith(CLUSTER) else (namespace, name)
+
+
+def called(name: str) -> str:
+    """The policy that a workload names, as refusals call it."""
+    return f"{'Cluster' * name.startswith(CLUSTER)}CheckpointPolicy {name.removeprefix(CLUSTER)}"
+
+
 def not_found(name: str, *, default: bool) -> Refusal:
     """The refusal of a workload whose policy does not exist; `default`: the chart has a default policy."""
+    cluster, bare = name.startswith(CLUSTER), name.removeprefix(CLUSTER)
     return Refusal(
         "PolicyNotFound",
-        f"there is no CheckpointPolicy {name!r} in the workload's namespace",
+        f"there is no ClusterCheckpointPolicy {bare!r}"
+        if cluster
+        else f"there is no CheckpointPolicy {name!r} in the workload's namespace",
         where="deltashard.io/policy",
         remedy="create it, or correct the name" + (f", or use {DEFAULT!r}" if default else ""),
     )
@@ -175,12 +192,13 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
         container=annotations.container,
         run_id=annotations.run_id,
         runs=annotations.runs or "",
+        restore_from=annotations.restore_from or "",
     )
 
 
 def read(name: str, spec: Mapping[str, Any]) -> Policy:
     """A policy from its (merged) spec; raises `Refusal` (BadPolicy) with a sentence that names the field."""
-    where = f"CheckpointPolicy {name}"
+    where = called(name)
     cluster = {key: spec.get(key, {}) for key in _CLUSTERS}
     document = {key: value for key, value in spec.items() if key not in _CLUSTERS}
     try:

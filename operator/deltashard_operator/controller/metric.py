@@ -26,7 +26,7 @@ from deltashard_operator.run.watched_run import Run
 LABELS = ("namespace", "run")
 MAX_WHY = 200
 """Characters of a sentence in a label."""
-HANDLERS = ("jobs", "pods", "nodes", "policies", "runs", "requests")
+HANDLERS = ("jobs", "pods", "nodes", "policies", "cluster policies", "runs", "requests")
 
 
 class Runs(Protocol):

@@ -1,4 +1,4 @@
-"""Statuses of CheckpointPolicies in the API: who uses them, and what their sidecars say of the store.
+"""Statuses of policies of both kinds in the API: who uses them, and what their sidecars say of the store.
 
 Looked at every few seconds, all of them; a condition that changed is written as one of a run is, and counts as seldom
 as commits of runs.
@@ -15,6 +15,7 @@ from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.policy_cache import policy_path
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.controller.status import StatusRefused
@@ -27,7 +28,7 @@ LOOK_S = 5.0
 GATHER_S = 330.0
 """So long after the begin sidecars come back: fewer than before are no news, unless as many were heard since."""
 Key = tuple[str, str]
-"""(namespace, name)."""
+"""(namespace, name), as `workload_policy.key_of` says."""
 
 
 @dataclass(slots=True)
@@ -71,7 +72,8 @@ class PolicyWriter:
         using: dict[Key, list[Run]] = {}
         for entry in self._books:
             run = entry.run
-            using.setdefault((run.workload.namespace, run.wish.policy), []).append(run)
+            key = workload_policy.key_of(run.workload.namespace, run.wish.policy)
+            using.setdefault(key, []).append(run)
         for key in self._known.keys() - self._books.policies.keys():
             del self._known[key]
             self._books.queue.forget(("policy", *key))
@@ -106,10 +108,8 @@ class PolicyWriter:
             return ""
 
     async def _write(self, key: Key, known: _Known, status: Mapping[str, Any]) -> None:
-        namespace, name = key
-        path = f"/apis/{run_record.API_VERSION}/namespaces/{namespace}/checkpointpolicies/{name}/status"
         body = {"metadata": {"uid": known.uid}, "status": run_record.patch(known.status, status)}
-        answer = await self._call("PATCH", path, body, content=MERGE, tries=2)
+        answer = await self._call("PATCH", f"{policy_path(key)}/status", body, content=MERGE, tries=2)
         if answer.ok:
             known.status = status
             self._count("written")
@@ -117,7 +117,7 @@ class PolicyWriter:
             self._count("lost")
         else:
             self._count("failed")
-            raise StatusRefused(answer.sentence, where=f"{namespace}/{name}")
+            raise StatusRefused(answer.sentence, where="/".join(filter(None, key)))
 
 
 def _truths(status: Mapping[str, Any]) -> dict[str, str]:

@@ -118,7 +118,7 @@ class Reclaimer:
         if self._serial != self._books.serial:
             self._policies, self._serial = {}, self._books.serial
         name = entry.run.wish.policy
-        key = entry.run.workload.namespace, name
+        key = workload_policy.key_of(entry.run.workload.namespace, name)
         if key not in self._policies:
             spec = self._books.spec_of(entry.run, self._defaults)
             try:

@@ -89,7 +89,7 @@ class Entries:
         self.jobs: dict[str, RunKey] = {}
         self.nodes: dict[str, NodeView] = {}
         self.specs: dict[tuple[str, str], Mapping[str, Any]] = {}
-        """Of CheckpointPolicies, by namespace and name."""
+        """Of policies, by namespace and name; the cluster's have no namespace."""
         self.policies: dict[tuple[str, str], SeenPolicy] = {}
         """The same, what else matters of them."""
         self.serial = 0
@@ -199,7 +199,7 @@ class Entries:
 
     def spec_of(self, run: Run, defaults: Defaults) -> Mapping[str, Any] | None:
         """Spec of the run's policy as it is now, to be laid over the chart's; None: there is no such policy."""
-        spec = self.specs.get((run.workload.namespace, run.wish.policy))
+        spec = self.specs.get(workload_policy.key_of(run.workload.namespace, run.wish.policy))
         if spec is None and run.wish.policy == workload_policy.DEFAULT and defaults.has_store():
             return {}
         return spec

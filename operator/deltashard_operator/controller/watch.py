@@ -22,6 +22,8 @@ from typing import Any
 
 import structlog
 
+from deltashard_operator.api import workload_policy
+from deltashard_operator.api.policy_cache import policy_kinds
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries, SeenPolicy
 from deltashard_operator.fleet.report import SaveOrder
@@ -91,9 +93,7 @@ class Watches:
             WatchedKind(
                 "nodes", "/api/v1/nodes", self.on_node, self.node_gone, by_name=True, namespaced=False
             ),
-            WatchedKind(
-                "policies", f"{OURS}/checkpointpolicies", self.on_policy, self.policy_gone, by_name=True
-            ),
+            *policy_kinds(self.on_policy, self.policy_gone),
             WatchedKind("runs", f"{OURS}/checkpointruns", lambda _run: None, self.run_gone),
             *more,
         )
@@ -218,21 +218,21 @@ class Watches:
                 _log.info("run.save_before_drain", namespace=entry.run.workload.namespace, node=node)
 
     def on_policy(self, document: Document) -> None:
-        """A CheckpointPolicy is there, or changed."""
+        """A policy of a namespace or of the cluster is there, or changed."""
         metadata = document["metadata"]
-        self._books.policies[metadata["namespace"], metadata["name"]] = SeenPolicy(
+        key = metadata.get("namespace", ""), metadata["name"]
+        self._books.policies[key] = SeenPolicy(
             uid=metadata["uid"],
             generation=int(metadata.get("generation") or 0),
             status=document.get("status") or {},
         )
-        self._set_policy(metadata["namespace"], metadata["name"], document.get("spec") or {})
+        self._set_policy(key, document.get("spec") or {})
 
     def policy_gone(self, policy: ObjectKey, _last: Document | None) -> None:
-        self._books.policies.pop((policy.namespace, policy.name), None)
-        self._set_policy(policy.namespace, policy.name, None)
+        self._books.policies.pop(policy[:2], None)
+        self._set_policy(policy[:2], None)
 
-    def _set_policy(self, namespace: str, name: str, spec: Document | None) -> None:
-        key = namespace, name
+    def _set_policy(self, key: tuple[str, str], spec: Document | None) -> None:
         if self._books.specs.get(key) == spec:
             return
         if spec is None:
@@ -241,7 +241,7 @@ class Watches:
             self._books.specs[key] = spec
         self._books.serial += 1
         for each in self._books:
-            if (each.run.workload.namespace, each.run.wish.policy) == key:
+            if workload_policy.key_of(each.run.workload.namespace, each.run.wish.policy) == key:
                 self._books.mark(each.run.key)
 
     def run_gone(self, record: ObjectKey, _last: Document | None) -> None:

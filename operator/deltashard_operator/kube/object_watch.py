@@ -77,6 +77,8 @@ class WatchedKind:
     a newer one bears."""
     namespaced: bool = True
     """Whether they lie in namespaces; nodes do not."""
+    everywhere: bool = False
+    """Whether they are watched only where all namespaces are: who is given some has no right to read them."""
 
     def within(self, namespace: str) -> WatchedKind:
         root, _, plural = self.path.rpartition("/")
@@ -107,11 +109,11 @@ class ObjectWatch:
         watch or failure.
         """
         self._api = api
-        self._asked = tuple(kinds)
+        self._asked = tuple(kind for kind in kinds if not (namespaces and kind.everywhere))
         self._namespaces = tuple(namespaces)
         self._kinds = {
             each.path: each
-            for kind in kinds
+            for kind in self._asked
             for each in (self._kind_in(kind, namespace) for namespace in self._namespaces or ("",))
         }
         self._count = count

@@ -37,6 +37,7 @@ from deltashard_checkpoint.write.commit_wait import CommitPace
 from deltashard_checkpoint.write.report import ReportBodyCache
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_sidecar.run.beginning import Beginning
 from deltashard_sidecar.run.bit_choice import BitChoice
 from deltashard_sidecar.run.chain_watch import ChainWatch
 from deltashard_sidecar.run.cut_content import CutContents
@@ -100,6 +101,9 @@ class Run:
         self.participation = Participation(settings.cache_dir.parent if settings.pod_uid else None, log)
         self.log = RunLog(self.store, self.identity.run)
         self.removal = RemovedRun()
+        self._beginning = Beginning(
+            settings.restore_from, self.store, self.identity, cache=self.cache, log=log
+        )
         self.token = new_token()
         self.report_bodies = ReportBodyCache()
         self.pace = CommitPace()
@@ -275,6 +279,8 @@ class Run:
         self, request: pb.OpenRequest, who: Attachment, *, step_seen: int, deadline_s: float
     ) -> pb.OpenReply:
         known = self.state().tip
+        if not request.HasField("basis"):
+            self._beginning.ensure(request, deadline_s=deadline_s)
         log = self.log.fork() if self.removal.why is None else RunLog(self.store, self.name)
         read, source, which = self._source(request, deadline_s)
         damage = "" if read is None else read.damage() or ""

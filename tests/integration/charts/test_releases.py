@@ -354,6 +354,7 @@ READ = {"get", "list", "watch"}
 RIGHTS: dict[str, dict[str, set[str]]] = {
     "deltashard-webhook": {
         "deltashard.io/checkpointpolicies": READ,
+        "deltashard.io/clustercheckpointpolicies": READ,
         "deltashard.io/checkpointruns": {"list"},
         "batch/jobs": {"get", "list"},
         "pods": {"get"},
@@ -363,6 +364,8 @@ RIGHTS: dict[str, dict[str, set[str]]] = {
         "pods": READ,
         "nodes": READ,
         "deltashard.io/checkpointpolicies": READ,
+        "deltashard.io/clustercheckpointpolicies": READ,
+        "deltashard.io/clustercheckpointpolicies:status": {"patch"},
         "deltashard.io/checkpointruns": READ | {"create", "delete"},
         "deltashard.io/checkpointruns:status": {"patch"},
         "deltashard.io/checkpointrequests": READ | {"delete"},

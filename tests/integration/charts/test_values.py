@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.helm import CHART, Rendering, render
 from tests.integration.charts.value import VALUES, at, default, leaves, merged, nested
+from tests.support.helm import CHART, Rendering, render
 
 Case = dict[str, Any]
 TABLE = yaml.safe_load(Path(__file__).with_name("value_cases.yaml").read_text(encoding="utf-8"))

@@ -249,11 +249,14 @@ def http(apiserver: ApiServer) -> Iterator[Rest]:
         yield http
 
 
-def policy(change: dict[str, Any] | None = None) -> dict[str, Any]:
+KINDS = ("CheckpointPolicy", "ClusterCheckpointPolicy")
+
+
+def policy(change: dict[str, Any] | None = None, kind: str = KINDS[0]) -> dict[str, Any]:
     spec = {k: v for k, v in (copy.deepcopy(GOOD_POLICY) | (change or {})).items() if v is not None}
     return {
         "apiVersion": "deltashard.io/v1alpha1",
-        "kind": "CheckpointPolicy",
+        "kind": kind,
         "metadata": {"name": f"p-{uuid.uuid4().hex[:8]}"},
         "spec": spec,
     }
@@ -276,8 +279,11 @@ def root(namespace: str = "default", plural: str = "checkpointruns") -> str:
     return f"/apis/deltashard.io/v1alpha1/namespaces/{namespace}/{plural}"
 
 
-def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector(http: Rest) -> None:
-    reply = http.create(policy())
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector(
+    http: Rest, kind: str
+) -> None:
+    reply = http.create(policy(kind=kind))
     assert reply.status == 201, reply.document
     assert reply.warnings == []  # an unknown field would be pruned with a warning or silently
     assert reply.document["spec"] == GOOD_POLICY
@@ -358,10 +364,11 @@ def test_an_empty_policy_is_possible_since_the_default_is_under_it(http: Rest) -
     assert http.create(policy(dict.fromkeys(GOOD_POLICY))).status == 201
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BAD)
-def test_a_policy_with_nonsense_is_refused_before_it_is_stored(http: Rest, name: str) -> None:
+def test_a_policy_with_nonsense_is_refused_before_it_is_stored(http: Rest, name: str, kind: str) -> None:
     change, says = BAD[name]
-    reply = http.create(policy(change))
+    reply = http.create(policy(change, kind))
     assert reply.status == 422
     assert says in reply.document["message"]
 

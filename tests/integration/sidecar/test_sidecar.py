@@ -17,7 +17,7 @@ import grpc
 import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.maintenance.word import rewind
+from deltashard_checkpoint.maintenance.word import pin, rewind
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import main
@@ -324,6 +324,55 @@ def test_warm_start_from_another_run(tmp_path: Path, url: str) -> None:
         assert same(trainer.model.state(), state)
         trainer.base_seq = None
         assert trainer.save_and_commit().baseline
+        trainer.close()
+
+
+def begin_from(root: Path, url: str, source: str, **options: object) -> str:
+    """What a trainer hears whose run `warm` is to begin with a checkpoint of `source`; empty: it was opened."""
+    with sidecar(root, url, encoding="fp32", run="warm", restore_from=source) as process:
+        trainer = Trainer(process.socket, Model())
+        try:
+            trainer.open(**options)
+        except grpc.RpcError as error:
+            return str(error.details())
+        finally:
+            trainer.close()
+    return ""
+
+
+def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path, url: str) -> None:
+    """What is not there, or is contradicted, is told and nothing is begun; with a log of its own it goes on with that."""
+    with sidecar(tmp_path, url, encoding="fp32", run="source") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        trainer.model.train()
+        commit = trainer.save_and_commit()
+        pin(RunLog(open_store(url), "source"), "best", f"seq:{commit.seq}")
+        state = trainer.model.state()
+        trainer.model.train()
+        trainer.save_and_commit()
+        trainer.close()
+    said = begin_from(tmp_path, url, "nobody")
+    assert "cannot begin with latest of run 'nobody': there is no such run in the store" in said
+    said = begin_from(tmp_path, url, "source@worst")
+    assert "cannot begin with pin:worst of run 'source': no live, valid checkpoint pin:worst" in said
+    assert "restore(from_run='source')" in begin_from(tmp_path, url, "source@best", from_run="source")
+    assert "fresh=True" in begin_from(tmp_path, url, "source@best", which="none")
+    assert list(open_store(url).list("warm/")) == []
+
+    with sidecar(tmp_path, url, encoding="fp32", run="warm", restore_from="source@best") as process:
+        trainer = Trainer(process.socket, Model())
+        opened = trainer.open()
+        assert (opened.step, opened.resume_attempt) == (commit.step, 1)
+        trainer.restore(opened.resume_seq)
+        assert same(trainer.model.state(), state)
+        own = trainer.save_and_commit()
+        trainer.close()
+        trainer = Trainer(process.socket, Model())
+        assert trainer.open(from_run="source").HasField("resume_seq"), (
+            "the run has a log: the script's word counts"
+        )
+        assert trainer.open().resume_seq == own.seq
         trainer.close()
 
 

@@ -73,6 +73,7 @@ ALLOWED = (
     Allowed(verbs=_verbs("create", "delete"), group="deltashard.io", resource="checkpointruns"),
     Allowed(verbs=_verbs("patch"), group="deltashard.io", resource="checkpointruns/status"),
     Allowed(verbs=_verbs("patch"), group="deltashard.io", resource="checkpointpolicies/status"),
+    Allowed(verbs=_verbs("patch"), group="deltashard.io", resource="clustercheckpointpolicies/status"),
     Allowed(verbs=_verbs("create", "patch"), group="", resource="events"),
     Allowed(verbs=_verbs("create"), group="batch", resource="jobs", begins="deltashard-reclaim-"),
     Allowed(verbs=_verbs("create"), group="authentication.k8s.io", resource="tokenreviews"),

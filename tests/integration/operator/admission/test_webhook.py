@@ -153,6 +153,12 @@ def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
         assert made.status == 201, made
         values = sample.expanded(sample.sidecar_of(made.document["spec"]["template"]), {})
         assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
+        shared = policy_object("shared", store={"url": "s3://x-y/z", "secretRef": {"name": "own"}})
+        assert rest.create({**shared, "kind": "ClusterCheckpointPolicy"}).status == 201
+        made = rest.create(job("late", {cluster_name.POLICY: "cluster/shared"}), dry_run=True)
+        pod = made.document["spec"]["template"]["spec"]
+        secrets = [each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each]
+        assert secrets == ["own"], "of the workload's namespace"
         longest = {"atLeast": "2h"}  # fits alone, but not over the default's atMost
         assert rest.create(policy_object("broken", interval=longest)).status == 201
         refused = rest.create(job("late", {cluster_name.POLICY: "broken"}), dry_run=True)

@@ -175,11 +175,22 @@ def test_incidents_are_events_once_each_and_conditions_while_they_last(
     assert eventually(lambda: cluster.events("CredentialsMissing"), "an Event")
 
 
+@pytest.mark.parametrize("kind", ["CheckpointPolicy", "ClusterCheckpointPolicy"])
 def test_a_policy_says_who_uses_it_and_what_their_sidecars_say_of_its_store(
-    controller: ControllerProcess, cluster: Cluster
+    controller: ControllerProcess, cluster: Cluster, kind: str
 ) -> None:
     """Nothing until a sidecar could say; a store that is in trouble, and then well; and what was proven stays."""
-    path = add_policy(cluster)
+    wide = kind.startswith("Cluster")
+    path = cluster.path("checkpointpolicies", "mine")
+    if wide:
+        path = "/apis/deltashard.io/v1alpha1/clustercheckpointpolicies/mine"
+    document = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": kind,
+        "metadata": {"name": "mine"},
+        "spec": {"store": {"url": "s3://bucket/prefix"}},
+    }
+    assert cluster.http("POST", path.removesuffix("/mine"), document).status == 201
 
     def said() -> dict[str, Any]:
         return dict(cluster.http("GET", path).document.get("status") or {})
@@ -187,7 +198,7 @@ def test_a_policy_says_who_uses_it_and_what_their_sidecars_say_of_its_store(
     def conditions() -> dict[str, str]:
         return {each["type"]: each["status"] for each in said().get("conditions") or ()}
 
-    job = cluster.job()
+    job = cluster.job(annotations={cluster_name.POLICY: "cluster/mine" if wide else "mine"})
     pod = cluster.running_pod(job)
     sidecar = Sidecar(controller, cluster, pod, job, url="s3://bucket/prefix")
     failed = incident(1, "STORE_UNAVAILABLE", message="the bucket does not exist")
@@ -199,10 +210,13 @@ def test_a_policy_says_who_uses_it_and_what_their_sidecars_say_of_its_store(
     sidecar.report(step=9, seq=1, committed=8, store_proven=True)
     eventually(lambda: conditions().get("Ready") == "True", "well again")
     assert (conditions()["CreateOnly"], said()["runs"]) == ("True", 1)
+    change = {"spec": {"interval": {"every": "77s"}}}
+    generation = cluster.http("PATCH", path, change, content=MERGE).document["metadata"]["generation"]
+    eventually(lambda: sidecar.report(step=9).directive.policy.every_s == 77.0, "a directive")
     cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
     cluster.end(job)
     eventually(lambda: said()["runs"] == 0, "nobody uses it any more")
-    assert conditions()["CreateOnly"] == "True"
+    assert (conditions()["CreateOnly"], said()["observedGeneration"]) == ("True", generation)
 
 
 def test_a_new_controller_goes_on_where_the_one_before_was_killed(own: Own) -> None:

@@ -92,8 +92,7 @@ class Program:
                 self.optimizer,
                 state={"scheduler": self.scheduler},
                 url=workdir / "store",
-                run="group",
-                **{"encoding": "fp32", "content_hash": True, "grace_s": None} | options,
+                **{"run": "group", "encoding": "fp32", "content_hash": True, "grace_s": None} | options,
             )
             self.loader = self.ckpt.wrap(self.loader, shared=self.shared)
 
@@ -204,9 +203,10 @@ def resumed(
     weights_only: str = "",
     loaders: Any = "restart",
     data: str = "dealt",
+    run: str = "group",
 ) -> Any:
     """Restore, train to the end, close."""
-    program = Program(rank, workdir, data=data)
+    program = Program(rank, workdir, data=data, run=run)
     restored = program.ckpt.restore(weights_only=bool(weights_only), loaders=loaders)
     at = program.ckpt.steps
     program.train(int(until))

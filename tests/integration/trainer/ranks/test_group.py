@@ -35,13 +35,19 @@ def checkpoints(workdir: Path) -> Mapping[int, Checkpoint]:
         return RunLog(store, "group").refresh().checkpoints
 
 
-def test_a_group_that_was_killed_ends_as_one_that_was_not(run: Run, tmp_path: Path) -> None:
-    """Tables, optimizer, scheduler, each rank's random numbers and its part of the data: bit for bit, no sample twice."""
+def test_a_group_that_was_killed_ends_as_one_that_was_not(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another run that begins with its checkpoint does, too: tables, optimizer, scheduler, each rank's random numbers and its part of the data: bit for bit, no sample twice."""
     whole = run(tmp_path / "plain", 2, "plain", until=50)
     assert run(tmp_path / "ckpt", 2, "killed", save_at=17, kill_at=23) == [None, None]
     assert commits(tmp_path / "ckpt") == {2: 17}
+    with monkeypatch.context() as patch:
+        patch.setenv("DELTASHARD_RESTORE_FROM", "group")
+        other = run(tmp_path / "ckpt", 2, "resumed", until=50, run="other")
     back = run(tmp_path / "ckpt", 2, "resumed", until=50)
     for rank in range(2):
+        assert {**other[rank], "committed": None} == {**back[rank], "committed": None}
         assert back[rank]["restored"] == {"step": 17, "exact": True, "notes": []}
         assert back[rank]["state"] == whole[rank]["state"]
         assert back[rank]["seen"] == whole[rank]["seen"][17 * 4 :]

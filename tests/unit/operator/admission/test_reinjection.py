@@ -36,7 +36,13 @@ def refusal(document: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "notes", [{}, {"run_id": "exp"}, {"interval": "1s500ms", "encoding": "q4", "arena_size": "100Mi"}]
+    "notes",
+    [
+        {},
+        {"run_id": "exp"},
+        {"restore_from": "exp@best"},
+        {"interval": "1s500ms", "encoding": "q4", "arena_size": "100Mi"},
+    ],
 )
 def test_what_is_as_it_was_said_is_let_through(notes: dict[str, str]) -> None:
     """The webhook is called again when another one changed something behind it."""
@@ -48,7 +54,13 @@ def test_what_is_as_it_was_said_is_let_through(notes: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("run-id", "other"), ("interval", "60s"), ("encoding", "q2"), ("arena-size", "512Mi")],
+    [
+        ("run-id", "other"),
+        ("interval", "60s"),
+        ("encoding", "q2"),
+        ("arena-size", "512Mi"),
+        ("restore-from", "exp"),
+    ],
 )
 def test_another_word_than_the_sidecars_is_refused(key: str, value: str) -> None:
     document = injected(job(run_id="exp", interval="1s500ms", encoding="q4", arena_size="100Mi"))

@@ -33,8 +33,9 @@ class Cache:
         return {"store": {"url": "s3://x-y/z"}, "sidecar": {"image": "i"}, "interval": {"every": "60s"}}
 
 
-def resolved(namespace: str, *watched: str) -> object:
+def resolved(namespace: str, *watched: str, policy: str = "p") -> object:
     """What a Job of this namespace is resolved to."""
+    job = {**JOB, "metadata": {"name": "train", "annotations": {"deltashard.io/policy": policy}}}
     resolver = Resolver(
         cache=cast(PolicyCache, Cache()),
         holders=cast(Holders, None),
@@ -42,7 +43,7 @@ def resolved(namespace: str, *watched: str) -> object:
         metrics=WebhookMetrics(),
         namespaces=watched,
     )
-    request = review.parse(json.dumps(sample.review(JOB, namespace=namespace)).encode())
+    request = review.parse(json.dumps(sample.review(job, namespace=namespace)).encode())
     assert isinstance(request, review.Request)
     return asyncio.run(resolver.resolve(request, Deadline(5.0))).policies
 
@@ -60,3 +61,13 @@ def test_another_one_is_refused_before_anything_is_asked() -> None:
     assert refusal.code == "NamespaceNotWatched"
     assert "namespace team-c" in refusal.sentence
     assert "watchNamespaces" in refusal.sentence
+
+
+def test_a_clusters_policy_is_named_from_everywhere_unless_some_namespaces_are_watched() -> None:
+    """There the webhook has no right to read it, and says so."""
+    found = resolved("team-a", policy="cluster/p")
+    assert isinstance(found, tuple)
+    assert found[0].name == "cluster/p"
+    refusal = resolved("team-a", "team-a", policy="cluster/p")
+    assert isinstance(refusal, Refusal)
+    assert "ClusterCheckpointPolicy p cannot be read" in refusal.sentence

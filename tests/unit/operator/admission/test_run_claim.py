@@ -179,13 +179,19 @@ def test_a_run_is_nobody_elses_while_its_workload_lives(
     ],
 )
 @pytest.mark.parametrize(
-    "claim", [RunClaim(namespace="n", run_id="exp"), RunClaim(namespace="n", workload_uid="uid-w")]
+    "claim",
+    [
+        RunClaim(namespace="n", run_id="exp"),
+        RunClaim(namespace="n", workload_uid="uid-w"),
+        RunClaim(namespace="n", run_id="exp", source=True),
+    ],
 )
 def test_a_run_stays_in_its_store(was: str, now: str, moved: bool, claim: RunClaim) -> None:
-    """Whoever asks for it: a workload by run-id, or the next pod of its own."""
+    """Whoever asks for it: a workload by run-id, the next pod of its own, or a run that begins with its checkpoint."""
     found = record("exp", "PyTorchJob", "kubeflow.org/v1") | {"status": {"store": was, "phase": "Finished"}}
     refusal = Objects([], [found]).refusal(claim, now, Deadline())
     assert (refusal is not None) == moved
     if refusal is not None:
         assert refusal.code == "StoreMoved"
-        assert "CheckpointRun w-x" in refusal.sentence
+        assert ("CheckpointRun w-x" in refusal.sentence) != claim.source
+        assert refusal.sentence.startswith("deltashard.io/restore-from: ") == claim.source

@@ -26,6 +26,7 @@ def test_every_key_is_read() -> None:
         goal="overhead=1%",
         encoding="q4",
         precision="budget",
+        restore_from="exp-0b4f@best:1",
     )
     assert found == annotation.Annotations(
         policy="p",
@@ -36,6 +37,7 @@ def test_every_key_is_read() -> None:
         goal="overhead=1%",
         encoding="q4",
         precision="budget",
+        restore_from="exp-0b4f@best:1",
     )
 
 
@@ -53,6 +55,13 @@ def test_intervals(text: str, seconds: float) -> None:
         ("policy", ""),
         ("policy", "Upper"),
         ("policy", "../x"),
+        ("policy", "cluster/"),
+        ("policy", "team-b/x"),
+        ("policy", "cluster/" + "x" * 246),
+        ("restore-from", "team-b/exp"),
+        ("restore-from", "exp@"),
+        ("restore-from", "exp@$(POD_NAME)"),
+        ("restore-from", "exp@the best"),
         ("container", "a_b"),
         ("run-id", "a/b"),
         ("run-id", "a.b"),

@@ -177,6 +177,15 @@ def test_a_wrong_field_is_refused_by_its_path(spec: dict[str, Any], path: str) -
     assert caught.value.sentence.startswith(f"CheckpointPolicy default: {path}")
 
 
+def test_the_cluster_s_policies_are_named_apart() -> None:
+    assert workload_policy.key_of("team-a", "nightly") == ("team-a", "nightly")
+    assert workload_policy.key_of("team-a", "cluster/nightly") == ("", "nightly")
+    with pytest.raises(Refusal, match=r"spec\.store\.url is missing \[ClusterCheckpointPolicy p\]"):
+        workload_policy.read("cluster/p", {})
+    said = workload_policy.not_found("cluster/nightly", default=False).sentence
+    assert "there is no ClusterCheckpointPolicy 'nightly'; create it" in said
+
+
 def test_without_any_store_the_policy_says_so() -> None:
     """A chart without a default store needs policies with one."""
     with pytest.raises(Refusal, match="spec.store.url is missing"):

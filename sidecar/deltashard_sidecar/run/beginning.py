@@ -1,0 +1,123 @@
+"""How a run begins that has no log yet: with a checkpoint of another run of the store, where `restore_from` says so.
+
+The checkpoint is copied into the run before its first attempt is opened, as `deltashard cp -c WHICH --as NAME` does.
+The log appears with that checkpoint in it or not at all; a copy that was cut short goes on at the next Open. So the
+trainer restores a checkpoint of its own run, at every start, and nothing else knows of the other one.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.listing import REMOVAL
+from deltashard_checkpoint.log.log_error import LogGap
+from deltashard_checkpoint.maintenance.row_mover import CompactionUnfit
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.whole_run.run_copy import TargetTaken, start_run
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.run.identity import Identity
+from deltashard_sidecar.telemetry.structured_logging import Logger
+
+WHERE = "deltashard.io/restore-from, DELTASHARD_RESTORE_FROM"
+
+
+class BeginningRefused(UserError):
+    """The run cannot begin as `restore_from` says."""
+
+
+class Beginning:
+    """Begins the run. Thread-safe: of two that open at once, the second finds what the first has copied."""
+
+    def __init__(
+        self, restore_from: str, store: Store, identity: Identity, *, cache: PackCache, log: Logger
+    ) -> None:
+        """`restore_from`: RUN or RUN@PIN; empty: the run begins anew."""
+        self._source, _, self._pin = restore_from.partition("@")
+        self._wanted = restore_from
+        self._store = store
+        self._identity = identity
+        self._cache = cache
+        self._logger = log
+        self._lock = threading.Lock()
+        self._told = False
+
+    def ensure(self, request: pb.OpenRequest, *, deadline_s: float) -> None:
+        """Copy the checkpoint into the run, unless that has a log. May be killed at any instant.
+
+        Raises `BeginningRefused`, and what `start_run` raises.
+        """
+        if not self._wanted:
+            return
+        log = RunLog(self._store, self._identity.run)
+        with self._lock:
+            if self._has_log(log, deadline_s):
+                if not self._told:
+                    self._logger.info("restore_from.ignored", what="the run has a log of its own")
+            else:
+                self._check(request)
+                self._copy(log, deadline_s)
+            self._told = True
+
+    @staticmethod
+    def _has_log(log: RunLog, deadline_s: float) -> bool:
+        hint = log.hint()
+        if not hint.whole and hint != REMOVAL:
+            return log.listed().tip >= hint.seq
+        try:
+            return log.refresh(deadline_s=deadline_s).tip >= 0
+        except (LogGap, FormatError):  # it is damaged, and whoever opens an attempt says so
+            return True
+
+    def _check(self, request: pb.OpenRequest) -> None:
+        says = (
+            f"restore(from_run={request.from_run!r})"
+            if request.from_run
+            else "fresh=True"
+            if request.which == "none"
+            else ""
+        )
+        if says:
+            raise BeginningRefused(
+                f"the run is to begin with a checkpoint of {self._wanted}, and the training script says {says}",
+                where=WHERE,
+                remedy="say it in one of the two places",
+            )
+
+    def _copy(self, log: RunLog, deadline_s: float) -> None:
+        source = RunLog(self._store, self._source)
+        which = f"pin:{self._pin}" if self._pin else "latest"
+        try:
+            done = start_run(
+                source,
+                log,
+                which,
+                self._cache,
+                owner=self._identity.owner,
+                goes_on=True,
+                deadline_s=deadline_s,
+            )
+        except (CheckpointNotFound, CompactionUnfit) as error:
+            there = source.state.tip >= 0
+            remedy = "correct the name; without the annotation the run begins at step 0"
+            if isinstance(error, CompactionUnfit):
+                remedy = "leave it to the training script: restore(from_run=) reads it without a copy"
+            elif there and error.remedy:
+                remedy = f"{error.remedy}; {remedy}"
+            raise BeginningRefused(
+                f"the run cannot begin with {which} of run {self._source!r}: "
+                + (error.what if there else "there is no such run in the store"),
+                where=f"{WHERE}; {self._store.url}",
+                remedy=remedy,
+            ) from error
+        except TargetTaken:
+            if not self._has_log(log, deadline_s):
+                raise
+            return  # another pod of this run was faster
+        self._logger.info(
+            "restore_from.copied", source=self._source, seq=done.source_seq, step=done.step, bytes=done.bytes
+        )
