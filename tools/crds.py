@@ -56,6 +56,8 @@ def cel(condition: Schema, name: str = "self") -> str:
     if "oneOf" in condition:
         each = ", ".join(cel(one, name) for one in condition["oneOf"])
         found.append(f"[{each}].filter(x, x).size() == 1")
+    if "items" in condition:
+        found.append(f"{name}.all(item, {cel(condition['items'], 'item')})")
     if "not" in condition:
         found.append(f"!({cel(condition['not'], name)})")
     return " && ".join(found) if len(found) == 1 else "(" + " && ".join(found) + ")"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 import pytest
+from deltashard_operator.kube.cluster_name import USER_ID
 
+from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.job import TrainingJob, credentials
 from tests.cluster.scenario.tenant import Tenant, admin_of
 from tests.cluster.scenario.witness import Event
+from tests.cluster.test_reclaims import reclaimed
 from tests.support.server.minio_server import MinioServer
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
@@ -127,3 +131,39 @@ def test_missing_bucket(bench: Bench) -> None:
     well = dict.fromkeys(("Ready", "CredentialsPresent", "StoreReachable", "CreateOnly"), "True")
     wait_until(lambda: policy() == well, timeout_s=90, what=lambda: f"the policy is well: {policy()}")
     bench.assert_store_whole(job, url=url)
+
+
+def test_a_store_on_a_claim(bench: Bench) -> None:
+    """A volume that all nodes share, the sidecar's user's own: a run goes on in its next pod, and its bytes are removed."""
+    folder, api, name = bench.folder / "volume", bench.cluster.api, bench.namespace
+    folder.mkdir(mode=0o700)
+    os.chown(folder, USER_ID, USER_ID)
+    shared = {"storageClassName": "", "accessModes": ["ReadWriteMany"]}
+    volume: Object = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {**shared, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(folder)}},
+    }
+    claim: Object = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "checkpoints"},
+        "spec": {**shared, "volumeName": name, "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    api.create("/api/v1/persistentvolumes", volume)
+    try:
+        api.create(f"/api/v1/namespaces/{name}/persistentvolumeclaims", claim)
+        store = {"url": "file:///mnt/shared/training", "claim": "checkpoints"}
+        bench.policy(name, "claimed", store=store, reclaim={"policy": "Delete", "after": "0s"})
+        job = bench.job("claimed", steps=400, notes={"deltashard.io/policy": "claimed"})
+        life = bench.began(job, 0)
+        bench.wait_commits(job, count=2, url=f"file://{folder}/training")
+        job.delete_pod(life["pod"])
+        successor = bench.began(job, 1)
+        bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
+        job.wait_complete()
+        reclaimed(bench, job, "Removed")
+        assert not [each for each in folder.rglob("*") if each.is_file()]
+    finally:
+        api.delete(f"/api/v1/persistentvolumes/{name}")

@@ -46,28 +46,46 @@ _RACES = 16
 
 
 class FileStore(Store):
-    """Objects as files under `root`, which is made when `create` says so, else must exist."""
+    """Objects as files under `root`, which is made when `create` says so, else must exist.
+
+    A root that cannot be made now (no right, no answer) is made by the first call that can: until then each call says
+    why not, as one on a bucket does that lets nobody in.
+    """
 
     def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
         self.root = Path(root).absolute()
         self.url = f"file://{self.root}"
+        self._unmade = create
         if create:
+            with suppress(AccessDenied, StoreFull, StoreUnavailable):
+                self._make_root()
+        else:
             try:
-                _make_directories(self.root)
-            except FileExistsError as error:
-                raise BucketMissing(
-                    "the store's path, or a part of it, is no directory",
-                    where=self.url,
-                    remedy="name a directory",
-                ) from error
+                there = self.root.is_dir()
             except OSError as error:
                 raise self._translated(error, "") from error
-        if not self.root.is_dir():
+            if not there:
+                raise BucketMissing(
+                    "the store's directory does not exist",
+                    where=self.url,
+                    remedy="check the path, or create the directory",
+                )
+
+    def _make_root(self) -> None:
+        """Make the root where it was asked for and is still to be made."""
+        if not self._unmade:
+            return
+        try:
+            _make_directories(self.root)
+        except FileExistsError as error:
             raise BucketMissing(
-                "the store's directory does not exist",
+                "the store's path, or a part of it, is no directory",
                 where=self.url,
-                remedy="check the path, or create the directory",
-            )
+                remedy="name a directory",
+            ) from error
+        except OSError as error:
+            raise self._translated(error, "") from error
+        self._unmade = False
 
     def put(self, key: str, data: Buffer) -> None:
         self._write(key, data, create_only=False)
@@ -111,7 +129,7 @@ class FileStore(Store):
         for _ in range(_RACES):
             with suppress(FileNotFoundError):
                 return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-            # IMPORTANT: the root is made by whoever opens the store, and by nobody later. One that vanished under a
+            # IMPORTANT: the root is made once, for whoever opens the store, and never later. One that vanished under a
             # living writer (a mount that went, a directory removed) holds nothing of what it is about to build on.
             if not self.root.is_dir():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
@@ -175,6 +193,7 @@ class FileStore(Store):
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
+        self._make_root()
         if not self.root.is_dir():
             raise BucketMissing(
                 "the store's directory does not exist", where=self.url, remedy="was it removed?"
@@ -242,6 +261,7 @@ class FileStore(Store):
 
     def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:
         check_prefix(prefix)
+        self._make_root()
         swept = 0
         for name, _, files in os.walk(self.root / prefix, topdown=False):
             before = swept
@@ -270,6 +290,7 @@ class FileStore(Store):
         return True
 
     def now_s(self) -> float:
+        self._make_root()
         try:
             os.utime(self.root)
             return self.root.stat().st_mtime
@@ -277,6 +298,7 @@ class FileStore(Store):
             raise self._translated(error, "") from error
 
     def _path(self, key: str) -> Path:
+        self._make_root()
         return self.root / check_key(key)
 
     def _translated(self, error: OSError, key: str) -> DeltashardError:
@@ -292,7 +314,10 @@ class FileStore(Store):
             return StoreFull(f"no room left: {reason}", where=where, remedy="free space, or raise the quota")
         if error.errno in _DENIED:
             return AccessDenied(
-                reason, where=where, remedy="check owner and permissions of the store's directory"
+                reason,
+                where=where,
+                remedy=f"let user {os.geteuid()} read and write in the store's directory, on a mount that is not "
+                "read-only",
             )
         return StoreUnavailable(f"{errno.errorcode.get(error.errno or 0, 'OSError')}: {reason}", where=where)
 

@@ -62,11 +62,13 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
         volume_bytes, on_node = _check_disk(declared[CACHE_VOLUME], policy.cache_bytes)
     else:
         added.append(_empty_dir(CACHE_VOLUME, volume_bytes))
-    files = store_access.files(policy, [(FLEET_AUDIENCE, "fleet")] if policy.fleet else [])
+    claimed = _claimed(declared, policy.claim)
+    tokens = [(FLEET_AUDIENCE, "fleet")] if policy.fleet else []
+    files = store_access.files(policy, tokens, claim_volume=claimed or STORE_VOLUME)
     for each in files.volumes:
         if each["name"] not in declared:
             added.append(each)
-        elif each["name"] != STORE_VOLUME:
+        elif each["name"] != (claimed if "persistentVolumeClaim" in each else STORE_VOLUME):
             raise Refusal(
                 "VolumeUnfit",
                 "the name is taken",
@@ -82,6 +84,26 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
         cache_bytes=volume_bytes * numerator // denominator,
         node_disk_bytes=volume_bytes if on_node else 0,
     )
+
+
+def _claimed(declared: Mapping[str, Mapping[str, Any]], claim: str) -> str:
+    """The pod's own volume of the store's claim; empty: it has none.
+
+    It serves the sidecar, too: a kubelet waits forever for a second volume of one claim.
+    """
+    for name, volume in declared.items():
+        source = volume.get("persistentVolumeClaim")
+        if source is None or not claim or source.get("claimName") != claim:
+            continue
+        if source.get("readOnly"):
+            raise Refusal(
+                "VolumeUnfit",
+                f"it is the store's claim {claim}, and read-only",
+                where=f"volume {name}",
+                remedy="declare it without persistentVolumeClaim.readOnly; your mounts of it may be readOnly",
+            )
+        return name
+    return ""
 
 
 def _empty_dir(name: str, size_bytes: int, *, medium: str = "") -> dict[str, Any]:

@@ -111,7 +111,9 @@ def fits(schema: Schema, value: Any) -> bool:
         low, high = schema.get("minimum", value), schema.get("maximum", value)
         return bool(low <= value <= high) and value in schema.get("enum", (value,))
     if isinstance(value, list):
-        return bool(schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)))
+        some = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        # A full schema's items are checked one by one.
+        return bool(some) and ("type" in schema or all(fits(schema.get("items", {}), each) for each in value))
     if "type" in schema or not isinstance(value, Mapping):  # its fields are checked one by one
         names = schema.get("names")
         return len(value) <= schema.get("maxProperties", len(value)) and all(

@@ -1,8 +1,8 @@
 """How a container reaches a policy's store: the variables it needs, and the files they name. Pure.
 
 The same for the sidecar and for a Job that removes a run's bytes: a Secret of the namespace (optional: its absence must
-not keep a pod from starting), a projected token, the authorities of `network.caBundle` (which a pod waits for: without,
-nothing could be trusted), and what the policy adds.
+not keep a pod from starting) or a claim (without it there is no store), a projected token, the authorities of
+`network.caBundle` (which a pod waits for: without, nothing could be trusted), and what the policy adds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_operator.api import store_spec
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube.cluster_name import (
     CA_PATH,
@@ -65,14 +66,25 @@ def _credentials(policy: Policy) -> dict[str, str]:
     return found
 
 
-def files(policy: Policy, tokens: Sequence[tuple[str, str]] = ()) -> Files:
-    """The files; `tokens` are others than the store's, (audience, file name), each."""
+def files(
+    policy: Policy, tokens: Sequence[tuple[str, str]] = (), *, claim_volume: str = STORE_VOLUME
+) -> Files:
+    """The files.
+
+    Args:
+        policy: whose store it is.
+        tokens: others than the store's, (audience, file name), each.
+        claim_volume: name of the volume of the store's claim.
+    """
     volumes: list[Mapping[str, Any]] = []
     mounts: list[Mapping[str, Any]] = []
     if policy.secret_name:
         secret = {"secretName": policy.secret_name, "optional": True}
         volumes.append({"name": STORE_VOLUME, "secret": secret})
         mounts.append({"name": STORE_VOLUME, "mountPath": STORE_PATH, "readOnly": True})
+    if policy.claim:
+        volumes.append({"name": claim_volume, "persistentVolumeClaim": {"claimName": policy.claim}})
+        mounts.append({"name": claim_volume, "mountPath": store_spec.mount_of(policy.url)})
     wanted = [
         *tokens,
         *([(policy.web_identity.audience, "store")] if policy.web_identity is not None else []),

@@ -40,6 +40,11 @@ def url_of(store: Mapping[str, Any]) -> str:
     return str(store["url"]) + ("?" + "&".join(said) if said else "")
 
 
+def mount_of(url: str) -> str:
+    """Where the claim of a `file:///mnt/NAME/prefix` is mounted."""
+    return "/".join(url.removeprefix("file://").split("/", 3)[:3])
+
+
 def identity_of(store: Mapping[str, Any]) -> WebIdentity | None:
     """How the sidecar's own service account is a credential; None: it is not."""
     identity = store.get("webIdentity")

@@ -57,6 +57,8 @@ class Policy:
     """Secret with the store's credentials, in the workload's namespace; may be absent when the pod starts."""
     secret_key: str = "credentials"  # noqa: S105 - a key's name
     web_identity: WebIdentity | None = None
+    claim: str = ""
+    """PersistentVolumeClaim of the workload's namespace that a `file://` store lies on; empty: it is another store."""
     every_s: float = 300.0
     every_steps: int = 0
     encoding: str = DEFAULT_ENCODING
@@ -233,7 +235,9 @@ def _policy(name: str, spec: Mapping[str, Any], cluster: Mapping[str, Any]) -> P
         secret_name=secret.get("name"),
         secret_key=secret.get("key", "credentials"),
         web_identity=store_spec.identity_of(store),
-        extension=extension_of(sidecar, spec.get("network", {})),
+        claim=store.get("claim", ""),
+        # A claim is reached by no network of the sidecar's, and waits for nothing of it.
+        extension=extension_of(sidecar, {} if "claim" in store else spec.get("network", {})),
         every_s=_seconds(interval, "every", "5m"),
         every_steps=interval.get("everySteps", 0),
         encoding=precision.get("encoding", DEFAULT_ENCODING),

@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_cli.kubectl import store_job
+from deltashard_operator.controller import reclaim_job
+from deltashard_operator.run.observed_object import Workload
+from deltashard_operator.run.watched_run import Run
 
 from tests.support.checkpoint.written_run import WrittenRun
 from tests.support.command_line import Cli
+from tests.support.operator import sample
+from tests.support.tool import ROOT
 
 RUN, MINE = "team/train", "uid-of-mine"
 
@@ -111,6 +118,40 @@ def test_a_pod_s_run_that_another_workload_goes_on_with_stays(
     assert [each["run"] for each in found["kept"]] == [f"{RUN}-0"]
     assert "uid-of-another opened it since" in found["kept"][0]["why"]
     assert json.loads(said.read_text())["stay"] == 1
+
+
+def test_what_jobs_run_on_a_claim(cli: Cli, tmp_path: Path) -> None:
+    """The words of kubectl's Job and of the controller's, with the claim's directory in the place of its mount."""
+    claim = {"name": "deltashard-store", "persistentVolumeClaim": {"claimName": "checkpoints"}}
+    url = "file:///mnt/shared/training"
+    workload = Workload(namespace="team", kind="Job", name="train", uid=MINE)
+    document = yaml.safe_load((ROOT / "tests/golden/pods/claim.out.yaml").read_text())
+    rewind = store_job.manifest(
+        {"metadata": {"name": "train", "namespace": "team"}, "spec": {"runId": "other"}},
+        document["spec"]["template"]["spec"],
+        ["rewind", "--checkpoint", "step:100", "--ended"],
+        name="rewind",
+    )
+    policy = sample.policy({"store": {"url": url, "claim": "checkpoints"}})
+    reclaim = reclaim_job.manifest(Run(workload=workload), policy)
+    for run in "other", f"train-{MINE}":
+        trained(url.replace("/mnt/shared", str(tmp_path)), tmp_path / "w" / run, f"team/{run}")
+    for job, says in (rewind, "step 100"), (reclaim, f'"team/train-{MINE}"'):
+        pod = job["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert claim in pod["volumes"]
+        assert {"name": "deltashard-store", "mountPath": "/mnt/shared"} in container["volumeMounts"]
+        assert not [each for each in container["env"] if each["name"].startswith(("AWS_", "HTTPS_", "SSL_"))]
+        words = [
+            word.replace("$(DELTASHARD_URL)", url)
+            .replace("/mnt/shared", str(tmp_path))
+            .replace("/dev/termination-log", str(tmp_path / "said"))
+            for word in [*container["command"][1:], *container.get("args", ())]
+        ]
+        code, text = cli(*words)
+        assert code == 0, text
+        assert says in text
+    assert left(f"file://{tmp_path}/training", f"team/train-{MINE}") == 0
 
 
 def test_no_workload_is_nobody(cli: Cli, file_url: str, tmp_path: Path) -> None:

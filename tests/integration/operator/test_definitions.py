@@ -111,6 +111,10 @@ def s3(**fields: Any) -> dict[str, Any]:
     return {"store": {"url": "s3://bucket/x", **fields}}
 
 
+def mounted(**fields: Any) -> dict[str, Any]:
+    return {"store": {"url": "file:///mnt/shared/x", "claim": "checkpoints", **fields}, "sidecar": None}
+
+
 def goal(**fields: Any) -> dict[str, Any]:
     return {"interval": {"goal": fields}}
 
@@ -122,6 +126,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a url upwards": ({"store": {"url": "s3://bucket/../x"}}, "holds '..'"),
     "a store without url": ({"store": {"secretRef": {"name": "store"}}}, "Required value"),
     "an endpoint without a scheme": (s3(endpoint="minio:9000"), "it takes http(s)://host:port"),
+    "a directory of the sidecar's own": (mounted(url="file:///var/cache/x"), "or file:///mnt/NAME/prefix"),
+    "a directory of all claims": (mounted(url="file:///mnt/"), "or file:///mnt/NAME/prefix"),
+    "a directory without a claim": (
+        {"store": {"url": "file:///mnt/shared"}},
+        "file:///mnt/NAME needs claim, the PersistentVolumeClaim",
+    ),
+    "a claim for S3": (s3(claim="checkpoints"), "claim is a word of file:///mnt/NAME alone"),
+    "a claim of no name": (mounted(claim="Not A Name"), "the name of an object"),
+    "a claim with a Secret": (mounted(secretRef={"name": "s"}), "which takes no credentials"),
+    "a claim with an identity": (mounted(webIdentity={}), "which takes no credentials"),
+    "a claim with an endpoint": (mounted(endpoint="http://h"), "which takes no credentials"),
+    "a claim with a region": (mounted(region="eu"), "words of s3:// alone"),
+    "a volume over the claim": (
+        mounted() | volume(mountPath="/mnt/shared/x"),
+        "sidecar.volumes lie elsewhere than in /mnt",
+    ),
     "an option of S3's for Google": (
         {"store": {"url": "gs://bucket/x", "region": "eu"}},
         "words of s3:// alone",
@@ -314,6 +334,16 @@ def test_what_has_a_fixed_default_is_stated_by_the_api(http: Rest) -> None:
     spec = http.create(policy(s3(secretRef={"name": "store"}) | bundle)).document["spec"]
     assert spec["store"]["secretRef"] == {"name": "store", "key": "credentials"}
     assert spec["network"]["caBundle"] == {"configMap": "authorities", "key": "ca.crt"}
+
+
+def test_the_claim_of_a_store_never_changes(http: Rest) -> None:
+    reply = http.create(policy(mounted()))
+    assert reply.status == 201, reply.document
+    assert workload_policy.read("p", reply.document["spec"] | {"sidecar": {"image": "i"}}).claim == "checkpoints"
+    path = f"{root(plural='checkpointpolicies')}/{reply.document['metadata']['name']}"
+    change = {"spec": {"store": {"claim": "other"}}}
+    reply = http("PATCH", path, change, content="application/merge-patch+json")
+    assert (reply.status, "store.claim never changes" in reply.document["message"]) == (422, True)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -263,6 +264,32 @@ def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, serve
         trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
         trainer.save_and_commit()
         eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
+        trainer.close()
+
+
+def test_a_directory_that_lets_it_in_later(tmp_path: Path, server: FleetServer) -> None:
+    """A claim that is mounted and not the sidecar's user's: told with the user, waited for, and no restart is needed."""
+    mount = tmp_path / "mount"
+    mount.symlink_to("/sys/kernel")  # where not even root makes a directory
+    url = f"file://{mount}/training"
+    with sidecar(tmp_path, url, **pod(**server.flags(tmp_path))) as process:
+        trainer = Trainer(process.socket, Model())
+        opening = trainer.stub.Open.future(
+            pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
+        )
+        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE), timeout_s=DEADLINE_S)
+        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="the condition")
+        one = server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[0]
+        assert one.cause == "denied"
+        assert url in one.message
+        assert f"let user {os.geteuid()} read and write in the store's directory" in one.message
+        assert not opening.done()
+        (tmp_path / "volume").mkdir()
+        (tmp_path / "next").symlink_to("volume")
+        (tmp_path / "next").rename(mount)
+        trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
+        trainer.save_and_commit()
+        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
         trainer.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,21 @@ def test_a_missing_root(tmp_path: Path) -> None:
     for call in (lambda: store.get("a"), lambda: store.list(""), store.now_s):
         with pytest.raises(BucketMissing):
             call()
+
+
+def test_a_root_that_cannot_be_made_yet(tmp_path: Path) -> None:
+    """Each call says why, until one can make it; made once, it is not made again."""
+    (tmp_path / "mount").symlink_to("/sys/kernel")  # where not even root makes a directory
+    store = FileStore(tmp_path / "mount" / "store")
+    for call in (lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.list(""), store.now_s):
+        with pytest.raises(AccessDenied, match=f"mount/store/.* let user {os.geteuid()} read and write"):
+            call()
+    (tmp_path / "mount").unlink()
+    (tmp_path / "mount").mkdir()
+    store.put("a", b"x")
+    shutil.rmtree(tmp_path / "mount" / "store")
+    with pytest.raises(BucketMissing):
+        store.put("a", b"x")
 
 
 @pytest.mark.parametrize("path", ["file", "file/below"])

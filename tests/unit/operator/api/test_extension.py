@@ -127,6 +127,38 @@ def test_a_volume_of_a_name_that_the_pod_has_is_refused() -> None:
     assert (caught.value.code, caught.value.where) == ("VolumeUnfit", "volume v")
 
 
+CLAIM = {"store": {"url": "file:///mnt/shared/training", "claim": "checkpoints"}}
+
+
+def own(**source: Any) -> dict[str, Any]:
+    return {"name": "data", "persistentVolumeClaim": {"claimName": "checkpoints", **source}}
+
+
+def test_a_claim_that_the_pod_has_is_mounted_once_more_and_is_no_second_volume() -> None:
+    _, mounts, volumes = injected(CLAIM, volumes=[own()])
+    assert mounts["data"] == {"name": "data", "mountPath": "/mnt/shared"}
+    assert "deltashard-store" not in volumes
+
+
+@pytest.mark.parametrize(
+    ("volume", "says"),
+    [
+        (own(readOnly=True), "it is the store's claim checkpoints, and read-only"),
+        ({"name": "deltashard-store", "csi": {"driver": "secrets-store.csi.k8s.io"}}, "the name is taken"),
+        (own() | {"name": "v"}, "the name is taken"),  # by a volume of the policy
+    ],
+)
+def test_a_volume_in_the_place_of_the_claim_is_refused(volume: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal, match=says):
+        injected(CLAIM | {"sidecar": {"volumes": [VOLUME]}}, volumes=[volume])
+
+
+def test_a_volume_of_the_default_policy_over_the_claim_is_refused() -> None:
+    spec = CLAIM | {"sidecar": {"volumes": [VOLUME | {"mountPath": "/mnt"}]}}
+    with pytest.raises(Refusal, match="sidecar.volumes lie elsewhere than in /mnt"):
+        injected(spec)
+
+
 def volume(**fields: Any) -> dict[str, Any]:
     return {"sidecar": {"volumes": [{k: v for k, v in (VOLUME | fields).items() if v is not None}]}}
 
