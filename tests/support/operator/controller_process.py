@@ -45,6 +45,7 @@ class ControllerProcess:
     directory: Path
     keep_finished_days: float = 7.0
     status_interval_s: float = 1.0
+    annotate_pods: bool = False
     namespace: str = "deltashard-system"
     """Where its Lease is; made at the start."""
     identity: str = ""
@@ -74,6 +75,7 @@ class ControllerProcess:
             "kubeconfig": self.kubeconfig or self.apiserver.kubeconfig,
             "keep-finished-days": self.keep_finished_days,
             "status-interval-s": self.status_interval_s,
+            "annotate-pods": str(self.annotate_pods).lower(),
             "namespace": self.namespace,
             "identity": self.identity,
             "lease-s": 3600.0,  # a busy machine is no partition
@@ -147,6 +149,7 @@ class Cluster:
             "jobs": "/apis/batch/v1",
             "checkpointruns": "/apis/deltashard.io/v1alpha1",
             "checkpointpolicies": "/apis/deltashard.io/v1alpha1",
+            "checkpointrequests": "/apis/deltashard.io/v1alpha1",
         }.get(kind, "/api/v1")
         return f"{root}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
 

@@ -199,6 +199,7 @@ NAMESPACED = {
     "job",
     "pod",
     "checkpointpolicy",
+    "checkpointrequest",
     "checkpointrun",
     "resourcequota",
     "limitrange",

@@ -1,0 +1,403 @@
+"""The real code of reports, both sides of it, under random schedules of everything that may happen between them.
+
+The code under test is the controller's (what it counts, tells, writes and orders) and the sidecar's (its client, its
+incidents, its orders). Between them are a network that loses calls, delivers them late and twice, and loses answers;
+an API that fails before or after a write, or answers late; and up to two controllers that both believe that they lead.
+Controllers and sidecars end and start again at any moment. A schedule is its seed, and repeats exactly.
+
+What must hold (`World.look`, `World.finish`): no restore is counted twice, at any time; a late report changes nothing;
+no ordered save is made twice; and once the faults end, every restore and its lost steps are counted, every incident is
+told by one Event for each object, no sidecar keeps one any more, every sidecar follows the newest policy, and every
+request is completed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import yaml
+from deltashard_checkpoint.vocabulary import ORDERS_KEY
+from deltashard_operator.controller import event
+from deltashard_operator.controller.controller import Controller
+from deltashard_operator.fleet import report as reports
+from deltashard_operator.kube.call import Answer, ApiUnavailable
+from deltashard_operator.run.observed_object import timestamp
+from deltashard_proto.cause import Cause
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar.fleet.report_client import ReportClient
+from deltashard_sidecar.save_orders import SaveOrders
+from deltashard_sidecar.telemetry.incident import Incidents
+
+from tests.support.operator import sample
+from tests.support.operator.controller_api import UID, controller_of, job, pod
+
+NAMES = ("train-0", "train-1")
+RUNS, REQUESTS = "/apis/deltashard.io/v1alpha1/namespaces/n/checkpointruns", "checkpointrequests"
+RUN = f"{RUNS}/train-0b4f3c1e"
+QUIET: Any = SimpleNamespace(
+    info=lambda *_, **__: None, warning=lambda *_, **__: None, error=lambda *_, **__: None
+)
+MOVES = {
+    "report": 30, "tick": 30, "answer": 15, "restore": 6, "incident": 6, "cut": 4, "commit": 4, "policy": 2,
+    "request": 1, "late": 6, "restart_sidecar": 2, "restart_controller": 2, "second_controller": 1, "one_controller": 1,
+}  # fmt: skip
+
+
+class Violation(AssertionError):
+    """Something that must hold does not."""
+
+
+class Api:
+    """Objects by their path, each with a version."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.objects: dict[str, dict[str, Any]] = {}
+        self.versions = itertools.count(1)
+        self.late: list[asyncio.Event] = []
+        """Calls whose answer waits."""
+
+    async def every(self, path: str, **_: Any) -> list[dict[str, Any]]:
+        return [copy.deepcopy(each) for each in [self.objects.get(RUN)] if each is not None]
+
+    async def __call__(self, method: str, path: str, body: Any = None, **_: Any) -> Answer:
+        fault = self.world.random.choices(("", "before", "after"), (8, 1, 1))[0] if self.world.faulty else ""
+        if fault == "before":
+            raise ApiUnavailable("nobody answers")
+        answer = self.answer(method, path, copy.deepcopy(body))
+        self.world.look()
+        if self.world.faulty and self.world.random.random() < 0.2:
+            self.late.append(asyncio.Event())
+            await self.late[-1].wait()
+        if fault == "after":
+            raise ApiUnavailable("the answer is lost")
+        return answer
+
+    def answer(self, method: str, path: str, body: Any) -> Answer:
+        path = path.removesuffix("/status")
+        if method == "POST":
+            path = f"{path}/{body['metadata']['name']}"
+            if path in self.objects:
+                return Answer(status=409, document={})
+            body["metadata"] |= {
+                "uid": path.rpartition("/")[2],
+                "creationTimestamp": timestamp(self.world.wall_s),
+            }
+            return self.stored(path, body)
+        found = self.objects.get(path)
+        if found is None:
+            return Answer(status=404, document={})
+        if method == "PATCH":
+            if body["metadata"].get("resourceVersion") not in ("", found["metadata"]["resourceVersion"]):
+                return Answer(status=409, document={})
+            merged(found.setdefault("status", {}), body["status"])
+            return self.stored(path, found)
+        return Answer(status=200, document=copy.deepcopy(found))
+
+    def stored(self, path: str, document: dict[str, Any]) -> Answer:
+        document["metadata"]["resourceVersion"] = str(next(self.versions))
+        self.objects[path] = document
+        return Answer(status=200, document=copy.deepcopy(document))
+
+
+def merged(into: dict[str, Any], patch: dict[str, Any]) -> None:
+    """A merge patch, as the API applies it."""
+    for key, value in patch.items():
+        if value is None:
+            into.pop(key, None)
+        elif isinstance(value, dict) and isinstance(into.get(key), dict):
+            merged(into[key], value)
+        else:
+            into[key] = value
+
+
+class Client(ReportClient):
+    """The sidecar's client, over the model's network."""
+
+    def __init__(self, world: World, side: Any) -> None:
+        super().__init__(side)
+        self.world = world
+
+    def _posted(self, body: bytes, token: str, deadline_s: float) -> tuple[int, float, bytes]:
+        world = self.world
+        if world.faulty and world.random.random() < 0.2:
+            if world.random.random() < 0.7:
+                world.late.append(body)
+            raise TimeoutError("the call is lost")
+        reply = world.delivered(body)
+        if world.faulty and world.random.random() < 0.2:
+            raise TimeoutError("the answer is lost")
+        return (404, 0.0, b"") if reply is None else (200, 0.0, reply)
+
+
+class Sidecar:
+    """A process of one pod's sidecar."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.log, self.metrics = world, rank, QUIET, mock.MagicMock()
+        self.incidents = Incidents(self.metrics)
+        self.session = SimpleNamespace(closed=False)
+        self.in_flight: list[Any] = []
+        state = SimpleNamespace(checkpoints=world.checkpoints)
+        self.orders = SaveOrders(
+            ask=lambda _order: self.session,  # type: ignore[arg-type, return-value]
+            state=lambda: state,  # type: ignore[arg-type, return-value]
+            in_flight=lambda: self.in_flight,
+        )
+        names = {each.name for each in fleet.Who.DESCRIPTOR.fields}
+        who = {"pod_namespace": "n", "pod_name": NAMES[rank], "pod_uid": f"p-{rank}", "workload_uid": UID}
+        more = {"node_name": "node-a", "fleet": "", "fleet_token_file": None}
+        self.settings = SimpleNamespace(**dict.fromkeys(names, "") | who | more)
+        self.directive = fleet.Directive()
+        self.policy = pb.Policy(
+            every_s=1.0, encoding="q8", differential="intermittent", state_encoding="fp32"
+        )
+        self.speaks = rank == 0
+        self.client = Client(world, self)
+
+    def follow(self, directive: fleet.Directive) -> None:
+        self.directive, self.policy = directive, directive.policy
+
+    def pod(self) -> fleet.PodState:
+        ranks = [fleet.Rank(rank=self.rank, world_size=2, step=self.world.attempt)]
+        return fleet.PodState(
+            run=f"n/train-{UID}", phase=fleet.PHASE_TRAINING, ranks=ranks, attempt=self.world.attempt,
+            store_ok=True, credentials_ok=True, directive=self.directive.id,
+        )  # fmt: skip
+
+    def run(self) -> fleet.RunState:
+        return fleet.RunState(policy=self.policy, openings=self.world.attempt)
+
+    def report(self) -> None:
+        """Report, and look at what was answered, as the client's thread does."""
+        self.client._try(lambda: self.client._report(10.0))
+        self.orders.look()
+
+
+class World:
+    """Everything, and what is true of it."""
+
+    def __init__(self, seed: int, defaults: Path) -> None:
+        self.random = random.Random(seed)
+        self.faulty, self.wall_s, self._defaults = True, time.time(), defaults
+        self.api, self.late = Api(self), list[bytes]()
+        """Calls that are still in the network."""
+        self.attempt, self.lost, self.said, self.every_s = 1, {}, list[str](), 1
+        """Lost steps by restored attempt; texts of incidents that have to be told."""
+        self.checkpoints: dict[int, Any] = {}
+        self.policies: list[dict[str, Any]] = []
+        self.controllers: list[tuple[Controller, asyncio.Task[None]]] = []
+        self.sidecars = [Sidecar(self, rank) for rank in range(2)]
+
+    # What happens.
+
+    async def start(self) -> None:
+        """Another controller: it has read the runs, and then sees all that there is."""
+        controller = controller_of(
+            self.api,
+            default_policy=self._defaults,
+            wall=lambda: self.wall_s,  # type: ignore[arg-type]
+        )
+        try:
+            await controller.load()
+        except ApiUnavailable:
+            return
+        controller.watches.on_job(job())
+        for rank, name in enumerate(NAMES):
+            document = pod()
+            document["metadata"] |= {"name": name, "uid": f"p-{rank}"}
+            controller.watches.on_pod(document)
+        self.controllers.append((controller, asyncio.create_task(controller._teller.run())))
+        self.seen(controller)
+
+    def seen(self, controller: Controller) -> None:
+        """The watches bring the policy and the requests."""
+        metadata = {"namespace": "n", "name": "default", "uid": "q-1", "generation": self.every_s}
+        spec = {"interval": {"every": f"{self.every_s}s"}}
+        controller.watches.on_policy({"metadata": metadata, "spec": spec})
+        for path, each in self.api.objects.items():
+            if REQUESTS in path:
+                controller._requests.on_request(copy.deepcopy(each))
+        controller.watches.synced = True
+
+    def end(self, number: int) -> None:
+        controller, teller = self.controllers.pop(number)
+        for task in (teller, *controller.queue.tasks):
+            task.cancel()
+
+    def delivered(self, body: bytes) -> bytes | None:
+        """A call reaches one of the controllers; what it answers, None: that it does not know the pod."""
+        if not self.controllers:
+            return None
+        controller, _ = self.random.choice(self.controllers)
+        said = reports.report_of(fleet.ReportRequest.FromString(body))
+        (entry,) = controller._books
+        before, known = entry.run, entry.run.heard.get(said.who.pod_uid)
+        reply = controller.report(said)
+        stale = known is not None and known.process == said.process and said.sequence <= known.sequence
+        if stale and entry.run is not before:
+            raise Violation("a report that is late changed something")
+        return reports.message_of(reply).SerializeToString()
+
+    async def move(self, name: str) -> None:
+        side = self.random.choice(self.sidecars)
+        self.wall_s += self.random.choice((0.1, 1.0, 10.0, 60.0))
+        match name:
+            case "report":
+                side.report()
+            case "tick" if self.controllers:
+                controller, _ = self.random.choice(self.controllers)
+                if self.random.random() < 0.5:
+                    self.seen(controller)
+                controller.tick()
+            case "answer" if self.api.late:
+                self.api.late.pop(self.random.randrange(len(self.api.late))).set()
+            case "restore":  # every rank tells of its own
+                self.attempt += 1
+                self.lost[self.attempt] = self.random.randrange(5)
+                for each in self.sidecars:
+                    each.incidents.add(
+                        fleet.INCIDENT_KIND_RESTORED, cause="store", message="", attempt=self.attempt,
+                        lost_steps=self.lost[self.attempt], seconds=1.0,
+                    )  # fmt: skip
+            case "incident":
+                self.said.append(f"trouble {len(self.said)} of {side.rank}")
+                side.incidents.add(
+                    fleet.INCIDENT_KIND_SAVE_FAILED, cause=self.said[-1], message=self.said[-1]
+                )
+            case "cut":  # all ranks together; it takes the place of one that is in flight
+                orders = {order.id: order for each in self.sidecars for order in each.orders.open()}
+                cut = SimpleNamespace(orders=[*orders.values()])
+                for each in self.sidecars:
+                    for older in each.in_flight:
+                        each.orders.ended(older)
+                    failure = Cause.SUPERSEDED, ""
+                    each.in_flight[:] = [SimpleNamespace(cut=cut, commit=None, failure=failure)]
+            case "commit":
+                self.commit()
+            case "policy":
+                self.every_s += 1
+            case "request":
+                document = {"metadata": {"namespace": "n", "name": f"r-{len(self.api.objects)}"}}
+                spec = {"runRef": {"name": f"train-{UID}"}, "deadline": "24h"}
+                self.api.answer("POST", RUNS.replace("checkpointruns", REQUESTS), {**document, "spec": spec})
+            case "late" if self.late:
+                body = self.random.choice(self.late)
+                if self.random.random() < 0.5:  # else it comes once more
+                    self.late.remove(body)
+                self.delivered(body)
+            case "restart_sidecar" if not side.incidents.kept():  # what it did not tell is lost with it
+                if self.random.random() < 0.5:
+                    self.commit(ends=side)
+                self.sidecars[side.rank] = Sidecar(self, side.rank)
+            case "restart_controller" if self.controllers:
+                self.end(self.random.randrange(len(self.controllers)))
+                await self.start()
+            case "second_controller" if len(self.controllers) < 2:
+                await self.start()
+            case "one_controller" if len(self.controllers) > 1:
+                self.end(0)
+        await settled()
+
+    def commit(self, *, ends: Sidecar | None = None) -> None:
+        """The cut in flight becomes a checkpoint, of which a sidecar that `ends` just then does not hear."""
+        saves = [(each, save) for each in self.sidecars for save in each.in_flight]
+        if len(saves) < len(self.sidecars):  # one of them began anew meanwhile
+            return
+        seq = len(self.checkpoints) + 1
+        names = " ".join(each.id for each in saves[0][1].cut.orders)
+        self.checkpoints[seq] = SimpleNamespace(step=seq, seq=seq, metadata={ORDERS_KEY: names})
+        for each, save in saves:
+            each.in_flight.clear()
+            save.commit = self.checkpoints[seq]
+            if each is not ends:
+                each.orders.ended(save)
+
+    # What must hold.
+
+    def look(self) -> None:
+        status = self.api.objects.get(RUN, {}).get("status", {})
+        counted = status.get("restores", 0), status.get("lostSteps", 0)
+        if counted[0] > len(self.lost) or counted[1] > sum(self.lost.values()):
+            raise Violation(f"{counted} restores and steps are counted, there were {self.lost}")
+        done = Counter(
+            name for each in self.checkpoints.values() for name in each.metadata[ORDERS_KEY].split()
+        )
+        if twice := [name for name, times in done.items() if times > 1]:
+            raise Violation(f"saves were made twice for {twice}")
+
+    async def finish(self) -> None:
+        """The faults end, one controller stays, and after some minutes all is as it should be."""
+        self.faulty = False
+        while len(self.controllers) > 1:
+            self.end(0)
+        while not self.controllers:
+            await self.start()
+        wrong = "nothing happened yet"
+        for _ in range(40):
+            if not (wrong := self.wrong()):
+                return
+            self.wall_s += 61.0
+            for answer in self.api.late:
+                answer.set()
+            self.seen(self.controllers[0][0])
+            for name in ("tick", "report", "report", "report", "cut", "commit"):
+                await self.move(name)
+            self.look()
+        raise Violation(wrong)
+
+    def wrong(self) -> str:
+        """What is not yet as it should be."""
+        status = self.api.objects.get(RUN, {}).get("status", {})
+        if (status.get("restores"), status.get("lostSteps")) != (len(self.lost), sum(self.lost.values())):
+            return f"{status.get('restores')} restores with {status.get('lostSteps')} steps are counted of {self.lost}"
+        if kept := [len(each.incidents.kept()) for each in self.sidecars if each.incidents.kept()]:
+            return f"{kept} incidents are not taken"
+        events = [each for path, each in self.api.objects.items() if "/events/" in path]
+        told = Counter(
+            each["message"].partition(": ")[2] for each in events if each["reason"] == "SaveFailed"
+        )
+        if told != Counter(dict.fromkeys(self.said, 2)):
+            return f"Events tell {told} of {self.said}"
+        if follow := [each.policy.every_s for each in self.sidecars if each.policy.every_s != self.every_s]:
+            return f"{follow} are the intervals, not {self.every_s}"
+        requests = [each for path, each in self.api.objects.items() if REQUESTS in path]
+        phases = [each.get("status", {}).get("phase") for each in requests]
+        return "" if set(phases) <= {"Completed"} else f"requests are {phases}"
+
+
+async def settled() -> None:
+    """All that can go on without the world has."""
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+def run_schedule(seed: int, steps: int = 250) -> None:
+    """Raises `Violation`."""
+
+    async def scenario() -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            yaml.safe_dump(sample.DEFAULTS, file)
+            file.flush()
+            world = World(seed, Path(file.name))
+            await world.start()
+            for _ in range(steps):
+                await world.move(world.random.choices([*MOVES], [*MOVES.values()])[0])
+                world.look()
+            await world.finish()
+            for number in range(len(world.controllers)):
+                world.end(number)
+
+    with mock.patch.object(event, "BURST", 10**6):  # how much a run may tell is another matter
+        asyncio.run(scenario())

@@ -1,0 +1,103 @@
+"""Reports hold what they promise under random schedules, and each of their rules is needed: without it the model fails.
+
+A failing seed repeats by `run_schedule(SEED)`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from deltashard_operator.controller import event, status
+from deltashard_operator.run import directive, ledger, watched_run
+from deltashard_sidecar import save_orders
+
+from tests.crash.report_model import Violation, run_schedule
+
+CHUNKS, CHUNK = 4, 40
+BOUND = 150
+"""Schedules within which each mutant must be found."""
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_everything_is_counted_told_and_done_once(chunk: int) -> None:
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        try:
+            run_schedule(seed)
+        except Exception as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+
+
+def _all_told(_durable: Any, _recorded: Any, report: Any, _part: str) -> int:
+    return max((each.id for each in report.incidents), default=0)
+
+
+def _told_with_gaps(durable: Any, recorded: Any, report: Any, part: str) -> int:
+    kept = [_told(durable, recorded, replace(report, incidents=(each,)), part) for each in report.incidents]
+    return max(kept, default=0)
+
+
+async def _write_over(self: Any, namespace: str, name: str, known: Any, changed: Any) -> Any:
+    return await _write(self, namespace, name, replace(known, version=""), changed)
+
+
+def _restored_by_process(run: Any, report: Any, said: Any, part: str, **more: Any) -> Any:
+    if said.kind is not watched_run.IncidentKind.RESTORED or not more["fresh"]:
+        return _with_incident(run, report, said, part, **more)
+    known = {key: value for key, value in run.ledger.restored.items() if key != part}
+    after, notice = _with_incident(
+        replace(run, ledger=replace(run.ledger, restored=known)), report, said, part, **more
+    )
+    return after, notice
+
+
+def _named_by_chance(about: Any, notice: Any, _name: str, now_s: float, instance: str) -> Any:
+    return _event(about, notice, uuid.uuid4().hex, now_s, instance)
+
+
+def _due_once() -> Callable[..., Any]:
+    given = set[int]()
+
+    def due(wanted: Any, *state: Any) -> Any:
+        found = _due(wanted, *state)
+        if found is None or found.id in given:
+            return None
+        given.add(found.id)
+        return found
+
+    return due
+
+
+_told, _due, _event = ledger.told, directive.due, event._event
+_write, _with_incident = status.Statuses.write, watched_run._with_incident
+MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
+    "told before it is durable": (ledger, "told", lambda: _all_told),
+    "told past one that is not durable": (ledger, "told", lambda: _told_with_gaps),
+    "a status is patched in any version": (status.Statuses, "write", lambda: _write_over),
+    "a restore is counted by process, not by attempt": (
+        watched_run,
+        "_with_incident",
+        lambda: _restored_by_process,
+    ),
+    "an Event's name is not made of its incident": (event, "_event", lambda: _named_by_chance),
+    "a report that is late is taken": (watched_run, "_is_late", lambda: lambda *_: False),
+    "a directive is given once": (directive, "due", _due_once),
+    "an order is not looked for in the log": (save_orders, "ORDERS_KEY", lambda: "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_model_notices_that_a_rule_is_gone(name: str) -> None:
+    where, attribute, make = MUTANTS[name]
+    for seed in range(BOUND):
+        with mock.patch.object(where, attribute, make()):
+            try:
+                run_schedule(seed)
+            except Violation as found:
+                print(f"{name}: found after {seed + 1} schedules: {found}")
+                return
+    pytest.fail(f"no violation in {BOUND} schedules: {name}")

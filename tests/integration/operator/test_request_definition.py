@@ -1,0 +1,104 @@
+"""The schema of CheckpointRequests, on a real API server: what it takes, what it refuses, what kubectl shows."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deltashard_operator.run import request as requests
+from deltashard_operator.run.request import Facts
+
+from tests.support.server.apiserver import ApiServer, Rest
+
+MERGE = "application/merge-patch+json"
+RUN = {"name": "train-0b4f3c1e"}
+GOOD = {"runRef": RUN, "urgent": True, "pin": "before_new.data-1", "deadline": "1h30m"}
+ROOT = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointrequests"
+
+
+@pytest.fixture
+def http(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as http:
+        yield http
+
+
+def asked(spec: Any) -> dict[str, Any]:
+    metadata = {"name": f"r-{uuid.uuid4().hex[:8]}"}
+    kind = {"apiVersion": "deltashard.io/v1alpha1", "kind": "CheckpointRequest"}
+    return {**kind, "metadata": metadata, **({} if spec is None else {"spec": spec})}
+
+
+def test_every_field_is_taken_and_what_is_left_out_has_its_default(http: Rest) -> None:
+    reply = http.create(asked(GOOD))
+    assert (reply.status, reply.warnings, reply.document["spec"]) == (201, [], GOOD)
+    spec = http.create(asked({"runRef": RUN})).document["spec"]
+    assert spec == {"runRef": RUN, "urgent": False, "deadline": "10m"}
+
+
+NAMES = "the name of a CheckpointRun or a run id"
+PINS = "letters, digits and any of ._- between them"
+DEADLINES = "a duration from 10s to 24h, such as 90s, 5m or 1h30m"
+BAD: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "spec: Required value"),
+    "no run": ({}, "spec.runRef: Required value"),
+    "a run without a name": ({"runRef": {}}, "spec.runRef.name: Required value"),
+    "a run as a word": ({"runRef": "train"}, "must be of type object"),
+    "an empty name": ({"runRef": {"name": ""}}, NAMES),
+    "a name that cannot be": ({"runRef": {"name": "Train!"}}, NAMES),
+    "a name beyond": ({"runRef": {"name": "a" * 254}}, "Too long"),
+    "urgency as a word": ({"runRef": RUN, "urgent": "yes"}, "must be of type boolean"),
+    "an empty pin": ({"runRef": RUN, "pin": ""}, PINS),
+    "a pin with spaces": ({"runRef": RUN, "pin": "best one"}, PINS),
+    "a pin that ends with a dot": ({"runRef": RUN, "pin": "best."}, PINS),
+    "a pin beyond": ({"runRef": RUN, "pin": "a" * 254}, "Too long"),
+    "a deadline as a number": ({"runRef": RUN, "deadline": 300}, "must be of type string"),
+    "a deadline without a unit": ({"runRef": RUN, "deadline": "300"}, DEADLINES),
+    "days": ({"runRef": RUN, "deadline": "1d"}, DEADLINES),
+    "no time at all": ({"runRef": RUN, "deadline": "9s"}, DEADLINES),
+    "for ever": ({"runRef": RUN, "deadline": "24h1s"}, DEADLINES),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_nonsense_is_refused_with_a_sentence(http: Rest, name: str) -> None:
+    spec, says = BAD[name]
+    reply = http.create(asked(spec))
+    assert reply.status == 422
+    assert says in reply.document["message"]
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"phase": "Saving"},
+        {"step": -1},
+        {"startedAt": "now"},
+        {"conditions": [{"type": "Complete", "status": "Maybe"}]},
+    ],
+)
+def test_a_status_that_means_nothing_is_refused(http: Rest, status: dict[str, Any]) -> None:
+    name = http.create(asked(GOOD)).document["metadata"]["name"]
+    path = f"{ROOT.format('default')}/{name}/status"
+    assert http("PATCH", path, {"status": status}, content=MERGE).status == 422
+
+
+def test_a_spec_never_changes_and_the_status_is_taken_as_it_is_written(http: Rest) -> None:
+    """Every field that the controller writes is one of the resource's, and kubectl shows what came of it."""
+    http.namespace("asked")
+    made = http.create(asked(GOOD), "asked").document
+    path = f"{ROOT.format('asked')}/{made['metadata']['name']}"
+    changed = http("PATCH", path, {"spec": {"pin": "other"}}, content=MERGE)
+    assert changed.status == 422
+    assert "a CheckpointRequest's spec never changes; make another one" in changed.document["message"]
+    failed = requests.judged(requests.request_of(made), Facts(now_s=2e9))
+    status = requests.status(failed)
+    reply = http("PATCH", f"{path}/status?fieldValidation=Strict", {"status": status}, content=MERGE)
+    assert (reply.status, reply.warnings, reply.document["status"]) == (200, [], status)
+    table = http("GET", ROOT.format("asked"), accept="application/json;as=Table;v=v1;g=meta.k8s.io").document
+    columns = [each["name"] for each in table["columnDefinitions"] if each["priority"] == 0]
+    cells = dict(zip(columns, table["rows"][0]["cells"], strict=False))
+    assert columns == ["Name", "Run", "Phase", "Step", "Pin", "Age", "Message"]
+    assert (cells["Run"], cells["Phase"], cells["Pin"]) == (RUN["name"], "Failed", GOOD["pin"])
+    assert cells["Message"].startswith("in 1h30m there was no CheckpointRun and no run id")
