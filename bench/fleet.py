@@ -3,8 +3,8 @@
 Half of them are runs of one pod, the others runs of 64.
 
 No kubelets: kwok plays them. Everything else is real: API server, Job controller, webhook over TLS, the controller with
-the rights of the chart, and a TLS stream with a token of its own for each of 5,000 simulated sidecars. All of it shares
-the machine, so the times are those of a control plane that is short of CPU.
+the rights of the chart, and reports over TLS with a token of its own from each of 5,000 simulated sidecars. All of it
+shares the machine, so the times are those of a control plane that is short of CPU.
 
 It measures and reports; only the audit log is a verdict: one write to an object of the users' fails the run. About ten
 minutes on two cores.
@@ -43,6 +43,8 @@ from tests.load.simulation.process import Usage  # noqa: E402
 from tests.load.simulation.system import System  # noqa: E402
 
 NODES = 100
+ORDERS = 200
+"""Runs that are asked for a save at once."""
 EVERY_S = 120.0
 """Between a run's commits."""
 PER_S = 50.0
@@ -76,22 +78,21 @@ def between(before: dict[str, Usage], after: dict[str, Usage], seconds: float) -
 
 
 def steady(system: System) -> dict[str, Any]:
-    usages, told, requests = system.usages(), system.told(), system.requests()
+    usages, told, requests = system.usages(), system.swarm.report(), system.requests()
     begun_s = time.monotonic()
     time.sleep(STEADY_S)
     lasted_s = time.monotonic() - begun_s
-    after = system.told()
+    after = system.swarm.report()
     asked = system.requests()
     return {
         "seconds": round(lasted_s, 1),
-        "heartbeats_per_s": round((after["heartbeats"] - told["heartbeats"]) / lasted_s, 1),
+        "reports_per_s": round((after["reports"] - told["reports"]) / lasted_s, 1),
         "requests_per_s": {
             what: round((count - requests.get(what, 0)) / lasted_s, 2)
             for what, count in asked.items()
             if count > requests.get(what, 0)
         },
         "programs": between(usages, system.usages(), lasted_s),
-        "streams_lost": system.pods - system.streams(),
     }
 
 
@@ -107,10 +108,21 @@ def losses(system: System) -> dict[str, Any]:
     ):
         begun_s = time.monotonic()
         found[name] = measures.spread(system.lose(chosen, how))
-        system.wait_streams(system.pods)
+        system.wait_taken(system.pods)
         system.view.wait_training(system.runs)
         found[name]["all_training_again_s"] = round(time.monotonic() - begun_s, 1)
     return found
+
+
+def orders(system: System) -> dict[str, Any]:
+    """A save is asked for of many runs at once."""
+    runs = list({pod.job_uid: pod for pod in workload.living(system.plane)}.values())
+    heard, over = system.order(runs[:ORDERS])
+    return {
+        "runs": len(heard),
+        "order_to_report_s": measures.spread(heard),
+        "order_to_end_s": measures.spread(over),
+    }
 
 
 def admitted(system: System) -> dict[str, Any]:
@@ -134,10 +146,10 @@ def admitted(system: System) -> dict[str, Any]:
 
 
 def storm(system: System) -> dict[str, Any]:
-    told, page = system.told(), system.plane.metrics()
+    told, page = system.swarm.report(), system.plane.metrics()
     failures = {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)}
     took_s = system.restart()
-    after, name = system.told(), "apiserver_request_duration_seconds"
+    after, name = system.swarm.report(), "apiserver_request_duration_seconds"
     labels = {"resource": "tokenreviews", "verb": "POST"}
     reviews = measures.histogram(system.plane.metrics(), name, **labels).since(
         measures.histogram(page, name, **labels)
@@ -150,7 +162,7 @@ def storm(system: System) -> dict[str, Any]:
     return {
         "seconds": {key: round(value, 1) for key, value in took_s.items()},
         "refused_meanwhile": refusals,
-        "welcome_s": measures.spread(after["welcome_s"]),
+        "report_s": measures.spread(after["report_s"]),
         "token_reviews": reviews.count,
         "token_review_s": {"p50": reviews.quantile(0.5), "p99": reviews.quantile(0.99)},
         "losses_invented": sum(
@@ -184,7 +196,7 @@ def measure(sizes: Sequence[int]) -> dict[str, Any]:
         "commit_every_s": EVERY_S,
     }
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
-        system = System(Path(folder), sizes=sizes, nodes=NODES, every_s=EVERY_S, processes=2)
+        system = System(Path(folder), sizes=sizes, nodes=NODES, every_s=EVERY_S)
         try:
             with system:
                 found["setup_s"] = system.took_s
@@ -194,6 +206,7 @@ def measure(sizes: Sequence[int]) -> dict[str, Any]:
                 for name, step in (
                     ("steady", steady),
                     ("losses", losses),
+                    ("orders", orders),
                     ("admissions", admitted),
                     ("restart", storm),
                     ("steady_after", steady),
@@ -223,22 +236,28 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     controller, webhook = quiet["programs"]["deltashard-controller"], asked["programs"]["deltashard-webhook"]
     writes = sum(count for what, count in quiet["requests_per_s"].items() if "status" in what)
     return [
-        ("controller, memory, all sidecars connected", f"{controller['rss_mib']} MiB"),
+        (
+            "controller and webhook, memory, all sidecars heard",
+            f"{controller['rss_mib'] + webhook['rss_mib']} MiB",
+        ),
         (
             "the same after its restart, peak",
             f"{after['programs']['deltashard-controller']['peak_rss_mib']} MiB",
         ),
         ("controller, CPU while all train", f"{controller['cores']:.2f} cores"),
-        ("heartbeats taken", f"{quiet['heartbeats_per_s']:.0f} per s"),
+        ("reports taken", f"{quiet['reports_per_s']:.0f} per s"),
         ("statuses written", f"{writes:.1f} per s"),
         ("eviction to status, p50 / p99 / worst", seconds(found["losses"]["evicted"])),
         ("killed trainer to status, p50 / p99 / worst", seconds(found["losses"]["killed"])),
+        ("order to report, p50 / p99 / worst", seconds(found["orders"]["order_to_report_s"])),
+        ("order to the request's end, p50 / p99 / worst", seconds(found["orders"]["order_to_end_s"])),
         ("admissions", f"{asked['reached_per_s']:.0f} per s, {asked['failed']} failed"),
         ("webhook, its own time, p50 / p99", ms(asked["webhook_s"])),
         ("webhook, as the API server sees it, p50 / p99", ms(asked["apiserver_calls_webhook_s"])),
         ("webhook, CPU and memory", f"{webhook['cores']:.2f} cores, {webhook['rss_mib']} MiB"),
         ("controller killed: ready again", f"{again['seconds']['ready']:.1f} s"),
-        ("controller killed: all sidecars back", f"{again['seconds']['sidecars back']:.1f} s"),
+        ("controller killed: every run heard", f"{again['seconds']['every run heard']:.1f} s"),
+        ("controller killed: all statuses right", f"{again['seconds']['runs training']:.1f} s"),
         ("token reviews of that, p50 / p99", f"{again['token_reviews']:.0f}, {ms(again['token_review_s'])}"),
         ("losses invented by that", str(again["losses_invented"])),
         ("writes to users' objects", str(len(found["findings"]))),

@@ -46,13 +46,8 @@ async def _write_over(self: Any, namespace: str, name: str, known: Any, changed:
 
 
 def _restored_by_process(run: Any, report: Any, said: Any, part: str, **more: Any) -> Any:
-    if said.kind is not watched_run.IncidentKind.RESTORED or not more["fresh"]:
-        return _with_incident(run, report, said, part, **more)
-    known = {key: value for key, value in run.ledger.restored.items() if key != part}
-    after, notice = _with_incident(
-        replace(run, ledger=replace(run.ledger, restored=known)), report, said, part, **more
-    )
-    return after, notice
+    known = replace(run.ledger, restored={}) if more["fresh"] else run.ledger
+    return _with_incident(replace(run, ledger=known), report, said, part, **more)
 
 
 def _named_by_chance(about: Any, notice: Any, _name: str, now_s: float, instance: str) -> Any:
@@ -60,14 +55,11 @@ def _named_by_chance(about: Any, notice: Any, _name: str, now_s: float, instance
 
 
 def _due_once() -> Callable[..., Any]:
-    given = set[int]()
+    given: dict[int, int] = {}
 
     def due(wanted: Any, *state: Any) -> Any:
         found = _due(wanted, *state)
-        if found is None or found.id in given:
-            return None
-        given.add(found.id)
-        return found
+        return found if found is not None and given.setdefault(found.id, id(found)) == id(found) else None
 
     return due
 

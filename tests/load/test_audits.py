@@ -108,7 +108,7 @@ def test_what_the_controller_must_not_write_is_found(plane: Plane, controller: c
     ("changes", "expected"),
     [
         ({}, []),
-        ({"namespace": "team"}, ["not allowed: update secrets team/deltashard-fleet-tls: 200 (1 times)"]),
+        ({"namespace": "team"}, ["not allowed: update secrets team/deltashard-tls: 200 (1 times)"]),
         ({"name": "other"}, ["not allowed: update secrets deltashard-system/other: 200 (1 times)"]),
         (
             {"verb": "deletecollection", "name": ""},
@@ -116,7 +116,7 @@ def test_what_the_controller_must_not_write_is_found(plane: Plane, controller: c
         ),
         (
             {"verb": "watch", "status": 403},
-            ["refused: watch secrets deltashard-system/deltashard-fleet-tls: 403 (1 times)"],
+            ["refused: watch secrets deltashard-system/deltashard-tls: 403 (1 times)"],
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_name_or_a_namespace_more_is_a_finding(changes: dict[str, Any], expect
         "group": "",
         "resource": "secrets",
         "namespace": SYSTEM,
-        "name": "deltashard-fleet-tls",
+        "name": "deltashard-tls",
         "status": 200,
     }
     assert audit.findings([audit.Request(**(fields | changes))]) == expected

@@ -1,7 +1,7 @@
 """Two hundred annotated pods, of runs of one, five and 32: all are followed, none is missed, nothing of the users' is written.
 
 What is real: the API server, the Job controller, the webhook over TLS, the controller with the rights the chart gives
-it, and every sidecar's own TLS stream with a token of its own. kwok plays the kubelets. `make bench-fleet` does the
+it, and every sidecar's own reports over TLS with a token of its own. kwok plays the kubelets. `make bench-fleet` does the
 same with 25 times as many, and measures.
 """
 
@@ -46,7 +46,7 @@ def test_every_run_is_reported_training(system: System) -> None:
         assert status["worldSize"] == pods, status
         assert status["lastCommittedStep"] > 0, status
         assert status.get("failures", 0) == 0, status
-    assert system.told()["refusals"].get("denied", 0) == 0
+    assert system.swarm.report()["refusals"].get("403", 0) == 0
 
 
 def test_no_admission_fails(system: System) -> None:
@@ -72,18 +72,26 @@ def test_a_lost_pod_shows_in_its_run(system: System) -> None:
     seconds = system.lose(victims, end)
     print(measure.spread(seconds))
     assert max(seconds.values()) < LOSS_SHOWS_S
-    system.wait_streams(system.pods)
+    system.wait_taken(system.pods)
     system.view.wait_training(RUNS)
-    lost = {pod.uid for pod in victims}
+    lost = {pod.name for pod in victims}
     for job_uid, pod in by_run.items():
-        told = {each.get("podUID") for each in system.view.status(job_uid).get("losses", ())}
-        assert (pod.uid in told) == (pod.uid in lost)
+        told = {each["pod"] for each in system.view.status(job_uid).get("losses", ())}
+        assert (pod.name in told) == (pod.name in lost)
+
+
+def test_an_ordered_save_is_heard_at_once(system: System) -> None:
+    """By a nudge, not by the next beat."""
+    pods = list({pod.job_uid: pod for pod in workload.living(system.plane)}.values())
+    heard, over = system.order(pods[:10])
+    print(measure.spread(heard), measure.spread(over))
+    assert max(heard.values()) < limit_s(10.0)
 
 
 def test_a_controller_that_comes_back_finds_all_as_it_was(system: System) -> None:
-    """Killed and started anew: every sidecar returns by itself, no loss is invented, none is counted twice."""
+    """Killed and started anew: every run is heard at once, no loss is invented, none is counted twice."""
     before = {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)}
-    print(system.restart(), system.told()["refusals"])
+    print(system.restart(), system.swarm.report()["refusals"])
     assert {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)} == before
 
 
@@ -95,8 +103,7 @@ def test_a_finished_job_finishes_its_run(system: System) -> None:
     """All pods of some Jobs succeed: their runs are Finished, the others train on."""
     done = sorted(_jobs(system))[:3]
     pods = [pod for pod in workload.living(system.plane) if pod.job_uid in done]
-    for swarm in system.swarms:
-        swarm.remove([pod.uid for pod in pods])
+    system.swarm.remove([pod.uid for pod in pods])
     workload.in_threads(lambda pod: workload.complete(system.plane, pod), pods)
     system.view.wait(
         lambda view: view.phases()["Finished"] == len(done),

@@ -46,8 +46,8 @@ class Ledger:
     others: int = 0
     """Failures of parts that are not in `tallies` any more."""
     incidents: Incidents = field(default_factory=Incidents)
-    counted: tuple[str, ...] = ()
-    """Newest keys of what is counted once, oldest first."""
+    counted: Mapping[str, float] = field(default_factory=dict)
+    """Newest keys of what is counted once, and when it happened, oldest first."""
     counted_until_s: float = 0.0
     """What is not newer than this and has no key counts as counted."""
     clipped: bool = False
@@ -76,10 +76,10 @@ class Ledger:
         )
 
     def with_key(self, key: str, at_s: float) -> Ledger:
-        if len(self.counted) < MAX_KEYS:
-            return replace(self, counted=(*self.counted, key))
-        until_s = max(self.counted_until_s, at_s)
-        return replace(self, counted=(*self.counted[1:], key), counted_until_s=until_s)
+        counted, until_s = {**self.counted, key: at_s}, self.counted_until_s
+        if len(counted) > MAX_KEYS:
+            until_s = max(until_s, counted.pop(next(iter(counted))))
+        return replace(self, counted=counted, counted_until_s=until_s)
 
     def with_tally(self, part: str, tally: Tally) -> Ledger:
         return replace(self, tallies={**_without(self.tallies, part), part: tally})
@@ -170,7 +170,7 @@ def _document(ledger: Ledger, parts: int) -> dict[str, Any]:
             part: [each.reached, each.replayed, each.doubted]
             for part, each in list(ledger.incidents.pending.items())[-parts:][:parts]
         },
-        "keys": list(ledger.counted),
+        "keys": list(ledger.counted.items()),
         "until": ledger.counted_until_s,
     }
     return {key: value for key, value in found.items() if value}
@@ -211,7 +211,10 @@ def decoded(text: str) -> Ledger:
     """The ledger of a text; raises `ValueError`: it is none, or of a newer controller."""
     if not text:
         return Ledger()
-    found = json.loads(zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MAX_JSON))
+    deflated = zlib.decompressobj()
+    found = json.loads(deflated.decompress(base64.b64decode(text, validate=True), _MAX_JSON))
+    if not deflated.eof:
+        raise ValueError("ledger is cut short")
     if found["v"] != VERSION:
         raise ValueError(f"ledger of version {found['v']}")
     losses = tuple(map(_loss_of, found.get("losses", ())))
@@ -235,7 +238,7 @@ def decoded(text: str) -> Ledger:
                 for part, (reached, replayed, doubted) in found.get("pending", {}).items()
             },
         ),
-        counted=tuple(found.get("keys", ())),
+        counted=dict(found.get("keys", ())),
         counted_until_s=found.get("until", 0.0),
         clipped=found.get("clipped", False),
     )

@@ -62,8 +62,8 @@ def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> 
 
 
 def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
-    """Whether this controller has heard every pod that can hold a rank, or has listened for long enough."""
-    if run.heard_since_s and now_s - run.heard_since_s > SILENT_BEATS * OTHERS_BEAT_S:
+    """Whether this controller has heard every pod that can hold a rank, or began with the run, or has long waited."""
+    if not run.reloaded_s or 0 < run.heard_since_s < now_s - SILENT_BEATS * OTHERS_BEAT_S:
         return True
     return all(uid in run.heard for uid, pod in run.pods.items() if _can_hold(pod, nodes))
 
@@ -71,12 +71,12 @@ def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -
 def phases(
     run: Run, live: Mapping[str, Heard], presence: RankPresence, *, known: bool
 ) -> frozenset[report.Phase]:
-    """Phases of the sidecars that count: one without a trainer does not, unless ranks are known to be missing."""
+    """Phases of the sidecars that count: one without a trainer does only where ranks are known to be missing."""
     every = frozenset(each.pod.phase for each in live.values())
     holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)
-    if run.per_pod or (known and not presence.complete):
-        return every
-    return holding or (every if known else frozenset())
+    if not known:
+        return frozenset() if run.per_pod else holding
+    return (holding or every) if presence.complete else every
 
 
 def _all_open(run: Run, live: Mapping[str, report.PodState], nodes: Mapping[str, NodeView]) -> bool:

@@ -198,6 +198,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
         trained_s=float(said.get("trainedSeconds", 0)),
         seen_s=seconds_of(said.get("observedTime")),
         judged_s=seconds_of(said.get("observedTime")),
+        reloaded_s=seconds_of(said.get("observedTime")),
         conditions=tuple(map(_condition_of, said.get("conditions") or ())),
         finished=said.get("finishedReason", ""),
         finished_at_s=seconds_of(said.get("finishedAt")),

@@ -179,6 +179,8 @@ class Run:
     seen_s: float = 0.0
     """Newest time a pod or Job of it was seen to come, change or go."""
     judged_s: float = 0.0
+    reloaded_s: float = 0.0
+    """When the status was written that this controller began with; 0: with none."""
     conditions: tuple[Condition, ...] = ()
     finished: str = ""
     """How it ended: Completed, Failed or Deleted; empty before."""

@@ -75,13 +75,15 @@ ALLOWED = (
     Allowed(verbs=_verbs("patch"), group="deltashard.io", resource="checkpointpolicies/status"),
     Allowed(verbs=_verbs("patch"), group="deltashard.io", resource="clustercheckpointpolicies/status"),
     Allowed(verbs=_verbs("create", "patch"), group="", resource="events"),
+    Allowed(verbs=_verbs("patch"), group="deltashard.io", resource="checkpointrequests/status"),
+    Allowed(verbs=_verbs("delete"), group="deltashard.io", resource="checkpointrequests"),
     Allowed(verbs=_verbs("create"), group="batch", resource="jobs", begins="deltashard-reclaim-"),
     Allowed(verbs=_verbs("create"), group="authentication.k8s.io", resource="tokenreviews"),
     Allowed(
         verbs=_verbs("update"),
         group="",
         resource="secrets",
-        names=frozenset({"deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"}),
+        names=frozenset({"deltashard-tls"}),
         namespace=SYSTEM,
     ),
     Allowed(

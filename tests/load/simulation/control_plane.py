@@ -70,12 +70,13 @@ def audit_flags(folder: Path) -> list[str]:
     ]
 
 
-def rendered(interval_s: float) -> Iterator[dict[str, Any]]:
-    """The chart's objects but its pods, hooks and monitors, with this interval in the default policy."""
+def rendered(interval_s: float, nudge_port: int) -> Iterator[dict[str, Any]]:
+    """The chart's objects but its pods, hooks and monitors, with these in the default policy."""
     command = [
         built("helm"), "template", "deltashard", ROOT / "charts" / "deltashard", f"--namespace={SYSTEM}",
         "--kube-version=1.34.4",
-        "--set", f"defaultPolicy.store.url={STORE},defaultPolicy.interval.every={interval_s:.0f}s",
+        f"--set=defaultPolicy.store.url={STORE},defaultPolicy.interval.every={interval_s:.0f}s",
+        f"--set=defaultPolicy.sidecar.metricsPort={nudge_port}",
     ]  # fmt: skip
     done = subprocess.run([str(w) for w in command], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -96,6 +97,8 @@ class Plane:
         self.apiserver = ApiServer(folder, *audit_flags(folder))
         self.audit_log = folder / "audit.jsonl"
         self.webhook_port = free_port()
+        self.nudge_port = free_port()
+        """Port of every sidecar's metrics, by which it is nudged."""
         self.job_controller = Process(
             "kube-controller-manager",
             [
@@ -111,6 +114,7 @@ class Plane:
             [
                 built("kwok"), f"--kubeconfig={folder}/kubeconfig", "--manage-all-nodes",
                 f"--config={Path(__file__).parent}/stages.yaml", "--node-lease-duration-seconds=0", "-v=WARN",
+                "--cidr=127.64.0.0/10",  # each pod has an address of loopback to itself
             ],
             folder=folder,
         )  # fmt: skip
@@ -178,7 +182,7 @@ class Plane:
 
     def _install(self) -> None:
         definitions = []
-        documents = list(rendered(self._interval_s))
+        documents = list(rendered(self._interval_s, self.nudge_port))
         for document in documents:
             if document["kind"] == "Service" and document["metadata"]["name"] == WEBHOOK:
                 document["spec"] = {"type": "ExternalName", "externalName": "localhost"}

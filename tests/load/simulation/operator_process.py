@@ -9,7 +9,7 @@ from pathlib import Path
 
 import urllib3
 
-from tests.load.simulation import control_plane
+from tests.load.simulation import control_plane, measure
 from tests.load.simulation.control_plane import CONTROLLER, SYSTEM, WEBHOOK, Plane
 from tests.load.simulation.process import Process, Usage
 from tests.support.eventually import eventually
@@ -49,8 +49,9 @@ class Service:
         eventually(self.ready, what=f"{self.name} ready", timeout_s=control_plane.PATIENCE_S)
 
     def ready(self) -> bool:
-        """Whether its readiness probe succeeds."""
+        """Whether its readiness probe succeeds; its certificate is mounted as a kubelet would."""
         self.process.check()
+        self.plane.mount("secrets", "deltashard-tls", self.folder)
         return self.get("healthz")[0] == 200
 
     def get(self, path: str) -> tuple[int, str]:
@@ -91,13 +92,12 @@ class Webhook(Service):
         )
 
     def start(self) -> None:
-        """Wait for what the controller issues, as a kubelet would mount it, and start."""
-
-        def mounted() -> bool:
-            tls = self.plane.mount("secrets", "deltashard-webhook-tls", self.folder)
-            return self.plane.mount("configmaps", "deltashard-fleet-ca", self.folder) and tls
-
-        eventually(mounted, what="the webhook's certificate", timeout_s=control_plane.PATIENCE_S)
+        """Wait for the authority that the controller makes, and start."""
+        eventually(
+            lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", self.folder),
+            what="the authority",
+            timeout_s=control_plane.PATIENCE_S,
+        )
         super().start()
 
 
@@ -115,6 +115,11 @@ class Controller(Service):
             namespace=SYSTEM,
             certificates="builtin",
         )
+
+    def ready(self) -> bool:
+        """Whether it leads and has seen everything."""
+        leads = measure.value(self.get("metrics")[1], "deltashard_controller_leading") == 1
+        return leads and super().ready()
 
     def fleet_authority(self) -> str:
         """PEM of the authority that sidecars trust."""

@@ -1,13 +1,15 @@
-"""Sidecars by the thousand: one process, one event loop, a TLS connection and a stream each, as pods have them.
+"""Sidecars by the thousand: one process, one event loop, a TLS connection for each report, from the pod's own address.
 
-Each says what a sidecar says of a training that goes well: restoring, training, a save at the same moments in all pods
-of a run, steps that rise. When it speaks is decided by the sidecar's own rules (`deltashard_sidecar.fleet.heartbeat`), and
-so is when it comes back; only the data path is missing.
+Each says what a sidecar says of a training that goes well: restoring, training, commits at the same moments in all pods
+of a run, steps that rise, an ordered save that is durable at once. When it reports is decided by the sidecar's own rules
+(`deltashard_sidecar.fleet.report_schedule`); only the data path is missing. Nudges come to a port that all addresses share.
 
 The process obeys lines of JSON on its standard input and answers each with a line:
 
     {"do": "add", "members": [...], "within_s": 5}   begin, spread over some seconds
+    {"do": "reopen", "workloads": [...]}             their groups open their runs once more
     {"do": "remove", "uids": [...]}                  end without a word, as with the pod's node
+    {"do": "mark"}                                   nobody counts as taken before the next report that is
     {"do": "report"}                                 what became of them so far
 """
 
@@ -20,6 +22,7 @@ import hashlib
 import json
 import os
 import random
+import ssl
 import subprocess
 import sys
 import time
@@ -29,19 +32,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 from deltashard_proto.v1 import fleet_pb2 as wire
-from deltashard_proto.v1 import fleet_pb2_grpc as service
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
-from deltashard_sidecar.fleet import fleet_stream, heartbeat
+from deltashard_sidecar.fleet.report_schedule import ReportSchedule
 
 NAME = "deltashard-fleet.deltashard-system.svc"
 """Of the controller's certificate."""
-WELCOME_S = 30.0
+DEADLINE_S = 10.0
 RESTORING_S = 1.0
 SAVING_S = 2.0
 STEPS_PER_S = 10.0
 STORED_BYTES = 8 << 30
+NUDGED = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class Member:
     pod: str
     uid: str
     node: str
+    address: str
+    """Of the pod, on loopback."""
     workload: str
     workload_uid: str
     index: str
@@ -69,198 +73,184 @@ class Pace:
     every_s: float
     """Between commits."""
 
-    def committed(self, member: Member, now_s: float) -> int:
-        """How many commits its run has by now: the same in all of its pods."""
+    def committed(self, member: Member, now_s: float) -> tuple[int, float]:
+        """How many commits its run has by now, and when the newest was: the same in all of its pods."""
         offset = int.from_bytes(hashlib.sha256(member.workload_uid.encode()).digest()[:4]) / 2**32
-        return int(now_s / self.every_s + offset)
-
-    def next_s(self, member: Member, now_s: float) -> float:
-        """When its run's next commit is."""
-        offset = int.from_bytes(hashlib.sha256(member.workload_uid.encode()).digest()[:4]) / 2**32
-        return (self.committed(member, now_s) + 1 - offset) * self.every_s
+        number = int(now_s / self.every_s + offset)
+        return number, (number - offset) * self.every_s
 
 
 @dataclass(slots=True)
 class Told:
     """What became of all of them."""
 
-    streams: int = 0
-    welcomed: int = 0
-    heartbeats: int = 0
-    acks: int = 0
+    living: int = 0
+    taken: int = 0
+    """Of the living, those of which a report was taken since the mark."""
+    speakers: int = 0
+    """Of these, those that speak for their run."""
+    reports: int = 0
+    nudges: int = 0
     directives: int = 0
-    saves_requested: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
-    welcome_s: list[float] = field(default_factory=list)
-    """How long each stream took to be taken in, of those since the last report."""
+    """By status, or `unreachable`."""
+    report_s: list[float] = field(default_factory=list)
+    """How long each report took, of those since the last answer."""
+    ordered_at_s: dict[str, float] = field(default_factory=dict)
+    """When an order was first heard, Unix seconds, by its id."""
 
 
 class Sidecar:
     """One of them; `live` until cancelled."""
 
-    def __init__(
-        self, member: Member, target: str, trusted: bytes, pace: Pace, told: Told, reopened: Counter[str]
-    ) -> None:
-        """`reopened`: how often the group of each workload, by UID, has opened its run once more."""
+    def __init__(self, member: Member, world: World) -> None:
         self._member = member
-        self._reopened = reopened
-        self._target = target
-        self._credentials = grpc.ssl_channel_credentials(trusted)
-        self._pace = pace
-        self._told = told
+        self._world = world
         self._begun_s = time.time()
         self._process = os.urandom(8).hex()
+        self._sequence = 0
         self._directive = 0
-        self._acknowledged = 0
+        self._told = 0
+        self._open: dict[str, None] = {}
+        """Ids of orders, which are over as soon as they are heard."""
+        self._schedule = ReportSchedule()
+        self._wake = asyncio.Event()
+        self.speaks = member.index == "0"
+        self.taken = False
+
+    def nudge(self) -> None:
+        self._world.told.nudges += 1
+        self._schedule = self._schedule.nudged(time.monotonic())
+        self._wake.set()
 
     async def live(self, delay_s: float) -> None:
-        """Connect, stay connected, come back."""
+        """Report when it is time, for ever."""
         await asyncio.sleep(delay_s)
-        failures = 0
+        loop = asyncio.get_running_loop()
+        loop.call_later(RESTORING_S, self._changed)
         while True:
-            welcomed, cause = await self._stream()
-            if cause:
-                self._told.refusals[cause] = self._told.refusals.get(cause, 0) + 1
-            failures = heartbeat.failures_after(
-                failures, welcomed=welcomed, lasting=cause in heartbeat.LASTING
-            )
-            await asyncio.sleep(heartbeat.BACKOFF.delay_s(failures))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._schedule.due_s - time.monotonic())):
+                    await self._wake.wait()
+            self._wake.clear()
+            if time.monotonic() >= self._schedule.due_s:
+                await self._report()
 
-    async def _stream(self) -> tuple[bool, str]:
-        """One stream from its beginning to its end: (whether it was taken in, why it ended without that)."""
-        channel = grpc.aio.secure_channel(
-            self._target,
-            self._credentials,
-            options=[
-                ("grpc.use_local_subchannel_pool", 1),  # pods do not share connections
-                ("grpc.ssl_target_name_override", NAME),
-                ("grpc.enable_http_proxy", 0),
-                ("grpc.max_reconnect_backoff_ms", 1000),
+    def _changed(self) -> None:
+        self._schedule = self._schedule.changed(time.monotonic())
+        self._wake.set()
+
+    async def _report(self) -> None:
+        told, begun_s = self._world.told, time.monotonic()
+        self._sequence += 1
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                status, retry_after_s, body = await self._posted(self._request().SerializeToString())
+        except (OSError, ValueError):  # ValueError: it broke off
+            status, retry_after_s, body = 0, 0.0, b""
+        now_s = time.monotonic()
+        if status != 200:
+            cause = str(status or "unreachable")
+            told.refusals[cause] = told.refusals.get(cause, 0) + 1
+            self._schedule = self._schedule.refused(status, now_s, retry_after_s=retry_after_s)
+            return
+        told.report_s.append(now_s - begun_s)
+        told.reports += 1
+        self.taken = True
+        reply = wire.ReportReply.FromString(body)
+        self._schedule = self._schedule.taken(reply.next_s, now_s)
+        self.speaks = reply.speaks
+        self._told = max(self._told, reply.told)
+        if reply.HasField("directive"):
+            self._directive = reply.directive.id
+            told.directives += 1
+        before, self._open = self._open, dict.fromkeys(each.id for each in reply.saves)
+        for order in self._open:
+            told.ordered_at_s.setdefault(order, time.time())
+        if self._open.keys() - before.keys():
+            self._changed()
+
+    async def _posted(self, body: bytes) -> tuple[int, float, bytes]:
+        """Status, Retry-After and body of the answer."""
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1",
+            self._world.port,
+            ssl=self._world.context,
+            server_hostname=NAME,
+            local_addr=(self._member.address, 0),
+        )
+        try:
+            head = (
+                f"POST /v1/report HTTP/1.1\r\nHost: {NAME}\r\nAuthorization: Bearer {self._member.token}\r\n"
+                f"Content-Type: application/x-protobuf\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            )
+            writer.write(head.encode() + body)
+            lines, _, content = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+        first, *rest = lines.decode("latin-1").split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in rest)
+        return int(first.split(" ", 2)[1]), float(headers.get("retry-after", 0)), content
+
+    def _request(self) -> wire.ReportRequest:
+        member, now_s = self._member, time.time()
+        run = f"{member.namespace}/{member.workload}-{member.workload_uid}"
+        commits, committed_s = self._world.pace.committed(member, now_s)
+        step = int(commits * self._world.pace.every_s * STEPS_PER_S)
+        reopened = self._world.reopened[member.workload_uid]
+        restoring = now_s < self._begun_s + RESTORING_S
+        request = wire.ReportRequest(
+            protocol=1,
+            process=self._process,
+            sequence=self._sequence,
+            now_s=now_s,
+            who=wire.Who(
+                version="0.1.0",
+                namespace=member.namespace,
+                pod=member.pod,
+                pod_uid=member.uid,
+                node=member.node,
+                workload_kind="Job",
+                workload_name=member.workload,
+                workload_uid=member.workload_uid,
+                run=run,
+                index=member.index,
+                policy="default",
+                url="s3://checkpoints/load",
+                started_at_s=self._begun_s,
+            ),
+            pod=wire.PodState(
+                run=run,
+                phase=wire.PHASE_RESTORING if restoring else wire.PHASE_TRAINING,
+                ranks=[wire.Rank(rank=int(member.index), world_size=member.ranks, step=step)],
+                attempt=1 + 100 * reopened,
+                store_ok=True,
+                credentials_ok=True,
+                directive=self._directive,
+            ),
+            saves_over=[
+                wire.SaveOver(id=each, outcome=wire.SaveOver.OUTCOME_COMMITTED, step=step, seq=commits)
+                for each in self._open
             ],
         )
-        welcomed, writer = False, None
-        try:
-            stub = service.FleetStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Report(metadata=(("authorization", f"Bearer {self._member.token}"),))
-            begun_s = time.monotonic()
-            async with asyncio.timeout(WELCOME_S):
-                await call.write(wire.ReportRequest(hello=self._hello()))
-                first = await call.read()
-            if first is grpc.aio.EOF:
-                raise await _ended(call)
-            self._told.welcome_s.append(time.monotonic() - begun_s)
-            self._told.welcomed += 1
-            self._told.streams += 1
-            welcomed = True
-            writer = asyncio.create_task(self._write(call, first.welcome.heartbeat_s))
-            while (reply := await call.read()) is not grpc.aio.EOF:
-                self._take(reply)
-            raise await _ended(call)
-        except TimeoutError:
-            return welcomed, "no_welcome"
-        except grpc.RpcError as error:
-            return welcomed, "" if welcomed else fleet_stream.refusal(error.code(), error.details() or "")
-        except asyncio.InvalidStateError:  # written to after its end
-            return welcomed, "" if welcomed else "unreachable"
-        finally:
-            if welcomed:
-                self._told.streams -= 1
-            if writer is not None:
-                writer.cancel()
-            await channel.close()
-
-    async def _write(self, call: Any, heartbeat_s: float) -> None:
-        pace = heartbeat.HeartbeatPace().asked(heartbeat_s)
-        while True:
-            now_s = time.time()
-            beat = self._beat(now_s)
-            if pace.due(beat, now_s):
-                try:
-                    await call.write(wire.ReportRequest(heartbeat=beat))
-                except (grpc.RpcError, asyncio.InvalidStateError):
-                    return  # the reading side says why
-                self._told.heartbeats += 1
-                pace = pace.after(beat, now_s)
-            wake_s = self._changes_s(now_s, pace)
-            if pace.sent_s is not None and heartbeat.news(beat) != pace.sent:  # held back, to be no pest
-                wake_s = min(wake_s, pace.sent_s + heartbeat.SHORTEST_S)
-            await asyncio.sleep(max(0.05, wake_s - time.time()))
-
-    def _changes_s(self, now_s: float, pace: heartbeat.HeartbeatPace) -> float:
-        """When there is something to say next."""
-        commit_s = self._pace.next_s(self._member, now_s)
-        when = [(pace.sent_s or now_s) + pace.heartbeat_s, commit_s - SAVING_S, commit_s]
-        if now_s < self._begun_s + RESTORING_S:
-            when.append(self._begun_s + RESTORING_S)
-        return min(each for each in when if each > now_s)
-
-    def _take(self, reply: wire.ReportReply) -> None:
-        kind = reply.WhichOneof("kind")
-        if kind == "ack":
-            self._acknowledged = reply.ack.incident
-            self._told.acks += 1
-        elif kind == "directive":
-            self._directive = reply.directive.generation
-            self._told.directives += 1
-        elif kind == "save_now":
-            self._told.saves_requested += 1
-
-    def _hello(self) -> wire.Hello:
-        member = self._member
-        return wire.Hello(
-            protocol_min=1,
-            protocol_max=1,
-            version="0.1.0",
-            namespace=member.namespace,
-            pod=member.pod,
-            pod_uid=member.uid,
-            node=member.node,
-            workload_kind="Job",
-            workload_name=member.workload,
-            workload_uid=member.workload_uid,
-            run=self._run,
-            index=member.index,
-            policy="default",
-            url="s3://checkpoints/load",
-            process=self._process,
-            started_at_s=self._begun_s,
-        )
-
-    @property
-    def _run(self) -> str:
-        member = self._member
-        return f"{member.namespace}/{member.workload}-{member.workload_uid}"
-
-    def _beat(self, now_s: float) -> wire.Heartbeat:
-        member, pace = self._member, self._pace
-        commits = pace.committed(member, now_s)
-        since_s = max(0.0, now_s - self._begun_s)
-        step = int(commits * pace.every_s * STEPS_PER_S)
-        phase = wire.PHASE_TRAINING
-        if since_s < RESTORING_S:
-            phase = wire.PHASE_RESTORING
-        elif pace.next_s(member, now_s) - now_s <= SAVING_S:
-            phase = wire.PHASE_SAVING
-        beat = wire.Heartbeat(
-            run=self._run,
-            phase=phase,
-            ranks=[wire.Rank(rank=int(member.index), world_size=member.ranks, step=step)],
-            attempt=1 + 100 * self._reopened[member.workload_uid],
-            openings=1 + self._reopened[member.workload_uid],
-            last_commit=trainer_wire.Commit(
+        if self.speaks:
+            commit = trainer_wire.Commit(
                 seq=commits, attempt=1, step=step, durable_s=SAVING_S, stored_bytes=STORED_BYTES // 100
-            ),
-            last_commit_at_s=pace.next_s(member, now_s) - pace.every_s,
-            policy=trainer_wire.Policy(every_s=pace.every_s, encoding="q8", differential="intermittent"),
-            stored_bytes=STORED_BYTES,
-            checkpoints=3,
-            restores=int(member.restored and since_s >= RESTORING_S),
-            store_ok=True,
-            credentials_ok=True,
-            directive=self._directive,
-        )
-        if member.restored and since_s >= RESTORING_S and not self._acknowledged:
-            beat.incidents.add(
+            )
+            request.run.CopyFrom(
+                wire.RunState(
+                    newest=commit,
+                    newest_age_s=now_s - committed_s,
+                    checkpoint_count=3,
+                    stored_bytes=STORED_BYTES,
+                    openings=1 + reopened,
+                    policy=trainer_wire.Policy(
+                        every_s=self._world.pace.every_s, encoding="q8", differential="intermittent"
+                    ),
+                )
+            )
+        if member.restored and not restoring and not self._told:
+            request.incidents.add(
                 id=1,
                 kind=wire.INCIDENT_KIND_RESTORED,
                 at_s=self._begun_s + RESTORING_S,
@@ -269,29 +259,69 @@ class Sidecar:
                 step=step,
                 lost_steps=7,
                 seconds=RESTORING_S,
+                attempt=1 + 100 * reopened,
             )
-        return beat
+        return request
 
 
-async def _ended(call: Any) -> grpc.RpcError:
-    """How a call that gives no more ended, as an error."""
-    return grpc.aio.AioRpcError(
-        await call.code(),
-        grpc.aio.Metadata(),
-        grpc.aio.Metadata(),
-        details=await call.details() or "",
-    )
+@dataclass(slots=True, kw_only=True)
+class World:
+    """What all of a process's sidecars have."""
+
+    port: int
+    context: ssl.SSLContext
+    pace: Pace
+    told: Told = field(default_factory=Told)
+    reopened: Counter[str] = field(default_factory=Counter)
+    """How often the group of each workload, by UID, has opened its run once more."""
+    living: dict[str, tuple[Sidecar, asyncio.Task[None]]] = field(default_factory=dict)
+    by_address: dict[str, Sidecar] = field(default_factory=dict)
+
+    async def nudged(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            sidecar = self.by_address.get(writer.get_extra_info("sockname")[0])
+            if sidecar is not None:
+                sidecar.nudge()
+            writer.write(NUDGED)
+        writer.close()
+
+    def obey(self, command: dict[str, Any]) -> None:
+        match command["do"]:
+            case "add":
+                for fields in command["members"]:
+                    member = Member(**fields)
+                    sidecar = self.by_address[member.address] = Sidecar(member, self)
+                    delay_s = random.uniform(0, command["within_s"])
+                    self.living[member.uid] = sidecar, asyncio.create_task(sidecar.live(delay_s))
+            case "reopen":
+                self.reopened.update(command["workloads"])
+            case "remove":
+                for uid in command["uids"]:
+                    self.living.pop(uid)[1].cancel()
+            case "mark":
+                for sidecar, _ in self.living.values():
+                    sidecar.taken = False
+        for uid, (_, task) in self.living.items():
+            if task.done():
+                raise SystemExit(f"the sidecar of {uid} failed: {task.exception()!r}")
+        taken = [each for each, _ in self.living.values() if each.taken]
+        self.told.living, self.told.taken = len(self.living), len(taken)
+        self.told.speakers = sum(each.speaks for each in taken)
 
 
 class Swarm:
     """A process of sidecars, from the outside."""
 
-    def __init__(self, folder: Path, *, name: str, port: int, trusted: str, every_s: float) -> None:
+    def __init__(
+        self, folder: Path, *, name: str, port: int, nudge_port: int, trusted: str, every_s: float
+    ) -> None:
         (folder / f"{name}.pem").write_text(trusted)
         with (folder / f"{name}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "tests.load.simulation.swarm", f"--target=localhost:{port}",
+                    sys.executable, "-m", "tests.load.simulation.swarm", f"--port={port}",
+                    f"--nudge-port={nudge_port}",
                     f"--trusted={folder}/{name}.pem", f"--every-s={every_s}",
                 ],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
@@ -310,6 +340,10 @@ class Swarm:
     def remove(self, uids: Iterable[str]) -> None:
         """End these pods' without a word."""
         self._ask(do="remove", uids=list(uids))
+
+    def mark(self) -> None:
+        """Nobody counts as taken before the next report that is."""
+        self._ask(do="mark")
 
     def report(self) -> dict[str, Any]:
         """`Told`, as a document."""
@@ -337,46 +371,33 @@ class Swarm:
         return json.loads(line)
 
 
-async def _obey(target: str, trusted: bytes, pace: Pace) -> None:
+async def _obey(world: World, nudge_port: int) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 28)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    told = Told()
-    reopened: Counter[str] = Counter()
-    living: dict[str, asyncio.Task[None]] = {}
-    while line := await reader.readline():
-        command = json.loads(line)
-        if command["do"] == "add":
-            for fields in command["members"]:
-                member = Member(**fields)
-                sidecar = Sidecar(member, target, trusted, pace, told, reopened)
-                delay_s = random.uniform(0, command["within_s"])
-                living[member.uid] = asyncio.create_task(sidecar.live(delay_s))
-        elif command["do"] == "reopen":
-            reopened.update(command["workloads"])
-        elif command["do"] == "remove":
-            for uid in command["uids"]:
-                living.pop(uid).cancel()
-        for uid, task in living.items():
-            if task.done():
-                raise SystemExit(f"the sidecar of {uid} failed: {task.exception()!r}")
-        sys.stdout.write(json.dumps(asdict(told)) + "\n")
-        sys.stdout.flush()
-        told.welcome_s.clear()
-    for task in living.values():
+    async with await asyncio.start_server(world.nudged, "0.0.0.0", nudge_port, backlog=4096):
+        while line := await reader.readline():
+            world.obey(json.loads(line))
+            sys.stdout.write(json.dumps(asdict(world.told)) + "\n")
+            sys.stdout.flush()
+            world.told.report_s.clear()
+    tasks = [task for _, task in world.living.values()]
+    for task in tasks:
         task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.gather(*living.values(), return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def main() -> None:
     """The process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True)
+    parser.add_argument("--port", required=True, type=int)
+    parser.add_argument("--nudge-port", required=True, type=int)
     parser.add_argument("--trusted", required=True, type=Path)
     parser.add_argument("--every-s", required=True, type=float)
     options = parser.parse_args()
-    asyncio.run(_obey(options.target, options.trusted.read_bytes(), Pace(every_s=options.every_s)))
+    context = ssl.create_default_context(cafile=options.trusted)
+    world = World(port=options.port, context=context, pace=Pace(every_s=options.every_s))
+    asyncio.run(_obey(world, options.nudge_port))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from tests.load.simulation import audit, control_plane, measure, workload
+from tests.load.simulation import audit, control_plane, workload
 from tests.load.simulation import view as views
 from tests.load.simulation.control_plane import CONTROLLER, Plane
 from tests.load.simulation.operator_process import Controller, Webhook
 from tests.load.simulation.process import Usage, usage
-from tests.load.simulation.swarm import Member, Swarm
+from tests.load.simulation.swarm import Swarm
 from tests.load.simulation.workload import Pod
 from tests.support.eventually import eventually
 
@@ -24,17 +23,13 @@ NAMESPACES = tuple(f"team-{number}" for number in range(5))
 class System:
     """A cluster that trains runs of these sizes, in pods; use as a context manager."""
 
-    def __init__(
-        self, folder: Path, *, sizes: Sequence[int], nodes: int, every_s: float, processes: int = 1
-    ) -> None:
+    def __init__(self, folder: Path, *, sizes: Sequence[int], nodes: int, every_s: float) -> None:
         self.sizes, self.every_s = tuple(sizes), every_s
         self.runs, self.pods = len(self.sizes), sum(self.sizes)
         self.took_s: dict[str, float] = {}
         self.controller_after: dict[str, Usage] = {}
         """What the controller used by the end of each stage."""
-        self.swarms: list[Swarm] = []
         self.plane = Plane(folder, nodes=nodes, interval_s=every_s)
-        self._processes = processes
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -52,23 +47,21 @@ class System:
             with self._timed("pods running"):
                 workload.make(self.plane, NAMESPACES, self.sizes)
             self.view = closing.enter_context(views.Runs(self.plane))
-            trusted = self.controller.fleet_authority()
-            for number in range(self._processes):
-                swarm = Swarm(
-                    self.plane.folder,
-                    name=f"sidecars-{number}",
-                    port=self.controller.fleet_port,
-                    trusted=trusted,
-                    every_s=self.every_s,
-                )
-                closing.callback(swarm.stop)
-                self.swarms.append(swarm)
+            self.swarm = Swarm(
+                self.plane.folder,
+                name="sidecars",
+                port=self.controller.fleet_port,
+                nudge_port=self.plane.nudge_port,
+                trusted=self.controller.fleet_authority(),
+                every_s=self.every_s,
+            )
+            closing.callback(self.swarm.stop)
             with self._timed("tokens made"):
                 members = workload.members(self.plane, workload.living(self.plane), self.sizes)
             assert len(members) == self.pods
-            with self._timed("sidecars connected"):
-                self._add(members, within_s=self.pods / 250)
-                self.wait_streams(self.pods)
+            with self._timed("sidecars heard"):
+                self.swarm.add(members, within_s=self.pods / 250)
+                self.wait_taken(self.pods)
             with self._timed("runs training"):
                 self.view.wait_training(self.runs, timeout_s=control_plane.PATIENCE_S + self.pods / 20)
             self._closing = closing.pop_all()
@@ -85,18 +78,12 @@ class System:
         if what != "cluster":
             self.controller_after[what] = self.controller.usage()
 
-    def streams(self) -> int:
-        """Sidecars that the controller has on its books."""
-        _, page = self.controller.get("metrics")
-        return int(measure.value(page, "deltashard_fleet_streams"))
-
-    def wait_streams(self, number: int) -> float:
-        """Until it has so many; returns how long that took."""
-        begun_s = time.monotonic()
+    def wait_taken(self, number: int, what: str = "taken") -> None:
+        """Until reports of so many sidecars (or of `speakers` among them) were taken since the mark."""
 
         def all_here() -> bool:
             self.controller.process.check()
-            return self.streams() == number
+            return self.swarm.report()[what] >= number
 
         try:
             eventually(
@@ -106,21 +93,7 @@ class System:
                 every_s=0.2,
             )
         except TimeoutError as error:
-            raise TimeoutError(f"{error}: {self.told()}\n{self.controller.process.tail()}") from None
-        return time.monotonic() - begun_s
-
-    def told(self) -> dict[str, Any]:
-        """What became of the sidecars, all processes together."""
-        told: dict[str, Any] = {}
-        for report in (swarm.report() for swarm in self.swarms):
-            for key, value in report.items():
-                if isinstance(value, dict):
-                    had = told.setdefault(key, {})
-                    for name, count in value.items():
-                        had[name] = had.get(name, 0) + count
-                else:
-                    told[key] = told.get(key, type(value)()) + value
-        return told
+            raise TimeoutError(f"{error}: {self.swarm.report()}\n{self.controller.process.tail()}") from None
 
     def usages(self) -> dict[str, Usage]:
         """What every program has used so far."""
@@ -132,42 +105,77 @@ class System:
             self.webhook.process,
         ):
             found[each.name] = each.usage()
-        for number, swarm in enumerate(self.swarms):
-            found[f"sidecars-{number}"] = usage(swarm.pid)
+        found["sidecars"] = usage(self.swarm.pid)
         return found
 
     def restart(self) -> dict[str, float]:
-        """Kill the controller without a word, start another, and wait until every sidecar is back; seconds of each."""
+        """Kill the controller without a word, start another, and wait until every run is heard; seconds of each."""
         self.controller.process.kill()
+        self.swarm.mark()
         begun_s = time.monotonic()
         self.controller.start()
         started_s = time.monotonic() - begun_s
-        self.wait_streams(self.pods)
-        streams_s = time.monotonic() - begun_s
+        self.wait_taken(self.runs, "speakers")
+        heard_s = time.monotonic() - begun_s
         self.view.wait_training(self.runs)
-        return {"ready": started_s, "sidecars back": streams_s, "runs training": time.monotonic() - begun_s}
+        return {"ready": started_s, "every run heard": heard_s, "runs training": time.monotonic() - begun_s}
+
+    def order(self, pods: Sequence[Pod]) -> tuple[dict[str, float], dict[str, float]]:
+        """Ask for a save of each of these pods' runs; seconds, by the request, to its sidecar and to its end."""
+        asked_at_s: dict[str, float] = {}
+        root = "/apis/deltashard.io/v1alpha1"
+
+        def ask(pod: Pod) -> None:
+            at_s = time.time()
+            request = {
+                "apiVersion": "deltashard.io/v1alpha1",
+                "kind": "CheckpointRequest",
+                "metadata": {"generateName": "now-"},
+                "spec": {"runRef": {"name": f"{pod.job}-{pod.job_uid}"}, "urgent": True},
+            }
+            path = f"{root}/namespaces/{pod.namespace}/checkpointrequests"
+            reply = self.plane.rest("POST", path, request)
+            assert reply.status == 201, reply.document
+            asked_at_s[reply.document["metadata"]["uid"]] = at_s
+
+        workload.in_threads(ask, pods)
+        ended_at_s: dict[str, float] = {}
+
+        def over() -> bool:
+            for each in control_plane.objects(self.plane.rest, f"{root}/checkpointrequests"):
+                phase = (each.get("status") or {}).get("phase")
+                assert phase != "Failed", each
+                if phase == "Completed":
+                    ended_at_s.setdefault(each["metadata"]["uid"], time.time())
+            return asked_at_s.keys() <= ended_at_s.keys()
+
+        eventually(over, what=f"{len(pods)} saves", every_s=0.2, timeout_s=control_plane.PATIENCE_S)
+        heard_at_s = self.swarm.report()["ordered_at_s"]
+        return (
+            {uid: heard_at_s[uid] - at_s for uid, at_s in asked_at_s.items()},
+            {uid: ended_at_s[uid] - at_s for uid, at_s in asked_at_s.items()},
+        )
 
     def lose(self, victims: Sequence[Pod], how: Callable[[Plane, Pod], None]) -> dict[str, float]:
         """Lose one pod of each of some runs, wait until every status tells it, and let its successor train.
 
-        Returns, by pod UID, the seconds from the API's word that the pod is lost to the status that tells it.
+        Returns, by pod, the seconds from the API's word that the pod is lost to the status that tells it.
         """
         lost_at_s: dict[str, float] = {}
 
         def end(pod: Pod) -> None:
             how(self.plane, pod)
-            lost_at_s[pod.uid] = time.monotonic()
+            lost_at_s[pod.name] = time.monotonic()
 
         uids = [pod.uid for pod in victims]
-        for number, swarm in enumerate(self.swarms):
-            swarm.remove([uid for uid in uids if self._owner(uid) == number])
+        self.swarm.remove(uids)
         workload.in_threads(end, victims)
         self.view.wait(
-            lambda view: all(view.lost_at_s(uid) is not None for uid in uids),
+            lambda view: all(view.lost_at_s(name) is not None for name in lost_at_s),
             f"{len(uids)} losses in statuses",
             timeout_s=control_plane.PATIENCE_S,
         )
-        seconds = {uid: (self.view.lost_at_s(uid) or 0.0) - lost_at_s[uid] for uid in uids}
+        seconds = {name: (self.view.lost_at_s(name) or 0.0) - at_s for name, at_s in lost_at_s.items()}
         self._replace({(pod.namespace, pod.job, pod.index) for pod in victims}, set(uids))
         return seconds
 
@@ -186,17 +194,8 @@ class System:
             replaced, what=f"{len(places)} replacements", every_s=0.5, timeout_s=control_plane.PATIENCE_S
         )
         members = workload.members(self.plane, found, self.sizes, restored=True)
-        for swarm in self.swarms:
-            swarm.reopen({member.workload_uid for member in members})
-        self._add(members, within_s=1.0)
-
-    def _owner(self, uid: str) -> int:
-        """Which process has the sidecar of a pod."""
-        return zlib.crc32(uid.encode()) % len(self.swarms)
-
-    def _add(self, members: Sequence[Member], *, within_s: float) -> None:
-        for number, swarm in enumerate(self.swarms):
-            swarm.add([each for each in members if self._owner(each.uid) == number], within_s=within_s)
+        self.swarm.reopen({member.workload_uid for member in members})
+        self.swarm.add(members, within_s=1.0)
 
     def findings(self) -> list[str]:
         """What the controller did and should not have done."""

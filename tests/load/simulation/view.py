@@ -28,8 +28,8 @@ class Sight:
 
     @property
     def lost(self) -> set[str]:
-        """UIDs of the pods whose loss it tells."""
-        return {each.get("podUID", "") for each in self.status.get("losses", ())}
+        """Names of the pods whose loss it tells; a Job's pods have names of their own."""
+        return {each["pod"] for each in self.status.get("losses", ())}
 
 
 class Runs:
@@ -77,10 +77,10 @@ class Runs:
         with self._lock:
             return self._newest[workload_uid].status
 
-    def lost_at_s(self, pod_uid: str) -> float | None:
+    def lost_at_s(self, pod: str) -> float | None:
         """When a status first told that the pod was lost, by the monotonic clock."""
         with self._lock:
-            return self._first_lost_s.get(pod_uid)
+            return self._first_lost_s.get(pod)
 
     def wait(self, condition: Callable[[Self], object], what: str, timeout_s: float) -> float:
         """Until it is true of what was seen; returns how long that took."""
@@ -98,9 +98,8 @@ class Runs:
         return time.monotonic() - begun_s
 
     def training(self) -> int:
-        """How many runs train; those that save meanwhile train, too."""
-        phases = self.phases()
-        return phases["Training"] + phases["Saving"]
+        """How many runs train."""
+        return self.phases()["Training"]
 
     def wait_training(self, runs: int, timeout_s: float = control_plane.PATIENCE_S) -> float:
         """Until so many runs train."""

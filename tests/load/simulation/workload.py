@@ -28,6 +28,7 @@ class Pod:
     name: str
     uid: str
     node: str
+    address: str
     job: str
     job_uid: str
     index: str
@@ -43,6 +44,7 @@ class Pod:
             name=metadata["name"],
             uid=metadata["uid"],
             node=document["spec"].get("nodeName", ""),
+            address=document["status"].get("podIP", ""),
             job=metadata["labels"][cluster_name.JOB_NAME_LABEL],
             job_uid=metadata["labels"][cluster_name.JOB_UID_LABEL],
             index=metadata["annotations"][cluster_name.JOB_INDEX_ANNOTATION],
@@ -155,6 +157,7 @@ def members(
             pod=pod.name,
             uid=pod.uid,
             node=pod.node,
+            address=pod.address,
             workload=pod.job,
             workload_uid=pod.job_uid,
             index=pod.index,

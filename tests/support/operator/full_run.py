@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from deltashard_checkpoint.deciding.evidence import Evidence
-from deltashard_operator.fleet.sidecar_report import (
-    Heartbeat,
-    Hello,
-    Measured,
-    Rank,
-    StepSample,
-)
+from deltashard_operator.fleet.report import PodState, Rank
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
 from deltashard_operator.run.incident import Incidents, Pending, Times
+from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Progress, Report, Run, Taken
+from deltashard_operator.run.watched_run import Heard, Kept, Part, Progress, Run
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_proto.v1.fleet_pb2 import Decision
+from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
@@ -49,6 +43,10 @@ LOSS = Loss(
     ending="trainer with exit code 1",
     at=Point(seq=7, trained_s=90.0),
 )
+KEPT = (
+    Kept(seq=7, step=1150, at_s=NOW_S - 30, bytes=1 << 20, pins=("best",)),
+    Kept(seq=6, step=1100, at_s=NOW_S - 330, bytes=1 << 20),
+)
 DECISION = Decision(
     subject="interval",
     goal="lost-work=5m",
@@ -75,58 +73,58 @@ def full_run() -> Run:
                 uid="p-1", name="train-x", workload=WORKLOAD, wish=Wish(), node="node-a", index="0"
             )
         },
-        reports={
-            "p-1": Report(
-                hello=Hello(
-                    namespace="team", pod="train-x", pod_uid="p-1", process="s-1", workload_uid="u-1"
-                ),
-                heartbeat=Heartbeat(
+        heard={
+            "p-1": Heard(
+                process="s-1",
+                sequence=9,
+                at_s=NOW_S,
+                beat_s=60.0,
+                pod=PodState(
                     run="team/train-u-1",
                     attempt=34,
                     ranks=(Rank(rank=0, world_size=8, step=1203), Rank(rank=1, world_size=8, step=1200)),
-                    samples=(StepSample(at_s=999_990, steps={0: 1203, 1: 1200}),),
                 ),
+                speaks=True,
             )
         },
-        restarts={"p-1": 2},
-        lost=frozenset({"p-1"}),
-        taken={"p-1": Taken(process="s-1", incident=5)},
-        tallies={"": Tally(settled=3, openings=4, losses=(LOSS,), crash=CRASH)},
-        incidents=Incidents(
-            evidence=Evidence(exposure_s=129600.0, lossy=1.5, restores=2.25),
-            causes={"Error": Times(restores=1, lossy=1), "Evicted": Times(restores=2, lossy=1)},
-            pending={"": Pending(reached=1200, replayed=3, doubted="Evicted")},
+        parts={"": Part(attempt=34, openings=4, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
+        ledger=Ledger(
+            restores=2,
+            lost_steps=50,
+            restored={"": (33, 34)},
+            tallies={"": Tally(settled=3, openings=4, losses=(LOSS,), crash=CRASH)},
+            incidents=Incidents(
+                causes={"Error": Times(restores=1, lossy=1), "Evicted": Times(restores=2, lossy=1)},
+                pending={"": Pending(reached=1200, replayed=3, doubted="Evicted")},
+            ),
+            counted={"k-1": NOW_S - 60},
         ),
-        width=8,
-        measured=Measured(
-            step_s=0.25,
-            stall_s=0.03,
-            slowdown_s=0.5,
-            cost_s=0.53,
-            durable_s=58.0,
-            restore_s=12.0,
-            reschedule_s=40.0,
-            saves=64,
-        ),
-        decisions=(DECISION,),
         progress=Progress(
             step=1200,
             last_step=1150,
             last_commit_at_s=NOW_S - 30,
             last_seq=7,
-            attempts={"": 34},
-            openings={"": 4},
+            attempt=34,
             world_size=8,
+            ranks_present=2,
             stall_s=0.125,
             lost_share=0.00075,
             partial_recoveries=1,
             stored_bytes=1 << 30,
             checkpoints=5,
             policy=CHOSEN,
+            measured=Measured(
+                step_s=0.25,
+                stall_s=0.03,
+                slowdown_s=0.5,
+                cost_s=0.53,
+                durable_s=58.0,
+                restore_s=12.0,
+                reschedule_s=40.0,
+                saves=64,
+            ),
+            decisions=(DECISION,),
         ),
-        restores=2,
-        lost_steps=50,
-        saves_failed=1,
         phase=Phase.TRAINING,
         phase_since_s=NOW_S - 100,
         trains_since_s=NOW_S - 100,
@@ -136,6 +134,5 @@ def full_run() -> Run:
         conditions=(
             Condition(type="Ready", status="True", reason="Checkpointing", message="x", since_s=NOW_S - 100),
         ),
-        generation=3,
-        directed=CHOSEN,
+        store="s3://bucket/prefix",
     )

@@ -17,7 +17,10 @@ from tests.support.server.apiserver import ApiServer, Rest
 pytestmark = pytest.mark.timeout(900)
 Document = dict[str, Any]
 URL = "s3://bucket/prefix"
-POLICIES = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies"
+WORD = json.dumps({"runs": 1, "stay": 0, "kept": [], "objects": 12, "bytes": 3400})
+KEPT = json.dumps(
+    {"runs": 0, "stay": 1, "kept": [{"run": "n/train", "why": "it has a pin"}], "objects": 0, "bytes": 0}
+)
 
 
 @pytest.fixture
@@ -30,7 +33,14 @@ def http(apiserver: ApiServer) -> Iterator[Rest]:
 def cluster(http: Rest) -> Cluster:
     """A namespace with a policy that removes at once."""
     made = Cluster.make(http)
-    policy(made, {"reclaim": {"policy": "Delete", "after": "0s"}})
+    store = {"url": URL, "secretRef": {"name": "keys"}}
+    kind = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "default"},
+    }
+    spec = {"store": store, "reclaim": {"policy": "Delete", "after": "0s"}}
+    assert http.create({**kind, "spec": spec}, made.namespace).status == 201
     return made
 
 
@@ -47,57 +57,32 @@ def controller(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -
             running.stop(signal.SIGKILL)
 
 
-def policy(cluster: Cluster, spec: Document) -> None:
-    """Make the namespace's policy `default`, or change it."""
-    folder = POLICIES.format(cluster.namespace)
-    body = {
-        "apiVersion": "deltashard.io/v1alpha1",
-        "kind": "CheckpointPolicy",
-        "metadata": {"name": "default"},
-        "spec": {"store": {"url": URL, "secretRef": {"name": "keys"}}, **spec},
-    }
-    if cluster.http("POST", folder, body).status != 201:
-        assert cluster.http("PATCH", f"{folder}/default", {"spec": spec}, content=MERGE).status == 200
+def say(cluster: Cluster, **reclaim: str) -> None:
+    """Change what the policy says of removals."""
+    path = cluster.path("checkpointpolicies", "default")
+    assert cluster.http("PATCH", path, {"spec": {"reclaim": reclaim}}, content=MERGE).status == 200
 
 
-def trained(
-    controller: ControllerProcess,
-    cluster: Cluster,
-    *,
-    name: str = "train",
-    url: str = URL,
-    notes: dict[str, str] | None = None,
-) -> Document:
+def trained(controller: ControllerProcess, cluster: Cluster, url: str = URL) -> Document:
     """A Job that has trained; its pod has ended and the Job not."""
-    job = cluster.job(name, notes)
+    job = cluster.job()
     pod = cluster.running_pod(job)
-    with Sidecar(controller, cluster, pod, job, url=url) as sidecar:
-        sidecar.beat(step=9, seq=1, committed=8)
-        cluster.reaches(job, phase="Training", store=url)
-        cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
+    Sidecar(controller, cluster, pod, job, url=url).report(step=9, seq=1, committed=8)
+    cluster.reaches(job, phase="Training", store=url)
+    cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
     return job
 
 
 def reclaim(cluster: Cluster, job: Document, state: str) -> Document:
     """The status of the removal, once it is this."""
-    return eventually(
-        lambda: next(
-            (
-                said
-                for said in [((cluster.run(job) or {}).get("status") or {}).get("reclaim") or {}]
-                if said.get("state") == state
-            ),
-            None,
-        ),
-        f"{state}: {cluster.run(job)}",
-    )
+    found: list[Document] = []
 
+    def is_so() -> bool:
+        found[:] = [cluster.status(job).get("reclaim") or {}]
+        return found[0].get("state") == state
 
-def made(cluster: Cluster) -> Document:
-    """The Job that removes the bytes, once it is there."""
-    return eventually(
-        lambda: next(iter(removals(cluster)), None), f"a Job that removes them: {removals(cluster)}"
-    )
+    eventually(is_so, lambda: f"{state}: {found}")
+    return found[0]
 
 
 def removals(cluster: Cluster) -> list[Document]:
@@ -105,112 +90,80 @@ def removals(cluster: Cluster) -> list[Document]:
     return list(cluster.http("GET", f"{cluster.path('jobs')}?{query}").document["items"])
 
 
+def made(cluster: Cluster) -> Document:
+    """The Job that removes the bytes, once it is there."""
+    eventually(lambda: removals(cluster), "a Job that removes them")
+    (found,) = removals(cluster)
+    return found
+
+
 def run_to_its_end(cluster: Cluster, job: Document, said: str, *, failed: bool = False) -> None:
-    """What kubelet and Job controller do: a pod of the Job, its last word, the Job's end."""
-    name = job["metadata"]["name"]
-    template = job["spec"]["template"]
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": f"{name}-x",
-            "labels": {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name},
-        },
-        "spec": {**template["spec"], "nodeName": "node-a"},
-    }
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    place = f"/api/v1/namespaces/{cluster.namespace}"
-    assert cluster.http("PATCH", place, {"metadata": {"labels": labels}}, content=MERGE).status == 200
-    reply = cluster.http.create(pod, cluster.namespace)
+    """What kubelet and Job controller do: a pod of the Job, which PSA restricted admits, its last word, the Job's end."""
+    name, template = job["metadata"]["name"], job["spec"]["template"]
+    labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
+    spec = {**template["spec"], "nodeName": "node-a"}
+    kind = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"{name}-x", "labels": labels}}
+    enforced = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    cluster.http("PATCH", f"/api/v1/namespaces/{cluster.namespace}", enforced, content=MERGE)
+    reply = cluster.http.create({**kind, "spec": spec}, cluster.namespace)
     assert reply.status == 201, reply.document
     ended = {"exitCode": int(failed), "finishedAt": "2026-01-01T00:00:00Z", "message": said}
     container = {"name": "reclaim", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
-    status = {
-        "phase": "Failed" if failed else "Succeeded",
-        "containerStatuses": [{**container, "state": {"terminated": ended}}],
-    }
-    path = f"{cluster.path('pods', pod['metadata']['name'])}/status"
+    phase = "Failed" if failed else "Succeeded"
+    status = {"phase": phase, "containerStatuses": [{**container, "state": {"terminated": ended}}]}
+    path = f"{cluster.path('pods', f'{name}-x')}/status"
     assert cluster.http("PATCH", path, {"status": status}, content=STRATEGIC).status == 200
     cluster.end(job, failed=failed)
 
 
-def test_a_finished_run_s_bytes_are_removed_by_a_job_of_its_namespace(
-    controller: ControllerProcess, cluster: Cluster
+@pytest.mark.parametrize(
+    ("said", "failed", "state", "message", "reason"),
+    [
+        (WORD, False, "Removed", "12 objects, 3400 bytes", "Reclaimed"),
+        (KEPT, False, "Kept", "it has a pin", "ReclaimKept"),
+        (
+            "StoreUnavailable: none",
+            True,
+            "Failed",
+            "StoreUnavailable: none; it is tried again",
+            "ReclaimFailed",
+        ),
+    ],
+)
+def test_a_job_of_the_run_s_namespace_removes_the_bytes_and_what_came_of_it_is_said(
+    controller: ControllerProcess,
+    cluster: Cluster,
+    said: str,
+    failed: bool,
+    state: str,
+    message: str,
+    reason: str,
 ) -> None:
-    before = controller.metric("deltashard_controller_reclaims_total", outcome="removed") or 0
+    """Once the grace is over, which a policy may end, and which Retain calls off."""
+    say(cluster, after="1h")
     job = trained(controller, cluster)
-    assert "reclaim" not in cluster.run(job)["status"]
+    assert "reclaim" not in cluster.status(job)
     cluster.end(job)
+    assert reclaim(cluster, job, "Waiting")["due"] > cluster.status(job)["finishedAt"]
+    say(cluster, policy="Retain")
+    eventually(lambda: "reclaim" not in cluster.status(job), "called off")
+    assert removals(cluster) == []
+    say(cluster, policy="Delete", after="0s")
     removal = made(cluster)
-    said = reclaim(cluster, job, "Removing")
-    assert removal["metadata"]["name"] in said["message"]
     (container,) = removal["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["deltashard", "reclaim", URL]
-    assert job["metadata"]["uid"] in container["args"]
-    word = {"runs": 1, "stay": 0, "kept": [], "objects": 12, "bytes": 3400}
-    run_to_its_end(cluster, removal, json.dumps(word))
-    said = reclaim(cluster, job, "Removed")
-    assert "12 objects, 3400 bytes" in said["message"]
-    event = eventually(lambda: cluster.events("Reclaimed"), "an Event")[0]
-    assert event["type"] == "Normal"
-    assert controller.metric("deltashard_controller_reclaims_total", outcome="removed") == before + 1
-    assert len(removals(cluster)) == 1
+    assert removal["metadata"]["name"] in reclaim(cluster, job, "Removing")["message"]
+    run_to_its_end(cluster, removal, said, failed=failed)
+    assert message in reclaim(cluster, job, state)["message"]
+    eventually(lambda: cluster.events(reason), "an Event")
+    counted = controller.metric("deltashard_controller_reclaims_total", outcome=state.lower())
+    assert (counted, len(removals(cluster))) == (1, 1)
 
 
-def test_the_grace_is_waited_for_and_may_be_ended(controller: ControllerProcess, cluster: Cluster) -> None:
-    policy(cluster, {"reclaim": {"after": "1h"}})
-    job = trained(controller, cluster)
+def test_the_bytes_of_another_store_stay(controller: ControllerProcess, cluster: Cluster) -> None:
+    job = trained(controller, cluster, url="s3://bucket/before")
     cluster.end(job)
-    said = reclaim(cluster, job, "Waiting")
-    assert said["due"] > cluster.run(job)["status"]["finishedAt"]
-    assert removals(cluster) == []
-    policy(cluster, {"reclaim": {"policy": "Retain"}})
-    eventually(lambda: "reclaim" not in cluster.run(job)["status"], "called off")
-    policy(cluster, {"reclaim": {"policy": "Delete", "after": "0s"}})
-    assert made(cluster)
-
-
-def test_what_the_job_kept_is_said(controller: ControllerProcess, cluster: Cluster) -> None:
-    job = trained(controller, cluster)
-    cluster.end(job)
-    removal = made(cluster)
-    reclaim(cluster, job, "Removing")
-    kept = {"run": "n/train", "why": "it has a pin, 'best'"}
-    word = {"runs": 0, "stay": 1, "kept": [kept], "objects": 0, "bytes": 0}
-    run_to_its_end(cluster, removal, json.dumps(word))
-    assert "it has a pin, 'best'" in reclaim(cluster, job, "Kept")["message"]
-    assert eventually(lambda: cluster.events("ReclaimKept"), "an Event")[0]["type"] == "Warning"
-
-
-def test_a_job_that_fails_is_said_and_tried_again_later(
-    controller: ControllerProcess, cluster: Cluster
-) -> None:
-    job = trained(controller, cluster)
-    cluster.end(job)
-    removal = made(cluster)
-    reclaim(cluster, job, "Removing")
-    run_to_its_end(cluster, removal, "StoreUnavailable: no connection", failed=True)
-    said = reclaim(cluster, job, "Failed")
-    assert "StoreUnavailable: no connection" in said["message"]
-    assert said["due"] > said["since"]
-    assert said["tries"] == 1
-    assert (
-        "it is tried again" in eventually(lambda: cluster.events("ReclaimFailed"), "an Event")[0]["message"]
-    )
-
-
-def test_bytes_of_which_it_is_not_sure_stay(controller: ControllerProcess, cluster: Cluster) -> None:
-    """Another store than the policy's; a run that another workload goes on with."""
-    elsewhere = trained(controller, cluster, name="elsewhere", url="s3://bucket/before")
-    cluster.end(elsewhere)
-    assert "names another store" in reclaim(cluster, elsewhere, "Kept")["message"]
-    shared = {"deltashard.io/run-id": "shared"}
-    second = trained(controller, cluster, name="second", notes=shared)
-    third = cluster.job("third", shared)
-    cluster.end(second)
-    assert "another workload" in reclaim(cluster, second, "Kept")["message"]
-    cluster.end(third)
-    assert "no sidecar has said" in reclaim(cluster, third, "Kept")["message"]
+    assert "names another store" in reclaim(cluster, job, "Kept")["message"]
 
 
 def test_a_controller_that_dies_makes_no_second_job(controller: ControllerProcess, cluster: Cluster) -> None:
@@ -221,8 +174,7 @@ def test_a_controller_that_dies_makes_no_second_job(controller: ControllerProces
     removal = made(cluster)
     reclaim(cluster, job, "Removing")
     controller.stop(signal.SIGKILL)
-    word = {"runs": 1, "stay": 0, "kept": [], "objects": 12, "bytes": 3400}
-    run_to_its_end(cluster, removal, json.dumps(word))
+    run_to_its_end(cluster, removal, WORD)
     controller.start()
     assert "are removed" in reclaim(cluster, job, "Removed")["message"]
     assert [each["metadata"]["uid"] for each in removals(cluster)] == [removal["metadata"]["uid"]]

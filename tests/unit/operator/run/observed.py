@@ -1,15 +1,24 @@
-"""A Job and a pod as the controller sees them, whole unless a test says otherwise."""
+"""A Job, a pod and a report as the controller sees them, whole unless a test says otherwise."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
-from deltashard_operator.run.observed_object import Ending, JobView, PodView, Wish, Workload
+from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, RunState, Who
+from deltashard_operator.fleet.report import Phase as At
+from deltashard_operator.run import judgement, run_record, watched_run
+from deltashard_operator.run.observed_object import Ending, JobView, NodeView, PodView, Wish, Workload
+from deltashard_operator.run.watched_run import Notice, Run
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 TRAIN = Workload(namespace="team", kind="Job", name="train", uid="u-1")
-
-
 NOW_S = 1_000_000.0
+NODES = {"node-a": NodeView(name="node-a", ready=True)}
+EVERY = pb.Policy(every_s=60.0, encoding="q8", differential="intermittent")
+RUN = "team/train-u-1"
+_sequence = itertools.count(1)
 
 
 def pod(**changes: Any) -> PodView:
@@ -32,3 +41,76 @@ def job(**changes: Any) -> JobView:
 
 def ended(code: int, reason: str = "Error") -> Ending:
     return Ending(container="trainer", reason=reason, exit_code=code, at_s=NOW_S - 5)
+
+
+def report(
+    uid: str = "p-1", phase: At = At.TRAINING, *, incidents: Iterable[Incident] = (), **more: Any
+) -> Report:
+    """A report, a later one than any before.
+
+    Of `more`, fields of `Who`, of the report, of `PodState` and of `RunState` go where they belong. By default its pod
+    has the only rank, and its sidecar tells the run's state; `seq`, `step` and `age_s` are of its newest commit.
+    """
+    step, seq, attempt = more.pop("step", 10), more.pop("seq", 0), more.setdefault("attempt", 1)
+    more.setdefault("ranks", (Rank(rank=0, world_size=1, step=step),))
+    more.setdefault("openings", attempt)
+    more.setdefault("policy", EVERY)
+    newest = pb.Commit(seq=seq, attempt=min(attempt or 1, 1), step=step - 1) if seq else None
+    more = {"newest": newest, "newest_age_s": more.pop("age_s", 0.0), "run": RUN} | more
+
+    def of(kind: Any) -> dict[str, Any]:
+        return {key: value for key, value in more.items() if key in kind.__dataclass_fields__}
+
+    who = {"namespace": "team", "pod": "train-x", "workload_uid": "u-1", "node": "node-a", "pod_uid": uid}
+    return Report(
+        who=Who(**{**who, **{key: value for key, value in of(Who).items() if key != "run"}}),
+        process=more.get("process", f"s-{uid}"),
+        sequence=more.get("sequence") or next(_sequence),
+        pod=PodState(phase=phase, **of(PodState)),
+        run=RunState(**of(RunState)) if more.get("speaks", True) else None,
+        incidents=tuple(incidents),
+    )
+
+
+def told(run: Run, said: Report, at_s: float = NOW_S) -> Run:
+    return judged(watched_run.with_report(run, said, at_s)[0], at_s)
+
+
+def reasons(run: Run, said: Report, at_s: float = NOW_S) -> tuple[Run, list[str]]:
+    """The run after a report, and the reasons of what people hear of it."""
+    run, first = watched_run.with_report(run, said, at_s)
+    run, second = judgement.judged(run, NODES, at_s)
+    return run, [each.reason for each in (*first, *second)]
+
+
+def judged(run: Run, at_s: float = NOW_S) -> Run:
+    return judgement.judged(run, NODES, at_s)[0]
+
+
+def seen(run: Run, *pods: PodView, at_s: float = NOW_S, node_ready: bool = True) -> Run:
+    for each in pods or (pod(),):
+        run = watched_run.with_pod(run, each, node_ready=node_ready, now_s=at_s)
+    return run
+
+
+def training(**more: Any) -> Run:
+    """A run of one pod that trains."""
+    run = seen(watched_run.with_job(Run(workload=TRAIN), job(), NOW_S))
+    return told(run, report(**{"seq": 1} | more))
+
+
+def again(run: Run, at_s: float = NOW_S) -> Run:
+    """The run as a new controller reads it, before it has seen a pod."""
+    return run_record.run_of(run_record.document(run) | {"status": run_record.status(run, at_s)})
+
+
+def restarted(run: Run, at_s: float = NOW_S) -> Run:
+    """The run of a new controller that has seen everything and heard nobody."""
+    anew = again(run, at_s)
+    for each in run.jobs.values():
+        anew = watched_run.with_job(anew, each, at_s)
+    return seen(anew, *run.pods.values(), at_s=at_s) if run.pods else anew
+
+
+def told_reasons(notices: Iterable[Notice]) -> list[str]:
+    return [each.reason for each in notices]

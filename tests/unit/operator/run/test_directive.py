@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.fleet.sidecar_report import Directive, heartbeat_of
+from deltashard_operator.fleet.report import Reply, message_of
 from deltashard_operator.kube.cluster_name import ENCODING, GOAL, INTERVAL
-from deltashard_operator.run.directive import decided, differs
+from deltashard_operator.run.directive import decided, differs, directive_of, due
 from deltashard_operator.run.observed_object import Wish
-from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import policy as sidecar_policy
 from deltashard_sidecar.policy import InForce
 
 from tests.support.operator import sample
-from tests.support.operator.full_run import changed
+
+
+def changed(policy: pb.Policy, **fields: Any) -> pb.Policy:
+    """The policy with other values of these fields."""
+    return pb.Policy(**{field.name: value for field, value in policy.ListFields()} | fields)
 
 
 def test_a_run_does_what_its_policy_says_and_before_that_what_its_annotations_say() -> None:
@@ -46,8 +49,7 @@ def test_a_goal_goes_into_a_directive_with_its_bounds() -> None:
     assert (wanted.goal, wanted.least_s, wanted.most_s) == ("lost-work=5m", 30, 0)
     assert (wanted.bits_goal, wanted.least_bits) == ("budget", 4)
     assert wanted.tables == "a=q8,b=q4"
-    message = Directive(generation=1, policy=wanted).message()
-    assert heartbeat_of(wire.Heartbeat(policy=message.policy)).policy == wanted
+    assert message_of(Reply(sequence=1, next_s=1, directive=directive_of(wanted))).directive.policy == wanted
 
 
 def test_the_word_of_an_annotation_ends_or_begins_a_goal() -> None:
@@ -86,9 +88,23 @@ def test_a_directive_ends_what_a_pod_was_started_with() -> None:
     started = pb.Policy(
         goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget", encoding="q8"
     )
-    received = sidecar_policy.received(Directive(generation=1, policy=pb.Policy(every_s=60.0)).message(), "w")
+    given = Reply(sequence=1, next_s=1, directive=directive_of(pb.Policy(every_s=60.0)))
+    received = sidecar_policy.received(message_of(given).directive, "w")
     found = InForce(started_with=started).after(received).policy
     assert found == pb.Policy(every_s=60.0, encoding="q8")
+
+
+def test_a_directive_is_its_content_and_is_given_until_it_is_in_force() -> None:
+    first, second = pb.Policy(every_s=60.0, encoding="q8"), pb.Policy(every_s=90.0, encoding="q8")
+    assert directive_of(first) == directive_of(changed(second, every_s=60.0))
+    assert directive_of(first).id not in (0, directive_of(second).id)
+    assert due(first, 0, first) is None, "the pod was started with it"
+    assert due(first, 0, pb.Policy()) is None, "nobody has told what is in force"
+    assert due(second, 0, first) == directive_of(second)
+    assert due(second, directive_of(second).id, first) is None
+    assert due(first, directive_of(second).id, first) == directive_of(first), (
+        "back to what it was started with"
+    )
 
 
 def test_only_what_a_directive_can_say_is_compared() -> None:

@@ -340,14 +340,14 @@ def test_restarts_in_place_are_losses_once_each_and_the_sidecars_own_are_none() 
     for _ in range(3):
         seen = observed_object.pod_of(document(phase="Running", containerStatuses=[container(1, 137)]))
         run = watched_run.with_pod(run, replace(seen, workload=TRAIN), node_ready=True, now_s=NOW_S)
-    assert [each.cause for each in failure.newest(run.tallies)] == [LossCause.ERROR]
+    assert [each.cause for each in failure.newest(run.ledger.tallies)] == [LossCause.ERROR]
     seen = observed_object.pod_of(
         document(
             phase="Running", containerStatuses=[container(1, 137), container(9, 1, name="deltashard-sidecar")]
         )
     )
     run = watched_run.with_pod(run, replace(seen, workload=TRAIN), node_ready=True, now_s=NOW_S)
-    assert len(failure.newest(run.tallies)) == 1
+    assert len(failure.newest(run.ledger.tallies)) == 1
 
 
 def test_a_pods_end_is_one_loss_however_often_it_is_told() -> None:
@@ -357,5 +357,5 @@ def test_a_pods_end_is_one_loss_however_often_it_is_told() -> None:
     for seen in (pod(), evicted, replace(evicted, phase="Failed", ending=ended(143))):
         run = watched_run.with_pod(run, seen, node_ready=True, now_s=NOW_S)
     run = watched_run.without_pod(run, "p-1", node_ready=True, now_s=NOW_S)
-    assert [each.cause for each in failure.newest(run.tallies)] == [LossCause.EVICTED]
+    assert [each.cause for each in failure.newest(run.ledger.tallies)] == [LossCause.EVICTED]
     assert not run.pods

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet import sidecar_report
+from deltashard_operator.fleet import report
 from deltashard_operator.run import condition
 from deltashard_operator.run import phase as phases
 from deltashard_operator.run.condition import Condition, fact
@@ -13,13 +13,12 @@ from deltashard_operator.run.phase import Phase, Signs
 from hypothesis import given
 from hypothesis import strategies as st
 
-P = sidecar_report.Phase
+P = report.Phase
 CASES: list[tuple[str, dict[str, Any], Phase]] = [
     ("nothing yet", {}, Phase.PENDING),
     ("a pod, no trainer", {"alive": True, "heard": {P.WAITING}}, Phase.PENDING),
     ("the first restore", {"alive": True, "heard": {P.RESTORING}}, Phase.RESTORING),
     ("training", {"alive": True, "started": True, "heard": {P.TRAINING}}, Phase.TRAINING),
-    ("saving", {"alive": True, "started": True, "heard": {P.SAVING, P.TRAINING}}, Phase.SAVING),
     ("closed", {"alive": True, "started": True, "heard": {P.CLOSED}}, Phase.TRAINING),
     ("the pod is lost", {"started": True, "before": Phase.TRAINING}, Phase.RECOVERING),
     ("suspended", {"started": True, "suspended": True, "before": Phase.TRAINING}, Phase.PENDING),
@@ -40,11 +39,11 @@ CASES: list[tuple[str, dict[str, Any], Phase]] = [
     ),
     (
         "unsafe",
-        {"alive": True, "started": True, "heard": {P.SAVING}, "unsafe": True},
+        {"alive": True, "started": True, "heard": {P.TRAINING}, "unsafe": True},
         Phase.DEGRADED,
     ),
     ("unsafe, but restoring", {"alive": True, "heard": {P.RESTORING}, "unsafe": True}, Phase.RESTORING),
-    ("not heard", {"alive": True, "started": True, "before": Phase.SAVING}, Phase.SAVING),
+    ("not heard", {"alive": True, "started": True, "before": Phase.DEGRADED}, Phase.DEGRADED),
     (
         "a new pod that is not heard yet",
         {"alive": True, "started": True, "before": Phase.RECOVERING},
@@ -80,7 +79,7 @@ def test_every_combination_has_a_phase_and_finished_means_what_it_says(signs: Si
     assert (phase is Phase.FINISHED) == signs.finished
     if phase in phases.TRAINS and signs.before not in phases.TRAINS:
         assert signs.alive
-        assert signs.heard & {P.TRAINING, P.SAVING, P.CLOSED}
+        assert signs.heard & {P.TRAINING, P.CLOSED}
 
 
 def at(found: tuple[Condition, ...], type_: str) -> Condition:

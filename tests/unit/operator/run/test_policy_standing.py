@@ -5,33 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet.sidecar_report import Heartbeat, Hello
+from deltashard_operator.fleet.report import PodState
 from deltashard_operator.run import policy_standing
-from deltashard_operator.run.observed_object import Workload
-from deltashard_operator.run.watched_run import Report, Run
+from deltashard_operator.run.watched_run import Heard, Run
 
-NOW_S = 1_000_000.0
+from tests.unit.operator.run.observed import NOW_S, TRAIN, pod
 
 
-def run(*beats: Heartbeat, finished: str = "", failing: str = "") -> Run:
-    """A run with a sidecar for each heartbeat."""
-    hello = Hello(
-        namespace="team", pod="train-x", pod_uid="p", process="s", workload_uid="u", url="s3://bucket"
-    )
+def run(*states: PodState, finished: str = "", failing: str = "") -> Run:
+    """A run with a sidecar for each state."""
     return Run(
-        workload=Workload(namespace="team", kind="Job", name="train", uid="u"),
-        reports={f"p-{n}": Report(hello=hello, heartbeat=beat) for n, beat in enumerate(beats)},
+        workload=TRAIN,
+        pods={f"p-{n}": pod(uid=f"p-{n}") for n, _ in enumerate(states)},
+        heard={
+            f"p-{n}": Heard(
+                process="s", sequence=1, at_s=NOW_S, beat_s=300, pod=each, name="train-x", url="s3://bucket"
+            )
+            for n, each in enumerate(states)
+        },
         finished=finished,
         failing=failing,
     )
 
 
-def beat(**more: Any) -> Heartbeat:
-    return Heartbeat(**({"store_ok": True, "credentials_ok": True, "store_proven": True} | more))
+def beat(**more: Any) -> PodState:
+    return PodState(**({"store_ok": True, "credentials_ok": True, "store_proven": True} | more))
 
 
 def status(*runs: Run, before: dict[str, Any] | None = None, now_s: float = NOW_S) -> dict[str, Any]:
-    return policy_standing.status(policy_standing.of_runs(runs), before or {}, generation=3, now_s=now_s)
+    return policy_standing.status(
+        policy_standing.of_runs(runs, now_s), before or {}, generation=3, now_s=now_s
+    )
 
 
 def conditions(found: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -90,9 +94,9 @@ def test_what_is_mended_is_ready_again_without_another_proof() -> None:
 
 def test_sidecars_of_another_store_say_nothing_of_this_one() -> None:
     """The policy's store was changed; pods that were there before keep theirs."""
-    standing = policy_standing.of_runs([run(beat())], "s3://another")
+    standing = policy_standing.of_runs([run(beat())], NOW_S, "s3://another")
     assert (standing.runs, standing.sidecars) == (1, 0)
-    assert policy_standing.of_runs([run(beat())], "s3://bucket").sidecars == 1
+    assert policy_standing.of_runs([run(beat())], NOW_S, "s3://bucket").sidecars == 1
 
 
 def test_what_was_proven_stays_when_nobody_is_heard_any_more() -> None:

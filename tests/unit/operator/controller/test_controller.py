@@ -1,0 +1,388 @@
+"""Moments that a real API server does not show on demand: what comes between a count, its write and the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deltashard_operator.controller import event
+from deltashard_operator.controller.controller import Controller
+from deltashard_operator.fleet.report import (
+    Incident,
+    IncidentKind,
+    Phase,
+    PodState,
+    Rank,
+    Refused,
+    Reply,
+    Report,
+    RunState,
+    Unknown,
+    Who,
+)
+from deltashard_operator.kube.call import Answer
+from deltashard_operator.kube.object_watch import ObjectKey
+from deltashard_operator.run import run_record
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from tests.support.operator import sample
+from tests.support.operator.controller_api import UID, Api, Document, checkpoint_run, controller_of, job, pod
+
+DEADLINE_S = 60.0
+ADDRESS = "10.0.0.7:9464"
+IN_FORCE = pb.Policy(every_s=77.0, encoding="q8", differential="intermittent", state_encoding="fp32")
+
+
+class Store(Api):
+    """Keeps CheckpointRuns and Events as an API server does, with versions."""
+
+    def __init__(self, stored: list[Document] | None = None) -> None:
+        super().__init__(stored)
+        self.run: Document = {}
+        self.events: dict[str, Mapping[str, Any]] = {}
+        self.telling = asyncio.Event()
+        """Events wait for this."""
+        self.telling.set()
+
+    async def every(self, path: str, **_: Any) -> list[Document]:
+        return [self.run] if self.run else []
+
+    def _written(self, status: Mapping[str, Any]) -> Document:
+        version = str(int(self.run["metadata"]["resourceVersion"]) + 1)
+        metadata = {**self.run["metadata"], "resourceVersion": version}
+        return {**self.run, "metadata": metadata, "status": dict(status)}
+
+    async def __call__(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, **more: Any
+    ) -> Answer:
+        await asyncio.sleep(0)
+        if path.endswith("/events") and body is not None:
+            await self.telling.wait()
+            name = body["metadata"]["name"]
+            known = name in self.events
+            self.events[name] = body
+            return Answer(status=409 if known else 201, document={})
+        if method == "POST" and path.endswith("/checkpointruns") and body is not None:
+            metadata = {**body["metadata"], "uid": "made", "resourceVersion": "1"}
+            self.run = {**body, "metadata": metadata}
+            return Answer(status=201, document=self.run)
+        if method == "PATCH" and path.endswith("/status") and body is not None:
+            self.writing.set()
+            await self.let_go.wait()
+            if body["metadata"]["resourceVersion"] != self.run["metadata"]["resourceVersion"]:
+                return Answer(status=409, document={})
+            merged = self.run.get("status", {}) | body["status"]
+            self.run = self._written({key: value for key, value in merged.items() if value is not None})
+            return Answer(status=200, document=self.run)
+        if method == "GET" and "/checkpointruns/" in path:
+            return Answer(status=200, document=self.run)
+        return await super().__call__(method, path, body, **more)
+
+
+class Nudges:
+    """Writes down who is nudged."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+
+    def nudge(self, address: str) -> None:
+        self.addresses.append(address)
+
+
+class Bench:
+    """A controller with one Job and its pod, by a clock of the test's own."""
+
+    def __init__(self, api: Api | None = None, **options: Any) -> None:
+        self.api = api or Store()
+        self.now_s = time.time()
+        self.controller: Controller = controller_of(self.api, wall=lambda: self.now_s, **options)
+        self.nudges = Nudges()
+        self.controller.follow(self.nudges)
+        self._sequence = 0
+
+    @property
+    def store(self) -> Store:
+        assert isinstance(self.api, Store)
+        return self.api
+
+    async def begin(self, *, synced: bool = True) -> None:
+        await self.controller.load()
+        self.controller.watches.on_job(job())
+        found = pod()
+        env = [{"name": "DELTASHARD_METRICS_PORT", "value": "9464"}]
+        found["spec"]["initContainers"] = [{"name": "deltashard-sidecar", "env": env}]
+        found["status"]["podIP"] = "10.0.0.7"
+        self.controller.watches.on_pod(found)
+        if synced:
+            self.controller.watches.on_list()
+            await self.controller.watches.settle()
+
+    async def pass_by(self, seconds: float = 0.0) -> None:
+        """Let time pass, and all that is to be written be written."""
+        self.now_s += seconds
+        for _ in range(3):
+            self.controller.tick()
+            while self.controller.queue.tasks:
+                await asyncio.gather(*self.controller.queue.tasks)
+
+    def report(
+        self, *incidents: Incident, uid: str = "p-1", workload: str = UID, attempt: int = 1, **more: Any
+    ) -> Reply:
+        self._sequence += 1
+        state = {
+            "run": f"n/train-{UID}",
+            "phase": Phase.TRAINING,
+            "attempt": attempt,
+            "ranks": (Rank(rank=0, world_size=1, step=5),),
+        }
+        return self.controller.report(
+            Report(
+                who=Who(namespace="n", pod="train-x", pod_uid=uid, workload_uid=workload),
+                process="p",
+                sequence=self._sequence,
+                pod=PodState(**state | more),
+                run=RunState(openings=attempt, policy=IN_FORCE),
+                incidents=incidents,
+            )
+        )
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.controller.metrics.registry.get_sample_value(f"deltashard_{name}", labels)
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await scenario()
+
+    asyncio.run(whole())
+
+
+def restored(number: int, attempt: int) -> Incident:
+    return Incident(id=number, kind=IncidentKind.RESTORED, attempt=attempt, lost_steps=3)
+
+
+def test_an_incident_is_told_when_its_count_is_written_and_its_event_is_recorded() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.begin()
+        teller = asyncio.create_task(bench.controller._teller.run())
+        bench.store.telling.clear()
+        assert bench.report(restored(1, 2), attempt=2).told == 0
+        bench.store.let_go.set()
+        await bench.pass_by(1)
+        assert bench.store.run["status"]["restores"] == 1
+        assert bench.report(restored(1, 2), attempt=2).told == 0
+        bench.store.telling.set()
+        await bench.controller._teller.drain(DEADLINE_S)
+        assert bench.report(restored(1, 2), restored(2, 3), attempt=3).told == 1
+        await bench.pass_by(1)
+        await bench.controller._teller.drain(DEADLINE_S)
+        assert bench.report(restored(1, 2), restored(2, 3), attempt=3).told == 2
+        assert (bench.store.run["status"]["restores"], bench.store.run["status"]["lostSteps"]) == (2, 6)
+        assert len([each for each in bench.store.events.values() if each["reason"] == "Restored"]) == 4
+        teller.cancel()
+
+    run(scenario)
+
+
+def test_a_controller_that_ends_between_a_count_and_its_write_is_followed_by_one_that_counts_once() -> None:
+    """Even when the write of the first is still under way, and comes before the second's."""
+
+    async def scenario() -> None:
+        first = Bench()
+        await first.begin()
+        first.report(restored(1, 2), attempt=2)
+        first.controller.tick()
+        await first.store.writing.wait()
+        second = Bench(first.store)
+        await second.begin()
+        second.report(restored(1, 2), attempt=2)
+        second.store.let_go.set()
+        for _ in range(3):
+            await first.pass_by(2)
+            await second.pass_by(2)
+            second.report(restored(1, 2), restored(2, 3), attempt=3)
+        third = Bench(first.store)
+        await third.begin()
+        third.report(restored(1, 2), restored(2, 3), attempt=3)
+        await third.pass_by(2)
+        status = first.store.run["status"]
+        assert (status["restores"], status["lostSteps"], status["attempt"]) == (2, 6, 3)
+        assert second.metric("controller_status_writes_total", outcome="conflict") >= 1
+
+    run(scenario)
+
+
+def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+    """A new controller: sidecars and pods may come before the namespace's own `default` does."""
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
+
+    async def scenario() -> None:
+        bench = Bench(default_policy=tmp_path / "policy.yaml")
+        metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
+        policy = {"metadata": metadata, "spec": {"interval": {"every": "77s"}}}
+        bench.store.let_go.set()
+        await bench.begin(synced=False)
+        await bench.controller.watches.settle()
+        reply = bench.report()
+        assert (reply.directive, reply.next_s, reply.speaks) == (None, 5.0, True)
+        await bench.pass_by(1)
+        assert bench.nudges.addresses == []
+        bench.controller.watches.on_policy(policy)
+        bench.controller.watches.on_list()
+        await bench.controller.watches.settle()
+        reply = bench.report()
+        assert (reply.directive, reply.next_s) == (None, 15.0)
+        await bench.pass_by(1)
+        assert bench.nudges.addresses == [ADDRESS], "all are nudged when everything was seen"
+        bench.controller.watches.on_policy({**policy, "spec": {"interval": {"every": "60s"}}})
+        for _ in range(3):
+            await bench.pass_by(1)
+        assert bench.nudges.addresses == [ADDRESS] * 2, "once for a new directive"
+        directive = bench.report().directive
+        assert directive is not None
+        assert directive.policy.every_s == 60.0
+        assert bench.report(directive=directive.id).directive is None
+        bench.now_s += 200.0
+        assert bench.report(directive=directive.id).next_s == 60.0
+
+    run(scenario)
+
+
+def test_a_node_that_begins_to_end_is_an_order_for_a_minute() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.store.let_go.set()
+        await bench.begin()
+        bench.controller.watches.on_node({"metadata": {"name": "node-a"}})
+        bench.report()
+        await bench.pass_by(1)
+        before = len(bench.nudges.addresses)
+        for _ in range(2):
+            bench.controller.watches.on_node(
+                {"metadata": {"name": "node-a"}, "spec": {"unschedulable": True}}
+            )
+        assert bench.nudges.addresses[before:] == [ADDRESS]
+        reply = bench.report()
+        (order,) = reply.saves
+        assert (order.id, order.reason, reply.next_s) == (f"drain/node-a/{bench.now_s:.0f}", "drain", 5.0)
+        bench.now_s += 61.0
+        assert bench.report().saves == ()
+
+    run(scenario)
+
+
+def test_who_may_not_report_is_refused() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.begin()
+        with pytest.raises(Unknown):
+            bench.report(uid="p-2")
+        with pytest.raises(Refused, match=f"of workload {UID}, not other"):
+            bench.report(workload="other")
+
+    run(scenario)
+
+
+def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_let_go() -> None:
+    """As when a namespace is deleted: Job and CheckpointRun go within one write. The pump must outlive it."""
+
+    async def scenario() -> None:
+        bench = Bench(Api())
+        bench.controller.watches.on_job(job())
+        bench.controller.watches.job_gone(ObjectKey("n", "train", UID), job())
+        bench.controller.tick()
+        await bench.api.writing.wait()
+        bench.controller.watches.run_gone(ObjectKey("n", "train-0b4f3c1e", "made"), checkpoint_run())
+        assert len(bench.controller) == 0
+        bench.api.let_go.set()
+        await bench.pass_by()
+        assert bench.metric("controller_status_writes_total", outcome="lost") == 1
+        assert bench.controller.unwritten() == 0
+
+    run(scenario)
+
+
+def test_a_removal_that_is_refused_is_tried_again_after_a_pause() -> None:
+    """A right that is missing does not become a request with every tick."""
+
+    async def scenario() -> None:
+        over = run_record.timestamp(time.time() - 1000)
+        status = {
+            "phase": "Finished",
+            "finishedReason": "Completed",
+            "finishedAt": over,
+            "observedTime": over,
+        }
+        bench = Bench(Api([checkpoint_run(**status)]), keep_finished_s=10.0)
+        await bench.controller.load()
+        bench.controller.watches.synced = True
+        for tries in (1, 2):
+            for _ in range(5):
+                await bench.pass_by(0.1)
+            assert sum(each.startswith("DELETE") for each in bench.api.asked) == tries
+            await bench.pass_by(60.0)
+
+    run(scenario)
+
+
+def test_failures_are_counted_by_node_once_and_go_with_it() -> None:
+    """Also when the status is judged again and again."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        bench.store.let_go.set()
+        await bench.begin()
+        bench.controller.watches.on_node({"metadata": {"name": "node-a"}, "status": {}})
+        ending = {
+            "terminated": {"exitCode": 1, "reason": "Error", "finishedAt": run_record.timestamp(bench.now_s)}
+        }
+        container = {"name": "trainer", "restartCount": 1, "state": {"running": {}}, "lastState": ending}
+        found = pod()
+        found["status"] = {"phase": "Running", "containerStatuses": [container]}
+        bench.controller.watches.on_pod(found)
+        for _ in range(3):
+            await bench.pass_by(6)
+            assert bench.metric("node_failures_total", node="node-a") == 1
+        bench.controller.watches.node_gone(ObjectKey("", "node-a", "u"), None)
+        await bench.pass_by(6)
+        assert bench.metric("node_failures_total", node="node-a") is None
+
+    run(scenario)
+
+
+def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
+    """A phase of a newer version, after a rollback: that run begins anew, the others are known."""
+
+    async def scenario() -> None:
+        odd = checkpoint_run("odd-00000000", uid="00000000-1", phase="Hibernating")
+        bench = Bench(Api([odd, checkpoint_run(phase="Training")]))
+        await bench.controller.load()
+        assert [each.name for each in bench.controller.runs()] == ["train-0b4f3c1e"]
+        assert bench.metric("controller_judge_errors_total") == 1
+
+    run(scenario)
+
+
+def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_is_not_told_again() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        bench.store.let_go.set()
+        await bench.begin()
+        teller = asyncio.create_task(bench.controller._teller.run())
+        many = [Incident(id=n, kind=IncidentKind.SAVE_FAILED, message=f"{n}") for n in range(1, 41)]
+        bench.report(*many)
+        await bench.pass_by(1)
+        await bench.controller._teller.drain(DEADLINE_S)
+        assert bench.report(*many).told == 40
+        failed = [each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]
+        assert len(failed) <= 2 * event.BURST
+        teller.cancel()
+
+    run(scenario)

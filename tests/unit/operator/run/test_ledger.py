@@ -1,0 +1,322 @@
+"""What is counted equals what happened, whatever reports are lost, doubled or late, and however often a controller starts.
+
+The model: three pods with a rank each, whose sidecars keep an incident until it need not be told any more, and a
+controller that dies at any moment, with its newest status written or not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from deltashard_operator.fleet.report import Incident, IncidentKind, Rank, Report
+from deltashard_operator.run import failure, judgement, ledger, run_record, watched_run
+from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
+from deltashard_operator.run.incident import Incidents, Pending, Times
+from deltashard_operator.run.ledger import Ledger, decoded, encoded
+from deltashard_operator.run.observed_object import PodView
+from deltashard_operator.run.phase import Phase
+from deltashard_operator.run.watched_run import Notice, Run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.operator.run.observed import NODES, NOW_S, TRAIN, ended, job, pod, report
+
+PODS = 3
+
+
+class Sidecar:
+    """A sidecar's process in a pod."""
+
+    def __init__(self, n: int, number: int) -> None:
+        self.n, self.uid, self.process = n, f"p-{number}", f"s-{number}"
+        self.sequence = self.ids = self.restarts = 0
+        self.incidents: list[Incident] = []
+
+    def has(self, kind: IncidentKind, at_s: float, **more: Any) -> None:
+        self.ids += 1
+        self.incidents.append(Incident(id=self.ids, kind=kind, at_s=at_s, **more))
+
+    def pod(self, at_s: float, **changes: Any) -> PodView:
+        ending = replace(ended(self.restarts), at_s=at_s) if self.restarts else None
+        return pod(
+            **{"uid": self.uid, "name": self.uid, "restarts": self.restarts, "ending": ending} | changes
+        )
+
+
+class World:
+    """What happens, and the controller that is told some of it."""
+
+    def __init__(self) -> None:
+        self.at_s, self.openings, self.seq, self.lost_steps, self.pods = NOW_S, 0, 0, 0, 0
+        self.run = watched_run.with_job(Run(workload=TRAIN), job(), self.at_s)
+        self.written: dict[str, Any] = {}
+        self.durable = Ledger()
+        self.recorded: set[str] = set()
+        self.under_way: list[Report] = []
+        self.seen: dict[str, PodView] = {}
+        self.sidecars = [self.made(n) for n in range(PODS)]
+        self.opened()
+        self.write()
+
+    def made(self, n: int) -> Sidecar:
+        self.pods += 1
+        sidecar = Sidecar(n, self.pods)
+        self.look(sidecar.pod(self.at_s))
+        return sidecar
+
+    def look(self, seen: PodView) -> None:
+        self.seen[seen.uid] = seen
+        self.run = watched_run.with_pod(self.run, seen, node_ready=True, now_s=self.at_s)
+
+    def opened(self) -> None:
+        """Training is opened again, after a restore where it was opened before; rank 0's sidecar tells it."""
+        self.openings += 1
+        self.seq += 1
+        if self.openings > 1:
+            told = {"attempt": 10 * self.openings, "lost_steps": self.openings}
+            self.sidecars[0].has(IncidentKind.RESTORED, self.at_s, **told)
+            self.lost_steps += self.openings
+        self.at_s += failure.SETTLE_S  # more than one within this time are settled together
+        self.report(0)
+        self.judge()
+        self.at_s += failure.SETTLE_S + 1
+        self.judge()
+
+    def report(self, n: int) -> Report:
+        mine = self.sidecars[n]
+        mine.sequence += 1
+        said = report(
+            mine.uid,
+            process=mine.process,
+            sequence=mine.sequence,
+            started_at_s=float(mine.uid[2:]),
+            ranks=(Rank(rank=n, world_size=PODS, step=10),),
+            attempt=10 * self.openings,
+            openings=self.openings,
+            seq=self.seq,
+            speaks=n == 0,
+            incidents=mine.incidents[:64],
+        )
+        self.deliver(said)
+        return said
+
+    def deliver(self, said: Report, *, answered: bool = True) -> None:
+        self.run, notices = watched_run.with_report(self.run, said, self.at_s)
+        self.record(notices)
+        told = ledger.told(self.durable, self.recorded, said, "")
+        for each in self.sidecars:
+            if answered and each.process == said.process:
+                each.incidents = [incident for incident in each.incidents if incident.id > told]
+
+    def record(self, notices: Iterable[Notice]) -> None:
+        for each in notices:
+            assert each.key
+            self.recorded.add(each.key)
+
+    def judge(self) -> None:
+        self.run, _ = judgement.judged(self.run, NODES, self.at_s)
+
+    def write(self) -> None:
+        self.judge()
+        self.written, self.durable = run_record.status(self.run, self.at_s), self.run.ledger
+
+    def restart(self) -> None:
+        """Another controller begins with what was written, and sees the pods that there are."""
+        self.run = run_record.run_of(run_record.document(self.run) | {"status": self.written})
+        before, self.durable = self.run.phase, self.run.ledger
+        self.run = watched_run.with_job(self.run, job(), self.at_s)
+        for each in self.seen.values():
+            self.run = watched_run.with_pod(self.run, each, node_ready=True, now_s=self.at_s)
+        self.judge()
+        assert self.run.phase is before
+        self.report(1 + self.at_s.is_integer())
+        self.judge()
+        assert self.run.phase is before, "whoever is heard first"
+        self.report(0)
+        self.judge()
+
+    def step(self, what: str, n: int) -> None:
+        self.at_s += 7.0
+        mine = self.sidecars[n]
+        match what:
+            case "pod is lost":  # it stays in the API, as failed pods of a Job do
+                for _ in range(2):
+                    self.look(mine.pod(self.at_s, phase="Failed", disruption="EvictionByEvictionAPI"))
+                self.sidecars[n] = self.made(n)
+                self.opened()
+            case "container restarts":
+                mine.restarts += 1
+                self.look(mine.pod(self.at_s))
+                self.opened()
+            case "trainer goes":
+                mine.has(IncidentKind.TRAINER_LOST, self.at_s)
+                self.report(n)
+                self.opened()
+            case "save fails":
+                mine.has(IncidentKind.SAVE_FAILED, self.at_s)
+            case "unseen":
+                self.opened()
+            case "report":
+                self.under_way.append(self.report(n))
+            case "late":
+                for each in random.Random(n).sample(self.under_way, k=len(self.under_way)):
+                    self.deliver(each, answered=False)
+            case "write":
+                self.write()
+            case "controller dies":
+                self.restart()
+            case "controller stops":
+                self.write()
+                self.restart()
+        self.judge()
+
+
+EVENTS = (
+    "pod is lost",
+    "container restarts",
+    "trainer goes",
+    "save fails",
+    "unseen",
+    "report",
+    "late",
+    "write",
+    "controller dies",
+    "controller stops",
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, PODS - 1)), max_size=25))
+def test_counts_are_what_happened_and_a_start_changes_no_phase(story: list[tuple[str, int]]) -> None:
+    world = World()
+    for what, n in story:
+        world.step(what, n)
+    lost_with_its_pod = {"pod is lost"} & {what for what, _ in story}
+    for _ in range(2):  # what is not written yet is told again, and what is written is not
+        for n in range(PODS):
+            world.report(n)
+        world.judge()
+        world.at_s += failure.SETTLE_S + 1
+        world.write()
+    for n in range(PODS):
+        world.report(n)
+        assert not world.sidecars[n].incidents, "nothing is told for ever"
+    found = world.run.ledger
+    interruptions = world.openings - 1
+    assert (found.failures, sum(each.restores for each in found.incidents.causes.values())) == (
+        interruptions,
+        interruptions,
+    )
+    if not lost_with_its_pod:
+        assert (found.restores, found.lost_steps) == (interruptions, world.lost_steps)
+    assert found.restores <= interruptions
+    assert found.lost_steps <= world.lost_steps
+    assert world.run.phase is Phase.TRAINING
+
+
+def test_a_restore_is_told_only_when_it_is_counted_in_what_is_written_and_its_event_is_recorded() -> None:
+    restored = Incident(id=1, kind=IncidentKind.RESTORED, attempt=7)
+    failed = Incident(id=2, kind=IncidentKind.SAVE_FAILED)
+    said = report(incidents=[restored, failed, Incident(id=3, kind=IncidentKind.UNKNOWN)])
+    keys = [ledger.incident_key(said, each, "") for each in said.incidents]
+    counted = Ledger().with_restored("", 7, 5)
+    assert ledger.told(Ledger(), set(keys), said, "") == 0
+    assert ledger.told(counted, set(), said, "") == 0
+    assert ledger.told(counted, {keys[0]}, said, "") == 1
+    assert ledger.told(counted, {keys[0], keys[1]}, said, "") == 3
+
+
+def test_what_is_older_than_all_keys_is_counted() -> None:
+    found = Ledger()
+    for attempt in range(1, 100):
+        found = found.with_restored("", attempt, 1)
+    assert all(found.has_restored("", attempt) for attempt in range(1, 100))
+    assert not found.has_restored("", 100)
+    assert not found.has_restored("1", 5)
+    for n in range(ledger.MAX_KEYS + 50):
+        found = found.with_key(f"k-{n}", 1000.0 + n)
+    assert found.has("k-299", 1299.0)
+    assert found.has("k-3", 1003.0)
+    assert not found.has("another", 1299.0)
+
+
+TEXT = st.text(max_size=40)
+POINTS = st.builds(Point, seq=st.integers(0, 1 << 40), trained_s=st.integers(0, 1 << 30).map(float))
+LOSSES = st.builds(
+    Loss,
+    at_s=st.integers(1, 1 << 31).map(float),
+    cause=st.sampled_from(LossCause),
+    message=TEXT,
+    pod=TEXT,
+    pod_uid=TEXT,
+    node=TEXT,
+    opening=st.integers(0, 9),
+    ending=TEXT,
+    at=POINTS,
+)
+
+
+@given(
+    st.builds(
+        Ledger,
+        restores=st.integers(0, 99),
+        lost_steps=st.integers(0, 1 << 40),
+        restored=st.dictionaries(TEXT, st.lists(st.integers(1, 99), max_size=3, unique=True).map(tuple)),
+        others=st.integers(0, 9),
+        incidents=st.builds(
+            Incidents,
+            causes=st.dictionaries(
+                TEXT, st.builds(Times, restores=st.integers(0, 9), lossy=st.integers(0, 9))
+            ),
+            pending=st.dictionaries(
+                TEXT,
+                st.builds(
+                    Pending, reached=st.integers(0, 99), replayed=st.none() | st.integers(0, 9), doubted=TEXT
+                ),
+            ),
+        ),
+        counted=st.dictionaries(TEXT, st.integers(0, 99).map(float), max_size=5),
+        counted_until_s=st.integers(0, 99).map(float),
+        clipped=st.booleans(),
+    ),
+    st.lists(LOSSES, max_size=4),
+    st.none() | st.builds(Crash, endings=st.lists(TEXT, max_size=2).map(tuple), at=POINTS),
+)
+def test_a_ledger_comes_back_as_it_was(found: Ledger, losses: list[Loss], crash: Crash | None) -> None:
+    ordered = tuple(sorted(losses, key=lambda each: each.at_s))
+    found = found.with_tally("", Tally(settled=3, openings=4, losses=ordered, crash=crash))
+    assert decoded(encoded(found)) == found
+
+
+def test_the_text_has_a_bound_and_the_failures_of_what_is_left_out_stay_in_the_sum() -> None:
+    noise = random.Random(0)
+    found = Ledger()
+    for n in range(2000):
+        losses = tuple(
+            Loss(at_s=NOW_S + n, cause=LossCause.ERROR, message=noise.randbytes(128).hex(), run=str(n))
+            for _ in range(2)
+        )
+        found = found.with_tally(str(n), Tally(settled=2, openings=3, losses=losses))
+        found = found.with_restored(str(n), n + 1, 1).with_key(noise.randbytes(8).hex(), NOW_S + n)
+    text = encoded(found)
+    assert len(text) <= ledger.MAX_BYTES
+    back = decoded(text)
+    assert (back.failures, back.restores, back.clipped) == (found.failures, 2000, True)
+    assert "1999" in back.tallies
+    assert back.counted == found.counted
+    assert len(encoded(back)) <= ledger.MAX_BYTES
+    # A part that was left out begins with the openings that it tells.
+    run = watched_run.with_job(Run(workload=TRAIN, ledger=back), job(), NOW_S)
+    run = watched_run.with_pod(run, pod(index="0"), node_ready=True, now_s=NOW_S)
+    run, _ = watched_run.with_report(run, report(run="team/train-u-1-0", openings=9), NOW_S)
+    assert judgement.judged(run, NODES, NOW_S)[0].failures == found.failures
+
+
+@pytest.mark.parametrize("text", ["x", "eNqrVrJSMDLWUVBKVLKqBQAXzwN9", encoded(Ledger(restores=1))[:-8]])
+def test_a_text_that_is_no_ledger_is_refused(text: str) -> None:
+    with pytest.raises(Exception, match=r".+"):
+        decoded(text)
+    assert decoded("") == Ledger()
