@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from deltashard_operator.controller import event
 from deltashard_operator.controller.controller import Controller
@@ -18,11 +17,9 @@ from deltashard_operator.fleet.report import (
     Phase,
     PodState,
     Rank,
-    Refused,
     Reply,
     Report,
     RunState,
-    Unknown,
     Who,
 )
 from deltashard_operator.kube.call import Answer
@@ -130,9 +127,7 @@ class Bench:
             while self.controller.queue.tasks:
                 await asyncio.gather(*self.controller.queue.tasks)
 
-    def report(
-        self, *incidents: Incident, uid: str = "p-1", workload: str = UID, attempt: int = 1, **more: Any
-    ) -> Reply:
+    def report(self, *incidents: Incident, attempt: int = 1, **more: Any) -> Reply:
         self._sequence += 1
         state = {
             "run": f"n/train-{UID}",
@@ -142,7 +137,7 @@ class Bench:
         }
         return self.controller.report(
             Report(
-                who=Who(namespace="n", pod="train-x", pod_uid=uid, workload_uid=workload),
+                who=Who(namespace="n", pod="train-x", pod_uid="p-1", workload_uid=UID),
                 process="p",
                 sequence=self._sequence,
                 pod=PodState(**state | more),
@@ -251,41 +246,6 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         assert bench.report(directive=directive.id).directive is None
         bench.now_s += 200.0
         assert bench.report(directive=directive.id).next_s == 60.0
-
-    run(scenario)
-
-
-def test_a_node_that_begins_to_end_is_an_order_for_a_minute() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        bench.store.let_go.set()
-        await bench.begin()
-        bench.controller.watches.on_node({"metadata": {"name": "node-a"}})
-        bench.report()
-        await bench.pass_by(1)
-        before = len(bench.nudges.addresses)
-        for _ in range(2):
-            bench.controller.watches.on_node(
-                {"metadata": {"name": "node-a"}, "spec": {"unschedulable": True}}
-            )
-        assert bench.nudges.addresses[before:] == [ADDRESS]
-        reply = bench.report()
-        (order,) = reply.saves
-        assert (order.id, order.reason, reply.next_s) == (f"drain/node-a/{bench.now_s:.0f}", "drain", 5.0)
-        bench.now_s += 61.0
-        assert bench.report().saves == ()
-
-    run(scenario)
-
-
-def test_who_may_not_report_is_refused() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.begin()
-        with pytest.raises(Unknown):
-            bench.report(uid="p-2")
-        with pytest.raises(Refused, match=f"of workload {UID}, not other"):
-            bench.report(workload="other")
 
     run(scenario)
 
