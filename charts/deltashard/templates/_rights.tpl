@@ -74,7 +74,7 @@ subjects:
   verbs: [patch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end }}
 
 {{- define "deltashard.webhook.rules" -}}

@@ -45,6 +45,7 @@ class Store(Api):
         self.telling = asyncio.Event()
         """Events wait for this."""
         self.telling.set()
+        self.refuses = False
 
     async def every(self, path: str, **_: Any) -> list[Document]:
         return [self.run] if self.run else []
@@ -60,6 +61,8 @@ class Store(Api):
         await asyncio.sleep(0)
         if path.endswith("/events") and body is not None:
             await self.telling.wait()
+            if self.refuses:
+                return Answer(status=403, document={})
             name = body["metadata"]["name"]
             known = name in self.events
             self.events[name] = body
@@ -330,7 +333,7 @@ def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
     run(scenario)
 
 
-def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_is_not_told_again() -> None:
+def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_or_refused_is_not_told_again() -> None:
     async def scenario() -> None:
         bench = Bench()
         bench.store.let_go.set()
@@ -343,6 +346,12 @@ def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_is_not_told_a
         assert bench.report(*many).told == 40
         failed = [each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]
         assert len(failed) <= 2 * event.BURST
+        bench.store.refuses = True
+        bench.now_s += event.REFILL_S
+        bench.report(*many, Incident(id=41, kind=IncidentKind.SAVE_FAILED))
+        await bench.pass_by(1)
+        await bench.controller._teller.drain(DEADLINE_S)
+        assert bench.report(*many, Incident(id=41, kind=IncidentKind.SAVE_FAILED)).told == 41
         teller.cancel()
 
     run(scenario)
