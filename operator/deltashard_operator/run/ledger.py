@@ -197,7 +197,7 @@ def _newest(mapping: Mapping[str, V], n: int) -> dict[str, V]:
 
 def _begins(tally: Tally) -> bool:
     """Whether a controller that knows nothing of a part comes to the same."""
-    return tally.openings <= 1 and replace(tally, openings=0, rose_at_s=0.0) == Tally()
+    return tally.openings <= 1 and replace(tally, openings=0, opened_at_s=0.0, rose_at_s=0.0) == Tally()
 
 
 def _plain(value: Any) -> Any:
