@@ -18,7 +18,6 @@ import copy
 import itertools
 import random
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +45,7 @@ RUNS, REQUESTS = "/apis/deltashard.io/v1alpha1/namespaces/n/checkpointruns", "ch
 RUN = f"{RUNS}/train-0b4f3c1e"
 MOVES = {
     "report": 30, "tick": 30, "answer": 15, "restore": 6, "incident": 6, "cut": 4, "commit": 4, "policy": 2,
-    "request": 1, "late": 6, "restart_sidecar": 2, "restart_controller": 2, "second_controller": 1, "one_controller": 1,
+    "request": 1, "late": 6, "restart_sidecar": 2, "restart_controller": 2, "second_controller": 3, "one_controller": 1,
 }  # fmt: skip
 
 
@@ -152,7 +151,7 @@ class World:
 
     def __init__(self, seed: int, defaults: Path) -> None:
         self.random = random.Random(seed)
-        self.faulty, self.wall_s, self._defaults = True, time.time(), defaults
+        self.faulty, self.wall_s, self._defaults = True, 1.8e9, defaults
         self.api, self.late = Api(self), list[bytes]()
         """Calls that are still in the network."""
         self.attempt, self.lost, self.said, self.every_s = 1, dict[int, int](), list[str](), 1
@@ -226,10 +225,10 @@ class World:
                 controller.tick()
             case "answer" if self.api.late:
                 self.api.late.pop(self.random.randrange(len(self.api.late))).set()
-            case "restore":  # every rank tells of its own
+            case "restore":  # told by one rank, or by both
                 self.attempt += 1
                 self.lost[self.attempt] = self.random.randrange(5)
-                for each in self.sidecars:
+                for each in self.random.sample(self.sidecars, self.random.choice((1, 2))):
                     each.incidents.add(
                         fleet.INCIDENT_KIND_RESTORED, cause="store", message="", attempt=self.attempt,
                         lost_steps=self.lost[self.attempt], seconds=1.0,

@@ -82,7 +82,7 @@ subjects:
   verbs: [patch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end }}
 
 {{- define "deltashard.webhook.rules" -}}

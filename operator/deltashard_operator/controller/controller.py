@@ -43,7 +43,7 @@ from deltashard_operator.kube.call import Caller
 from deltashard_operator.run import directive, judgement, ledger, run_record, schedule, watched_run
 from deltashard_operator.run.watched_run import Run
 
-JUDGE_S = 5.0
+JUDGE_S = 10.0
 """Time alone changes a run (stale, stuck, settled): every run is judged so often."""
 SLICE_S = 0.05
 """Judging keeps the loop from others no longer than this at once."""
@@ -148,7 +148,6 @@ class Controller:
             entry = self._books.enter(run)
             entry.served, entry.written, entry.durable = served(found), compact(found), run.ledger
             entry.born = entry.served.created
-            entry.reloaded_s = run.judged_s
         self.loaded = True
         _log.info("controller.loaded", runs=len(self._books.by_key))
 
@@ -244,7 +243,7 @@ class Controller:
                 return False
             del self._books.marked[key]
             entry = self._books.by_key.get(key)
-            if entry is None or (entry.reloaded_s and not self.synced):
+            if entry is None or (entry.run.reloaded_s and not self.synced):
                 continue  # all are marked every few seconds
             if self._expired(entry, now_s):
                 self._writes.remove(entry)

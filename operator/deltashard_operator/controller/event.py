@@ -41,24 +41,8 @@ OUTCOMES = ("told", "repeated", "limited", "dropped", "failed")
 _log = structlog.get_logger("deltashard.events")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regarding:
-    """What an Event is about."""
-
-    api_version: str
-    kind: str
-    namespace: str
-    name: str
-    uid: str
-
-    def document(self) -> dict[str, str]:
-        return {
-            "apiVersion": self.api_version,
-            "kind": self.kind,
-            "namespace": self.namespace,
-            "name": self.name,
-            "uid": self.uid,
-        }
+Regarding = Mapping[str, str]
+"""What an Event is about: an ObjectReference."""
 
 
 @dataclass(slots=True)
@@ -70,15 +54,12 @@ class _Bucket:
 def regarding(run: Run, uid: str) -> tuple[Regarding, ...]:
     """The CheckpointRun (of this UID) and the workload."""
     workload = run.workload
-    return (
-        Regarding(api_version=API_VERSION, kind=KIND, namespace=workload.namespace, name=run.name, uid=uid),
-        Regarding(
-            api_version=workload.api_version or "v1",
-            kind=workload.kind,
-            namespace=workload.namespace,
-            name=workload.name,
-            uid=workload.uid,
-        ),
+    return tuple(
+        {"apiVersion": version, "kind": kind, "namespace": workload.namespace, "name": name, "uid": id_}
+        for version, kind, name, id_ in (
+            (API_VERSION, KIND, run.name, uid),
+            (workload.api_version or "v1", workload.kind, workload.name, workload.uid),
+        )
     )
 
 
@@ -114,7 +95,7 @@ class Teller:
         key = notice.key
         if key and (key in self._keys or key in self._recorded):
             return
-        if not self._allowed(about[0].uid):
+        if not self._allowed(about[0]["uid"]):
             self._count("limited")
             self._record(key)
             return
@@ -162,7 +143,7 @@ class Teller:
             about, notice = await self._waiting.get()
             try:
                 for each in about:
-                    self._count(await self._tell(about[0].uid, each, notice))
+                    self._count(await self._tell(about[0]["uid"], each, notice))
                 self._record(notice.key)
             except ApiUnavailable as error:
                 self._count("failed")
@@ -177,9 +158,11 @@ class Teller:
     async def _tell(self, run_uid: str, about: Regarding, notice: Notice) -> str:
         now_s = self._wall()
         key = notice.key or f"{notice.reason}/{notice.message}/{now_s // SAME_S:.0f}"
-        digest = hashlib.sha256(f"{run_uid}/{about.uid}/{key}".encode()).hexdigest()
-        document = _event(about, notice, f"{about.name[:200]}.{digest[:16]}", now_s, self._instance)
-        answer = await self._call("POST", f"/api/v1/namespaces/{about.namespace}/events", document, tries=2)
+        digest = hashlib.sha256(f"{run_uid}/{about['uid']}/{key}".encode()).hexdigest()
+        document = _event(about, notice, f"{about['name'][:200]}.{digest[:16]}", now_s, self._instance)
+        answer = await self._call(
+            "POST", f"/api/v1/namespaces/{about['namespace']}/events", document, tries=2
+        )
         if answer.ok:
             return "told"
         if answer.status == 409:
@@ -192,8 +175,8 @@ def _event(about: Regarding, notice: Notice, name: str, now_s: float, instance: 
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": name, "namespace": about.namespace},
-        "involvedObject": about.document(),
+        "metadata": {"name": name, "namespace": about["namespace"]},
+        "involvedObject": about,
         "reason": notice.reason,
         "message": notice.message[:MAX_MESSAGE],
         "type": "Warning" if notice.warning else "Normal",

@@ -8,8 +8,9 @@ workloads of one name (a Job and a pod, say) that train at one time, the second 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from deltashard_proto.v1.fleet_pb2 import Decision
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -26,6 +27,7 @@ from deltashard_operator.run.watched_run import Run
 LABELS = ("namespace", "run")
 MAX_WHY = 200
 """Characters of a sentence in a label."""
+WRITES = ("written", "conflict", "lost", "failed")
 HANDLERS = ("jobs", "pods", "nodes", "policies", "cluster policies", "runs", "requests")
 
 
@@ -48,92 +50,52 @@ class ControllerMetrics:
             "deltashard_build_info", "Always 1; what runs here", ("version", "component"), registry=r
         )
         build.labels(VERSION, "controller").set(1)
-        self.calls = Counter(
-            "deltashard_controller_api_calls", "Answers of the API", ("verb", "outcome"), registry=r
-        )
-        self.leading = Gauge(
-            "deltashard_controller_leading",
-            "1 when it may write, 0 when another controller leads",
-            registry=r,
-        )
-        self.writes = Counter(
-            "deltashard_controller_status_writes",
-            "Statuses of runs and policies written, by outcome",
-            ("outcome",),
-            registry=r,
+
+        def counter(name: str, text: str, **labels: Sequence[str]) -> Counter:
+            """`labels` with their values."""
+            made = Counter(f"deltashard_controller_{name}", text, tuple(labels), registry=r)
+            for values in itertools.product(*labels.values()) if labels else ():
+                made.labels(*values)
+            return made
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"deltashard_controller_{name}", text, registry=r)
+
+        self.calls = counter("api_calls", "Answers of the API", verb=call.VERBS, outcome=call.OUTCOMES)
+        self.leading = gauge("leading", "1 when it may write, 0 when another controller leads")
+        self.writes = counter(
+            "status_writes", "Statuses of runs and policies written, by outcome", outcome=WRITES
         )
         self.write_seconds = Histogram(
             "deltashard_controller_status_write_seconds", "Time to write one", registry=r
         )
-        self.queue = Gauge("deltashard_controller_queue", "Writes that are due or under way", registry=r)
-        self.events = Counter(
-            "deltashard_controller_events", "Kubernetes Events, by outcome", ("outcome",), registry=r
+        self.queue = gauge("queue", "Writes that are due or under way")
+        self.events = counter("events", "Kubernetes Events, by outcome", outcome=event.OUTCOMES)
+        self.events_waiting = gauge("events_waiting", "Events to be told")
+        self.handled = counter("watch_events", "Events of watches, by resource", resource=HANDLERS)
+        self.handler_errors = counter(
+            "watch_event_errors", "Events of watches that could not be understood", resource=HANDLERS
         )
-        self.events_waiting = Gauge("deltashard_controller_events_waiting", "Events to be told", registry=r)
-        self.handled = Counter(
-            "deltashard_controller_watch_events", "Events of watches, by resource", ("resource",), registry=r
-        )
-        self.handler_errors = Counter(
-            "deltashard_controller_watch_event_errors",
-            "Events of watches that could not be understood",
-            ("resource",),
-            registry=r,
-        )
-        self.watch_restarts = Counter(
-            "deltashard_controller_watch_restarts",
-            "Times a watch began, by resource",
-            ("resource",),
-            registry=r,
-        )
-        self.kopf_restarts = Counter(
-            "deltashard_controller_watcher_failures", "Times all watches failed and began anew", registry=r
-        )
-        self.watch_age = Gauge(
-            "deltashard_controller_watch_age_seconds",
-            "Since the least fresh watch brought anything",
-            registry=r,
-        )
-        self.loop_lag = Gauge(
-            "deltashard_controller_loop_lag_seconds",
-            "How late the loop was, at worst of a minute",
-            registry=r,
-        )
-        self.sweeps = Counter("deltashard_controller_sweeps", "Looks for what went unseen", registry=r)
-        self.removed = Counter("deltashard_controller_runs_removed", "CheckpointRuns removed", registry=r)
-        self.reclaims = Counter(
-            "deltashard_controller_reclaims",
+        self.watch_restarts = counter("watch_restarts", "Times a watch began, by resource", resource=HANDLERS)
+        self.kopf_restarts = counter("watcher_failures", "Times all watches failed and began anew")
+        self.watch_age = gauge("watch_age_seconds", "Since the least fresh watch brought anything")
+        self.loop_lag = gauge("loop_lag_seconds", "How late the loop was, at worst of a minute")
+        self.sweeps = counter("sweeps", "Looks for what went unseen")
+        self.removed = counter("runs_removed", "CheckpointRuns removed")
+        self.reclaims = counter(
+            "reclaims",
             "Removals of finished runs' bytes that came to an end, by state",
-            ("outcome",),
-            registry=r,
+            outcome=("removed", "kept", "failed"),
         )
-        self.directives = Counter("deltashard_controller_directives", "Directives given", registry=r)
-        self.judge_errors = Counter(
-            "deltashard_controller_judge_errors",
-            "Runs that could not be read or judged: a fault of ours",
-            registry=r,
-        )
-        self.undecided = Counter(
-            "deltashard_controller_undecided", "Policies that could not be read for a run", registry=r
-        )
+        self.directives = counter("directives", "Directives given")
+        self.judge_errors = counter("judge_errors", "Runs that could not be read or judged: a fault of ours")
+        self.undecided = counter("undecided", "Policies that could not be read for a run")
         self.node_failures = Counter(
             "deltashard_node_failures",
             "Interruptions of training, by the node whose pod was lost; not those of a crash loop",
             ("node",),
             registry=r,
         )
-        for verb in call.VERBS:
-            for outcome in call.OUTCOMES:
-                self.calls.labels(verb, outcome)
-        for outcome in ("written", "conflict", "lost", "failed"):
-            self.writes.labels(outcome)
-        for state in ("removed", "kept", "failed"):
-            self.reclaims.labels(state)
-        for outcome in event.OUTCOMES:
-            self.events.labels(outcome)
-        for resource in HANDLERS:
-            self.handled.labels(resource)
-            self.handler_errors.labels(resource)
-            self.watch_restarts.labels(resource)
 
     def watched(self, what: str, kind: str) -> None:
         """Count what `ObjectWatch` says."""
@@ -183,6 +145,56 @@ def _decided(made: Decision) -> tuple[str, ...]:
     return made.goal, made.value, made.would, str(bool(made.unreachable))
 
 
+_GAUGES = (
+    (
+        "last_commit_timestamp_seconds",
+        "progress.last_commit_at_s",
+        "When the newest checkpoint was committed",
+    ),
+    ("last_committed_step", "progress.last_step", "Training step of the newest checkpoint"),
+    ("step", "progress.step", "Training step reached"),
+    ("ranks_expected", "progress.world_size", "Ranks of the newest attempt"),
+    ("ranks_present", "progress.ranks_present", "Ranks that are attached to a sidecar which is heard"),
+    ("stall_seconds", "progress.stall_s", "The longest that a rank stood still for the newest checkpoint"),
+    ("lost_samples_share", "progress.lost_share", "Portion of samples lost by partial recoveries"),
+    ("interval_seconds", "progress.policy.every_s", "Between checkpoints; 0: off"),
+    ("stored_bytes", "progress.stored_bytes", "Size in the store"),
+    ("save_cost_seconds", "progress.measured.cost_s", "Training time that a save costs, as measured"),
+    (
+        "save_durable_seconds",
+        "progress.measured.durable_s",
+        "From a save's begin until durable, 95 of 100 times",
+    ),
+    ("step_seconds", "progress.measured.step_s", "Training time of a step, as measured"),
+    ("restore_seconds", "progress.measured.restore_s", "From open to the first step, as measured"),
+    ("training_since_timestamp_seconds", "trains_since_s", "Since when steps are made, Unix time"),
+)
+"""(name, attribute of the run, help); absent while it is 0, but for those in `_ALWAYS`."""
+_ALWAYS = frozenset({"step", "ranks_present", "lost_samples_share", "interval_seconds", "stored_bytes"})
+_COUNTERS = (
+    ("failures", "failures", "Interruptions of training that nobody wanted"),
+    ("restores", "ledger.restores", "Restores"),
+    ("lost_steps", "ledger.lost_steps", "Steps trained again after restores"),
+    ("trained_seconds", "trained_s", "Time in phases that train"),
+)
+
+
+def _families(live: Mapping[tuple[str, str], Run]) -> Iterable[Metric]:
+    """What is a number of each run."""
+    for name, path, text in _GAUGES + _COUNTERS:
+        counts = (name, path, text) in _COUNTERS
+        family = (CounterMetricFamily if counts else GaugeMetricFamily)(
+            f"deltashard_run_{name}", text, labels=LABELS
+        )
+        for labels, run in live.items():
+            value: Any = run
+            for attribute in path.split("."):
+                value = getattr(value, attribute, 0)  # not measured yet
+            if value or counts or name in _ALWAYS:
+                family.add_metric(labels, value)
+        yield family
+
+
 class _OfRuns(Collector):
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -199,37 +211,6 @@ class _OfRuns(Collector):
             if not run.finished:
                 mine = run.workload.namespace, run.workload.name
                 live[mine if mine not in live else (run.workload.namespace, run.name)] = run
-        gauges = {
-            name: GaugeMetricFamily(f"deltashard_run_{name}", text, labels=LABELS)
-            for name, text in (
-                ("last_commit_timestamp_seconds", "When the newest checkpoint was committed, Unix time"),
-                ("last_committed_step", "Training step of the newest checkpoint"),
-                ("step", "Training step reached"),
-                ("ranks_expected", "Ranks of the newest attempt"),
-                ("ranks_present", "Ranks that are attached to a sidecar which is heard"),
-                ("stall_seconds", "The longest that a rank stood still for the newest checkpoint"),
-                ("lost_samples_share", "Portion of samples lost by partial recoveries"),
-                ("interval_seconds", "Between checkpoints; 0: off"),
-                ("stored_bytes", "Size in the store"),
-                ("save_cost_seconds", "Training time that a save costs, as measured; absent before"),
-                ("save_durable_seconds", "From a save's begin until it is durable, 95 of 100 times"),
-                ("step_seconds", "Training time of a step, as measured; absent before"),
-                ("restore_seconds", "From open to the first step, as measured; absent before"),
-                (
-                    "training_since_timestamp_seconds",
-                    "Since when steps are made, Unix time; absent when none are",
-                ),
-            )
-        }
-        counters = {
-            name: CounterMetricFamily(f"deltashard_run_{name}", text, labels=LABELS)
-            for name, text in (
-                ("failures", "Interruptions of training that nobody wanted"),
-                ("restores", "Restores"),
-                ("lost_steps", "Steps trained again after restores"),
-                ("trained_seconds", "Time in phases that train"),
-            )
-        }
         phase = GaugeMetricFamily(
             "deltashard_run_phase", "1 for the phase it is in", labels=(*LABELS, "phase")
         )
@@ -250,63 +231,23 @@ class _OfRuns(Collector):
         for each, n in by_phase.items():
             total.add_metric((each.value,), n)
         for labels, run in live.items():
-            progress = run.progress
-            if progress.last_commit_at_s:
-                gauges["last_commit_timestamp_seconds"].add_metric(labels, progress.last_commit_at_s)
-                gauges["last_committed_step"].add_metric(labels, progress.last_step)
-            gauges["step"].add_metric(labels, progress.step)
-            _ranks(gauges, labels, run)
-            gauges["interval_seconds"].add_metric(labels, progress.policy.every_s)
-            gauges["stored_bytes"].add_metric(labels, progress.stored_bytes)
-            if run.trains_since_s:
-                gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
-            _measured(gauges, labels, run)
-            counters["trained_seconds"].add_metric(labels, run.trained_s)
             for cause, times in run.ledger.incidents.causes.items():
                 interruptions.add_metric((*labels, cause, "true"), times.lossy)
                 interruptions.add_metric((*labels, cause, "false"), times.restores - times.lossy)
-            for made in progress.decisions:
+            for made in run.progress.decisions:
                 reachable = str(not made.unreachable).lower()
                 why = self._whys.of(run, made)
                 decision.add_metric(
                     (*labels, made.subject, made.goal, reachable, made.value, made.would, why), 1
                 )
-            counters["failures"].add_metric(labels, run.failures)
-            counters["restores"].add_metric(labels, run.ledger.restores)
-            counters["lost_steps"].add_metric(labels, run.ledger.lost_steps)
             phase.add_metric((*labels, run.phase.value), 1)
             for found in run.conditions:
                 if found.type != condition.READY and found.status == "True":
                     trouble.add_metric((*labels, found.type), 1)
         self._whys.keep(live.values())
-        yield from gauges.values()
-        yield from counters.values()
+        yield from _families(live)
         yield phase
         yield trouble
         yield interruptions
         yield decision
         yield total
-
-
-def _ranks(gauges: Mapping[str, GaugeMetricFamily], labels: tuple[str, str], run: Run) -> None:
-    progress = run.progress
-    if progress.world_size:
-        gauges["ranks_expected"].add_metric(labels, progress.world_size)
-        gauges["ranks_present"].add_metric(labels, progress.ranks_present)
-    if progress.stall_s:
-        gauges["stall_seconds"].add_metric(labels, progress.stall_s)
-    gauges["lost_samples_share"].add_metric(labels, progress.lost_share)
-
-
-def _measured(gauges: Mapping[str, GaugeMetricFamily], labels: tuple[str, str], run: Run) -> None:
-    found = run.progress.measured
-    if found is None:
-        return
-    for name, value in (
-        ("save_cost_seconds", found.cost_s),
-        ("save_durable_seconds", found.durable_s),
-        ("step_seconds", found.step_s),
-        ("restore_seconds", found.restore_s),
-    ):
-        if value:
-            gauges[name].add_metric(labels, value)

@@ -138,7 +138,11 @@ class Requests:
         key, request = (PLURAL, known.request.uid), known.request
         if requests.status(request) != known.written:
             self._books.queue.offer(key, Rank.ORDER, partial(self._write, known))
-        elif not request.open and now_s - request.finished_s > self._keep_finished_s:
+            return
+        if known.ordered is not None and not request.open:
+            self._books.orders.close(request.uid)
+            known.ordered = None
+        if not request.open and now_s - request.finished_s > self._keep_finished_s:
             self._books.queue.offer(key, Rank.COMMIT, partial(self._remove, known))
 
     async def _write(self, known: _Known) -> None:
@@ -153,8 +157,6 @@ class Requests:
                 self._read(answer.document)
         elif answer.ok:
             known.written, known.version = wanted, answer.document["metadata"]["resourceVersion"]
-            if not request.open:
-                self._books.orders.close(request.uid)
         _check(answer, request)
 
     async def _remove(self, known: _Known) -> None:

@@ -49,8 +49,6 @@ class Entry:
     """Status as the API has it, as JSON: a dict of one is five times as large."""
     durable: Ledger = field(default_factory=Ledger)
     """What the written status counts."""
-    reloaded_s: float = 0.0
-    """When the status it came from was written; 0: it came from none."""
     born: str = ""
     """Creation time of the CheckpointRun, or of the first sight: older ones hold a run id."""
     number: int = 0

@@ -190,6 +190,8 @@ class Tally:
     """Openings up to which interruptions are settled; 0: none were ever told."""
     losses: tuple[Loss, ...] = ()
     """The newest losses, oldest first, `MAX_LOSSES` at most."""
+    opened_at_s: float = 0.0
+    """When the newest of them was told first."""
     rose_at_s: float = 0.0
     """When openings were seen to rise beyond the settled ones; 0: they did not."""
     bursts: int = 0
@@ -292,6 +294,8 @@ def with_loss(tally: Tally, loss: Loss, *, took_part: int = 0) -> tuple[Tally, t
         return tally, ()  # the pod has told the same, and why
     late = not tally.rose_at_s or loss.at_s <= tally.rose_at_s
     opening = tally.openings if late else max(tally.openings, took_part)
+    if loss.cause is LossCause.TRAINER_LOST and loss.at_s < tally.opened_at_s:
+        opening = tally.openings - 1  # a sidecar tells it until it is written, which may be long
     found: tuple[Interruption, ...] = ()
     if tally.openings == 0 and not loss.asked:
         near = any(not each.asked and abs(loss.at_s - each.at_s) <= BURST_S for each in tally.losses)
@@ -320,7 +324,7 @@ def with_openings(
     if tally.openings == 0:
         # Openings tell from now on. What bursts were seen before is among them.
         unseen = max(openings - 1 - tally.bursts, 0)
-        tally = replace(tally, openings=openings, settled=tally.settled + unseen)
+        tally = replace(tally, openings=openings, opened_at_s=now_s, settled=tally.settled + unseen)
         return _unseen(tally, unseen, now_s, run), _of_unseen(unseen, again=False)
     if not tally.rose_at_s:
         return replace(tally, rose_at_s=now_s), ()
@@ -347,7 +351,12 @@ def with_openings(
     looped = crash is not None and crash.times > 1 and seq <= crash.at.seq
     found = (*found, *_of_unseen(unexplained, again=looped))
     tally = replace(
-        tally, settled=tally.settled + rose - int(asked), openings=openings, rose_at_s=0.0, crash=crash
+        tally,
+        settled=tally.settled + rose - int(asked),
+        openings=openings,
+        opened_at_s=tally.rose_at_s,
+        rose_at_s=0.0,
+        crash=crash,
     )
     return _unseen(tally, unexplained, now_s, run), found
 
@@ -389,10 +398,10 @@ def _failed(losses: tuple[Loss, ...]) -> tuple[Loss, ...]:
 
 def _alike(losses: tuple[Loss, ...]) -> int:
     """How many of the crashes among these came again with nothing committed since the one before."""
-    by_seq: dict[int, list[Loss]] = {}
+    found: dict[int, dict[str, list[Loss]]] = {}
     for each in _failed(losses):
-        by_seq.setdefault(each.at.seq, []).append(each)
-    return sum(rounds(tuple(each)) - 1 for each in by_seq.values())
+        found.setdefault(each.at.seq, {}).setdefault(each.ending, []).append(each)
+    return sum(max(rounds(tuple(alike)) - 1 for alike in at.values()) for at in found.values())
 
 
 def _crash_of(tally: Tally, losses: tuple[Loss, ...]) -> tuple[Crash | None, bool]:

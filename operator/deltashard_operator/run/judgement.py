@@ -198,6 +198,11 @@ class Facts:
         return max((each.pod.saves_failed_in_a_row for each in self.live.values()), default=0)
 
     @property
+    def spoken(self) -> bool:
+        """Whether somebody is heard who knows how old the newest checkpoint is."""
+        return any(each.speaks for each in self.live.values())
+
+    @property
     def trains(self) -> bool:
         return any(each.pod.phase is report.Phase.TRAINING for each in self.live.values())
 
@@ -252,7 +257,7 @@ def _save_blocked(facts: Facts) -> str:
 def _stale(facts: Facts) -> str:
     progress = facts.run.progress
     limit_s = condition.stale_after_s(progress.policy.every_s, progress.durable_s)
-    if limit_s is None or not facts.run.trains_since_s or not facts.trains:
+    if limit_s is None or not facts.run.trains_since_s or not facts.trains or not facts.spoken:
         return ""
     if facts.now_s - max(progress.last_commit_at_s, facts.run.trains_since_s) <= limit_s:
         return ""
@@ -294,7 +299,7 @@ def _troubles(facts: Facts) -> Iterable[Fact]:
 def _is_held(type_: str, facts: Facts) -> bool:
     """Whether nobody who is heard could say that this trouble is over."""
     if type_ == condition.STALE:
-        return not facts.live and facts.run.phase in phases.TRAINS
+        return not facts.spoken and facts.run.phase in phases.TRAINS
     return type_ in HELD and (not facts.live or not facts.known)
 
 

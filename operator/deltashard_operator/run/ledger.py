@@ -16,13 +16,15 @@ import hashlib
 import json
 import zlib
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from deltashard_operator.fleet.report import Incident, IncidentKind, Report
-from deltashard_operator.run.failure import MAX_LOSSES, Crash, Loss, LossCause, Point, Tally
-from deltashard_operator.run.incident import Incidents, Pending, Times
+from deltashard_operator.run.failure import MAX_LOSSES, LossCause, Tally
+from deltashard_operator.run.incident import Incidents
 
+V = TypeVar("V")
 MAX_BYTES = 16384
 MAX_ATTEMPTS = 32
 """Restored attempts of a part whose keys are kept."""
@@ -30,10 +32,9 @@ MAX_KEYS = 256
 MAX_PARTS = 256
 VERSION = 1
 _MAX_JSON = 1 << 20
-_NO_TALLY = Tally()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Ledger:
     """What is counted of a run. Mappings are never changed in place."""
 
@@ -52,6 +53,11 @@ class Ledger:
     """What is not newer than this and has no key counts as counted."""
     clipped: bool = False
     """Parts were left out: one that is not known begins with the openings that it tells."""
+
+    @cached_property
+    def text(self) -> str:
+        """Its form in a status. It is made once: it costs as much as all the rest of a status."""
+        return encoded(self)
 
     @property
     def failures(self) -> int:
@@ -136,135 +142,94 @@ def _is_kept(durable: Ledger, recorded: Container[str], said: Incident, key: str
 
 def encoded(ledger: Ledger) -> str:
     """Its text, empty for one that counts nothing."""
-    if ledger == Ledger():
+    if ledger == _NOTHING:
         return ""
     parts = MAX_PARTS
     while True:
-        text = json.dumps(_document(ledger, parts), separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+        kept = {"version": VERSION, **_plain(_clipped(ledger, parts))}
+        text = json.dumps(kept, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
         found = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
         if len(found) <= MAX_BYTES or not parts:
             return found
         parts //= 2
 
 
-def _document(ledger: Ledger, parts: int) -> dict[str, Any]:
-    """The newest of it: of so many parts, and of losses in proportion."""
-    told = {part: each for part, each in ledger.tallies.items() if not (part and _begins(each))}
-    kept = dict(list(told.items())[len(told) - min(parts, len(told)) :])
-    attempts = list(ledger.restored.items())
-    share = parts / MAX_PARTS
-    losses = sorted((loss for each in kept.values() for loss in each.losses), key=lambda each: each.at_s)
-    others = ledger.others + sum(each.failures for part, each in told.items() if part not in kept)
-    found = {
-        "v": VERSION,
-        "restores": ledger.restores,
-        "lost": ledger.lost_steps,
-        "restored": dict(attempts[max(len(attempts) - parts, 0) :]),
-        "others": others,
-        "clipped": ledger.clipped or len(kept) < len(told),
-        "tallies": {part: _tally(each) for part, each in kept.items()},
-        "order": list(kept),
-        "losses": [_loss(each) for each in losses[max(len(losses) - int(MAX_LOSSES * share), 0) :]],
-        "causes": {cause: [each.restores, each.lossy] for cause, each in ledger.incidents.causes.items()},
-        "pending": {
-            part: [each.reached, each.replayed, each.doubted]
-            for part, each in list(ledger.incidents.pending.items())[-parts:][:parts]
-        },
-        "keys": list(ledger.counted.items()),
-        "until": ledger.counted_until_s,
-    }
-    return {key: value for key, value in found.items() if value}
-
-
-def _begins(tally: Tally) -> bool:
-    """Whether a controller that knows nothing of a part comes to the same, or nearly."""
-    return replace(tally, openings=0, rose_at_s=0.0) == _NO_TALLY and tally.openings <= 1
-
-
-def _tally(tally: Tally) -> list[Any]:
-    crash = tally.crash
-    told = [list(crash.endings), *_point(crash.at), crash.times] if crash is not None else None
-    return [tally.settled, tally.openings, tally.bursts, told]
-
-
-def _point(at: Point) -> list[int]:
-    return [at.seq, int(at.trained_s)]
-
-
-def _loss(loss: Loss) -> list[Any]:
-    return [
-        int(loss.at_s),
-        loss.cause.value,
-        loss.message,
-        loss.pod,
-        loss.pod_uid,
-        loss.node,
-        loss.run,
-        loss.opening,
-        loss.interruptions,
-        loss.ending,
-        *_point(loss.at),
-    ]
-
-
 def decoded(text: str) -> Ledger:
     """The ledger of a text; raises `ValueError`: it is none, or of a newer controller."""
     if not text:
-        return Ledger()
+        return _NOTHING
     deflated = zlib.decompressobj()
-    found = json.loads(deflated.decompress(base64.b64decode(text, validate=True), _MAX_JSON))
-    if not deflated.eof:
-        raise ValueError("ledger is cut short")
-    if found["v"] != VERSION:
-        raise ValueError(f"ledger of version {found['v']}")
-    losses = tuple(map(_loss_of, found.get("losses", ())))
-    told = found.get("tallies", {})
-    return Ledger(
-        restores=found.get("restores", 0),
-        lost_steps=found.get("lost", 0),
-        restored={part: tuple(attempts) for part, attempts in found.get("restored", {}).items()},
+    try:
+        found = json.loads(deflated.decompress(base64.b64decode(text, validate=True), _MAX_JSON))
+        if deflated.eof and found["version"] == VERSION:
+            value = _value(Ledger, found)
+            assert isinstance(value, Ledger)
+            return value
+    except (zlib.error, KeyError, TypeError) as error:
+        raise ValueError("this is no ledger") from error
+    raise ValueError("ledger is cut short, or of a newer controller")
+
+
+def _clipped(ledger: Ledger, parts: int) -> Ledger:
+    """The newest of it: of so many parts, and of losses in proportion. What only this controller knows is left out."""
+    told = {part: each for part, each in ledger.tallies.items() if not (part and _begins(each))}
+    kept = _newest(told, parts)
+    losses = sorted(loss.at_s for each in kept.values() for loss in each.losses)
+    since_s = next(iter(losses[-max(MAX_LOSSES * parts // MAX_PARTS, 1) :]), 0.0)
+    return replace(
+        ledger,
+        restored=_newest(ledger.restored, parts),
         tallies={
-            part: _tally_of(told[part], tuple(each for each in losses if each.run == part))
-            for part in found.get("order", ())
+            part: replace(
+                each, rose_at_s=0.0, losses=tuple(loss for loss in each.losses if loss.at_s >= since_s)
+            )
+            for part, each in kept.items()
         },
-        others=found.get("others", 0),
-        incidents=Incidents(
-            causes={
-                cause: Times(restores=restores, lossy=lossy)
-                for cause, (restores, lossy) in found.get("causes", {}).items()
-            },
-            pending={
-                part: Pending(reached=reached, replayed=replayed, doubted=doubted)
-                for part, (reached, replayed, doubted) in found.get("pending", {}).items()
-            },
-        ),
-        counted=dict(found.get("keys", ())),
-        counted_until_s=found.get("until", 0.0),
-        clipped=found.get("clipped", False),
+        others=ledger.others + sum(each.failures for part, each in told.items() if part not in kept),
+        incidents=replace(ledger.incidents, nodes={}, pending=_newest(ledger.incidents.pending, parts)),
+        clipped=ledger.clipped or len(kept) < len(told),
     )
 
 
-def _tally_of(found: list[Any], losses: tuple[Loss, ...]) -> Tally:
-    settled, openings, bursts, told = found
-    crash = None
-    if told is not None:
-        endings, seq, trained_s, times = told
-        crash = Crash(endings=tuple(endings), at=Point(seq=seq, trained_s=float(trained_s)), times=times)
-    return Tally(settled=settled, openings=openings, bursts=bursts, crash=crash, losses=losses)
+def _newest(mapping: Mapping[str, V], n: int) -> dict[str, V]:
+    return dict(list(mapping.items())[max(len(mapping) - n, 0) :])
 
 
-def _loss_of(found: list[Any]) -> Loss:
-    at_s, cause, message, pod, pod_uid, node, run, opening, interruptions, ending, seq, trained_s = found
-    return Loss(
-        at_s=float(at_s),
-        cause=LossCause(cause) if cause in set(LossCause) else LossCause.FAILED,
-        message=message,
-        pod=pod,
-        pod_uid=pod_uid,
-        node=node,
-        run=run,
-        opening=opening,
-        interruptions=interruptions,
-        ending=ending,
-        at=Point(seq=seq, trained_s=float(trained_s)),
-    )
+def _begins(tally: Tally) -> bool:
+    """Whether a controller that knows nothing of a part comes to the same."""
+    return tally.openings <= 1 and replace(tally, openings=0, opened_at_s=0.0, rose_at_s=0.0) == Tally()
+
+
+def _plain(value: Any) -> Any:
+    """JSON of a value: of a dataclass the fields that are not at their defaults, by name."""
+    if is_dataclass(value):
+        return {
+            each.name: _plain(found)
+            for each in fields(value)
+            if (found := getattr(value, each.name)) != each.default
+            and (each.default_factory is MISSING or found != each.default_factory())
+        }
+    if isinstance(value, Mapping):
+        return [[key, _plain(each)] for key, each in value.items()]  # in order: the newest is last
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _value(kind: Any, found: Any) -> Any:
+    """The value of this type that `_plain` made JSON of; what a newer controller added is left out."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        named = {each.name: hints[each.name] for each in fields(kind) if each.name in found}
+        return kind(**{name: _value(hint, found[name]) for name, hint in named.items()})  # type: ignore[operator]
+    arguments = get_args(kind)
+    if get_origin(kind) is Mapping:
+        return {key: _value(arguments[1], each) for key, each in found}
+    if get_origin(kind) is tuple:
+        return tuple(_value(arguments[0], each) for each in found)
+    if arguments:  # or None
+        return None if found is None else _value(arguments[0], found)
+    if kind is LossCause:
+        return LossCause(found) if found in set(LossCause) else LossCause.FAILED
+    return kind(found)
+
+
+_NOTHING = Ledger()

@@ -142,7 +142,7 @@ def status(run: Run, now_s: float) -> Document:
         "losses": [_loss(each) for each in failure.newest(run.ledger.tallies)] or None,
         "pods": _pods(run) or None,
         "conditions": [_condition(each) for each in run.conditions] or None,
-        "ledger": ledger.encoded(run.ledger) or None,
+        "ledger": run.ledger.text or None,
     }
     return {key: value for key, value in found.items() if value is not None}
 

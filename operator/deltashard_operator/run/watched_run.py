@@ -517,8 +517,11 @@ def _with_trainer_lost(run: Run, report: Report, said: Incident, part: str, key:
     if run.ledger.has(key, said.at_s):
         return run
     who = report.who
+    at_s = said.at_s or now_s
+    if report.now_s:  # the pod's clock is not ours
+        at_s = now_s - max(report.now_s - at_s, 0.0) if said.at_s else now_s
     loss = Loss(
-        at_s=min(said.at_s or now_s, now_s),
+        at_s=min(at_s, now_s),
         cause=failure.LossCause.TRAINER_LOST,
         message=said.message[: failure.MAX_MESSAGE],
         pod=who.pod,

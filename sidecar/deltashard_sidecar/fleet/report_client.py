@@ -49,7 +49,7 @@ CAUSES = {
     429: "busy",
     503: "busy",
 }
-"""Of the metric, by the answer's status; others are `protocol`."""
+"""Of the metric, by the answer's status; others are `protocol`, and from 500 on `other`."""
 FAULTS = (
     (NoToken, "token"),
     (ssl.SSLCertVerificationError, "verification"),
@@ -154,7 +154,8 @@ class ReportClient:
             return
         self._bare |= status in (400, 413)
         why = body[:500].decode(errors="replace")
-        self._failed(status, CAUSES.get(status, "protocol"), why, retry_after_s)
+        cause = CAUSES.get(status, "protocol" if status < http.HTTPStatus.INTERNAL_SERVER_ERROR else "other")
+        self._failed(status, cause, why, retry_after_s)
         if status == http.HTTPStatus.UNAUTHORIZED and self._token() != token:
             self._nudged = True  # it was replaced meanwhile
 

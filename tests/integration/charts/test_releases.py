@@ -371,7 +371,7 @@ RIGHTS: dict[str, dict[str, set[str]]] = {
         "deltashard.io/checkpointrequests": READ | {"delete"},
         "deltashard.io/checkpointrequests:status": {"patch"},
         "deltashard.io/checkpointpolicies:status": {"patch"},
-        "events": {"create", "patch"},
+        "events": {"create"},
         "authentication.k8s.io/tokenreviews": {"create"},
     },
 }

@@ -93,7 +93,7 @@ def trained(http: Rest) -> Trained:
     base = full_run()
     workload = Workload(namespace=cluster.namespace, kind="Job", name=name, uid=uid, api_version="batch/v1")
     pods = {"p-1": replace(base.pods["p-1"], name=pod, workload=workload)}
-    run = replace(base, workload=workload, pods=pods, lost=frozenset(), conditions=(*base.conditions, STALE))
+    run = replace(base, workload=workload, pods=pods, conditions=(*base.conditions, STALE))
     put(cluster, run_record.document(run), run_record.status(run, run.judged_s))
     return Trained(cluster, job, pod, run.name)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -466,17 +465,22 @@ def test_a_job_created_again_under_its_name_is_a_new_run_and_hears_how_to_contin
     assert cluster.run(second)["spec"]["runId"] != cluster.run(first)["spec"]["runId"]
 
 
-def test_a_run_id_that_another_live_workload_holds_is_refused_until_that_one_ends(
+def test_who_may_not_report_is_told_so_and_a_run_id_is_held_until_its_run_ends(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     first = cluster.job("first", {cluster_name.RUN_ID: "ctr"})
     eventually(lambda: cluster.run(first), "a CheckpointRun")
     second = cluster.job("second", {cluster_name.RUN_ID: "ctr"})
-    eventually(lambda: cluster.run(second), "a CheckpointRun")
     pod = cluster.running_pod(second)
     known(cluster, second)
+    stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"}}
+    spec = {"containers": [{"name": "c", "image": "i"}]}
+    unknown = cluster.http.create({**stranger, "spec": spec}, cluster.namespace).document
+    assert Sidecar(controller, cluster, unknown, second).post().status == 404
+    answer = Sidecar(controller, cluster, pod, first).post()
+    assert (answer.status, second["metadata"]["uid"] in answer.text) == (403, True)
     sidecar = Sidecar(controller, cluster, pod, second)
-    answer = sidecar.post(step=1)
+    answer = sidecar.post()
     assert (answer.status, "run id ctr is held by Job first" in answer.text) == (403, True)
     eventually(lambda: cluster.condition(second, "RunIdTaken").get("status") == "True", "the condition")
     assert eventually(lambda: cluster.events("RunIdTaken"), "an Event")
@@ -486,64 +490,34 @@ def test_a_run_id_that_another_live_workload_holds_is_refused_until_that_one_end
     cluster.reaches(second, phase="Training")
 
 
-def test_a_sidecar_of_an_unknown_pod_comes_again_and_one_of_another_workload_does_not(
-    controller: ControllerProcess, cluster: Cluster
-) -> None:
-    job, other = cluster.job(), cluster.job("other")
-    stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"}}
-    spec = {"containers": [{"name": "c", "image": "i"}]}
-    pod = cluster.http.create({**stranger, "spec": spec}, cluster.namespace).document
-    assert Sidecar(controller, cluster, pod, job).post(step=1).status == 404
-    mine = cluster.running_pod(job)
-    known(cluster, job)
-    answer = Sidecar(controller, cluster, mine, other).post(step=1)
-    assert (answer.status, job["metadata"]["uid"] in answer.text) == (403, True)
-
-
 def test_pods_of_other_kinds_are_runs_of_their_workloads(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
-    owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "set", "uid": "5e7-0001"}}
-    document = cluster.pod(name="bare")
-    cluster.kubelet(document, phase="Running")
-    Sidecar(controller, cluster, document, document).report(step=3)
-    cluster.reaches(document, phase="Training")
-    assert cluster.run(document)["spec"]["workload"]["kind"] == "Pod"
+    bare = cluster.running_pod(name="bare")
+    Sidecar(controller, cluster, bare, bare).report(step=3)
+    cluster.reaches(bare, phase="Training")
     owned = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": "js", "controller": True}
     cluster.pod(cluster.job("js-w-1", owners=[owned | {"uid": "15-0001"}]), name="js-0")
-    jobset = {"metadata": {"uid": "15-0001"}}
-    eventually(lambda: cluster.run(jobset), "the JobSet's run")
-    assert cluster.run(jobset)["spec"]["workload"]["kind"] == "JobSet"
+    stateful = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "set", "uid": "5e7-0001"}
+    found = cluster.http("GET", cluster.path("pods", "bare")).document
     metadata = {
         "name": "set-0",
-        "labels": {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE, cluster_name.POD_INDEX_LABEL: "0"},
-        "annotations": {cluster_name.POLICY: "default"},
-        "ownerReferences": [
-            {
-                "apiVersion": "apps/v1",
-                "kind": "StatefulSet",
-                "name": "set",
-                "uid": "5e7-0001",
-                "controller": True,
-            }
-        ],
+        "labels": found["metadata"]["labels"] | {cluster_name.POD_INDEX_LABEL: "0"},
+        "annotations": found["metadata"]["annotations"],
+        "ownerReferences": [stateful | {"controller": True}],
     }
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": metadata,
-        "spec": {"containers": [{"name": "t", "image": "t"}]},
-    }
+    spec = {"containers": [{"name": "t", "image": "t"}]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
     assert cluster.http.create(pod, cluster.namespace).status == 201
-    found = eventually(lambda: cluster.run(owner), "the StatefulSet's run")
-    assert found["spec"]["workload"] == {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "name": "set",
-        "uid": "5e7-0001",
-    }
+    for kind, uid in (("JobSet", "15-0001"), ("StatefulSet", "5e7-0001")):
+        run = eventually(lambda uid=uid: cluster.run({"metadata": {"uid": uid}}), f"the {kind}'s run")
+        assert run["spec"]["workload"]["kind"] == kind
+    assert run["spec"]["workload"] == stateful
     eventually(
-        lambda: [each.get("index") for each in cluster.status(owner).get("pods", [])] == ["0"], "its index"
+        lambda: (
+            [each.get("index") for each in cluster.status({"metadata": stateful}).get("pods", [])] == ["0"]
+        ),
+        "its index",
     )
 
 
@@ -586,49 +560,3 @@ def test_nothing_of_a_users_is_ever_written(controller: ControllerProcess, clust
     assert {f["manager"] for f in run["metadata"]["managedFields"]} == {"deltashard-controller"}
     assert "finalizers" not in run["metadata"]
     assert "annotations" not in run["metadata"]
-
-
-@pytest.fixture
-def busy(tmp_path: Path) -> Iterator[ApiServer]:
-    """An API server of this test's own."""
-    (tmp_path / "api").mkdir()
-    with serving(tmp_path / "api") as server:
-        yield server
-
-
-@pytest.mark.slow
-def test_a_start_with_six_hundred_pods_and_a_cut_of_all_watches(busy: ApiServer, tmp_path: Path) -> None:
-    """All runs are there soon after the start; the API server dies and comes back, and what comes then is seen."""
-    with busy.http() as http:
-        cluster = Cluster.make(http)
-        jobs = [cluster.job(f"job-{n}") for n in range(100)]
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda n: cluster.pod(jobs[n % 100], name=f"pod-{n}"), range(600)))
-        running = ControllerProcess(busy, tmp_path)
-        try:
-            running.start()
-            eventually(lambda: len(cluster.runs()) == 100, "all runs")
-            eventually(
-                lambda: (
-                    sum(len((each.get("status") or {}).get("pods", ())) for each in cluster.runs()) == 600
-                ),
-                "all pods",
-            )
-            assert running.get("livez") == (200, "ok")
-            begun = running.metric("deltashard_controller_watch_restarts_total", resource="jobs")
-            busy.kill_api()
-            eventually(lambda: running.get("livez")[0] == 200, "life without an API server")
-            busy.start_api()
-            eventually(
-                lambda: (
-                    (running.metric("deltashard_controller_watch_restarts_total", resource="jobs") or 0)
-                    > begun
-                ),
-                "a new watch",
-            )
-            late = cluster.job("late")
-            eventually(lambda: cluster.run(late), "the run of a Job that came later")
-            assert running.stop() == 0, running.log
-        finally:
-            if running.process is not None:
-                running.stop(signal.SIGKILL)

@@ -8,13 +8,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from deltashard_operator.controller import event
-from deltashard_operator.controller.event import Regarding, Teller
-from deltashard_operator.kube.call import TRIES, Answer, ApiUnavailable, Caller
-from deltashard_operator.run.watched_run import Notice
+from deltashard_operator.kube.call import TRIES, ApiUnavailable, Caller
 from kubernetes import client
 
 from tests.support.server.minio_server import free_port
@@ -130,59 +127,3 @@ def test_long_lists_come_in_pages_and_begin_anew_when_they_grew_too_old(server: 
     assert found == [{"n": 1}, {"n": 2}]
     assert ["continue=more" in path for path in server.paths] == [False, True, False, True]
     assert all("labelSelector=a%3Db" in path for path in server.paths)
-
-
-def test_what_one_run_tells_is_limited_and_what_cannot_be_told_is_counted(server: Server) -> None:
-    """Twenty-five at once, then one a minute; repeats raise a count; a refusal is no fault."""
-    counts: Counter[str] = Counter()
-    now_s = [1000.0]
-    about = Regarding(api_version="v1", kind="Pod", namespace="team", name="p", uid="u")
-    server.replies = [(201, {}, {})]
-
-    async def tell(call: Caller) -> None:
-        teller = Teller(call, count=lambda outcome: counts.update([outcome]), wall=lambda: now_s[0])
-        running = asyncio.create_task(teller.run())
-        for n in range(30):
-            teller.tell((about,), Notice(reason=f"Reason{n % 5}", message="x"))
-        await teller.drain(60.0)
-        now_s[0] += event.REFILL_S
-        server.replies = [(403, {}, {"message": "forbidden"})]
-        teller.tell((about,), Notice(reason="Other", message="x"))
-        await teller.drain(60.0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    called(server.api, Counter(), tell)
-    assert counts == {"told": 5, "repeated": 20, "limited": 5, "failed": 1}
-    assert sum(path.startswith("PATCH") for path in server.paths) == 20
-
-
-@pytest.mark.parametrize("uid", ["u", "v", "w", "x"])  # whichever lane it falls into
-def test_a_count_is_never_raised_on_an_event_that_is_only_about_to_be(uid: str) -> None:
-    """Three tellings at once of one thing, by an API that is slow to create: one Event, told three times."""
-    there: dict[str, int] = {}
-
-    async def call(method: str, path: str, document: dict[str, Any], **_: Any) -> Answer:
-        if method == "POST":
-            for _ in range(50):  # slow enough for another worker to come in between
-                await asyncio.sleep(0)
-            there[document["metadata"]["name"]] = document["count"]
-            return Answer(status=201, document=document)
-        name = path.rpartition("/")[2]
-        if name not in there:
-            return Answer(status=404, document={})
-        there[name] = document["count"]
-        return Answer(status=200, document={})
-
-    async def tell() -> None:
-        teller = Teller(cast("Caller", call))
-        running = asyncio.create_task(teller.run())
-        for _ in range(3):
-            about = Regarding(api_version="v1", kind="Pod", namespace="team", name="p", uid=uid)
-            teller.tell((about,), Notice(reason="SaveFailed", message="x", warning=True))
-        await teller.drain(60.0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(tell())
-    assert list(there.values()) == [3]

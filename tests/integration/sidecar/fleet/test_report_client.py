@@ -156,7 +156,7 @@ def test_the_token_is_read_for_each_report(authority: Authority, token: Path) ->
 
 @pytest.mark.parametrize(
     ("status", "cause"),
-    [(400, "protocol"), (403, "denied"), (404, "unknown_pod"), (421, "not_leading"), (429, "busy"), (500, "protocol")],
+    [(400, "protocol"), (403, "denied"), (404, "unknown_pod"), (421, "not_leading"), (429, "busy"), (500, "other")],
 )  # fmt: skip
 def test_every_refusal_is_tried_again(authority: Authority, token: Path, status: int, cause: str) -> None:
     """And counted by its cause; a report that could not be read comes again without the texts of its incidents."""

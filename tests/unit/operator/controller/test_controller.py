@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from deltashard_operator.controller import event
 from deltashard_operator.controller.controller import Controller
@@ -18,11 +17,9 @@ from deltashard_operator.fleet.report import (
     Phase,
     PodState,
     Rank,
-    Refused,
     Reply,
     Report,
     RunState,
-    Unknown,
     Who,
 )
 from deltashard_operator.kube.call import Answer
@@ -48,6 +45,7 @@ class Store(Api):
         self.telling = asyncio.Event()
         """Events wait for this."""
         self.telling.set()
+        self.refuses = False
 
     async def every(self, path: str, **_: Any) -> list[Document]:
         return [self.run] if self.run else []
@@ -63,6 +61,8 @@ class Store(Api):
         await asyncio.sleep(0)
         if path.endswith("/events") and body is not None:
             await self.telling.wait()
+            if self.refuses:
+                return Answer(status=403, document={})
             name = body["metadata"]["name"]
             known = name in self.events
             self.events[name] = body
@@ -130,9 +130,7 @@ class Bench:
             while self.controller.queue.tasks:
                 await asyncio.gather(*self.controller.queue.tasks)
 
-    def report(
-        self, *incidents: Incident, uid: str = "p-1", workload: str = UID, attempt: int = 1, **more: Any
-    ) -> Reply:
+    def report(self, *incidents: Incident, attempt: int = 1, **more: Any) -> Reply:
         self._sequence += 1
         state = {
             "run": f"n/train-{UID}",
@@ -142,7 +140,7 @@ class Bench:
         }
         return self.controller.report(
             Report(
-                who=Who(namespace="n", pod="train-x", pod_uid=uid, workload_uid=workload),
+                who=Who(namespace="n", pod="train-x", pod_uid="p-1", workload_uid=UID),
                 process="p",
                 sequence=self._sequence,
                 pod=PodState(**state | more),
@@ -255,41 +253,6 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
     run(scenario)
 
 
-def test_a_node_that_begins_to_end_is_an_order_for_a_minute() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        bench.store.let_go.set()
-        await bench.begin()
-        bench.controller.watches.on_node({"metadata": {"name": "node-a"}})
-        bench.report()
-        await bench.pass_by(1)
-        before = len(bench.nudges.addresses)
-        for _ in range(2):
-            bench.controller.watches.on_node(
-                {"metadata": {"name": "node-a"}, "spec": {"unschedulable": True}}
-            )
-        assert bench.nudges.addresses[before:] == [ADDRESS]
-        reply = bench.report()
-        (order,) = reply.saves
-        assert (order.id, order.reason, reply.next_s) == (f"drain/node-a/{bench.now_s:.0f}", "drain", 5.0)
-        bench.now_s += 61.0
-        assert bench.report().saves == ()
-
-    run(scenario)
-
-
-def test_who_may_not_report_is_refused() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.begin()
-        with pytest.raises(Unknown):
-            bench.report(uid="p-2")
-        with pytest.raises(Refused, match=f"of workload {UID}, not other"):
-            bench.report(workload="other")
-
-    run(scenario)
-
-
 def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_let_go() -> None:
     """As when a namespace is deleted: Job and CheckpointRun go within one write. The pump must outlive it."""
 
@@ -370,7 +333,7 @@ def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
     run(scenario)
 
 
-def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_is_not_told_again() -> None:
+def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_or_refused_is_not_told_again() -> None:
     async def scenario() -> None:
         bench = Bench()
         bench.store.let_go.set()
@@ -383,6 +346,12 @@ def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_is_not_told_a
         assert bench.report(*many).told == 40
         failed = [each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]
         assert len(failed) <= 2 * event.BURST
+        bench.store.refuses = True
+        bench.now_s += event.REFILL_S
+        bench.report(*many, Incident(id=41, kind=IncidentKind.SAVE_FAILED))
+        await bench.pass_by(1)
+        await bench.controller._teller.drain(DEADLINE_S)
+        assert bench.report(*many, Incident(id=41, kind=IncidentKind.SAVE_FAILED)).told == 41
         teller.cancel()
 
     run(scenario)

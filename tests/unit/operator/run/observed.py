@@ -10,7 +10,7 @@ from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, R
 from deltashard_operator.fleet.report import Phase as At
 from deltashard_operator.run import judgement, run_record, watched_run
 from deltashard_operator.run.observed_object import Ending, JobView, NodeView, PodView, Wish, Workload
-from deltashard_operator.run.watched_run import Notice, Run
+from deltashard_operator.run.watched_run import Run
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 TRAIN = Workload(namespace="team", kind="Job", name="train", uid="u-1")
@@ -36,7 +36,8 @@ def pod(**changes: Any) -> PodView:
 
 
 def job(**changes: Any) -> JobView:
-    return JobView(**({"uid": "u-1", "name": "train", "workload": TRAIN, "wish": Wish()} | changes))
+    fields: dict[str, Any] = {"uid": "u-1", "name": "train", "workload": TRAIN, "wish": Wish()}
+    return JobView(**(fields | changes))
 
 
 def ended(code: int, reason: str = "Error") -> Ending:
@@ -110,7 +111,3 @@ def restarted(run: Run, at_s: float = NOW_S) -> Run:
     for each in run.jobs.values():
         anew = watched_run.with_job(anew, each, at_s)
     return seen(anew, *run.pods.values(), at_s=at_s) if run.pods else anew
-
-
-def told_reasons(notices: Iterable[Notice]) -> list[str]:
-    return [each.reason for each in notices]

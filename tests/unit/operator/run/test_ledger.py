@@ -33,7 +33,7 @@ class Sidecar:
 
     def __init__(self, n: int, number: int) -> None:
         self.n, self.uid, self.process = n, f"p-{number}", f"s-{number}"
-        self.sequence = self.ids = self.restarts = 0
+        self.sequence = self.ids = self.restarts = self.code = 0
         self.incidents: list[Incident] = []
 
     def has(self, kind: IncidentKind, at_s: float, **more: Any) -> None:
@@ -41,7 +41,7 @@ class Sidecar:
         self.incidents.append(Incident(id=self.ids, kind=kind, at_s=at_s, **more))
 
     def pod(self, at_s: float, **changes: Any) -> PodView:
-        ending = replace(ended(self.restarts), at_s=at_s) if self.restarts else None
+        ending = replace(ended(self.code), at_s=at_s) if self.restarts else None
         return pod(
             **{"uid": self.uid, "name": self.uid, "restarts": self.restarts, "ending": ending} | changes
         )
@@ -149,7 +149,7 @@ class World:
                 self.sidecars[n] = self.made(n)
                 self.opened()
             case "container restarts":
-                mine.restarts += 1
+                mine.restarts, mine.code = mine.restarts + 1, self.openings  # another end each time: no loop
                 self.look(mine.pod(self.at_s))
                 self.opened()
             case "trainer goes":

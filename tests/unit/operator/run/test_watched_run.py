@@ -9,7 +9,7 @@ import pytest
 from deltashard_operator.fleet.report import Incident, IncidentKind, KeptCheckpoint, Rank
 from deltashard_operator.fleet.report import Phase as At
 from deltashard_operator.run import condition, failure, judgement, ledger, run_record, watched_run
-from deltashard_operator.run.observed_object import NodeView, Wish, Workload
+from deltashard_operator.run.observed_object import NodeView, Wish, Workload, seconds_of
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -188,7 +188,7 @@ def test_the_newest_checkpoints_are_listed_and_keep_the_time_that_was_told_first
     run = training(seq=5, checkpoints=kept((3, 200.0), (5, 0.0)), checkpoint_count=2)
     run = told(restarted(run), report(seq=7, checkpoints=kept((3, 260.9), (5, 61.2), (7, 1.0))), NOW_S + 60)
     status = run_record.status(run, NOW_S + 60)
-    times = [run_record.seconds_of(each["time"]) - NOW_S for each in status["newestCheckpoints"]]
+    times = [seconds_of(each["time"]) - NOW_S for each in status["newestCheckpoints"]]
     assert [each["seq"] for each in status["newestCheckpoints"]] == [7, 5, 3]
     assert times == [60, 0, -200]
 

@@ -1,0 +1,149 @@
+"""Who follows CheckpointRequests, and the pods' annotation, on an API that answers from memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from deltashard_operator.controller.pod_note import PodNotes
+from deltashard_operator.controller.requests import Requests
+from deltashard_operator.controller.run_book import Entries
+from deltashard_operator.controller.write_queue import WriteQueue
+from deltashard_operator.fleet.report import MAX_ORDERS, Outcome, SaveOrder, SaveOver
+from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
+from deltashard_operator.kube.object_watch import ObjectKey
+from deltashard_operator.run.observed_object import timestamp
+from deltashard_operator.run.watched_run import Run
+
+from tests.unit.operator.run.observed import TRAIN, pod
+
+BEGAN_S = 1_700_000_000.0
+KEY = TRAIN.key
+OVER = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=12, seq=2)
+Document = dict[str, Any]
+
+
+class Api:
+    """One CheckpointRequest, whose version a write must name, and what is patched of pods."""
+
+    def __init__(self) -> None:
+        metadata = {"namespace": "team", "name": "now", "uid": "q-1", "resourceVersion": "1", "generation": 1}
+        self.document: Document = {
+            "metadata": {**metadata, "creationTimestamp": timestamp(BEGAN_S)},
+            "spec": {"runRef": {"name": "train-u-1"}, "deadline": "5m"},
+        }
+        self.notes: list[str] = []
+        self.lost_replies = 0
+
+    def touched(self) -> None:
+        """Somebody else changed the object."""
+        metadata = self.document["metadata"]
+        version = str(int(metadata["resourceVersion"]) + 1)
+        self.document = {**self.document, "metadata": {**metadata, "resourceVersion": version}}
+
+    async def __call__(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
+    ) -> Answer:
+        if method == "PATCH" and "/pods/" in path:
+            self.notes += (body or {})["metadata"]["annotations"].values()
+        elif method == "PATCH":
+            if (body or {})["metadata"]["resourceVersion"] != self.document["metadata"]["resourceVersion"]:
+                return Answer(status=409, document={})
+            self.document = {
+                **self.document,
+                "status": {**self.document.get("status", {}), **(body or {})["status"]},
+            }
+            self.touched()
+            if self.lost_replies:
+                self.lost_replies -= 1
+                raise ApiUnavailable("no reply", where=path)
+        return Answer(status=200, document=self.document)
+
+
+class Bench:
+    """A controller's part in requests; `go` lets time pass."""
+
+    def __init__(self, api: Api, now_s: float = BEGAN_S) -> None:
+        self.api, self.now_s = api, now_s
+
+        def wall() -> float:
+            return self.now_s
+
+        call = cast(Caller, api)
+        self.books = Entries(queue=WriteQueue(commit_s=1.0, wall=wall), wall=wall)
+        self.entry = self.books.enter(Run(workload=TRAIN, pods={"p-1": pod()}))
+        self.books.pods["p-1"] = KEY
+        self.requests = Requests(self.books, call=call, keep_finished_s=3600.0, wall=wall)
+        self.notes = PodNotes(self.books, call=call, wall=wall)
+        self.requests.on_request(api.document)
+
+    async def go(self, seconds: float = 3.0) -> None:
+        for _ in range(round(seconds)):
+            self.requests.tick()
+            self.notes.tick()
+            self.books.queue.tick()
+            if self.books.queue.tasks:
+                await asyncio.wait(self.books.queue.tasks)
+            self.now_s += 1
+
+    def ordered(self) -> list[str]:
+        return [each.id for each in self.books.orders.of(KEY, self.now_s)]
+
+    def phase(self) -> str:
+        return str(self.api.document.get("status", {}).get("phase", ""))
+
+
+def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -> None:
+    async def scenario() -> None:
+        bench = Bench(Api())
+        await bench.go(1)
+        assert (bench.ordered(), bench.phase()) == (["q-1"], "Ordered")
+        bench.api.touched()
+        bench.api.lost_replies = 1
+        bench.requests.over(("team", "another"), OVER)
+        bench.requests.over(KEY, OVER)
+        bench.requests.tick()
+        assert bench.ordered() == ["q-1"]
+        anew = Bench(bench.api, bench.now_s)
+        await anew.go(1)
+        assert anew.ordered() == ["q-1"], "the next controller orders it, too"
+        await bench.go(9)
+        assert (bench.ordered(), bench.phase(), bench.api.document["status"]["step"]) == ([], "Completed", 12)
+        anew.requests.over(KEY, replace(OVER, outcome=Outcome.FAILED))
+        await anew.go(9)
+        assert (anew.ordered(), anew.phase()) == ([], "Completed"), "what is written is so for both"
+
+    asyncio.run(scenario())
+
+
+def test_a_run_takes_so_many_orders_and_one_that_is_taken_back_makes_room() -> None:
+    async def scenario() -> None:
+        bench = Bench(Api())
+        for n in range(MAX_ORDERS):
+            bench.books.orders.open(KEY, SaveOrder(id=f"drain/{n}/1", reason="drain"), BEGAN_S + 60)
+        await bench.go()
+        assert (bench.phase(), len(bench.ordered())) == ("Pending", MAX_ORDERS)
+        bench.requests.over(KEY, SaveOver(id="drain/0/1", outcome=Outcome.COMMITTED))
+        await bench.go()
+        assert (bench.phase(), bench.ordered()[-1]) == ("Ordered", "q-1")
+        bench.requests.request_gone(ObjectKey("team", "now", "q-1"), None)
+        assert "q-1" not in bench.ordered()
+
+    asyncio.run(scenario())
+
+
+def test_a_pod_is_written_for_a_newer_checkpoint_and_at_most_once_a_minute() -> None:
+    async def scenario() -> None:
+        bench = Bench(Api())
+        for _ in range(60):  # a commit each 5 s
+            progress = replace(bench.entry.run.progress, last_commit_at_s=bench.now_s)
+            bench.books.set(bench.entry, replace(bench.entry.run, progress=progress))
+            await bench.go(5)
+        assert 4 <= len(bench.api.notes) <= 6
+        await bench.go(300)
+        assert bench.api.notes[-1] == timestamp(bench.entry.run.progress.last_commit_at_s)
+        assert len(bench.api.notes) <= 7, "no other writes"
+
+    asyncio.run(scenario())
