@@ -20,6 +20,7 @@ import pytest
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
@@ -251,6 +252,32 @@ def test_sidecar_killed_while_a_run_begins_with_another_runs_checkpoint(story: S
         trainer.close()
     assert process.terminate() == 0
     assert process.log().count("restore_from.ignored") == (point in COPY_POINTS[-3:])
+
+
+def test_a_copy_whose_source_is_gone_is_told_and_its_remedy_helps(story: Story) -> None:
+    """Cut short in its log, it cannot go on with another checkpoint, and is no run that begins at step 0."""
+    names = {"run": "warm", "restore_from": "run", "owner": "warm"}
+    process = story.sidecar(crash_at="cp.after_first_entry", **names)
+    trainer = Trainer(process.socket, Model())
+    with pytest.raises(grpc.RpcError):
+        trainer.open()
+    interrupted(process)
+    trainer.close()
+    shutil.rmtree(story.root / "store/run")
+    other = Story(story.root)
+    with sidecar(story.root, story.url, encoding="fp32") as source:
+        trainer = Trainer(source.socket, other.model)
+        trainer.open()
+        trainer.committed(other.cut(trainer))
+        trainer.close()
+    with sidecar(story.root, story.url, encoding="fp32", **names) as process:
+        trainer = Trainer(process.socket, Model())
+        with pytest.raises(grpc.RpcError, match="was cut short, and does not go on"):
+            trainer.open()
+        removal.remove(RunLog(open_store(story.url), "warm"))
+        trainer.restore(trainer.open().resume_seq)
+        assert same(trainer.model.state(), other.model.state())
+        trainer.close()
 
 
 @pytest.mark.parametrize("point", ["attempt.before_genesis", "attempt.after_genesis"])

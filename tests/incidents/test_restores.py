@@ -95,6 +95,26 @@ def test_another_run_that_goes_on_while_it_is_read_is_read_anew(
             assert np.array_equal(target.state()[name], values)
 
 
+def test_a_run_that_begins_with_another_runs_checkpoint_never_trains_without_it(tmp_path: Path) -> None:
+    """Its script says nothing of that run; one that does not call `restore()`, or a run that is not there, is told."""
+    with Run(tmp_path / "store", "source", encoding="fp32") as source:
+        source.train(3)
+        source.save()
+        at_three = source.state()
+    options = {"encoding": "fp32", "sidecar": {"restore_from": "source"}}
+    with (
+        Run(tmp_path / "store", "warm", restore=False, **options) as silent,
+        pytest.raises(deltashard.DeltashardError, match="the newest is of step 3"),
+    ):
+        silent.train(1)
+    with Run(tmp_path / "store", "warm", **options) as warm:
+        assert warm.resumed is not None
+        assert (warm.resumed.step, warm.resumed.exact) == (3, True)
+        assert all(np.array_equal(warm.state()[name], values) for name, values in at_three.items())
+    with pytest.raises(deltashard.DeltashardError, match="there is no such run in the store"):
+        Run(tmp_path / "store", "third", sidecar={"restore_from": "nobody"})
+
+
 def test_a_frame_of_another_place_is_refused_and_the_older_checkpoint_restores_loudly(tmp_path: Path) -> None:
     """The newest checkpoint's pack is overwritten by the older one's: never loaded; fallback is told, steps counted."""
     with Run(tmp_path / "store", differential="full", keep_last=5) as run:

@@ -112,6 +112,9 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
     runs = found.get(RUNS)
     if runs not in (None, ONE_RUN, RUN_PER_POD):
         raise _wrong(RUNS, runs)
+    source = found.get(RESTORE_FROM)
+    if source is not None and source.partition("@")[0] == found.get(RUN_ID):
+        raise _wrong(RESTORE_FROM, source)
     return Annotations(
         policy=_matching(_POLICY, POLICY, found[POLICY]),
         container=_matching(_LABEL, CONTAINER, found[CONTAINER]) if CONTAINER in found else None,
@@ -122,7 +125,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
         encoding=encoding,
         goal=_goal(found[GOAL]) if GOAL in found else None,
         precision=precision,
-        restore_from=_matching(_SOURCE, RESTORE_FROM, found[RESTORE_FROM]) if RESTORE_FROM in found else None,
+        restore_from=None if source is None else _matching(_SOURCE, RESTORE_FROM, source),
     )
 
 

@@ -114,10 +114,14 @@ class Beginning:
                 where=f"{WHERE}; {self._store.url}",
                 remedy=remedy,
             ) from error
-        except TargetTaken:
-            if not self._has_log(log, deadline_s):
-                raise
-            return  # another pod of this run was faster
+        except TargetTaken as error:
+            if self._has_log(log, deadline_s):
+                return  # another pod of this run was faster
+            raise BeginningRefused(
+                f"a copy that the run is to begin with was cut short, and does not go on: {error.what}",
+                where=f"{WHERE}; {self._store.url}",
+                remedy="start again, if another pod begins the run just now; else `deltashard rm --ended` removes it",
+            ) from error
         self._logger.info(
             "restore_from.copied", source=self._source, seq=done.source_seq, step=done.step, bytes=done.bytes
         )

@@ -362,6 +362,10 @@ def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path,
 
     with sidecar(tmp_path, url, encoding="fp32", run="warm", restore_from="source@best") as process:
         trainer = Trainer(process.socket, Model())
+        killed = trainer.stub.Open.future(pb.OpenRequest(session=trainer.reply.session))
+        killed.cancel()  # the copy may go on without it
+        trainer.close()
+        trainer = Trainer(process.socket, Model())
         opened = trainer.open()
         assert (opened.step, opened.resume_attempt) == (commit.step, 1)
         trainer.restore(opened.resume_seq)

@@ -713,32 +713,6 @@ def test_warm_start_from_another_run(make: Make) -> None:
     assert ckpt.stats.last_commit.step == 1
 
 
-def test_a_run_that_begins_with_another_runs_checkpoint_goes_on_as_that_one(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, by a script that says nothing of it; one that does not call `restore()` is refused."""
-    loop = Loop()
-    with make(loop, run="first") as ckpt:
-        loop.train(3, ckpt)
-    data = loop.generator.get_state()
-    loop.train(2)
-    monkeypatch.setenv("DELTASHARD_RESTORE_FROM", "first")
-    ckpt = make(Loop(), run="second")
-    with pytest.raises(NotRestored, match="the newest is of step 3"):
-        ckpt.step()
-    ckpt.__exit__(KeyboardInterrupt, None, None)
-    again = Loop(seed=1)
-    again.generator.set_state(data)
-    with make(again, run="second") as ckpt:
-        restored = ckpt.restore()
-        assert restored is not None
-        assert (restored.step, restored.exact) == (3, True)
-        again.train(2, ckpt)
-    assert all(torch.equal(*each) for each in zip(again.table(), loop.table(), strict=True))
-    with pytest.raises(UserError, match="there is no such run in the store"):
-        make(Loop(), run="third", sidecar={"restore_from": "nobody"}).restore()
-
-
 def test_other_tables_are_refused_or_said(make: Make) -> None:
     """Grown: refused; with strict=False the prefix comes back, the rest keeps its values, and the next cut is whole."""
     loop = Loop()

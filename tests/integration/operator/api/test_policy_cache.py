@@ -65,6 +65,15 @@ def test_the_clusters_own_are_told_from_a_namespaces(apiserver: ApiServer, cache
     assert cache.look("default", "cluster/nowhere", Deadline(60.0)) is None
 
 
+def test_where_some_namespaces_are_watched_the_clusters_are_not_asked_for(api: client.ApiClient) -> None:
+    """There is no right to read them then, and the cache is whole without."""
+    cache = PolicyCache(api)
+    watch = ObjectWatch(api, cache.kinds, on_list=cache.on_list, namespaces=("default",))
+    with running(watch):
+        eventually(lambda: cache.synced, what="the first list")
+    assert list(watch.freshness._signs) == [f"/apis/{GROUP}/{VERSION}/namespaces/default/{NAMESPACED}"]
+
+
 def test_a_live_look_sees_what_is_there_and_what_is_not(api: client.ApiClient, cache: PolicyCache) -> None:
     """Past the cache, straight from the API."""
     client.CustomObjectsApi(api).create_namespaced_custom_object(

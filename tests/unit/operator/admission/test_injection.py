@@ -326,3 +326,9 @@ def test_where_the_cluster_turns_deciding_off_new_pods_choose_nothing() -> None:
     policy = workload_policy.resolve("p", workload_policy.merged({}, off), said)
     container = sample.sidecar_of(inject(sample.template(), policy, run_identity.JOB, keep_grace=False))
     assert not {"DELTASHARD_GOAL", "DELTASHARD_BITS_GOAL"} & {each["name"] for each in container["env"]}
+
+
+def test_a_run_begins_with_a_checkpoint_of_its_own_namespace() -> None:
+    sidecar = sample.sidecar_of(injected(sample.template(), restore_from="exp@best"))
+    values = sample.expanded(sidecar, {"metadata.namespace": "team-a"})
+    assert values["DELTASHARD_RESTORE_FROM"] == "team-a/exp@best"

@@ -59,7 +59,7 @@ def test_what_is_as_it_was_said_is_let_through(notes: dict[str, str]) -> None:
         ("interval", "60s"),
         ("encoding", "q2"),
         ("arena-size", "512Mi"),
-        ("restore-from", "exp"),
+        ("restore-from", "base"),
     ],
 )
 def test_another_word_than_the_sidecars_is_refused(key: str, value: str) -> None:

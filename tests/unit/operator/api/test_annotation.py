@@ -100,6 +100,11 @@ def test_a_wrong_value_is_refused_with_a_sentence(key: str, value: str) -> None:
     assert TAKES[PREFIX + key] in sentence
 
 
+def test_no_run_begins_with_its_own_checkpoint() -> None:
+    with pytest.raises(Refusal, match="the run id of another run"):
+        read(policy="p", run_id="exp", restore_from="exp@best")
+
+
 def test_an_unknown_key_is_refused_and_told_the_known_ones() -> None:
     """A misspelled key must not train without what it meant."""
     with pytest.raises(Refusal, match="no such annotation") as caught:
