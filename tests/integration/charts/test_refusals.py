@@ -68,6 +68,7 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("defaultPolicy", {"interval": {"every": "0s"}}),
         ("defaultPolicy", {"interval": {"every": "0s", "everySteps": 0}}),
         ("defaultPolicy", {"store": {"url": "file:///tmp"}}),
+        ("defaultPolicy", {"store": {"url": "file:///mnt/shared"}}),
         ("defaultPolicy", {"store": {"secretRef": {"name": "without-url"}}}),
         ("defaultPolicy", {"intervalSecond": 5}),
         ("defaultPolicy", {"interval": {"goal": {"type": "Soon"}}}),

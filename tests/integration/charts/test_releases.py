@@ -156,6 +156,10 @@ def test_notes(release: Release) -> None:
     assert "keeps checkpoints in s3://bucket/prefix" in notes
     assert "needs the Secret store with" in notes
     assert "while that pod is away, annotated Jobs get no sidecar" in notes
+    claimed = {"url": "file:///mnt/shared/training", "claim": "checkpoints"}
+    assert "needs the PersistentVolumeClaim checkpoints" in release.upgrade(
+        {"defaultPolicy": {"store": claimed}}
+    )
 
 
 def test_without_a_webhook_the_policies_still_refuse(release: Release, http: Rest) -> None:

@@ -339,7 +339,8 @@ def test_what_has_a_fixed_default_is_stated_by_the_api(http: Rest) -> None:
 def test_the_claim_of_a_store_never_changes(http: Rest) -> None:
     reply = http.create(policy(mounted()))
     assert reply.status == 201, reply.document
-    assert workload_policy.read("p", reply.document["spec"] | {"sidecar": {"image": "i"}}).claim == "checkpoints"
+    spec = reply.document["spec"] | {"sidecar": {"image": "i"}}
+    assert workload_policy.read("p", spec).claim == "checkpoints"
     path = f"{root(plural='checkpointpolicies')}/{reply.document['metadata']['name']}"
     change = {"spec": {"store": {"claim": "other"}}}
     reply = http("PATCH", path, change, content="application/merge-patch+json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.minio_server import MinioServer
+from tests.support.server.shared_mount import SharedMount, cannot_mount
 from tests.support.sidecar.metric_page import blocks
 from tests.support.sidecar.pod_flags import place, pod
 from tests.support.sidecar_process import sidecar
@@ -291,6 +293,32 @@ def test_a_directory_that_lets_it_in_later(tmp_path: Path, server: FleetServer) 
         trainer.save_and_commit()
         eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
         trainer.close()
+
+
+@pytest.mark.skipif(bool(cannot_mount()), reason=cannot_mount())
+def test_a_mount_whose_server_is_away_costs_saves(tmp_path: Path) -> None:
+    """Calls wait in the kernel: training goes on, the save ends by its deadline, the next one holds every row."""
+    mount = SharedMount(tmp_path / "exported", tmp_path / "client", "-cache", "3")
+    try:
+        with sidecar(tmp_path, f"file://{mount.path}/store", encoding="fp32", save_deadline_s=5) as process:
+            trainer = Trainer(process.socket, Model())
+            trainer.open()
+            trainer.save_and_commit()
+            mount.signal(signal.SIGSTOP)
+            trainer.model.train()
+            with pytest.raises(SaveRefused, match="packs were not uploaded in time"):
+                trainer.save_and_commit()
+            mount.signal(signal.SIGCONT)
+            trainer.model.train()
+            state = trainer.model.state()
+            commit = eventually(lambda: in_time(trainer), what="a save within its deadline")
+            trainer.model.wipe()
+            trainer.restore(commit.seq)
+            assert same(trainer.model.state(), state)
+            trainer.close()
+    finally:
+        mount.signal(signal.SIGCONT)
+        mount.stop()
 
 
 @pytest.mark.minio

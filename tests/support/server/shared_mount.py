@@ -28,6 +28,10 @@ class SharedMount:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "mounted\n"
 
+    def signal(self, number: int) -> None:
+        """SIGSTOP: calls wait in the kernel, as on a hard mount whose server is away; SIGCONT ends that."""
+        self._process.send_signal(number)
+
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(30)
