@@ -54,7 +54,7 @@ class Options:
     default_policy: Path | None = None
     """YAML file with the default policy's spec."""
     fleet_ca: Path | None = None
-    """PEM file of the authority of the controller's heartbeat service."""
+    """PEM file of the authority of the controller's report service."""
     kubeconfig: Path | None = None
     """How to reach the API; without, as a pod."""
     drain_s: float = 10.0

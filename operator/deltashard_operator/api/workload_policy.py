@@ -100,7 +100,7 @@ class Policy:
     host_network_metrics_port: int = 0
     """Port for pods on the host's network, where two pods of a node must not take one; 0: off."""
     fleet: str = ""
-    """host:port of the controller's heartbeat service; empty: none."""
+    """host:port of the controller's report service; empty: none."""
     fleet_ca: str = ""
     """PEM of the authority that vouches for it."""
     extension: Extension = field(default_factory=Extension)

@@ -167,7 +167,7 @@ def test_the_last_commit_is_told_though_the_pod_goes_at_once(
 
 
 def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """Timer, the next cut's encodings, the trainer's notice, the heartbeat, the commit's metadata; a bad one is void."""
+    """Timer, the next cut's encodings, the trainer's notice, the report, the commit's metadata; a bad one is void."""
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()

@@ -134,7 +134,7 @@ def test_a_run_that_began_before_the_controller_counts_its_openings() -> None:
 
 
 def test_a_loss_told_late_is_not_counted_beside_its_attempt() -> None:
-    """The new trainer's heartbeat may overtake the kubelet's word about the old one."""
+    """The new trainer's report may overtake the kubelet's word about the old one."""
     tally = opened(Tally(), 1)
     tally = told(tally, 2, NOW_S)
     tally = lost(tally, at_s=NOW_S + 3)
