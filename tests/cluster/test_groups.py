@@ -40,11 +40,7 @@ def test_a_group_of_pods(bench: Bench) -> None:
     )
     assert status["phase"] == "Training"
     assert status["failures"] == 1, "the eviction: the rest was somebody's wish"
-    assert {each["cause"]: each["lossy"] for each in status["interruptions"]} == {
-        "Deleted": 0,
-        "Evicted": 0,
-        "Suspended": 0,
-    }
+    assert [each["cause"] for each in status["interruptions"]] == ["Deleted", "Evicted", "Suspended"]
 
 
 def leaves(group: TrainingGroup, attempt: int, leave: object) -> int:

@@ -220,7 +220,7 @@ class _OfRuns(Collector):
         interruptions = CounterMetricFamily(
             "deltashard_run_interruptions",
             "Interruptions after which training was opened again, a crash loop once",
-            labels=(*LABELS, "cause", "lossy"),
+            labels=(*LABELS, "cause"),
         )
         decision = GaugeMetricFamily(
             "deltashard_run_decision_info",
@@ -231,9 +231,8 @@ class _OfRuns(Collector):
         for each, n in by_phase.items():
             total.add_metric((each.value,), n)
         for labels, run in live.items():
-            for cause, times in run.ledger.incidents.causes.items():
-                interruptions.add_metric((*labels, cause, "true"), times.lossy)
-                interruptions.add_metric((*labels, cause, "false"), times.restores - times.lossy)
+            for cause, n in run.ledger.causes.items():
+                interruptions.add_metric((*labels, cause), n)
             for made in run.progress.decisions:
                 reachable = str(not made.unreachable).lower()
                 why = self._whys.of(run, made)

@@ -19,7 +19,7 @@ other; `Interruption.again` marks the others. Crashes a longer training apart ar
 there the interval may be what is wrong.
 
 Where each pod of an Indexed Job is a run of its own in the store, each has openings of its own and a tally of its own,
-and the workload's failures are all of theirs. What the interruptions let one expect, `incident` has.
+and the workload's failures are all of theirs.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from deltashard_operator.fleet.report import Incident, IncidentKind, Report
 from deltashard_operator.run.failure import MAX_LOSSES, LossCause, Tally
-from deltashard_operator.run.incident import Incidents
 
 V = TypeVar("V")
 MAX_BYTES = 16384
@@ -46,7 +45,8 @@ class Ledger:
     """Failures, by part; the one that changed last is last."""
     others: int = 0
     """Failures of parts that are not in `tallies` any more."""
-    incidents: Incidents = field(default_factory=Incidents)
+    causes: Mapping[str, int] = field(default_factory=dict)
+    """Interruptions that are over, by `LossCause`; a crash loop is one."""
     counted: Mapping[str, float] = field(default_factory=dict)
     """Newest keys of what is counted once, and when it happened, oldest first."""
     counted_until_s: float = 0.0
@@ -186,7 +186,6 @@ def _clipped(ledger: Ledger, parts: int) -> Ledger:
             for part, each in kept.items()
         },
         others=ledger.others + sum(each.failures for part, each in told.items() if part not in kept),
-        incidents=replace(ledger.incidents, nodes={}, pending=_newest(ledger.incidents.pending, parts)),
         clipped=ledger.clipped or len(kept) < len(told),
     )
 

@@ -125,10 +125,7 @@ def status(run: Run, now_s: float) -> Document:
         "restores": run.ledger.restores,
         "lostSteps": run.ledger.lost_steps,
         "failures": run.failures,
-        "interruptions": [
-            {"cause": cause, "restores": each.restores, "lossy": each.lossy}
-            for cause, each in sorted(run.ledger.incidents.causes.items())
-        ]
+        "interruptions": [{"cause": cause, "count": n} for cause, n in sorted(run.ledger.causes.items())]
         or None,
         "trainedSeconds": int(run.trained_s),
         "decisions": [_stated(each) for each in progress.decisions] or None,

@@ -25,7 +25,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 
 from deltashard_operator.fleet.report import Incident, IncidentKind, PodState, Report, RunState
-from deltashard_operator.run import failure, incident
+from deltashard_operator.run import failure
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Interruption, Loss, Point, Tally
 from deltashard_operator.run.ledger import Ledger, hashed, incident_key
@@ -35,6 +35,8 @@ from deltashard_operator.run.reclaim import Reclaim
 
 V = TypeVar("V")
 MAX_NAME = 63
+MAX_NODES = 64
+"""Nodes of a run whose failures are kept apart."""
 NO_WISH = Wish()
 NO_NODES: Mapping[str, NodeView] = {}
 SPEAKER_BEAT_S = 60.0
@@ -160,6 +162,8 @@ class Run:
     """When this controller heard the first sidecar of it; 0: none."""
     parts: Mapping[str, Part] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
+    node_failures: Mapping[str, int] = field(default_factory=dict)
+    """Interruptions by node, since this controller began; those of a crash loop are the script's."""
     progress: Progress = field(default_factory=Progress)
     ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By pod UID, as the status had them; counts until the pod's sidecar is heard."""
@@ -207,11 +211,6 @@ class Run:
     @property
     def failures(self) -> int:
         return self.ledger.failures
-
-    @property
-    def node_failures(self) -> Mapping[str, int]:
-        """Failures by node, since this controller began."""
-        return self.ledger.incidents.nodes
 
     @property
     def per_pod(self) -> bool:
@@ -360,14 +359,21 @@ def _with_loss(run: Run, loss: Loss, part: str) -> Run:
     state, known = run.heard.get(loss.pod_uid), run.parts.get(part, NO_PART)
     took_part = known.openings if state is not None and 0 < known.attempt <= state.pod.attempt else 0
     tally, over = failure.with_loss(run.ledger.tallies.get(part, Tally()), loss, took_part=took_part)
-    incidents = incident.lost(run.ledger.incidents, part, run.progress.step)
-    return with_tally(replace(run, ledger=replace(run.ledger, incidents=incidents)), part, tally, over)
+    return with_tally(run, part, tally, over)
 
 
 def with_tally(run: Run, part: str, tally: Tally, over: Iterable[Interruption]) -> Run:
     """The run with this tally of a part of it, and what is over by it counted."""
-    incidents = incident.over(run.ledger.incidents, part, over)
-    return replace(run, ledger=replace(run.ledger.with_tally(part, tally), incidents=incidents))
+    causes, nodes = dict(run.ledger.causes), dict(run.node_failures)
+    for each in over:
+        if each.again:  # a crash loop counts once
+            continue
+        causes[each.cause.value] = causes.get(each.cause.value, 0) + each.times
+        for node in each.nodes:
+            if node in nodes or len(nodes) < MAX_NODES:
+                nodes[node] = nodes.get(node, 0) + each.times
+    ledger = replace(run.ledger.with_tally(part, tally), causes=causes)
+    return replace(run, ledger=ledger, node_failures=nodes)
 
 
 def with_report(
@@ -508,9 +514,7 @@ def _with_restore(run: Run, said: Incident, part: str, key: str) -> Run:
         return run
     if not said.attempt:
         ledger = ledger.with_key(key, said.at_s)
-    ledger = ledger.with_restored(part, said.attempt, said.lost_steps)
-    incidents = incident.restored(ledger.incidents, part, step=said.step, lost_steps=said.lost_steps)
-    return replace(run, ledger=replace(ledger, incidents=incidents), fell_back="")
+    return replace(run, ledger=ledger.with_restored(part, said.attempt, said.lost_steps), fell_back="")
 
 
 def _with_trainer_lost(run: Run, report: Report, said: Incident, part: str, key: str, now_s: float) -> Run:

@@ -15,7 +15,6 @@ import pytest
 from deltashard_operator.fleet.report import Incident, IncidentKind, Rank, Report
 from deltashard_operator.run import failure, judgement, ledger, run_record, watched_run
 from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
-from deltashard_operator.run.incident import Incidents, Pending, Times
 from deltashard_operator.run.ledger import Ledger, decoded, encoded
 from deltashard_operator.run.observed_object import PodView
 from deltashard_operator.run.phase import Phase
@@ -206,10 +205,7 @@ def test_counts_are_what_happened_and_a_start_changes_no_phase(story: list[tuple
         assert not world.sidecars[n].incidents, "nothing is told for ever"
     found = world.run.ledger
     interruptions = world.openings - 1
-    assert (found.failures, sum(each.restores for each in found.incidents.causes.values())) == (
-        interruptions,
-        interruptions,
-    )
+    assert (found.failures, sum(found.causes.values())) == (interruptions, interruptions)
     if not lost_with_its_pod:
         assert (found.restores, found.lost_steps) == (interruptions, world.lost_steps)
     assert found.restores <= interruptions
@@ -266,18 +262,7 @@ LOSSES = st.builds(
         lost_steps=st.integers(0, 1 << 40),
         restored=st.dictionaries(TEXT, st.lists(st.integers(1, 99), max_size=3, unique=True).map(tuple)),
         others=st.integers(0, 9),
-        incidents=st.builds(
-            Incidents,
-            causes=st.dictionaries(
-                TEXT, st.builds(Times, restores=st.integers(0, 9), lossy=st.integers(0, 9))
-            ),
-            pending=st.dictionaries(
-                TEXT,
-                st.builds(
-                    Pending, reached=st.integers(0, 99), replayed=st.none() | st.integers(0, 9), doubted=TEXT
-                ),
-            ),
-        ),
+        causes=st.dictionaries(TEXT, st.integers(0, 9)),
         counted=st.dictionaries(TEXT, st.integers(0, 99).map(float), max_size=5),
         counted_until_s=st.integers(0, 99).map(float),
         clipped=st.booleans(),
