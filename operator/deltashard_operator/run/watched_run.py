@@ -450,50 +450,41 @@ def _speaks(run: Run, report: Report, part: str, now_s: float) -> bool:
     return other is None and (known.speaker == uid or silent_s > SILENT_BEATS * SPEAKER_BEAT_S)
 
 
+TOLD: Mapping[IncidentKind, tuple[str, str]] = {
+    IncidentKind.SAVE_FAILED: ("SaveFailed", "failing"),
+    IncidentKind.FENCED: ("Fenced", "fenced"),
+    IncidentKind.TRACKING_FAULT: ("TrackingFault", "tracking"),
+    IncidentKind.FELL_BACK: ("FellBack", "fell_back"),
+    IncidentKind.CREDENTIALS_MISSING: ("CredentialsMissing", ""),
+    IncidentKind.STORE_UNAVAILABLE: ("StoreUnavailable", "failing"),
+}
+"""Incidents that are told as they are: (reason of the Event, field of the run that has the newest sentence)."""
+
+
 def _with_incident(
     run: Run, report: Report, said: Incident, part: str, *, fresh: bool, now_s: float
 ) -> tuple[Run, Notice | None]:
     """The run after an incident, and what people should hear of it; `fresh`: it was not told before."""
-    who, key = report.who, incident_key(report, said, part)
-    where = f"pod {who.pod}: {said.message}" if said.message else f"pod {who.pod}"
+    pod, key = report.who.pod, incident_key(report, said, part)
+    if said.kind is IncidentKind.TRAINER_LOST:
+        return _with_trainer_lost(run, report, said, part, key, now_s), None
+    if said.kind is IncidentKind.RESTORED:
+        source = f" from the {said.cause}" if said.cause else ""
+        lost = f", {said.lost_steps} steps are trained again" if said.lost_steps else ""
+        text = f"pod {pod}: restored step {said.step}{source} in {said.seconds:.1f} s{lost}"
+        told = Notice(reason="Restored", message=text, warning=False, key=key)
+        return _with_restore(run, said, part, key), told
+    if said.kind not in TOLD:
+        return run, None
+    reason, name = TOLD[said.kind]
+    text = f"pod {pod}: {said.message}" if said.message else f"pod {pod}"
     if said.count > 1:
-        where += f" ({said.count} times)"
-    match said.kind:
-        case IncidentKind.RESTORED:
-            source = f" from the {said.cause}" if said.cause else ""
-            lost = f", {said.lost_steps} steps are trained again" if said.lost_steps else ""
-            text = f"pod {who.pod}: restored step {said.step}{source} in {said.seconds:.1f} s{lost}"
-            told = Notice(reason="Restored", message=text, warning=False, key=key)
-            return _with_restore(run, said, part, key), told
-        case IncidentKind.SAVE_FAILED:
-            return replace(run, failing=where) if fresh else run, Notice(
-                reason="SaveFailed", message=where, key=key
-            )
-        case IncidentKind.FENCED:
-            if not _is_replaced(run, report, said, part):
-                return replace(run, fenced=where) if fresh else run, Notice(
-                    reason="Fenced", message=where, key=key
-                )
-            text = f"pod {who.pod}, which was replaced: {said.message or 'its trainer was ended'}"
-            return run, Notice(reason="Fenced", message=text, key=key)
-        case IncidentKind.TRACKING_FAULT:
-            return replace(run, tracking=where) if fresh else run, Notice(
-                reason="TrackingFault", message=where, key=key
-            )
-        case IncidentKind.FELL_BACK:
-            return replace(run, fell_back=where) if fresh else run, Notice(
-                reason="FellBack", message=where, key=key
-            )
-        case IncidentKind.CREDENTIALS_MISSING:
-            return run, Notice(reason="CredentialsMissing", message=where, key=key)
-        case IncidentKind.STORE_UNAVAILABLE:
-            return replace(run, failing=where) if fresh else run, Notice(
-                reason="StoreUnavailable", message=where, key=key
-            )
-        case IncidentKind.TRAINER_LOST:
-            return _with_trainer_lost(run, report, said, part, key, now_s), None
-        case _:
-            return run, None
+        text += f" ({said.count} times)"
+    if said.kind is IncidentKind.FENCED and _is_replaced(run, report, said, part):
+        name, text = "", f"pod {pod}, which was replaced: {said.message or 'its trainer was ended'}"
+    if fresh and name:
+        run = replace(run, **{name: text})  # type: ignore[arg-type]
+    return run, Notice(reason=reason, message=text, key=key)
 
 
 def _is_replaced(run: Run, report: Report, said: Incident, part: str) -> bool:
