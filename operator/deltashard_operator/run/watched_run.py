@@ -15,7 +15,7 @@ is asked to, until rank 0 is heard again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from deltashard_operator.fleet.report import Incident, IncidentKind, PodState, Report, RunState
 from deltashard_operator.run import failure, incident
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Interruption, Loss, Point, Tally
+from deltashard_operator.run.failure import Loss, Point, Tally
 from deltashard_operator.run.ledger import Ledger, hashed, incident_key
 from deltashard_operator.run.observed_object import JobView, NodeView, PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
@@ -360,14 +360,8 @@ def _with_loss(run: Run, loss: Loss, part: str) -> Run:
     state, known = run.heard.get(loss.pod_uid), run.parts.get(part, NO_PART)
     took_part = known.openings if state is not None and 0 < known.attempt <= state.pod.attempt else 0
     tally, over = failure.with_loss(run.ledger.tallies.get(part, Tally()), loss, took_part=took_part)
-    incidents = incident.lost(run.ledger.incidents, part, run.progress.step)
-    return with_tally(replace(run, ledger=replace(run.ledger, incidents=incidents)), part, tally, over)
-
-
-def with_tally(run: Run, part: str, tally: Tally, over: Iterable[Interruption]) -> Run:
-    """The run with this tally of a part of it, and what is over by it counted."""
-    incidents = incident.over(run.ledger.incidents, part, over)
-    return replace(run, ledger=replace(run.ledger.with_tally(part, tally), incidents=incidents))
+    incidents = incident.over(incident.lost(run.ledger.incidents, part, run.progress.step), part, over)
+    return replace(run, ledger=run.ledger.with_tallies({part: tally}, incidents))
 
 
 def with_report(
