@@ -199,8 +199,7 @@ class Controller:
         if wanted is None:
             return None
         told = run.heard[pod_uid].pod
-        part = run.parts.get(watched_run.part_of(run, pod_uid, told.run), watched_run.NO_PART)
-        in_force = part.state.policy if part.state is not None else run.progress.policy
+        in_force = watched_run.policy_in_force(run, watched_run.part_of(run, pod_uid, told.run))
         return directive.due(wanted, told.directive, in_force)
 
     # -- conclusions -------------------------------------------------------------------------------------------------

@@ -89,17 +89,17 @@ class Reclaimer:
                 continue
             if found.state is ReclaimState.REMOVING:
                 at_work[run.workload.namespace] += 1
-                self._offer(entry)
+                self._offer(entry, Rank.COMMIT)
             elif now_s >= until_s and (found.ready or why):
                 due.append(entry)
         for entry in sorted(due, key=lambda each: each.run.finished_at_s):
             namespace = entry.run.workload.namespace
             if at_work[namespace] < MOST:
                 at_work[namespace] += 1
-                self._offer(entry)
+                self._offer(entry, Rank.CONDITION)
 
-    def _offer(self, entry: Entry) -> None:
-        self._queue.offer(("reclaim", *entry.run.key), Rank.COMMIT, partial(self._follow, entry))
+    def _offer(self, entry: Entry, rank: Rank) -> None:
+        self._queue.offer(("reclaim", *entry.run.key), rank, partial(self._follow, entry))
 
     def _judge(self, entry: Entry, now_s: float, *, continued: bool) -> None:
         try:

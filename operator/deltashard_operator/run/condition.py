@@ -8,7 +8,7 @@ waiting for a condition and counting its age both work.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 READY = "Ready"
 STALE = "Stale"
@@ -89,14 +89,13 @@ def updated(
                 continue
             over = old.status == "False"
             new = Fact(type=type_, status="False", reason=old.reason if over else "Over", message=old.message)
-        if old is not None and old.status == new.status:
-            result.append(replace(old, reason=new.reason, message=new.message))
-            continue
+        stays = old is not None and old.status == new.status
+        since_s = old.since_s if old is not None and stays else now_s
         moved = Condition(
-            type=type_, status=new.status, reason=new.reason, message=new.message, since_s=now_s
+            type=type_, status=new.status, reason=new.reason, message=new.message, since_s=since_s
         )
         result.append(moved)
-        if old is not None or new.status == "True":
+        if not stays and (old is not None or new.status == "True"):
             changed.append(moved)
     return tuple(result), tuple(changed)
 

@@ -5,21 +5,16 @@ started again in place, or a trainer that left its sidecar without a word. Its c
 (DisruptionTarget), its container statuses and the node. What somebody asked for (a deletion by hand, a suspension) is a
 loss, but no failure.
 
-An **interruption** is what stops training once, however many pods it takes with it; interruptions are the failures
-that are counted. Each time training is opened again the log has one more attempt of the workload, so the *openings*
-count them, also those that happened while no controller looked: openings that rose by `d` mean `d` interruptions, and
-the losses seen meanwhile say why. (An attempt's number does not: it is its slot in the log, where commits lie
-between.) Losses after which no attempt was opened yet are one interruption that is not over. Without openings
-(sidecars that cannot reach us, or older ones), a burst of losses is one. They are settled `SETTLE_S` after they rose,
-because the API tells of the pod's end a little later than the new trainer tells of its attempt.
+An **interruption** is what stops training once, however many pods it takes with it; these are the failures that are
+counted. Each time training is opened again the log has one more attempt of the workload, so *openings* that rose by `d`
+mean `d` interruptions, also while no controller looked; the losses seen meanwhile say why. Losses after which no
+attempt was opened yet are one interruption that is not over. Openings are settled `SETTLE_S` after they rose, because
+the API tells of the pod's end a little later than the new trainer tells of its attempt. Without openings a burst of
+losses is one interruption.
 
 A **crash loop** is the same container ending with the same exit code again and again, with no commit between and little
-training: a fault of the script, which says nothing about how often to save. Its first crash is an interruption like any
-other; `Interruption.again` marks the others. Crashes a longer training apart are no loop, though nothing was committed:
-there the interval may be what is wrong.
-
-Where each pod of an Indexed Job is a run of its own in the store, each has openings of its own and a tally of its own,
-and the workload's failures are all of theirs.
+training: a fault of the script. Its first crash is an interruption like any other; `Interruption.again` marks the
+others. Crashes a longer training apart are no loop: there the interval may be what is wrong.
 """
 
 from __future__ import annotations
@@ -70,14 +65,9 @@ class LossCause(enum.StrEnum):
 
 ASKED = frozenset({LossCause.DELETED, LossCause.SUSPENDED})
 """Causes that are somebody's wish, and no failures."""
-_OUTER = frozenset(LossCause) - {
-    LossCause.OOM_KILLED,
-    LossCause.ERROR,
-    LossCause.EXITED,
-    LossCause.TRAINER_LOST,
-    LossCause.FAILED,
-    LossCause.UNSEEN,
-}
+CRASHES = frozenset({LossCause.OOM_KILLED, LossCause.ERROR, LossCause.EXITED})
+"""Causes that are the training container's own end."""
+_OUTER = frozenset(LossCause) - CRASHES - {LossCause.TRAINER_LOST, LossCause.FAILED, LossCause.UNSEEN}
 """Causes from outside of the training: what its other trainers then end of is a consequence."""
 GRACEFUL = frozenset(
     {
@@ -89,8 +79,6 @@ GRACEFUL = frozenset(
     }
 )
 """Causes that leave time for a save, so that no step need be lost."""
-CRASHES = frozenset({LossCause.OOM_KILLED, LossCause.ERROR, LossCause.EXITED})
-"""Causes that are the training container's own end."""
 
 _DISRUPTIONS = {
     "EvictionByEvictionAPI": LossCause.EVICTED,
@@ -223,12 +211,8 @@ def loss_of_pod(
 ) -> Loss | None:
     """The loss that a pod's end is, or None when it is none.
 
-    Args:
-        pod: as last seen.
-        gone: the object is deleted.
-        node_ready: its node is there and well.
-        job: the Job it is of, where there is one and it exists.
-        now_s: the time where the pod does not tell.
+    `gone`: the object is deleted; `node_ready`: its node is there and well; `job`: the Job it is of, where there is one
+    and it exists.
     """
     if not pod.started or pod.phase == "Succeeded":
         return None
@@ -288,9 +272,8 @@ def with_loss(tally: Tally, loss: Loss, *, took_part: int = 0) -> tuple[Tally, t
     `took_part`: the newest opening in which its pod was heard to train. Where that is not settled yet, the loss comes
     after it, unless it is of before and was told late. The caller sees to it that each loss is told once.
     """
-    if loss.cause is LossCause.TRAINER_LOST and any(
-        each.pod_uid == loss.pod_uid and abs(loss.at_s - each.at_s) <= SETTLE_S for each in tally.losses
-    ):
+    told = (each for each in tally.losses if each.pod_uid == loss.pod_uid)
+    if loss.cause is LossCause.TRAINER_LOST and any(abs(loss.at_s - each.at_s) <= SETTLE_S for each in told):
         return tally, ()  # the pod has told the same, and why
     late = not tally.rose_at_s or loss.at_s <= tally.rose_at_s
     opening = tally.openings if late else max(tally.openings, took_part)
@@ -312,12 +295,7 @@ def with_openings(
 ) -> tuple[Tally, tuple[Interruption, ...]]:
     """The tally after it was told how often the workload opened the run, and the interruptions that are over by it.
 
-    Args:
-        tally: so far.
-        openings: the most that were told.
-        now_s: now.
-        seq: of the run's newest commit.
-        run: which of the workload's, see `Loss.run`.
+    `seq`: of the run's newest commit; `run`: which of the workload's, see `Loss.run`.
     """
     if openings <= tally.openings:
         return tally, ()
@@ -369,9 +347,8 @@ def _telling(seen: tuple[Loss, ...]) -> Loss | None:
     outer = [each for each in seen if each.cause in _OUTER]
     first_s = min((each.at_s for each in outer), default=0.0)
     inner = [each for each in seen if each.cause not in _OUTER]
-    if outer and all(
-        each.asked for each in outer
-    ):  # what failed before anybody wished for anything is no consequence
+    if outer and all(each.asked for each in outer):
+        # What failed before anybody wished for anything is no consequence.
         inner = [each for each in inner if each.at_s < first_s - CONSEQUENCE_S]
     else:
         outer = [each for each in outer if not each.asked]
@@ -433,13 +410,8 @@ def crash_loop(tally: Tally, at: Point) -> Crash | None:
 def _nodes(losses: tuple[Loss, ...], telling: Loss) -> frozenset[str]:
     """Nodes whose pods were lost by what stopped training; what followed of it says nothing about a node."""
     outer = telling.cause in _OUTER
-    return (
-        frozenset(
-            each.node for each in losses if each.node and not each.asked and (each.cause in _OUTER) == outer
-        )
-        if not telling.asked
-        else frozenset()
-    )
+    alike = (each for each in losses if not each.asked and (each.cause in _OUTER) == outer)
+    return frozenset() if telling.asked else frozenset(each.node for each in alike if each.node)
 
 
 def _of_unseen(n: int, *, again: bool) -> tuple[Interruption, ...]:
@@ -449,14 +421,12 @@ def _of_unseen(n: int, *, again: bool) -> tuple[Interruption, ...]:
 def _unseen(tally: Tally, n: int, now_s: float, run: str) -> Tally:
     if not n:
         return tally
-    message = f"training was opened again {n} more time{'s' * (n > 1)} than losses were seen"
-    # Of the opening before the settled one: it is over.
     loss = Loss(
         at_s=now_s,
         cause=LossCause.UNSEEN,
-        message=message,
+        message=f"training was opened again {n} more time{'s' * (n > 1)} than losses were seen",
         run=run,
-        opening=tally.openings - 1,
+        opening=tally.openings - 1,  # it is over
         interruptions=n,
     )
     return replace(tally, losses=(*tally.losses, loss)[-MAX_LOSSES:])

@@ -28,7 +28,7 @@ from deltashard_operator.run.watched_run import (
     Progress,
     Run,
     finished,
-    with_tally,
+    with_tallies,
 )
 
 ABSENT_S = 600.0
@@ -43,14 +43,7 @@ HELD = frozenset({condition.SAVES_FAILING, condition.CREDENTIALS_MISSING, condit
 
 def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
     """The run with phase, failures and conditions of now, and what people should hear of it."""
-    for part, told in run.parts.items():
-        tally = run.ledger.tallies.get(part)
-        if tally is None:
-            # What was left out of the ledger counts as counted.
-            tally = failure.Tally(openings=told.openings if run.ledger.clipped else 0)
-        after, over = failure.with_openings(tally, told.openings, now_s, seq=told.seq, run=part)
-        if after is not tally:
-            run = with_tally(run, part, after, over)
+    run = _settled(run, now_s)
     run = _ended(run, now_s)
     live = watched_run.heard(run, now_s, nodes)
     presence = rank_presence.of_run(run, now_s, nodes)
@@ -92,6 +85,21 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
     )
     found, changed = condition.updated(run.conditions, (_ready(run, facts, troubles), *troubles), now_s)
     return replace(run, conditions=found), (*_notices(changed), *_changes(decided, run))
+
+
+def _settled(run: Run, now_s: float) -> Run:
+    """The run with the failures by what its parts tell of their openings."""
+    ledger, changed = run.ledger, dict[str, failure.Tally]()
+    over: list[failure.Interruption] = []
+    # A part that was left out of the ledger begins with what it tells: its failures are in the sum.
+    for part, told in run.parts.items():
+        known = ledger.tallies.get(part)
+        before = known or failure.Tally(openings=told.openings if ledger.clipped else 0)
+        after, ended = failure.with_openings(before, told.openings, now_s, seq=told.seq, run=part)
+        if after is not known and after.openings:
+            changed[part] = after
+            over += ended
+    return with_tallies(run, changed, over) if changed else run
 
 
 def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Progress:

@@ -78,7 +78,7 @@ class Ledger:
             self,
             restores=self.restores + 1,
             lost_steps=self.lost_steps + lost_steps,
-            restored={**_without(self.restored, part), part: known},
+            restored={**{key: each for key, each in self.restored.items() if key != part}, part: known},
         )
 
     def with_key(self, key: str, at_s: float) -> Ledger:
@@ -87,12 +87,9 @@ class Ledger:
             until_s = max(until_s, counted.pop(next(iter(counted))))
         return replace(self, counted=counted, counted_until_s=until_s)
 
-    def with_tally(self, part: str, tally: Tally) -> Ledger:
-        return replace(self, tallies={**_without(self.tallies, part), part: tally})
-
-
-def _without(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in mapping.items() if name != key}
+    def with_tallies(self, changed: Mapping[str, Tally]) -> Ledger:
+        kept = {part: each for part, each in self.tallies.items() if part not in changed}
+        return replace(self, tallies={**kept, **changed})
 
 
 def hashed(*parts: object) -> str:

@@ -63,6 +63,27 @@ Document = dict[str, Any]
 M = TypeVar("M", bound=Message)
 
 
+_COUNTS: Mapping[str, str] = {
+    "step": "step",
+    "attempt": "attempt",
+    "worldSize": "world_size",
+    "ranksPresent": "ranks_present",
+    "partialRecoveries": "partial_recoveries",
+    "lastCommittedStep": "last_step",
+    "lastCommitSeq": "last_seq",
+    "storedBytes": "stored_bytes",
+    "checkpoints": "checkpoints",
+}
+"""Field of the status -> of `Progress`; 0 is left out."""
+_TIMES: Mapping[str, str] = {
+    "phaseSince": "phase_since_s",
+    "trainingSince": "trains_since_s",
+    "startedAt": "started_at_s",
+    "finishedAt": "finished_at_s",
+}
+"""Field of the status -> of `Run`."""
+
+
 def run_label(run_id: str) -> str:
     """A label's value for a run id: itself, or a part and a hash where it is too long for one."""
     if len(run_id) <= 63:
@@ -96,21 +117,14 @@ def status(run: Run, now_s: float) -> Document:
     progress, policy = run.progress, run.progress.policy
     interval = next((each for each in progress.decisions if each.subject == "interval"), Decision())
     found: Document = {
+        **{key: _time(getattr(run, name)) for key, name in _TIMES.items()},
+        **{key: getattr(progress, name) or None for key, name in _COUNTS.items()},
         "observedTime": timestamp(now_s),
         "phase": run.phase.value,
-        "phaseSince": _time(run.phase_since_s),
-        "trainingSince": _time(run.trains_since_s),
-        "step": progress.step or None,
         "ranks": f"{progress.ranks_present}/{progress.world_size}" if progress.world_size else None,
-        "worldSize": progress.world_size or None,
-        "ranksPresent": progress.ranks_present if progress.world_size else None,
         "stallSeconds": f"{progress.stall_s:.3g}" if progress.stall_s else None,
         "lostSamplesShare": f"{progress.lost_share:.6g}" if progress.partial_recoveries else None,
-        "partialRecoveries": progress.partial_recoveries or None,
-        "lastCommittedStep": progress.last_step if progress.last_commit_at_s else None,
         "lastCommitTime": _time(progress.last_commit_at_s),
-        "lastCommitSeq": progress.last_seq or None,
-        "attempt": progress.attempt or None,
         "intervalSeconds": math.ceil(policy.every_s) if policy.encoding else None,
         "intervalMilliseconds": _milliseconds(policy.every_s) if policy.encoding else None,
         "everySteps": policy.every_steps or None,
@@ -118,9 +132,7 @@ def status(run: Run, now_s: float) -> Document:
         "bits": bits_of(policy.encoding),
         "differential": policy.differential or None,
         "store": run.store or None,
-        "storedBytes": progress.stored_bytes or None,
         "stored": human_bytes(progress.stored_bytes) if progress.stored_bytes else None,
-        "checkpoints": progress.checkpoints or None,
         "newestCheckpoints": list(map(_kept, run.parts.get("", NO_PART).kept)) or None,
         "restores": run.ledger.restores,
         "lostSteps": run.ledger.lost_steps,
@@ -132,8 +144,6 @@ def status(run: Run, now_s: float) -> Document:
         "goal": interval.goal or policy.goal or None,
         "why": _short(interval.why) or None,
         "measured": _measured(progress.measured) if progress.measured is not None else None,
-        "startedAt": _time(run.started_at_s),
-        "finishedAt": _time(run.finished_at_s) if run.finished else None,
         "finishedReason": run.finished or None,
         "reclaim": _reclaim(run.reclaim) if run.reclaim is not None else None,
         "losses": [_loss(each) for each in failure.newest(run.ledger.tallies)] or None,
@@ -181,24 +191,22 @@ def run_of(found: Mapping[str, Any]) -> Run:
         for each in said.get("conditions") or ()
         if each["status"] == "True"
     }
+    times: dict[str, Any] = {name: seconds_of(said.get(key)) for key, name in _TIMES.items()}
     progress, counted = _progress_of(said), ledger.decoded(said.get("ledger", ""))
     return replace(
         run,
+        **times,
         ledger=counted,
         progress=progress,
         parts={} if run.per_pod or any(counted.tallies) else {"": _part_of(said, progress)},
         ranks={each["uid"]: tuple(each["ranks"]) for each in said.get("pods") or () if each.get("ranks")},
         phase=phase.Phase(said.get("phase", "Pending")),
-        phase_since_s=seconds_of(said.get("phaseSince")),
-        trains_since_s=seconds_of(said.get("trainingSince")),
-        started_at_s=seconds_of(said.get("startedAt")),
         trained_s=float(said.get("trainedSeconds", 0)),
         seen_s=seconds_of(said.get("observedTime")),
         judged_s=seconds_of(said.get("observedTime")),
         reloaded_s=seconds_of(said.get("observedTime")),
         conditions=tuple(map(_condition_of, said.get("conditions") or ())),
         finished=said.get("finishedReason", ""),
-        finished_at_s=seconds_of(said.get("finishedAt")),
         fenced=kept.get("Fenced", ""),
         tracking=kept.get("TrackingFault", ""),
         fell_back=kept.get("FellBack", ""),
@@ -266,19 +274,12 @@ def _policy_of(said: Mapping[str, Any]) -> pb.Policy:
 
 
 def _progress_of(said: Mapping[str, Any]) -> Progress:
+    counts: dict[str, Any] = {name: int(said.get(key, 0)) for key, name in _COUNTS.items()}
     return Progress(
-        step=int(said.get("step", 0)),
-        last_step=int(said.get("lastCommittedStep", 0)),
+        **counts,
         last_commit_at_s=seconds_of(said.get("lastCommitTime")),
-        last_seq=int(said.get("lastCommitSeq", 0)),
-        attempt=int(said.get("attempt", 0)),
-        world_size=int(said.get("worldSize", 0)),
-        ranks_present=int(said.get("ranksPresent", 0)),
         stall_s=float(said.get("stallSeconds", 0)),
         lost_share=float(said.get("lostSamplesShare", 0)),
-        partial_recoveries=int(said.get("partialRecoveries", 0)),
-        stored_bytes=int(said.get("storedBytes", 0)),
-        checkpoints=int(said.get("checkpoints", 0)),
         policy=_policy_of(said),
         measured=_measured_of(said["measured"]) if said.get("measured") else None,
         decisions=tuple(_known(Decision, each) for each in said.get("decisions") or ()),

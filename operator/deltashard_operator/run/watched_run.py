@@ -15,7 +15,7 @@ is asked to, until rank 0 is heard again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -359,11 +359,11 @@ def _with_loss(run: Run, loss: Loss, part: str) -> Run:
     state, known = run.heard.get(loss.pod_uid), run.parts.get(part, NO_PART)
     took_part = known.openings if state is not None and 0 < known.attempt <= state.pod.attempt else 0
     tally, over = failure.with_loss(run.ledger.tallies.get(part, Tally()), loss, took_part=took_part)
-    return with_tally(run, part, tally, over)
+    return with_tallies(run, {part: tally}, over)
 
 
-def with_tally(run: Run, part: str, tally: Tally, over: Iterable[Interruption]) -> Run:
-    """The run with this tally of a part of it, and what is over by it counted."""
+def with_tallies(run: Run, changed: Mapping[str, Tally], over: Iterable[Interruption]) -> Run:
+    """The run with these tallies of parts of it, and what is over by them counted."""
     causes, nodes = dict(run.ledger.causes), dict(run.node_failures)
     for each in over:
         if each.again:  # a crash loop counts once
@@ -372,7 +372,7 @@ def with_tally(run: Run, part: str, tally: Tally, over: Iterable[Interruption]) 
         for node in each.nodes:
             if node in nodes or len(nodes) < MAX_NODES:
                 nodes[node] = nodes.get(node, 0) + each.times
-    ledger = replace(run.ledger.with_tally(part, tally), causes=causes)
+    ledger = replace(run.ledger.with_tallies(changed), causes=causes)
     return replace(run, ledger=ledger, node_failures=nodes)
 
 
@@ -456,50 +456,41 @@ def _speaks(run: Run, report: Report, part: str, now_s: float) -> bool:
     return other is None and (known.speaker == uid or silent_s > SILENT_BEATS * SPEAKER_BEAT_S)
 
 
+TOLD: Mapping[IncidentKind, tuple[str, str]] = {
+    IncidentKind.SAVE_FAILED: ("SaveFailed", "failing"),
+    IncidentKind.FENCED: ("Fenced", "fenced"),
+    IncidentKind.TRACKING_FAULT: ("TrackingFault", "tracking"),
+    IncidentKind.FELL_BACK: ("FellBack", "fell_back"),
+    IncidentKind.CREDENTIALS_MISSING: ("CredentialsMissing", ""),
+    IncidentKind.STORE_UNAVAILABLE: ("StoreUnavailable", "failing"),
+}
+"""Incidents that are told as they are: (reason of the Event, field of the run that has the newest sentence)."""
+
+
 def _with_incident(
     run: Run, report: Report, said: Incident, part: str, *, fresh: bool, now_s: float
 ) -> tuple[Run, Notice | None]:
     """The run after an incident, and what people should hear of it; `fresh`: it was not told before."""
-    who, key = report.who, incident_key(report, said, part)
-    where = f"pod {who.pod}: {said.message}" if said.message else f"pod {who.pod}"
+    pod, key = report.who.pod, incident_key(report, said, part)
+    if said.kind is IncidentKind.TRAINER_LOST:
+        return _with_trainer_lost(run, report, said, part, key, now_s), None
+    if said.kind is IncidentKind.RESTORED:
+        source = f" from the {said.cause}" if said.cause else ""
+        lost = f", {said.lost_steps} steps are trained again" if said.lost_steps else ""
+        text = f"pod {pod}: restored step {said.step}{source} in {said.seconds:.1f} s{lost}"
+        told = Notice(reason="Restored", message=text, warning=False, key=key)
+        return _with_restore(run, said, part, key), told
+    if said.kind not in TOLD:
+        return run, None
+    reason, name = TOLD[said.kind]
+    text = f"pod {pod}: {said.message}" if said.message else f"pod {pod}"
     if said.count > 1:
-        where += f" ({said.count} times)"
-    match said.kind:
-        case IncidentKind.RESTORED:
-            source = f" from the {said.cause}" if said.cause else ""
-            lost = f", {said.lost_steps} steps are trained again" if said.lost_steps else ""
-            text = f"pod {who.pod}: restored step {said.step}{source} in {said.seconds:.1f} s{lost}"
-            told = Notice(reason="Restored", message=text, warning=False, key=key)
-            return _with_restore(run, said, part, key), told
-        case IncidentKind.SAVE_FAILED:
-            return replace(run, failing=where) if fresh else run, Notice(
-                reason="SaveFailed", message=where, key=key
-            )
-        case IncidentKind.FENCED:
-            if not _is_replaced(run, report, said, part):
-                return replace(run, fenced=where) if fresh else run, Notice(
-                    reason="Fenced", message=where, key=key
-                )
-            text = f"pod {who.pod}, which was replaced: {said.message or 'its trainer was ended'}"
-            return run, Notice(reason="Fenced", message=text, key=key)
-        case IncidentKind.TRACKING_FAULT:
-            return replace(run, tracking=where) if fresh else run, Notice(
-                reason="TrackingFault", message=where, key=key
-            )
-        case IncidentKind.FELL_BACK:
-            return replace(run, fell_back=where) if fresh else run, Notice(
-                reason="FellBack", message=where, key=key
-            )
-        case IncidentKind.CREDENTIALS_MISSING:
-            return run, Notice(reason="CredentialsMissing", message=where, key=key)
-        case IncidentKind.STORE_UNAVAILABLE:
-            return replace(run, failing=where) if fresh else run, Notice(
-                reason="StoreUnavailable", message=where, key=key
-            )
-        case IncidentKind.TRAINER_LOST:
-            return _with_trainer_lost(run, report, said, part, key, now_s), None
-        case _:
-            return run, None
+        text += f" ({said.count} times)"
+    if said.kind is IncidentKind.FENCED and _is_replaced(run, report, said, part):
+        name, text = "", f"pod {pod}, which was replaced: {said.message or 'its trainer was ended'}"
+    if fresh and name:
+        run = replace(run, **{name: text})  # type: ignore[arg-type]
+    return run, Notice(reason=reason, message=text, key=key)
 
 
 def _is_replaced(run: Run, report: Report, said: Incident, part: str) -> bool:

@@ -109,7 +109,7 @@ REJECTED = 'apiserver_admission_webhook_rejection_count{name="jobs.deltashard.io
 ADMITTED = 'deltashard_webhook_admissions_total{kind="Job",outcome="%s"}'
 NOT_AFTER = 'deltashard_%s_certificate_not_after_timestamp_seconds{namespace="deltashard-system"}'
 RECLAIMS = 'deltashard_controller_reclaims_total{outcome="%s"}'
-LEADING = 'deltashard_controller_leading{pod="deltashard-controller-%s"}'
+SERVING = 'deltashard_fleet_serving{pod="deltashard-controller-%s"}'
 REPORTS = 'deltashard_fleet_reports_total{outcome="%s"}'
 NUDGES = 'deltashard_fleet_nudges_total{outcome="%s"}'
 HOUR = 3600
@@ -190,10 +190,10 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     (
         "ControllerDown",
         "two, and none gets the Lease",
-        {LEADING % "a": steady(0), LEADING % "b": steady(0)},
+        {SERVING % "a": steady(0), SERVING % "b": steady(0)},
         True,
     ),
-    ("ControllerDown", "one leads", {LEADING % "a": steady(0), LEADING % "b": steady(1)}, False),
+    ("ControllerDown", "one leads", {SERVING % "a": steady(0), SERVING % "b": steady(1)}, False),
     (
         "ReportsRefused",
         "one sidecar, for good",

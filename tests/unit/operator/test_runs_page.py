@@ -8,9 +8,9 @@ from pathlib import Path
 import deltashard_operator
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.run.failure import LossCause
-from deltashard_operator.run.judgement import _EVENTS
+from deltashard_operator.run.judgement import _CHANGED, _EVENTS
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import _CHANGED
+from deltashard_operator.run.watched_run import TOLD
 from prometheus_client.metrics_core import Metric
 
 from tests.support.server.minio_server import ROOT
@@ -36,9 +36,11 @@ def test_every_event_is_on_the_page() -> None:
     folder = Path(deltashard_operator.__file__).parent
     sources = "".join(
         (folder / name).read_text()
-        for name in ("run/watched_run.py", "run/reclaim_judgement.py", "controller/writer.py")
+        for name in ("run/watched_run.py", "controller/reclaimer.py", "controller/writer.py")
     )
-    told = set(re.findall(r'Notice\(reason="(\w+)"', sources))
+    told = set(re.findall(r'(?:Notice\(reason=|(?=.Reclaim))"(\w+)"', sources)) | {
+        reason for reason, _ in TOLD.values()
+    }
     assert words("| reason | type | when |") == told | set(_EVENTS.values()) | set(_CHANGED.values())
 
 

@@ -123,7 +123,8 @@ def test_a_controller_that_begins_anew_orders_the_same_save_and_removes_what_is_
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     job, sidecar = training(controller, cluster)
-    uid = ask(cluster, cluster.reaches(job, phase="Training") and cluster.run(job)["metadata"]["name"])
+    cluster.reaches(job, phase="Training")
+    uid = ask(cluster, cluster.run(job)["metadata"]["name"])
     began = reaches(cluster, "Ordered")["startedAt"]
     controller.stop(signal.SIGKILL)
     controller.start()

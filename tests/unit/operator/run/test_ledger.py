@@ -272,7 +272,9 @@ LOSSES = st.builds(
 )
 def test_a_ledger_comes_back_as_it_was(found: Ledger, losses: list[Loss], crash: Crash | None) -> None:
     ordered = tuple(sorted(losses, key=lambda each: each.at_s))
-    found = found.with_tally("", Tally(settled=3, openings=4, losses=ordered, crash=crash))
+    found = found.with_tallies(
+        {"": Tally(settled=3, openings=4, losses=ordered, crash=crash)}, found.incidents
+    )
     assert decoded(encoded(found)) == found
 
 
@@ -284,7 +286,7 @@ def test_the_text_has_a_bound_and_the_failures_of_what_is_left_out_stay_in_the_s
             Loss(at_s=NOW_S + n, cause=LossCause.ERROR, message=noise.randbytes(128).hex(), run=str(n))
             for _ in range(2)
         )
-        found = found.with_tally(str(n), Tally(settled=2, openings=3, losses=losses))
+        found = found.with_tallies({str(n): Tally(settled=2, openings=3, losses=losses)}, Incidents())
         found = found.with_restored(str(n), n + 1, 1).with_key(noise.randbytes(8).hex(), NOW_S + n)
     text = encoded(found)
     assert len(text) <= ledger.MAX_BYTES
@@ -296,8 +298,11 @@ def test_the_text_has_a_bound_and_the_failures_of_what_is_left_out_stay_in_the_s
     # A part that was left out begins with the openings that it tells.
     run = watched_run.with_job(Run(workload=TRAIN, ledger=back), job(), NOW_S)
     run = watched_run.with_pod(run, pod(index="0"), node_ready=True, now_s=NOW_S)
-    run, _ = watched_run.with_report(run, report(run="team/train-u-1-0", openings=9), NOW_S)
-    assert judgement.judged(run, NODES, NOW_S)[0].failures == found.failures
+    for openings, more in ((9, 0), (10, 1)):
+        said = report(run="team/train-u-1-0", openings=openings)
+        run = judgement.judged(watched_run.with_report(run, said, NOW_S)[0], NODES, NOW_S)[0]
+        run = judgement.judged(run, NODES, NOW_S + failure.SETTLE_S)[0]
+        assert run.failures == found.failures + more
 
 
 @pytest.mark.parametrize("text", ["x", "eNqrVrJSMDLWUVBKVLKqBQAXzwN9", encoded(Ledger(restores=1))[:-8]])
