@@ -154,14 +154,14 @@ class Entries:
         now_s = self._wall()
         return [uid for uid in entry.run.heard if schedule.speaks(entry.run, uid, now_s)]
 
-    def nudge(self, entry: Entry) -> None:
-        """Have those who speak for the run report now; all of its sidecars while nobody is heard that does."""
+    def nudge(self, entry: Entry, *, every: bool = False) -> None:
+        """Have those who speak for the run report now; all of its sidecars if asked, or if no speaker is heard."""
         if self.nudger is None or entry.run.finished:
             return
         run = entry.run
         speakers = self.speakers(entry)
         for uid, pod in run.pods.items():
-            if pod.alive and pod.report_address and (uid in speakers or not speakers):
+            if pod.alive and pod.report_address and (every or uid in speakers or not speakers):
                 self.nudger.nudge(pod.report_address)
 
     def holder(self, entry: Entry) -> Entry:
