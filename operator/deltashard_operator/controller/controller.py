@@ -41,6 +41,7 @@ from deltashard_operator.controller.writer import Writes, compact
 from deltashard_operator.fleet.report import Directive, Refused, Reply, Report, Unknown, Who
 from deltashard_operator.kube.call import Caller
 from deltashard_operator.run import directive, judgement, ledger, run_record, schedule, watched_run
+from deltashard_operator.run.phase import TRAINS
 from deltashard_operator.run.watched_run import Run
 
 JUDGE_S = 10.0
@@ -221,7 +222,7 @@ class Controller:
             if not self._gathered:
                 self._gathered = True
                 for entry in self._books:
-                    self._books.nudge(entry)
+                    self._books.nudge(entry, every=entry.run.phase not in TRAINS)
             self._policies.tick()
             self._reclaims.tick()
             self._requests.tick()
