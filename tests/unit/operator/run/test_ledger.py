@@ -173,6 +173,9 @@ class World:
                 self.write()
             case "controller dies":
                 self.restart()
+            case "write is refused":  # another controller wrote
+                self.durable = decoded(self.written.get("ledger", ""))
+                self.run = watched_run.with_ledger(self.run, self.durable, NODES, self.at_s)
             case "controller stops":
                 self.write()
                 self.restart()
@@ -188,6 +191,7 @@ EVENTS = (
     "report",
     "late",
     "write",
+    "write is refused",
     "controller dies",
     "controller stops",
 )
