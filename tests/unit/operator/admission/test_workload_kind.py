@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.fleet import sidecar_report
-from deltashard_operator.fleet.sidecar_report import Hello
+from deltashard_operator.fleet.report import Refused, Report, Who
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import observed_object, watched_run
 from deltashard_operator.run.observed_object import Workload
@@ -63,8 +62,9 @@ def job(uid: str = "j-1", *, jobset: str = "") -> Document:
     }
 
 
-def hello(workload_uid: str) -> Hello:
-    return Hello(namespace="n", pod="w-0", pod_uid="p-1", process="p", workload_uid=workload_uid)
+def report(workload_uid: str) -> Report:
+    who = Who(namespace="n", pod="w-0", pod_uid="p-1", workload_uid=workload_uid)
+    return Report(who=who, process="p", sequence=1)
 
 
 def held(api: Api, *events: tuple[str, Document]) -> dict[str, Run]:
@@ -205,9 +205,9 @@ def test_no_label_makes_a_pods_words_another_runs(labels: dict[str, str]) -> Non
         await controller.load()
         controller.watches.on_job(job("j-1", jobset="s-1" if cluster_name.JOBSET_UID_LABEL in labels else ""))
         controller.watches.on_pod(pod(None, labels=labels))
-        with pytest.raises(sidecar_report.Refused, match="of workload p-1, not"):
-            controller.connected(hello("s-1" if cluster_name.JOBSET_UID_LABEL in labels else "j-1"))
-        assert all(not each.reports for each in controller.runs())
+        with pytest.raises(Refused, match="of workload p-1, not"):
+            controller.report(report("s-1" if cluster_name.JOBSET_UID_LABEL in labels else "j-1"))
+        assert all(not each.heard for each in controller.runs())
 
     asyncio.run(scenario())
 
