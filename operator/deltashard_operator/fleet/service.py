@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from asyncio import sslproto
 from collections.abc import Callable, Mapping
 
 import structlog
@@ -54,6 +55,8 @@ STATUS: Mapping[str, int] = {
     "failed": 500,
 }
 """Status of each refusal, by its outcome in the metrics."""
+# asyncio reads TLS into a buffer of 256 KiB per connection: a crowd of a thousand would be 300 MiB for a moment.
+sslproto.SSLProtocol.max_size = 16 << 10
 _log = structlog.get_logger("deltashard.fleet")
 
 

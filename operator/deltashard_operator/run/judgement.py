@@ -22,6 +22,8 @@ from deltashard_operator.run.phase import Phase, Signs
 from deltashard_operator.run.rank_presence import RankPresence
 from deltashard_operator.run.watched_run import (
     NO_PART,
+    SILENT_BEATS,
+    SPEAKER_BEAT_S,
     Heard,
     Notice,
     Part,
@@ -43,7 +45,7 @@ HELD = frozenset({condition.SAVES_FAILING, condition.CREDENTIALS_MISSING, condit
 
 def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
     """The run with phase, failures and conditions of now, and what people should hear of it."""
-    run = _settled(run, now_s)
+    run = _settled(replace(run, watched_since_s=run.watched_since_s or now_s), now_s)
     run = _ended(run, now_s)
     live = watched_run.heard(run, now_s, nodes)
     presence = rank_presence.of_run(run, now_s, nodes)
@@ -357,6 +359,8 @@ def _ready(run: Run, facts: Facts, troubles: Iterable[Fact]) -> Fact:
         status, reason, text = "False", run.phase.value, f"no step is being trained{there}"
     elif unsafe is not None:
         status, reason, text = "False", unsafe.type, unsafe.message
+    elif not facts.live and (ready := _still_ready(facts)) is not None:
+        return ready
     elif not facts.live:
         status, reason = "Unknown", "NotHeard"
         text = "no sidecar reports to the controller; training and its checkpoints need none"
@@ -365,6 +369,14 @@ def _ready(run: Run, facts: Facts, troubles: Iterable[Fact]) -> Fact:
     else:
         status, reason, text = "True", "Checkpointing", "training goes on and its checkpoints are fresh"
     return fact(condition.READY, reason, text, status=status)
+
+
+def _still_ready(facts: Facts) -> Fact | None:
+    """The condition as it was, while a controller that starts has not waited for a beat yet."""
+    old = next((each for each in facts.run.conditions if each.type == condition.READY), None)
+    if old is None or facts.now_s - facts.run.watched_since_s > SILENT_BEATS * SPEAKER_BEAT_S:
+        return None
+    return Fact(type=old.type, status=old.status, reason=old.reason, message=old.message)
 
 
 _EVENTS = {

@@ -160,6 +160,8 @@ class Run:
     """Newest reports, by pod UID, of pods that exist; see `heard`."""
     heard_since_s: float = 0.0
     """When this controller heard the first sidecar of it; 0: none."""
+    watched_since_s: float = 0.0
+    """When this controller judged it first; 0: not yet."""
     parts: Mapping[str, Part] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     node_failures: Mapping[str, int] = field(default_factory=dict)
@@ -404,7 +406,7 @@ def with_report(
                 speaks=speaks,
                 changed_s=now_s if known is None or _has_changed(known.pod, report.pod) else known.changed_s,
                 started_at_s=report.who.started_at_s,
-                incident=max((each.id for each in report.incidents), default=seen),
+                incident=max(seen, *(each.id for each in report.incidents)) if report.incidents else seen,
                 name=report.who.pod,
                 url=report.who.url,
             ),

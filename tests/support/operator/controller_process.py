@@ -53,6 +53,7 @@ class ControllerProcess:
     """The chart's default policy."""
     kubeconfig: Path | None = None
     """Another way to the API server than straight."""
+    host: str = "127.0.0.1"
     authority: Authority = field(default_factory=lambda: Authority("fleet"))
     fleet_port: int = 0
     metrics_port: int = 0
@@ -66,7 +67,7 @@ class ControllerProcess:
         with self.apiserver.http() as http:
             http.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}})
         flags = {
-            "host": "127.0.0.1",
+            "host": self.host,
             "fleet-port": self.fleet_port,
             "metrics-port": self.metrics_port,
             "certificates": "external",
@@ -110,7 +111,8 @@ class ControllerProcess:
         assert self.process.poll() is None, self.log
         with urllib3.PoolManager(retries=False, timeout=60.0) as http:
             try:
-                reply = http.request("GET", f"http://127.0.0.1:{self.metrics_port}/{path}")
+                host = f"[{self.host}]" if ":" in self.host else self.host
+                reply = http.request("GET", f"http://{host}:{self.metrics_port}/{path}")
             except urllib3.exceptions.HTTPError:
                 return 0, ""
             return reply.status, reply.data.decode()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import urllib3
@@ -16,7 +18,8 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from kubernetes import client
 
 from tests.support.eventually import eventually_async
-from tests.support.operator.fleet_service import Pod, refused, request_token, serving, unknown
+from tests.support.operator.controller_process import ControllerProcess
+from tests.support.operator.fleet_service import Pod, posted, refused, request_token, serving, unknown
 from tests.support.server.apiserver import ApiServer, Authority, Rest, put
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.port import free_port
@@ -193,13 +196,16 @@ def test_silent_peers_are_sent_away(
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_where_there_is_only_ipv6(api: client.ApiClient, pod: Pod, token: str) -> None:
-    async def scenario() -> None:
-        async with serving(api, host="::1") as service:
-            service.url = f"https://[::1]:{service.server.port}"
-            assert (await service.post(token, pod.report())).status == 200
-
-    asyncio.run(scenario())
+def test_where_there_is_only_ipv6(apiserver: ApiServer, tmp_path: Path) -> None:
+    """The controller's pages and its port, on an address of IPv6 alone."""
+    controller = ControllerProcess(apiserver, tmp_path, host="::1", namespace=f"six-{uuid.uuid4().hex[:8]}")
+    controller.start()
+    try:
+        assert controller.get("livez") == (200, "ok")
+        url = f"https://[::1]:{controller.fleet_port}"
+        assert posted(url, controller.authority.pem, None, b"").status == 401
+    finally:
+        assert controller.stop() == 0, controller.log
 
 
 @pytest.mark.slow

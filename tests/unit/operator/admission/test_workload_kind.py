@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.fleet import report as reports
-from deltashard_operator.fleet.report import Report, Who
+from deltashard_operator.fleet.report import Refused, Report, Who
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import observed_object, watched_run
 from deltashard_operator.run.observed_object import Workload
@@ -206,7 +205,7 @@ def test_no_label_makes_a_pods_words_another_runs(labels: dict[str, str]) -> Non
         await controller.load()
         controller.watches.on_job(job("j-1", jobset="s-1" if cluster_name.JOBSET_UID_LABEL in labels else ""))
         controller.watches.on_pod(pod(None, labels=labels))
-        with pytest.raises(reports.Refused, match="of workload p-1, not"):
+        with pytest.raises(Refused, match="of workload p-1, not"):
             controller.report(report("s-1" if cluster_name.JOBSET_UID_LABEL in labels else "j-1"))
         assert all(not each.heard for each in controller.runs())
 

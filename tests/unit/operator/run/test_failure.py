@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from deltashard_operator.run import failure, observed_object, watched_run
 from deltashard_operator.run.failure import Loss, LossCause, Point, Tally
-from deltashard_operator.run.observed_object import PodView
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,58 +16,42 @@ from tests.unit.operator.run.observed import NOW_S, TRAIN, ended, job, pod
 HOUR_S = 3600.0
 
 
-CAUSES: list[tuple[str, PodView, dict[str, Any], LossCause | None]] = [
-    ("a pod that runs", pod(), {}, None),
-    ("a pod that succeeded", pod(phase="Succeeded", ending=ended(0, "Completed")), {}, None),
-    ("a pod that never began", pod(phase="Pending", started=False, terminating_at_s=NOW_S), {}, None),
-    ("an eviction", pod(terminating_at_s=NOW_S, disruption="EvictionByEvictionAPI"), {}, LossCause.EVICTED),
-    (
-        "a preemption",
-        pod(terminating_at_s=NOW_S, disruption="PreemptionByScheduler"),
-        {},
-        LossCause.PREEMPTED,
-    ),
-    (
-        "a taint",
-        pod(terminating_at_s=NOW_S, disruption="DeletionByTaintManager"),
-        {},
-        LossCause.TAINT_EVICTED,
-    ),
-    (
-        "a taint because the node is lost",
-        pod(terminating_at_s=NOW_S, disruption="DeletionByTaintManager"),
-        {"node_ready": False},
-        LossCause.NODE_LOST,
-    ),
-    ("garbage of a gone node", pod(disruption="DeletionByPodGC"), {"gone": True}, LossCause.NODE_LOST),
-    (
-        "pressure, by its condition",
-        pod(phase="Failed", disruption="TerminationByKubelet"),
-        {},
-        LossCause.NODE_PRESSURE,
-    ),
-    ("pressure, by its reason", pod(phase="Failed", reason="Evicted"), {}, LossCause.NODE_PRESSURE),
-    ("a shutdown of the node", pod(phase="Failed", reason="Terminated"), {}, LossCause.NODE_SHUTDOWN),
-    ("out of memory", pod(phase="Failed", ending=ended(137, "OOMKilled")), {}, LossCause.OOM_KILLED),
-    ("a crash", pod(phase="Failed", ending=ended(1)), {}, LossCause.ERROR),
-    ("a failure without a word", pod(phase="Failed"), {}, LossCause.FAILED),
-    ("a deletion by hand", pod(terminating_at_s=NOW_S), {}, LossCause.DELETED),
-    ("a suspension", pod(terminating_at_s=NOW_S), {"job": job(suspended=True)}, LossCause.SUSPENDED),
-    ("a deletion by force", pod(), {"gone": True}, LossCause.DELETED),
-    ("a pod that vanished with its node", pod(), {"gone": True, "node_ready": False}, LossCause.NODE_LOST),
+GOING: dict[str, Any] = {"terminating_at_s": NOW_S}
+FAILED: dict[str, Any] = {"phase": "Failed"}
+GONE: dict[str, Any] = {"gone": True}
+NODE: dict[str, Any] = {"node_ready": False}
+CAUSES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("it runs", {}, {}, ""),
+    ("it succeeded", {"phase": "Succeeded", "ending": ended(0, "Completed")}, {}, ""),
+    ("it never began", GOING | {"phase": "Pending", "started": False}, {}, ""),
+    ("an eviction", GOING | {"disruption": "EvictionByEvictionAPI"}, {}, "Evicted"),
+    ("a preemption", GOING | {"disruption": "PreemptionByScheduler"}, {}, "Preempted"),
+    ("a taint", GOING | {"disruption": "DeletionByTaintManager"}, {}, "TaintEvicted"),
+    ("a taint of a lost node", GOING | {"disruption": "DeletionByTaintManager"}, NODE, "NodeLost"),
+    ("garbage of a gone node", {"disruption": "DeletionByPodGC"}, GONE, "NodeLost"),
+    ("pressure, by its condition", FAILED | {"disruption": "TerminationByKubelet"}, {}, "NodePressure"),
+    ("pressure, by its reason", FAILED | {"reason": "Evicted"}, {}, "NodePressure"),
+    ("a shutdown of the node", FAILED | {"reason": "Terminated"}, {}, "NodeShutdown"),
+    ("out of memory", FAILED | {"ending": ended(137, "OOMKilled")}, {}, "OOMKilled"),
+    ("a crash", FAILED | {"ending": ended(1)}, {}, "Error"),
+    ("a failure without a word", FAILED, {}, "PodFailed"),
+    ("a deletion by hand", GOING, {}, "Deleted"),
+    ("a suspension", GOING, {"job": job(suspended=True)}, "Suspended"),
+    ("a deletion by force", {}, GONE, "Deleted"),
+    ("it vanished with its node", {}, GONE | NODE, "NodeLost"),
 ]
 
 
 @pytest.mark.parametrize(("seen", "more", "cause"), [c[1:] for c in CAUSES], ids=[c[0] for c in CAUSES])
 def test_the_cause_of_a_loss_is_read_from_the_pod(
-    seen: PodView, more: dict[str, Any], cause: LossCause | None
+    seen: dict[str, Any], more: dict[str, Any], cause: str
 ) -> None:
     arguments: dict[str, Any] = {"gone": False, "node_ready": True, "job": job(), "now_s": NOW_S} | more
-    loss = failure.loss_of_pod(seen, **arguments)
-    assert (loss.cause if loss is not None else None) == cause
+    loss = failure.loss_of_pod(pod(**seen), **arguments)
+    assert (loss.cause if loss is not None else "") == cause
+    assert failure.has_ended(pod(**seen)) == (bool(cause) and not (arguments["gone"] and not seen))
     if loss is not None:
-        assert (loss.pod, loss.node) == ("train-x", "node-a")
-        assert loss.message
+        assert (loss.pod, loss.node, bool(loss.message)) == ("train-x", "node-a", True)
 
 
 def test_only_what_somebody_asked_for_is_no_failure() -> None:
@@ -99,25 +82,6 @@ def closed(
 
 def opened(tally: Tally, openings: int, at_s: float = NOW_S) -> Tally:
     return closed(tally, openings, at_s)[0]
-
-
-def test_a_loss_is_a_failure_at_once_and_still_one_when_training_is_opened_again() -> None:
-    tally = opened(Tally(), 1)
-    assert tally.failures == 0
-    tally = lost(tally)
-    assert tally.failures == 1
-    assert opened(tally, 2).failures == 1
-
-
-def test_all_pods_that_one_interruption_takes_are_one_failure() -> None:
-    tally = opened(Tally(), 1)
-    for n in range(4):
-        tally = lost(tally, LossCause.NODE_LOST, uid=f"p-{n}")
-    assert opened(tally, 2).failures == 1
-
-
-def test_a_suspension_and_the_attempt_after_it_are_no_failure() -> None:
-    assert opened(lost(opened(Tally(), 1), LossCause.SUSPENDED), 2).failures == 0
 
 
 def test_attempts_tell_of_losses_that_no_controller_saw() -> None:

@@ -237,7 +237,8 @@ def test_time_alone_makes_a_checkpoint_stale_and_says_so_once() -> None:
 
 def test_a_run_whose_sidecars_are_not_heard_keeps_its_phase_and_is_not_called_stale() -> None:
     for each in (training(), restarted(training())):
-        run = judged(each, NOW_S + 3600)
+        assert is_true(judged(each, NOW_S + 1), condition.READY), "no controller's start changes it"
+        run = judged(judged(each, NOW_S + 1), NOW_S + 3600)
         assert run.phase is Phase.TRAINING
         assert condition.by_type(run.conditions)[condition.READY].status == "Unknown"
         assert not is_true(run, condition.STALE)
