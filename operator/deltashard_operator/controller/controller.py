@@ -32,15 +32,23 @@ from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.pod_note import PodNotes
 from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.reclaimer import Reclaimer
-from deltashard_operator.controller.requests import Requests
-from deltashard_operator.controller.run_book import Entries, Entry, Nudger
+from deltashard_operator.controller.requests import CheckpointRequests
+from deltashard_operator.controller.run_book import Entries, Entry, Nudges
 from deltashard_operator.controller.status import Statuses, served
 from deltashard_operator.controller.watch import NOBODYS, TICK_S, Watches
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.controller.writer import Writes, compact
 from deltashard_operator.fleet.report import Directive, Refused, Reply, Report, Unknown, Who
 from deltashard_operator.kube.call import Caller
-from deltashard_operator.run import directive, judgement, ledger, run_record, schedule, watched_run
+from deltashard_operator.run import (
+    directive,
+    judgement,
+    ledger,
+    report_change,
+    run_record,
+    schedule,
+    watched_run,
+)
 from deltashard_operator.run.phase import TRAINS
 from deltashard_operator.run.watched_run import Run
 
@@ -85,7 +93,7 @@ class Controller:
         self._wall = wall
         self.queue = WriteQueue(commit_s=status_interval_s, wall=wall)
         self._books = books = Entries(queue=self.queue, wall=wall)
-        self._requests = Requests(books, call=call, keep_finished_s=keep_finished_s, wall=wall)
+        self._requests = CheckpointRequests(books, call=call, keep_finished_s=keep_finished_s, wall=wall)
         self._notes = PodNotes(books, call=call, wall=wall) if annotate_pods else None
         self.watches = Watches(
             books,
@@ -132,7 +140,7 @@ class Controller:
     def synced(self) -> bool:
         return self.watches.synced
 
-    def follow(self, nudger: Nudger) -> None:
+    def follow(self, nudger: Nudges) -> None:
         self._books.nudger = nudger
 
     # -- what was known before ---------------------------------------------------------------------------------------
@@ -159,7 +167,7 @@ class Controller:
         entry = self._entry_of(report.who)
         uid, now_s = report.who.pod_uid, self._wall()
         beat_s = schedule.least_s(self._sidecars)
-        run, notices = watched_run.with_report(entry.run, report, now_s, beat_s=beat_s)
+        run, notices = report_change.with_report(entry.run, report, now_s, beat_s=beat_s)
         entry.notices.extend(notices)
         self._books.set(entry, run)
         for each in report.saves_over:
@@ -275,7 +283,9 @@ class Controller:
             wanted = self._needed(entry, uid)
             if wanted is not None and wanted.id != entry.nudged:
                 entry.nudged = wanted.id
-                self._books.nudge(entry, every=True)  # ranks of one run should not encode differently for minutes
+                self._books.nudge(
+                    entry, every=True
+                )  # ranks of one run should not encode differently for minutes
                 self.metrics.directives.inc()
                 _log.info("run.directed", namespace=entry.run.workload.namespace, run=entry.run.name)
 

@@ -22,7 +22,7 @@ from deltashard_operator.kube.call import MERGE, Answer, Caller
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import request as requests
 from deltashard_operator.run import run_record
-from deltashard_operator.run.request import Facts, Request, RequestPhase
+from deltashard_operator.run.request import CheckpointRequest, RequestFacts, RequestPhase
 
 PLURAL = "checkpointrequests"
 LOOK_S = 1.0
@@ -34,7 +34,7 @@ _log = structlog.get_logger("deltashard.requests")
 class _Known:
     """A request, and what the API has of it."""
 
-    request: Request
+    request: CheckpointRequest
     version: str
     written: Mapping[str, Any]
     ordered: RunKey | None = None
@@ -43,7 +43,7 @@ class _Known:
     """What sidecars report of its save."""
 
 
-class Requests:
+class CheckpointRequests:
     """All requests of a controller; on its loop."""
 
     def __init__(
@@ -108,10 +108,10 @@ class Requests:
             self._offer(known, now_s)
 
     def _judge(self, known: _Known, entry: Entry | None, now_s: float) -> None:
-        request, orders, facts = known.request, self._books.orders, Facts(now_s=now_s)
+        request, orders, facts = known.request, self._books.orders, RequestFacts(now_s=now_s)
         if entry is not None:
             run = entry.run
-            facts = Facts(
+            facts = RequestFacts(
                 now_s=now_s,
                 run=run.name,
                 finished=run.finished,
@@ -165,11 +165,11 @@ class Requests:
         _check(answer, request)
 
 
-def _path(request: Request) -> str:
+def _path(request: CheckpointRequest) -> str:
     return f"{ROOT}/namespaces/{request.namespace}/{PLURAL}/{request.name}"
 
 
-def _check(answer: Answer, request: Request) -> None:
+def _check(answer: Answer, request: CheckpointRequest) -> None:
     """What is gone is heard of by the watch."""
     if not answer.ok and answer.status not in {404, 409}:
         raise StatusRefused(answer.sentence, where=_path(request))

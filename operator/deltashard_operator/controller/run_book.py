@@ -25,14 +25,14 @@ from deltashard_operator.fleet.report import RunKey
 from deltashard_operator.run import observed_object, schedule
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import NodeView, Wish
-from deltashard_operator.run.order import Orders
+from deltashard_operator.run.order import OpenOrders
 from deltashard_operator.run.watched_run import Notice, Run
 
 MAX_NOTICES = 64
 """Waiting for a run's CheckpointRun to be made."""
 
 
-class Nudger(Protocol):
+class Nudges(Protocol):
     """Who asks sidecars to report now."""
 
     def nudge(self, address: str) -> None:
@@ -78,8 +78,8 @@ class Entries:
         self._wall = wall
         self.queue = queue
         """Where all that is to be written is offered: by the run's key, or by another one of the writer's own."""
-        self.nudger: Nudger | None = None
-        self.orders = Orders()
+        self.nudger: Nudges | None = None
+        self.orders = OpenOrders()
         self.by_key: dict[RunKey, Entry] = {}
         self._by_id: dict[tuple[str, str], set[RunKey]] = {}
         self.pods: dict[str, RunKey] = {}

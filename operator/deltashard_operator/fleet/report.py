@@ -189,7 +189,7 @@ class KeptCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
+class RunReport:
     """State of the run by its log, from the sidecar that speaks for it."""
 
     newest: trainer_wire.Commit | None = None
@@ -229,7 +229,7 @@ class Report:
     now_s: float = 0.0
     """The pod's clock."""
     pod: PodState = PodState()
-    run: RunState | None = None
+    run: RunReport | None = None
     incidents: tuple[Incident, ...] = ()
     """Ids rising."""
     saves_over: tuple[SaveOver, ...] = ()
@@ -333,9 +333,9 @@ def message_of(reply: Reply) -> wire.ReportReply:
     return message
 
 
-def _run(message: wire.RunState) -> RunState:
+def _run(message: wire.RunState) -> RunReport:
     return _value(
-        RunState,
+        RunReport,
         message,
         newest=_clean(message.newest) if message.HasField("newest") else None,
         checkpoints=tuple(

@@ -26,9 +26,9 @@ from deltashard_operator.run.watched_run import (
     SPEAKER_BEAT_S,
     Heard,
     Notice,
-    Part,
     Progress,
     Run,
+    RunPart,
     finished,
     with_tallies,
 )
@@ -147,7 +147,7 @@ def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Pr
     )
 
 
-def _own_newest(part: Part) -> pb.Commit | None:
+def _own_newest(part: RunPart) -> pb.Commit | None:
     """The newest commit of a part, if its newest attempt made it."""
     newest = part.state.newest if part.state is not None else None
     return newest if newest is not None and newest.attempt == part.attempt else None

@@ -15,7 +15,7 @@ MAX_RUNS = 10_000
 """Runs with open orders; a drain of more is not ordered for the others."""
 
 
-class Orders:
+class OpenOrders:
     """Open orders of all runs. Times are the controller's clock."""
 
     def __init__(self) -> None:

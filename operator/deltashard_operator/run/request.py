@@ -38,7 +38,7 @@ OPEN = frozenset({PENDING, ORDERED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CheckpointRequest:
     """A CheckpointRequest."""
 
     namespace: str
@@ -78,7 +78,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RequestFacts:
     """What is known besides the request."""
 
     now_s: float
@@ -96,14 +96,14 @@ class Facts:
 
 class _Row(NamedTuple):
     before: frozenset[RequestPhase]
-    when: Callable[[Request, Facts], bool]
+    when: Callable[[CheckpointRequest, RequestFacts], bool]
     after: RequestPhase
     reason: str
     message: str
     """With {words} of `_words`."""
 
 
-def _ended(facts: Facts, outcome: Outcome) -> bool:
+def _ended(facts: RequestFacts, outcome: Outcome) -> bool:
     return facts.over is not None and facts.over.outcome is outcome
 
 
@@ -171,7 +171,7 @@ _ROWS = tuple(
 )
 
 
-def _words(request: Request, facts: Facts) -> Mapping[str, object]:
+def _words(request: CheckpointRequest, facts: RequestFacts) -> Mapping[str, object]:
     over = facts.over
     return {
         "name": request.run,
@@ -184,7 +184,7 @@ def _words(request: Request, facts: Facts) -> Mapping[str, object]:
     }
 
 
-def judged(request: Request, facts: Facts) -> Request:
+def judged(request: CheckpointRequest, facts: RequestFacts) -> CheckpointRequest:
     """The request, with what follows from what is known now."""
     row = next((each for each in _ROWS if request.phase in each.before and each.when(request, facts)), None)
     if row is None:
@@ -201,12 +201,12 @@ def judged(request: Request, facts: Facts) -> Request:
     )
 
 
-def request_of(document: Mapping[str, Any]) -> Request:
+def request_of(document: Mapping[str, Any]) -> CheckpointRequest:
     """A CheckpointRequest as the API has it; one without a status is Pending."""
     metadata, spec, status = document["metadata"], document["spec"], document.get("status") or {}
     condition: Mapping[str, Any] = next(iter(status.get("conditions") or ()), {})
     deadline = spec.get("deadline", "10m")
-    return Request(
+    return CheckpointRequest(
         namespace=metadata["namespace"],
         name=metadata["name"],
         uid=metadata["uid"],
@@ -227,7 +227,7 @@ def request_of(document: Mapping[str, Any]) -> Request:
     )
 
 
-def status(request: Request) -> Document:
+def status(request: CheckpointRequest) -> Document:
     """The whole status; a field without a value is left out."""
     found: Document = {"observedGeneration": request.generation, "phase": request.phase.value}
     if request.started_s:

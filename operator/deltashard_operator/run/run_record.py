@@ -23,7 +23,7 @@ from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.observed_object import PodView, Wish, Workload, seconds_of, timestamp
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
-from deltashard_operator.run.watched_run import NO_PART, Kept, Part, Progress, Run
+from deltashard_operator.run.watched_run import NO_PART, NewestCheckpoint, Progress, Run, RunPart
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -217,9 +217,9 @@ def run_of(found: Mapping[str, Any]) -> Run:
     )
 
 
-def _part_of(said: Mapping[str, Any], progress: Progress) -> Part:
+def _part_of(said: Mapping[str, Any], progress: Progress) -> RunPart:
     """The one run of the workload, as far as it is known before its sidecars are heard."""
-    return Part(
+    return RunPart(
         attempt=progress.attempt,
         seq=progress.last_seq,
         committed_at_s=progress.last_commit_at_s,
@@ -227,13 +227,13 @@ def _part_of(said: Mapping[str, Any], progress: Progress) -> Part:
     )
 
 
-def _kept(kept: Kept) -> Document:
+def _kept(kept: NewestCheckpoint) -> Document:
     found = {"seq": kept.seq, "step": kept.step, "time": timestamp(kept.at_s), "bytes": kept.bytes}
     return found | _clipped({"pins": list(kept.pins)})
 
 
-def _kept_of(found: Mapping[str, Any]) -> Kept:
-    return Kept(
+def _kept_of(found: Mapping[str, Any]) -> NewestCheckpoint:
+    return NewestCheckpoint(
         seq=int(found["seq"]),
         step=int(found["step"]),
         at_s=seconds_of(found["time"]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.run import request as requests
-from deltashard_operator.run.request import Facts
+from deltashard_operator.run.request import RequestFacts
 
 from tests.support.server.apiserver import ApiServer, Rest
 
@@ -92,7 +92,7 @@ def test_a_spec_never_changes_and_the_status_is_taken_as_it_is_written(http: Res
     changed = http("PATCH", path, {"spec": {"pin": "other"}}, content=MERGE)
     assert changed.status == 422
     assert "a CheckpointRequest's spec never changes; make another one" in changed.document["message"]
-    failed = requests.judged(requests.request_of(made), Facts(now_s=2e9))
+    failed = requests.judged(requests.request_of(made), RequestFacts(now_s=2e9))
     status = requests.status(failed)
     reply = http("PATCH", f"{path}/status?fieldValidation=Strict", {"status": status}, content=MERGE)
     assert (reply.status, reply.warnings, reply.document["status"]) == (200, [], status)

@@ -10,7 +10,7 @@ from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Heard, Kept, Part, Progress, Run
+from deltashard_operator.run.watched_run import Heard, NewestCheckpoint, Progress, Run, RunPart
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from google.protobuf.message import Message
@@ -43,8 +43,8 @@ LOSS = Loss(
     at=Point(seq=7, trained_s=90.0),
 )
 KEPT = (
-    Kept(seq=7, step=1150, at_s=NOW_S - 30, bytes=1 << 20, pins=("best",)),
-    Kept(seq=6, step=1100, at_s=NOW_S - 330, bytes=1 << 20),
+    NewestCheckpoint(seq=7, step=1150, at_s=NOW_S - 30, bytes=1 << 20, pins=("best",)),
+    NewestCheckpoint(seq=6, step=1100, at_s=NOW_S - 330, bytes=1 << 20),
 )
 DECISION = Decision(
     subject="interval",
@@ -86,7 +86,7 @@ def full_run() -> Run:
                 speaks=True,
             )
         },
-        parts={"": Part(attempt=34, openings=4, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
+        parts={"": RunPart(attempt=34, openings=4, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
         ledger=Ledger(
             restores=2,
             lost_steps=50,

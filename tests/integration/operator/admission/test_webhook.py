@@ -22,14 +22,7 @@ from tests.support.eventually import eventually
 from tests.support.helm import render
 from tests.support.operator import sample
 from tests.support.operator.sample import policy_object
-from tests.support.operator.webhook_process import (
-    WebhookProcess,
-    has_sidecar,
-    job,
-    opted,
-    pod,
-    registered,
-)
+from tests.support.operator.webhook_process import WebhookProcess, has_sidecar, job, opted, pod, registered
 from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
 from tests.support.server.minio_server import free_port
 

@@ -19,7 +19,7 @@ from deltashard_operator.fleet.report import (
     Rank,
     Reply,
     Report,
-    RunState,
+    RunReport,
     Who,
 )
 from deltashard_operator.kube.call import Answer
@@ -144,7 +144,7 @@ class Bench:
                 process="p",
                 sequence=self._sequence,
                 pod=PodState(**state | more),
-                run=RunState(openings=attempt, policy=IN_FORCE),
+                run=RunReport(openings=attempt, policy=IN_FORCE),
                 incidents=incidents,
             )
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from deltashard_operator.controller.pod_note import PodNotes
-from deltashard_operator.controller.requests import Requests
+from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.fleet.report import MAX_ORDERS, Outcome, SaveOrder, SaveOver
@@ -75,7 +75,7 @@ class Bench:
         self.books = Entries(queue=WriteQueue(commit_s=1.0, wall=wall), wall=wall)
         self.entry = self.books.enter(Run(workload=TRAIN, pods={"p-1": pod()}))
         self.books.pods["p-1"] = KEY
-        self.requests = Requests(self.books, call=call, keep_finished_s=3600.0, wall=wall)
+        self.requests = CheckpointRequests(self.books, call=call, keep_finished_s=3600.0, wall=wall)
         self.notes = PodNotes(self.books, call=call, wall=wall)
         self.requests.on_request(api.document)
 

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, RunState, Who
+from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, RunReport, Who
 from deltashard_operator.fleet.report import Phase as At
-from deltashard_operator.run import judgement, run_record, watched_run
+from deltashard_operator.run import judgement, report_change, run_record, watched_run
 from deltashard_operator.run.observed_object import Ending, JobView, NodeView, PodView, Wish, Workload
 from deltashard_operator.run.watched_run import Run
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -49,7 +49,7 @@ def report(
 ) -> Report:
     """A report, a later one than any before.
 
-    Of `more`, fields of `Who`, of the report, of `PodState` and of `RunState` go where they belong. By default its pod
+    Of `more`, fields of `Who`, of the report, of `PodState` and of `RunReport` go where they belong. By default its pod
     has the only rank, and its sidecar tells the run's state; `seq`, `step` and `age_s` are of its newest commit.
     """
     step, seq, attempt = more.pop("step", 10), more.pop("seq", 0), more.setdefault("attempt", 1)
@@ -68,18 +68,18 @@ def report(
         process=more.get("process", f"s-{uid}"),
         sequence=more.get("sequence") or next(_sequence),
         pod=PodState(phase=phase, **of(PodState)),
-        run=RunState(**of(RunState)) if more.get("speaks", True) else None,
+        run=RunReport(**of(RunReport)) if more.get("speaks", True) else None,
         incidents=tuple(incidents),
     )
 
 
 def told(run: Run, said: Report, at_s: float = NOW_S) -> Run:
-    return judged(watched_run.with_report(run, said, at_s)[0], at_s)
+    return judged(report_change.with_report(run, said, at_s)[0], at_s)
 
 
 def reasons(run: Run, said: Report, at_s: float = NOW_S) -> tuple[Run, list[str]]:
     """The run after a report, and the reasons of what people hear of it."""
-    run, first = watched_run.with_report(run, said, at_s)
+    run, first = report_change.with_report(run, said, at_s)
     run, second = judgement.judged(run, NODES, at_s)
     return run, [each.reason for each in (*first, *second)]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.fleet.report import Incident, IncidentKind, Rank, Report
-from deltashard_operator.run import failure, judgement, ledger, run_record, watched_run
+from deltashard_operator.run import failure, judgement, ledger, report_change, run_record, watched_run
 from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
 from deltashard_operator.run.ledger import Ledger, decoded, encoded
 from deltashard_operator.run.observed_object import PodView
@@ -104,7 +104,7 @@ class World:
         return said
 
     def deliver(self, said: Report, *, answered: bool = True) -> None:
-        self.run, notices = watched_run.with_report(self.run, said, self.at_s)
+        self.run, notices = report_change.with_report(self.run, said, self.at_s)
         self.record(notices)
         told = ledger.told(self.durable, self.recorded, said, "")
         for each in self.sidecars:
@@ -280,9 +280,7 @@ LOSSES = st.builds(
 )
 def test_a_ledger_comes_back_as_it_was(found: Ledger, losses: list[Loss], crash: Crash | None) -> None:
     ordered = tuple(sorted(losses, key=lambda each: each.at_s))
-    found = found.with_tallies(
-        {"": Tally(settled=3, openings=4, losses=ordered, crash=crash)}, found.incidents
-    )
+    found = found.with_tallies({"": Tally(settled=3, openings=4, losses=ordered, crash=crash)})
     assert decoded(encoded(found)) == found
 
 
@@ -294,7 +292,7 @@ def test_the_text_has_a_bound_and_the_failures_of_what_is_left_out_stay_in_the_s
             Loss(at_s=NOW_S + n, cause=LossCause.ERROR, message=noise.randbytes(128).hex(), run=str(n))
             for _ in range(2)
         )
-        found = found.with_tallies({str(n): Tally(settled=2, openings=3, losses=losses)}, Incidents())
+        found = found.with_tallies({str(n): Tally(settled=2, openings=3, losses=losses)})
         found = found.with_restored(str(n), n + 1, 1).with_key(noise.randbytes(8).hex(), NOW_S + n)
     text = encoded(found)
     assert len(text) <= ledger.MAX_BYTES
@@ -308,7 +306,7 @@ def test_the_text_has_a_bound_and_the_failures_of_what_is_left_out_stay_in_the_s
     run = watched_run.with_pod(run, pod(index="0"), node_ready=True, now_s=NOW_S)
     for openings, more in ((9, 0), (10, 1)):
         said = report(run="team/train-u-1-0", openings=openings)
-        run = judgement.judged(watched_run.with_report(run, said, NOW_S)[0], NODES, NOW_S)[0]
+        run = judgement.judged(report_change.with_report(run, said, NOW_S)[0], NODES, NOW_S)[0]
         run = judgement.judged(run, NODES, NOW_S + failure.SETTLE_S)[0]
         assert run.failures == found.failures + more
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltashard_operator.fleet.report import MAX_ORDERS, SaveOrder
-from deltashard_operator.run.order import Orders
+from deltashard_operator.run.order import OpenOrders
 
 RUN, OTHER = ("n", "u-1"), ("n", "u-2")
 
@@ -13,7 +13,7 @@ def order(order_id: str = "r-1") -> SaveOrder:
 
 
 def test_an_order_is_named_with_the_time_it_has_left_until_it_is_closed() -> None:
-    orders = Orders()
+    orders = OpenOrders()
     assert orders.open(RUN, order(), 100.0)
     assert orders.open(RUN, order(), 100.0), "again"
     for now_s in (40.0, 90.0):
@@ -25,14 +25,14 @@ def test_an_order_is_named_with_the_time_it_has_left_until_it_is_closed() -> Non
 
 
 def test_an_order_whose_time_is_over_is_closed() -> None:
-    orders = Orders()
+    orders = OpenOrders()
     orders.open(RUN, order(), 100.0)
     assert orders.of(RUN, 100.0) == ()
     assert not orders.has(RUN, "r-1")
 
 
 def test_a_drain_is_ordered_of_each_run_and_closed_for_each() -> None:
-    orders = Orders()
+    orders = OpenOrders()
     for run in (RUN, OTHER):
         orders.open(run, order("drain/node-a/1"), 60.0)
     orders.close("drain/node-a/1", RUN)
@@ -42,7 +42,7 @@ def test_a_drain_is_ordered_of_each_run_and_closed_for_each() -> None:
 
 
 def test_a_run_has_so_many_orders_at_once() -> None:
-    orders = Orders()
+    orders = OpenOrders()
     assert all(orders.open(RUN, order(f"r-{n}"), 9.0) for n in range(MAX_ORDERS))
     assert not orders.open(RUN, order("one more"), 9.0)
     assert orders.open(RUN, order("r-0"), 10.0), "it is there already"

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from deltashard_operator.fleet.report import Phase as At
 from deltashard_operator.fleet.report import Rank, Report
-from deltashard_operator.run import condition, judgement, rank_presence, run_record, schedule, watched_run
+from deltashard_operator.run import (
+    condition,
+    judgement,
+    rank_presence,
+    report_change,
+    run_record,
+    schedule,
+    watched_run,
+)
 from deltashard_operator.run.observed_object import NodeView, PodView, Wish
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.rank_presence import NOBODY
@@ -173,6 +181,6 @@ def test_when_a_sidecar_reports_again(
 
 def test_a_sidecar_is_heard_for_two_and_a_half_beats_of_what_it_was_told() -> None:
     for beat_s in (0.0, 1000.0):
-        run, _ = watched_run.with_report(group(1), said(0, size=1), NOW_S, beat_s=beat_s)
+        run, _ = report_change.with_report(group(1), said(0, size=1), NOW_S, beat_s=beat_s)
         limit_s = SILENT_BEATS * max(beat_s, SPEAKER_BEAT_S)
         assert [len(watched_run.heard(run, NOW_S + limit_s + n)) for n in (0, 1)] == [1, 0]

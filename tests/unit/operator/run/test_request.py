@@ -9,12 +9,20 @@ import pytest
 from deltashard_operator.fleet.report import Outcome, SaveOver
 from deltashard_operator.run import request as requests
 from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.request import ANSWER_S, COMPLETED, FAILED, ORDERED, PENDING, Facts, Request
+from deltashard_operator.run.request import (
+    ANSWER_S,
+    COMPLETED,
+    FAILED,
+    ORDERED,
+    PENDING,
+    CheckpointRequest,
+    RequestFacts,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 BEGAN_S = 1_700_000_000.0
-THERE = Facts(now_s=BEGAN_S, run="train-1")
+THERE = RequestFacts(now_s=BEGAN_S, run="train-1")
 COMMITTED = SaveOver(id="q-1", outcome=Outcome.COMMITTED, step=120, seq=7)
 
 
@@ -27,22 +35,22 @@ def document(status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any
     }
 
 
-def after(*facts: Facts, **spec: Any) -> Request:
+def after(*facts: RequestFacts, **spec: Any) -> CheckpointRequest:
     found = requests.request_of(document(**spec))
     for each in facts:
         found = requests.judged(found, each)
     return found
 
 
-def over(outcome: Outcome, cause: str = "") -> Facts:
+def over(outcome: Outcome, cause: str = "") -> RequestFacts:
     return replace(THERE, over=SaveOver(id="q-1", outcome=outcome, cause=cause))
 
 
-def late(facts: Facts, seconds: float = 300.0) -> Facts:
+def late(facts: RequestFacts, seconds: float = 300.0) -> RequestFacts:
     return replace(facts, now_s=BEGAN_S + seconds)
 
 
-NONE = Facts(now_s=BEGAN_S)
+NONE = RequestFacts(now_s=BEGAN_S)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +77,7 @@ NONE = Facts(now_s=BEGAN_S)
     ],
 )
 def test_what_follows_from_what_is_known(
-    facts: tuple[Facts, ...], phase: requests.RequestPhase, reason: str, message: str
+    facts: tuple[RequestFacts, ...], phase: requests.RequestPhase, reason: str, message: str
 ) -> None:
     found = after(*facts)
     assert (found.phase, found.reason) == (phase, reason)
