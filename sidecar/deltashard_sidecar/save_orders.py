@@ -72,11 +72,7 @@ class SaveOrders:
         """Ask trainers for what is open; notice what is done, or too late."""
         with self._lock:
             still = [known for known in self._known.values() if known.named and known.over is None]
-        done = {
-            name: (checkpoint.step, checkpoint.seq)
-            for checkpoint in (self._state().checkpoints.values() if still else ())
-            for name in checkpoint.metadata.get(ORDERS_KEY, "").split()
-        }
+        done = self._done() if still else {}
         for known in still:
             order, age_s = known.order, time.monotonic() - known.came_s
             if order.id in done:
@@ -91,11 +87,21 @@ class SaveOrders:
             elif known.told is None or known.told.closed:
                 known.told = self._ask(order)
 
+    def _done(self) -> dict[str, tuple[int, int]]:
+        """(step, seq) of the checkpoint by which each order was carried out, as far as the log tells."""
+        return {
+            name: (checkpoint.step, checkpoint.seq)
+            for checkpoint in self._state().checkpoints.values()
+            for name in checkpoint.metadata.get(ORDERS_KEY, "").split()
+        }
+
     def open(self) -> tuple[fleet.SaveOrder, ...]:
-        """Those that a cut which begins now carries out."""
+        """Those that a cut which begins now carries out: what the log has already is not done again."""
         with self._lock:
             known = [each for each in self._known.values() if each.named or each.told is not None]
-            return tuple(each.order for each in known if each.over is None)
+            still = tuple(each.order for each in known if each.over is None)
+        done = self._done() if still else {}
+        return tuple(order for order in still if order.id not in done)
 
     def ended(self, save: Save) -> None:
         commit, (cause, message) = save.commit, save.failure

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.vocabulary import ORDERS_KEY
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -21,7 +22,8 @@ class Pod:
         self.session: Any = SimpleNamespace(closed=False)
         self.asked: list[str] = []
         self.saves: list[Any] = []
-        self.orders = SaveOrders(ask=self.ask, state=lambda: RunState(run="r"), in_flight=lambda: self.saves)
+        self.state: Any = RunState(run="r")
+        self.orders = SaveOrders(ask=self.ask, state=lambda: self.state, in_flight=lambda: self.saves)
 
     def ask(self, order: fleet.SaveOrder) -> Any:
         self.asked.append(order.id)
@@ -96,6 +98,14 @@ def test_who_went_is_asked_no_more_and_who_comes_is(monkeypatch: pytest.MonkeyPa
     pod.end(save, None, Cause.SUPERSEDED)
     pod.orders.look()
     assert pod.orders.over()[0].outcome == fleet.SaveOver.OUTCOME_EXPIRED
+
+
+def test_a_cut_does_not_carry_what_the_log_has() -> None:
+    """Another pod of the group carried it out before this one looked."""
+    pod = Pod()
+    pod.answered("a", "b")
+    pod.state = SimpleNamespace(checkpoints={7: SimpleNamespace(step=3, seq=7, metadata={ORDERS_KEY: "a"})})
+    assert [each.id for each in pod.begin().cut.orders] == ["b"]
 
 
 def test_the_newest_ids_are_remembered() -> None:
