@@ -195,7 +195,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
     ("target", "packages"),
     [
         ("sidecar", ["deltashard_sidecar", "deltashard_cli", "deltashard_proto"]),
-        ("operator", ["deltashard_operator", "deltashard_proto"]),
+        ("operator", ["deltashard_operator"]),  # it has messages of the contract alone: no gRPC
         ("example", ["deltashard"]),
     ],
 )
