@@ -280,7 +280,7 @@ def test_a_directory_that_lets_it_in_later(tmp_path: Path, server: FleetServer) 
             pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
         )
         eventually(lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE), timeout_s=DEADLINE_S)
-        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="the condition")
+        eventually(lambda: not server.last.pod.store_ok, timeout_s=DEADLINE_S, what="the condition")
         one = server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[0]
         assert one.cause == "denied"
         assert url in one.message
@@ -291,7 +291,7 @@ def test_a_directory_that_lets_it_in_later(tmp_path: Path, server: FleetServer) 
         (tmp_path / "next").rename(mount)
         trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
         trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
+        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
         trainer.close()
 
 

@@ -229,6 +229,16 @@ def test_what_is_there_comes_first_then_its_list_then_every_change(
     assert [things.get(f"a{n}") for n in range(1, 5)] == before[1:]
 
 
+def test_a_start_with_six_hundred_objects(api: client.ApiClient, things: Things) -> None:
+    """kopf waits for ever at its start where it has fewer workers than objects."""
+    for n in range(600):
+        things.create(f"many-{n}", n)
+    with Watching(api) as found:
+        found.learns(**{f"many-{n}": n for n in range(600)})
+        things.change("many-7", 1000)
+        eventually(lambda: found.known["many-7"] == 1000, what="a change after the list", timeout_s=240)
+
+
 def test_some_namespaces_are_watched_with_rights_in_them_alone(
     server: ApiServer, api: client.ApiClient, things: Things
 ) -> None:
