@@ -230,7 +230,7 @@ def test_what_is_there_comes_first_then_its_list_then_every_change(
 
 
 def test_a_start_with_six_hundred_objects(api: client.ApiClient, things: Things) -> None:
-    """kopf waits for ever at its start where it has fewer workers than objects."""
+    """Kopf waits for ever at its start where it has fewer workers than objects."""
     for n in range(600):
         things.create(f"many-{n}", n)
     with Watching(api) as found:
