@@ -69,16 +69,6 @@ CRASHES = frozenset({LossCause.OOM_KILLED, LossCause.ERROR, LossCause.EXITED})
 """Causes that are the training container's own end."""
 _OUTER = frozenset(LossCause) - CRASHES - {LossCause.TRAINER_LOST, LossCause.FAILED, LossCause.UNSEEN}
 """Causes from outside of the training: what its other trainers then end of is a consequence."""
-GRACEFUL = frozenset(
-    {
-        LossCause.EVICTED,
-        LossCause.PREEMPTED,
-        LossCause.TAINT_EVICTED,
-        LossCause.NODE_PRESSURE,
-        LossCause.NODE_SHUTDOWN,
-    }
-)
-"""Causes that leave time for a save, so that no step need be lost."""
 
 _DISRUPTIONS = {
     "EvictionByEvictionAPI": LossCause.EVICTED,
@@ -158,14 +148,6 @@ class Interruption:
     nodes: frozenset[str] = frozenset()
     again: bool = False
     """The same crash as the one before, with nothing committed between: a loop, which counts once."""
-
-    @property
-    def asked(self) -> bool:
-        return self.cause in ASKED
-
-    @property
-    def graceful(self) -> bool:
-        return self.cause in GRACEFUL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

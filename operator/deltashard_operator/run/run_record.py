@@ -55,8 +55,6 @@ MATERIAL = frozenset(
     }
 )
 """Fields whose change is worth a write of its own, soon."""
-URGENT = frozenset({"losses", "failures", "conditions"})
-"""... of these, what goes before all else while there is much to write: something went wrong."""
 COMMIT = frozenset({"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks", "newestCheckpoints"})
 """... and those whose change is worth one within half a minute."""
 Document = dict[str, Any]
