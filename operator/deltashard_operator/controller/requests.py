@@ -116,7 +116,7 @@ class CheckpointRequests:
                 run=run.name,
                 finished=run.finished,
                 per_pod=run.wish.runs == RUN_PER_POD,
-                room=orders.has(run.key, request.uid) or not orders.full(run.key),
+                room=orders.has_room(run.key, request.uid),
                 over=known.over.get(run.key),
             )
         known.request = found = requests.judged(request, facts)

@@ -7,8 +7,8 @@ waiting for a condition and counting its age both work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 READY = "Ready"
 STALE = "Stale"
@@ -56,23 +56,13 @@ class Condition:
     since_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """State of a type of condition now."""
-
-    type: str
-    status: str
-    reason: str
-    message: str = ""
-
-
-def fact(type_: str, reason: str, message: str = "", *, status: str = "True") -> Fact:
-    """Fact of a trouble that is so, unless `status` says otherwise; long messages are cut."""
-    return Fact(type=type_, status=status, reason=reason, message=message[:32768])
+def fact(type_: str, reason: str, message: str = "", *, status: str = "True") -> Condition:
+    """A trouble that is so now, unless `status` says otherwise; long messages are cut."""
+    return Condition(type=type_, status=status, reason=reason, message=message[:32768])
 
 
 def updated(
-    before: Iterable[Condition], facts: Iterable[Fact], now_s: float
+    before: Iterable[Condition], facts: Iterable[Condition], now_s: float
 ) -> tuple[tuple[Condition, ...], tuple[Condition, ...]]:
     """The conditions now, and those of them whose status changed.
 
@@ -87,25 +77,13 @@ def updated(
         if new is None:
             if old is None:
                 continue
-            over = old.status == "False"
-            new = Fact(type=type_, status="False", reason=old.reason if over else "Over", message=old.message)
+            new = old if old.status == "False" else replace(old, status="False", reason="Over")
         stays = old is not None and old.status == new.status
-        since_s = old.since_s if old is not None and stays else now_s
-        moved = Condition(
-            type=type_, status=new.status, reason=new.reason, message=new.message, since_s=since_s
-        )
+        moved = replace(new, since_s=old.since_s if old is not None and stays else now_s)
         result.append(moved)
         if not stays and (old is not None or new.status == "True"):
             changed.append(moved)
     return tuple(result), tuple(changed)
-
-
-def is_true(conditions: Iterable[Condition], type_: str) -> bool:
-    return any(each.type == type_ and each.status == "True" for each in conditions)
-
-
-def by_type(conditions: Iterable[Condition]) -> Mapping[str, Condition]:
-    return {each.type: each for each in conditions}
 
 
 def stale_after_s(interval_s: float, durable_s: float) -> float | None:

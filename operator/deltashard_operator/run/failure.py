@@ -69,16 +69,6 @@ CRASHES = frozenset({LossCause.OOM_KILLED, LossCause.ERROR, LossCause.EXITED})
 """Causes that are the training container's own end."""
 _OUTER = frozenset(LossCause) - CRASHES - {LossCause.TRAINER_LOST, LossCause.FAILED, LossCause.UNSEEN}
 """Causes from outside of the training: what its other trainers then end of is a consequence."""
-GRACEFUL = frozenset(
-    {
-        LossCause.EVICTED,
-        LossCause.PREEMPTED,
-        LossCause.TAINT_EVICTED,
-        LossCause.NODE_PRESSURE,
-        LossCause.NODE_SHUTDOWN,
-    }
-)
-"""Causes that leave time for a save, so that no step need be lost."""
 
 _DISRUPTIONS = {
     "EvictionByEvictionAPI": LossCause.EVICTED,
@@ -159,21 +149,13 @@ class Interruption:
     again: bool = False
     """The same crash as the one before, with nothing committed between: a loop, which counts once."""
 
-    @property
-    def asked(self) -> bool:
-        return self.cause in ASKED
-
-    @property
-    def graceful(self) -> bool:
-        return self.cause in GRACEFUL
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
     """The failures of a run in the store so far. Survives the controller in the CheckpointRun's status."""
 
     settled: int = 0
-    """Interruptions after which training was opened again."""
+    """Interruptions after which training was opened again, or bursts of losses while no openings were told."""
     openings: int = 0
     """Openings up to which interruptions are settled; 0: none were ever told."""
     losses: tuple[Loss, ...] = ()
@@ -182,8 +164,6 @@ class Tally:
     """When the newest of them was told first."""
     rose_at_s: float = 0.0
     """When openings were seen to rise beyond the settled ones; 0: they did not."""
-    bursts: int = 0
-    """Interruptions counted without openings."""
     crash: Crash | None = None
     """The newest interruption, if it was a crash."""
 
@@ -196,7 +176,7 @@ class Tally:
         """Interruptions, the one that goes on included."""
         telling = _telling(self.open_losses) if self.openings else None
         going_on = telling is not None and not telling.asked
-        return self.settled + self.bursts + int(going_on)
+        return self.settled + int(going_on)
 
 
 def has_ended(pod: PodView) -> bool:
@@ -283,8 +263,8 @@ def with_loss(tally: Tally, loss: Loss, *, took_part: int = 0) -> tuple[Tally, t
     if tally.openings == 0 and not loss.asked:
         near = any(not each.asked and abs(loss.at_s - each.at_s) <= BURST_S for each in tally.losses)
         if not near:
-            crash, again = _crash_of(tally, (loss,))
-            tally = replace(tally, bursts=tally.bursts + 1, crash=crash)
+            crash, again, _ = _crash_of(tally, (loss,))
+            tally = replace(tally, settled=tally.settled + 1, crash=crash)
             found = (Interruption(cause=loss.cause, nodes=_nodes((loss,), loss), again=again),)
     losses = (*tally.losses, replace(loss, opening=opening))
     return replace(tally, losses=losses[-MAX_LOSSES:]), found
@@ -301,9 +281,9 @@ def with_openings(
         return tally, ()
     if tally.openings == 0:
         # Openings tell from now on. What bursts were seen before is among them.
-        unseen = max(openings - 1 - tally.bursts, 0)
+        unseen = max(openings - 1 - tally.settled, 0)
         tally = replace(tally, openings=openings, opened_at_s=now_s, settled=tally.settled + unseen)
-        return _unseen(tally, unseen, now_s, run), _of_unseen(unseen, again=False)
+        return _with_unseen(tally, unseen, now_s, run, again=False)
     if not tally.rose_at_s:
         return replace(tally, rose_at_s=now_s), ()
     if now_s - tally.rose_at_s < SETTLE_S:
@@ -311,32 +291,27 @@ def with_openings(
     rose = openings - tally.openings
     seen = tuple(each for each in tally.open_losses if each.opening < openings)
     telling = _telling(seen)
-    asked = telling is not None and telling.asked
-    crash, again = _crash_of(tally, seen)
     # Trainers that end faster than their openings settle have their losses together here.
-    unexplained = rose - min(rose, rounds(seen))
-    found: tuple[Interruption, ...] = ()
-    if telling is not None:
-        found = (Interruption(cause=telling.cause, nodes=_nodes(seen, telling), again=again),)
-        more = rose - unexplained - 1
-        alike = min(more, _alike(seen)) if crash is not None else 0
-        found += tuple(
-            replace(found[0], times=times, again=alike_too)
-            for times, alike_too in ((more - alike, False), (alike, True))
-            if times
-        )
-    # The API tells of several quick crashes as one; but what committed since was no part of a loop.
-    looped = crash is not None and crash.times > 1 and seq <= crash.at.seq
-    found = (*found, *_of_unseen(unexplained, again=looped))
+    stops = min(rose, rounds(seen))
+    crash, same, times = _crash_of(tally, seen)
+    again = min(times, stops) - int(not same) if crash is not None else 0
+    found = tuple(
+        Interruption(cause=telling.cause, times=times, nodes=_nodes(seen, telling), again=alike)
+        for times, alike in ((stops - again, False), (again, True))
+        if telling is not None and times
+    )
     tally = replace(
         tally,
-        settled=tally.settled + rose - int(asked),
+        settled=tally.settled + rose - int(telling is not None and telling.asked),
         openings=openings,
         opened_at_s=tally.rose_at_s,
         rose_at_s=0.0,
         crash=crash,
     )
-    return _unseen(tally, unexplained, now_s, run), found
+    # The API tells of several quick crashes as one; but what committed since was no part of a loop.
+    looped = crash is not None and crash.times > 1 and seq <= crash.at.seq
+    tally, unexplained = _with_unseen(tally, rose - stops, now_s, run, again=looped)
+    return tally, (*found, *unexplained)
 
 
 def _telling(seen: tuple[Loss, ...]) -> Loss | None:
@@ -368,40 +343,31 @@ def rounds(losses: tuple[Loss, ...]) -> int:
     return n
 
 
-def _failed(losses: tuple[Loss, ...]) -> tuple[Loss, ...]:
-    """Those whose pods say how they came about, and that nobody wanted."""
-    return tuple(each for each in losses if not each.asked and each.cause is not LossCause.TRAINER_LOST)
-
-
-def _alike(losses: tuple[Loss, ...]) -> int:
-    """How many of the crashes among these came again with nothing committed since the one before."""
-    found: dict[int, dict[str, list[Loss]]] = {}
-    for each in _failed(losses):
-        found.setdefault(each.at.seq, {}).setdefault(each.ending, []).append(each)
-    return sum(max(rounds(tuple(alike)) - 1 for alike in at.values()) for at in found.values())
-
-
-def _crash_of(tally: Tally, losses: tuple[Loss, ...]) -> tuple[Crash | None, bool]:
-    """The crash that these losses are, with those before it that were the same, and whether there were any."""
+def _crash_of(tally: Tally, losses: tuple[Loss, ...]) -> tuple[Crash | None, bool, int]:
+    """The crash that these losses are, with those before if they were the same; whether they were; how many are new."""
     telling = _telling(losses)
-    if telling is None or telling.cause in _OUTER:
-        return None, False
-    failed = _failed(losses)
+    # Those whose pods say how they came about, and that nobody wanted.
+    failed = [each for each in losses if not each.asked and each.cause is not LossCause.TRAINER_LOST]
     endings = tuple(sorted({each.ending for each in failed}))[:MAX_ENDINGS]
-    if not all(endings) or not endings:
-        return None, False
+    if telling is None or telling.cause in _OUTER or not endings or not all(endings):
+        return None, False, 0
     at = Point(seq=max(each.at.seq for each in failed), trained_s=max(each.at.trained_s for each in failed))
-    times = rounds(tuple(each for each in failed if each.at.seq == at.seq))
-    if tally.crash is not None and tally.crash.same(endings, at):
-        return Crash(endings=endings, at=at, times=tally.crash.times + times), True
-    return Crash(endings=endings, at=at, times=times), False
+    alike: dict[str, list[Loss]] = {}
+    for each in failed:
+        if each.at.seq == at.seq:
+            alike.setdefault(each.ending, []).append(each)
+    times = max(rounds(tuple(each)) for each in alike.values())
+    before = tally.crash
+    same = before is not None and before.same(endings, at)
+    known = before.times if before is not None and same else 0
+    return Crash(endings=endings, at=at, times=known + times), same, times
 
 
 def crash_loop(tally: Tally, at: Point) -> Crash | None:
     """The crash loop that goes on, the interruption that is not over included; None where there is none."""
     found = tally.crash
     if tally.openings and tally.open_losses:
-        found, _ = _crash_of(tally, tally.open_losses)
+        found, _, _ = _crash_of(tally, tally.open_losses)
     if found is None or found.times < LOOPS or not found.same(found.endings, at):
         return None
     return found
@@ -414,22 +380,22 @@ def _nodes(losses: tuple[Loss, ...], telling: Loss) -> frozenset[str]:
     return frozenset() if telling.asked else frozenset(each.node for each in alike if each.node)
 
 
-def _of_unseen(n: int, *, again: bool) -> tuple[Interruption, ...]:
-    return (Interruption(cause=LossCause.UNSEEN, times=n, again=again),) if n else ()
-
-
-def _unseen(tally: Tally, n: int, now_s: float, run: str) -> Tally:
+def _with_unseen(
+    tally: Tally, n: int, now_s: float, run: str, *, again: bool
+) -> tuple[Tally, tuple[Interruption, ...]]:
+    """The tally with so many interruptions that are over and that no loss tells of."""
     if not n:
-        return tally
+        return tally, ()
     loss = Loss(
         at_s=now_s,
         cause=LossCause.UNSEEN,
         message=f"training was opened again {n} more time{'s' * (n > 1)} than losses were seen",
         run=run,
-        opening=tally.openings - 1,  # it is over
+        opening=tally.openings - 1,
         interruptions=n,
     )
-    return replace(tally, losses=(*tally.losses, loss)[-MAX_LOSSES:])
+    losses = (*tally.losses, loss)[-MAX_LOSSES:]
+    return replace(tally, losses=losses), (Interruption(cause=LossCause.UNSEEN, times=n, again=again),)
 
 
 def newest(tallies: Mapping[str, Tally]) -> tuple[Loss, ...]:

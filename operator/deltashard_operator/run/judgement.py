@@ -16,8 +16,8 @@ from deltashard_operator.fleet import report
 from deltashard_operator.kube import owner_reference
 from deltashard_operator.run import condition, failure, rank_presence, watched_run
 from deltashard_operator.run import phase as phases
-from deltashard_operator.run.condition import Condition, Fact, fact
-from deltashard_operator.run.observed_object import NodeView, PodView
+from deltashard_operator.run.condition import Condition, fact
+from deltashard_operator.run.observed_object import ABSENT_S, NodeView, PodView
 from deltashard_operator.run.phase import Phase, Signs
 from deltashard_operator.run.rank_presence import RankPresence
 from deltashard_operator.run.watched_run import (
@@ -33,8 +33,6 @@ from deltashard_operator.run.watched_run import (
     with_tallies,
 )
 
-ABSENT_S = 600.0
-"""A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
 SETTLED_S = 60.0
 """A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
 STUCK_S = 10.0
@@ -218,15 +216,30 @@ class Facts:
 
 
 def _stuck(facts: Facts) -> str:
-    pod = stuck_pod(facts.run, facts.nodes, facts.now_s)
-    return _stuck_sentence(pod) if pod is not None else ""
+    """Of a pod whose deletion cannot finish because its node is lost, and that nobody will replace before."""
+    for pod in facts.run.pods.values():
+        overdue = 0 < pod.terminating_at_s <= facts.now_s - STUCK_S
+        node, job = facts.nodes.get(pod.node), facts.run.jobs.get(pod.job_uid)
+        replaced = pod.job_uid and (job is None or job.replaces_lost)
+        if not overdue or not pod.node or pod.over or (node is not None and node.ready) or replaced:
+            continue
+        return (
+            f"pod {pod.name} cannot finish its deletion because node {pod.node} is lost, and it is not replaced before "
+            f"(podReplacementPolicy Failed). If the machine is off for good: `kubectl delete node {pod.node}`, or "
+            f"`kubectl taint node {pod.node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute`"
+        )
+    return ""
 
 
 def _looping(facts: Facts) -> str:
     for part, tally in facts.run.ledger.tallies.items():
         loop = failure.crash_loop(tally, facts.run.at(part))
         if loop is not None:
-            return _loop_sentence(loop, part)
+            whose = f" of run {part}" if part else ""
+            return (
+                f"{' or '.join(loop.endings)}{whose} ended {loop.times} times with no commit between: restarts do not "
+                "help; see the container's log (kubectl logs --previous)"
+            )
     return ""
 
 
@@ -294,15 +307,15 @@ TROUBLES: tuple[tuple[str, str, Callable[[Facts], str]], ...] = (
 """(type, reason, sentence that is empty where it is not so); the first row of a type that holds counts."""
 
 
-def _troubles(facts: Facts) -> Iterable[Fact]:
+def _troubles(facts: Facts) -> Iterable[Condition]:
     """Troubles of a run that is not finished."""
-    found: dict[str, Fact] = {}
+    found: dict[str, Condition] = {}
     for type_, reason, sentence in TROUBLES:
         if type_ not in found and (text := sentence(facts)):
             found[type_] = fact(type_, reason, text)
     for each in facts.run.conditions:
         if each.status == "True" and each.type not in found and _is_held(each.type, facts):
-            found[each.type] = fact(each.type, each.reason, each.message)
+            found[each.type] = each
     return found.values()
 
 
@@ -313,40 +326,7 @@ def _is_held(type_: str, facts: Facts) -> bool:
     return type_ in HELD and (not facts.live or not facts.known)
 
 
-def stuck_pod(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> PodView | None:
-    """A pod whose deletion cannot finish because its node is lost, and that nobody will replace before."""
-    for pod in run.pods.values():
-        if not pod.terminating_at_s or now_s < pod.terminating_at_s + STUCK_S or not pod.node:
-            continue
-        if pod.phase in {"Succeeded", "Failed"}:
-            continue
-        node = nodes.get(pod.node)
-        if node is not None and node.ready:
-            continue
-        job = run.jobs.get(pod.job_uid)
-        if pod.job_uid and (job is None or job.replaces_lost):
-            continue
-        return pod
-    return None
-
-
-def _loop_sentence(loop: failure.Crash, part: str) -> str:
-    whose = f" of run {part}" if part else ""
-    return (
-        f"{' or '.join(loop.endings)}{whose} ended {loop.times} times with no commit between: restarts do not "
-        "help; see the container's log (kubectl logs --previous)"
-    )
-
-
-def _stuck_sentence(pod: PodView) -> str:
-    return (
-        f"pod {pod.name} cannot finish its deletion because node {pod.node} is lost, and it is not replaced before "
-        f"(podReplacementPolicy Failed). If the machine is off for good: `kubectl delete node {pod.node}`, or `kubectl "
-        f"taint node {pod.node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute`"
-    )
-
-
-def _ready(run: Run, facts: Facts, troubles: Iterable[Fact]) -> Fact:
+def _ready(run: Run, facts: Facts, troubles: Iterable[Condition]) -> Condition:
     """Whether newer checkpoints keep coming, by the first of these that holds."""
     unsafe = next((each for each in troubles if each.type in condition.UNSAFE), None)
     presence = facts.presence
@@ -371,12 +351,11 @@ def _ready(run: Run, facts: Facts, troubles: Iterable[Fact]) -> Fact:
     return fact(condition.READY, reason, text, status=status)
 
 
-def _still_ready(facts: Facts) -> Fact | None:
+def _still_ready(facts: Facts) -> Condition | None:
     """The condition as it was, while a controller that starts has not waited for a beat yet."""
-    old = next((each for each in facts.run.conditions if each.type == condition.READY), None)
-    if old is None or facts.now_s - facts.run.watched_since_s > SILENT_BEATS * SPEAKER_BEAT_S:
+    if facts.now_s - facts.run.watched_since_s > SILENT_BEATS * SPEAKER_BEAT_S:
         return None
-    return Fact(type=old.type, status=old.status, reason=old.reason, message=old.message)
+    return next((each for each in facts.run.conditions if each.type == condition.READY), None)
 
 
 _EVENTS = {

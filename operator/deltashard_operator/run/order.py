@@ -26,7 +26,7 @@ class OpenOrders:
 
     def open(self, run_key: RunKey, order: SaveOrder, until_s: float) -> bool:
         """Order this save until then, or change the order of this id; False: there are too many."""
-        if self.full(run_key) and not self.has(run_key, order.id):
+        if not self.has_room(run_key, order.id):
             return False
         self._open.setdefault(run_key, {})[order.id] = order, until_s
         return True
@@ -39,18 +39,16 @@ class OpenOrders:
             if not orders:
                 self._open.pop(key, None)
 
-    def full(self, run_key: RunKey) -> bool:
-        """Whether the run takes no other order now."""
-        return len(self._open.get(run_key, ())) >= MAX_ORDERS or (
-            run_key not in self._open and len(self._open) >= MAX_RUNS
-        )
+    def has_room(self, run_key: RunKey, order_id: str) -> bool:
+        """Whether the run takes this order now, or has it."""
+        orders = self._open.get(run_key)
+        if orders is None:
+            return len(self._open) < MAX_RUNS
+        return order_id in orders or len(orders) < MAX_ORDERS
 
     def forget(self, run_key: RunKey) -> None:
         """The run is over."""
         self._open.pop(run_key, None)
-
-    def has(self, run_key: RunKey, order_id: str) -> bool:
-        return order_id in self._open.get(run_key, ())
 
     def of(self, run_key: RunKey, now_s: float) -> tuple[SaveOrder, ...]:
         """The run's open orders, the oldest first, with the time each has left; those whose time is over are closed."""

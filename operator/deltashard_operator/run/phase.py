@@ -1,6 +1,6 @@
-"""A run's phase: one word for what it is at, from a table read top down. Pure.
+"""A run's phase: one word for what it is at. Pure.
 
-The first row whose test holds is the phase. Reports are those of sidecars that are heard; a run whose sidecars
+Reports are those of sidecars that are heard; a run whose sidecars
 are not heard (the controller started anew, the network is cut) keeps its phase as long as its pods are alive, because
 training needs no controller.
 """
@@ -8,7 +8,6 @@ training needs no controller.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltashard_operator.fleet import report
@@ -51,34 +50,18 @@ class Signs:
 _BEGUN = frozenset({report.Phase.TRAINING, report.Phase.CLOSED})
 _ABSENT = frozenset({report.Phase.WAITING, report.Phase.STOPPING})
 
-TABLE: tuple[tuple[str, Callable[[Signs], bool], Callable[[Signs], Phase]], ...] = (
-    ("the workload ended", lambda s: s.finished, lambda _: Phase.FINISHED),
-    (
-        "no pod is alive",
-        lambda s: not s.alive,
-        lambda s: Phase.RECOVERING if s.started and not s.suspended else Phase.PENDING,
-    ),
-    (
-        "no sidecar is heard",
-        lambda s: not s.heard & (_BEGUN | _ABSENT | {report.Phase.RESTORING}),
-        lambda s: Phase.RECOVERING if s.before is Phase.FINISHED else s.before,
-    ),
-    ("a trainer restores", lambda s: report.Phase.RESTORING in s.heard, lambda _: Phase.RESTORING),
-    (
-        "a trainer is missing",
-        lambda s: bool(s.heard & _ABSENT),
-        lambda s: Phase.RECOVERING if s.started else Phase.PENDING,
-    ),
-    (
-        "ranks are missing",
-        lambda s: s.missing,
-        lambda s: Phase.RECOVERING if s.started else Phase.PENDING,
-    ),
-    ("checkpoints are not safe", lambda s: s.unsafe, lambda _: Phase.DEGRADED),
-    ("all train", lambda _: True, lambda _: Phase.TRAINING),
-)
-"""(when, test, phase); the docs show it."""
-
 
 def phase_of(signs: Signs) -> Phase:
-    return next(phase(signs) for _, test, phase in TABLE if test(signs))
+    """The phase of a run with these signs: of the first test that holds."""
+    begun, was = signs.started, signs.before
+    if signs.finished:
+        return Phase.FINISHED
+    if not signs.alive:
+        return Phase.RECOVERING if begun and not signs.suspended else Phase.PENDING
+    if not signs.heard & (_BEGUN | _ABSENT | {report.Phase.RESTORING}):
+        return Phase.RECOVERING if was is Phase.FINISHED else was
+    if report.Phase.RESTORING in signs.heard:
+        return Phase.RESTORING
+    if signs.missing or signs.heard & _ABSENT:
+        return Phase.RECOVERING if begun else Phase.PENDING
+    return Phase.DEGRADED if signs.unsafe else Phase.TRAINING

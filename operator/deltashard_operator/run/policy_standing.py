@@ -86,30 +86,24 @@ def status(standing: Standing, before: Mapping[str, Any], *, generation: int, no
 
 def _said(standing: Standing, *, proven: bool) -> dict[str, tuple[str, str, str]]:
     """Type -> status, reason, message, of what sidecars can say; `proven`: one has said so, now or before."""
-    found: dict[str, tuple[str, str, str]] = {}
     if standing.without_credentials:
         text = (
             f"pod {standing.without_credentials} finds no credentials: create the Secret, or the service account's "
             "role, that the policy names; no restart is needed"
         )
-        found[CREDENTIALS] = "False", "Absent", text
-    else:
-        found[CREDENTIALS] = "True", "Present", "the sidecars have credentials"
-        found[STORE] = (
-            ("False", "Refused", standing.without_store)
-            if standing.without_store
-            else ("True", "Answers", "the store serves the sidecars")
+        return {CREDENTIALS: ("False", "Absent", text), READY: ("False", CREDENTIALS, text)}
+    found = {CREDENTIALS: ("True", "Present", "the sidecars have credentials")}
+    if proven:
+        found[CREATE_ONLY] = (
+            "True",
+            "Proven",
+            "a sidecar has tried that the store creates only what is absent",
         )
-        if proven:
-            text = "a sidecar has tried that the store creates only what is absent"
-            found[CREATE_ONLY] = "True", "Proven", text
-    wrong = [each for each in (CREDENTIALS, STORE) if found.get(each, ("True",))[0] != "True"]
-    if wrong:
-        _, _, why = found[wrong[0]]
-        found[READY] = "False", wrong[0], why
-    elif proven:
-        found[READY] = "True", "InUse", "runs save by it"
-    else:
-        text = "no sidecar has tried yet whether the store creates only what is absent"
-        found[READY] = "Unknown", "NotProven", text
-    return found
+    if standing.without_store:
+        found[STORE] = "False", "Refused", standing.without_store
+        return found | {READY: ("False", STORE, standing.without_store)}
+    found[STORE] = "True", "Answers", "the store serves the sidecars"
+    if proven:
+        return found | {READY: ("True", "InUse", "runs save by it")}
+    text = "no sidecar has tried yet whether the store creates only what is absent"
+    return found | {READY: ("Unknown", "NotProven", text)}

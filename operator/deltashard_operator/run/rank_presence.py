@@ -30,11 +30,6 @@ class RankPresence:
     def complete(self) -> bool:
         return 0 < self.expected <= self.present
 
-    @property
-    def sentence(self) -> str:
-        """What people read, such as `7/8`; empty where nothing is known."""
-        return f"{self.present}/{self.expected}" if self.expected else ""
-
 
 NOBODY = RankPresence()
 

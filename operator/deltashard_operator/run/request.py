@@ -1,4 +1,4 @@
-"""The life of a CheckpointRequest: what it is now, and what follows from what is known. Pure; `_ROWS` is the table.
+"""The life of a CheckpointRequest: what it is now, and what follows from what is known. Pure.
 
 Pending becomes Ordered when the run is there, and both become Failed at the deadline at the latest. Completed and
 Failed are for good. Nothing is remembered but what the status says: the order's id is the request's UID, so a
@@ -7,10 +7,10 @@ controller that starts anew orders the same save again, not another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from deltashard_operator.api import duration
 from deltashard_operator.fleet.report import Outcome, SaveOrder, SaveOver
@@ -94,110 +94,59 @@ class RequestFacts:
     """What a sidecar of the run reports of this order."""
 
 
-class _Row(NamedTuple):
-    before: frozenset[RequestPhase]
-    when: Callable[[CheckpointRequest, RequestFacts], bool]
-    after: RequestPhase
-    reason: str
-    message: str
-    """With {words} of `_words`."""
-
-
-def _ended(facts: RequestFacts, outcome: Outcome) -> bool:
-    return facts.over is not None and facts.over.outcome is outcome
-
-
-# The first row that holds counts.
-_WAITS, _ASKED = frozenset({PENDING}), frozenset({ORDERED})
 _LATE = "DeadlineExceeded"
-_ROWS = tuple(
-    _Row(*each)
-    for each in (
-        (
-            _ASKED,
-            lambda _, f: _ended(f, Outcome.COMMITTED),
-            COMPLETED,
-            "Saved",
-            "saved at step {step}{pinned}",
-        ),
-        (
-            _ASKED,
-            lambda _, f: _ended(f, Outcome.EXPIRED),
-            FAILED,
-            _LATE,
-            "nothing was saved in {deadline}: {cause}",
-        ),
-        (_ASKED, lambda _, f: f.over is not None, FAILED, "SaveFailed", "the save failed: {cause}"),
-        (OPEN, lambda _, f: bool(f.finished), FAILED, "RunFinished", "run {run} is finished ({finished})"),
-        (_WAITS, lambda _, f: f.per_pod, FAILED, "RunPerPod", "each pod of {run} trains a run of its own"),
-        (
-            _WAITS,
-            lambda r, f: bool(f.run) and f.now_s >= r.until_s,
-            FAILED,
-            _LATE,
-            "run {run} took no order in {deadline}",
-        ),
-        (
-            _WAITS,
-            lambda r, f: f.now_s >= r.until_s,
-            FAILED,
-            _LATE,
-            "in {deadline} there was no CheckpointRun and no run id {name} in this namespace",
-        ),
-        (
-            _ASKED,
-            lambda r, f: f.now_s >= r.answer_until_s,
-            FAILED,
-            _LATE,
-            "no sidecar of the run reported a save in {deadline}",
-        ),
-        (_ASKED, lambda _, f: not f.run, FAILED, "RunGone", "run {name} is gone"),
-        (
-            _WAITS,
-            lambda _, f: bool(f.run) and f.room,
-            ORDERED,
-            "Ordered",
-            "the sidecars of {run} are told to save",
-        ),
-        (_WAITS, lambda _, f: bool(f.run), PENDING, "TooManyOrders", "run {run} has too many open orders"),
-        (
-            _WAITS,
-            lambda _, __: True,
-            PENDING,
-            "RunNotFound",
-            "there is no CheckpointRun and no run id {name} in this namespace yet",
-        ),
-    )
-)
 
 
-def _words(request: CheckpointRequest, facts: RequestFacts) -> Mapping[str, object]:
-    over = facts.over
-    return {
-        "name": request.run,
-        "run": facts.run,
-        "finished": facts.finished,
-        "deadline": request.deadline,
-        "step": over.step if over is not None else 0,
-        "cause": (over.cause if over is not None else "") or "the sidecar gave no reason",
-        "pinned": f", pinned as {request.pin}" if request.pin else "",
-    }
+def _saved(request: CheckpointRequest, over: SaveOver) -> tuple[RequestPhase, str, str]:
+    cause = over.cause or "the sidecar gave no reason"
+    if over.outcome is Outcome.COMMITTED:
+        pinned = f", pinned as {request.pin}" if request.pin else ""
+        return COMPLETED, "Saved", f"saved at step {over.step}{pinned}"
+    if over.outcome is Outcome.EXPIRED:
+        return FAILED, _LATE, f"nothing was saved in {request.deadline}: {cause}"
+    return FAILED, "SaveFailed", f"the save failed: {cause}"
+
+
+def _next(request: CheckpointRequest, facts: RequestFacts) -> tuple[RequestPhase, str, str] | None:
+    """The phase that an open request comes to, why in one word, and in a sentence; None: nothing changes."""
+    run, deadline, asked = facts.run, request.deadline, request.phase is ORDERED
+    late = facts.now_s >= request.until_s
+    if asked and facts.over is not None:
+        return _saved(request, facts.over)
+    if facts.finished:
+        return FAILED, "RunFinished", f"run {run} is finished ({facts.finished})"
+    if asked:
+        if facts.now_s >= request.answer_until_s:
+            return FAILED, _LATE, f"no sidecar of the run reported a save in {deadline}"
+        return None if run else (FAILED, "RunGone", f"run {request.run} is gone")
+    if facts.per_pod:
+        return FAILED, "RunPerPod", f"each pod of {run} trains a run of its own"
+    if not run:
+        nowhere = f"no CheckpointRun and no run id {request.run} in this namespace"
+        if late:
+            return FAILED, _LATE, f"in {deadline} there was {nowhere}"
+        return PENDING, "RunNotFound", f"there is {nowhere} yet"
+    if late:
+        return FAILED, _LATE, f"run {run} took no order in {deadline}"
+    if facts.room:
+        return ORDERED, "Ordered", f"the sidecars of {run} are told to save"
+    return PENDING, "TooManyOrders", f"run {run} has too many open orders"
 
 
 def judged(request: CheckpointRequest, facts: RequestFacts) -> CheckpointRequest:
     """The request, with what follows from what is known now."""
-    row = next((each for each in _ROWS if request.phase in each.before and each.when(request, facts)), None)
-    if row is None:
+    found = _next(request, facts) if request.open else None
+    if found is None:
         return request
-    message = row.message.format_map(_words(request, facts))[:MAX_MESSAGE]
-    found = replace(request, phase=row.after, reason=row.reason, message=message)
-    if found.phase is COMPLETED and facts.over is not None:
-        found = replace(found, step=facts.over.step, seq=facts.over.seq)
+    phase, reason, message = found
+    request = replace(request, phase=phase, reason=reason, message=message[:MAX_MESSAGE])
+    if phase is COMPLETED and facts.over is not None:
+        request = replace(request, step=facts.over.step, seq=facts.over.seq)
     return replace(
-        found,
-        since_s=found.since_s if found.open and found.since_s else facts.now_s,
-        started_s=found.started_s or (facts.now_s if found.phase is ORDERED else 0.0),
-        finished_s=0.0 if found.open else facts.now_s,
+        request,
+        since_s=request.since_s if request.open and request.since_s else facts.now_s,
+        started_s=request.started_s or (facts.now_s if phase is ORDERED else 0.0),
+        finished_s=0.0 if request.open else facts.now_s,
     )
 
 

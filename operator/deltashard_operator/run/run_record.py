@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.vocabulary import bits_of
@@ -55,33 +56,81 @@ MATERIAL = frozenset(
     }
 )
 """Fields whose change is worth a write of its own, soon."""
-URGENT = frozenset({"losses", "failures", "conditions"})
-"""... of these, what goes before all else while there is much to write: something went wrong."""
 COMMIT = frozenset({"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks", "newestCheckpoints"})
 """... and those whose change is worth one within half a minute."""
 Document = dict[str, Any]
 M = TypeVar("M", bound=Message)
 
 
-_COUNTS: Mapping[str, str] = {
-    "step": "step",
-    "attempt": "attempt",
-    "worldSize": "world_size",
-    "ranksPresent": "ranks_present",
-    "partialRecoveries": "partial_recoveries",
-    "lastCommittedStep": "last_step",
-    "lastCommitSeq": "last_seq",
-    "storedBytes": "stored_bytes",
-    "checkpoints": "checkpoints",
+# Field of the status -> of the value that has it: a time where that ends in `_s`. With `?` what is empty is left out.
+_RUN = {
+    "phaseSince?": "phase_since_s",
+    "trainingSince?": "trains_since_s",
+    "startedAt?": "started_at_s",
+    "finishedAt?": "finished_at_s",
+    "finishedReason?": "finished",
+    "store?": "store",
 }
-"""Field of the status -> of `Progress`; 0 is left out."""
-_TIMES: Mapping[str, str] = {
-    "phaseSince": "phase_since_s",
-    "trainingSince": "trains_since_s",
-    "startedAt": "started_at_s",
-    "finishedAt": "finished_at_s",
+_PROGRESS = {
+    "step?": "step",
+    "attempt?": "attempt",
+    "worldSize?": "world_size",
+    "ranksPresent?": "ranks_present",
+    "partialRecoveries?": "partial_recoveries",
+    "lastCommittedStep?": "last_step",
+    "lastCommitSeq?": "last_seq",
+    "lastCommitTime?": "last_commit_at_s",
+    "storedBytes?": "stored_bytes",
+    "checkpoints?": "checkpoints",
 }
-"""Field of the status -> of `Run`."""
+_WORKLOAD = {"kind": "kind", "name": "name", "uid": "uid", "apiVersion?": "api_version"}
+_POD = {"name": "name", "uid": "uid", "node?": "node", "index?": "index", "phase?": "shown_phase"}
+_CHECKPOINT = {"seq": "seq", "step": "step", "time": "at_s", "bytes": "bytes", "pins?": "pins"}
+_RECLAIM = {"state": "state", "since": "since_s", "message": "message", "due?": "due_s", "tries?": "tries"}
+_CONDITION = {
+    "type": "type",
+    "status": "status",
+    "reason": "reason",
+    "message": "message",
+    "lastTransitionTime": "since_s",
+}
+_LOSS = {
+    "time": "at_s",
+    "cause": "cause",
+    "message?": "message",
+    "pod?": "pod",
+    "node?": "node",
+    "index?": "run",
+    "asked?": "asked",
+    "ending?": "ending",
+}
+
+
+def _fields(value: object, names: Mapping[str, str]) -> Document:
+    """Fields of a value as the API has them, by such a table."""
+    found: Document = {}
+    for key, name in names.items():
+        each = getattr(value, name)
+        if key.endswith("?") and not each:
+            continue
+        if name.endswith("_s"):
+            each = timestamp(each)
+        elif isinstance(each, tuple):
+            each = list(each)
+        elif isinstance(each, StrEnum):
+            each = each.value
+        found[key.removesuffix("?")] = each
+    return found
+
+
+def _read(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of a value that `_fields` told; what is not there is left to its default."""
+    known = {name: found.get(key.removesuffix("?")) for key, name in names.items()}
+    return {
+        name: seconds_of(each) if name.endswith("_s") else tuple(each) if isinstance(each, list) else each
+        for name, each in known.items()
+        if each is not None
+    }
 
 
 def run_label(run_id: str) -> str:
@@ -93,8 +142,6 @@ def run_label(run_id: str) -> str:
 
 def document(run: Run) -> Document:
     workload = run.workload
-    names = {"kind": workload.kind, "name": workload.name, "uid": workload.uid}
-    reference = names | _clipped({"apiVersion": workload.api_version})
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -106,7 +153,7 @@ def document(run: Run) -> Document:
         "spec": {
             "runId": run.run_id,
             "policy": run.wish.policy,
-            "workload": reference,
+            "workload": _fields(workload, _WORKLOAD),
             **({"runs": run.wish.runs} if run.wish.runs else {}),
         },
     }
@@ -117,23 +164,21 @@ def status(run: Run, now_s: float) -> Document:
     progress, policy = run.progress, run.progress.policy
     interval = next((each for each in progress.decisions if each.subject == "interval"), Decision())
     found: Document = {
-        **{key: _time(getattr(run, name)) for key, name in _TIMES.items()},
-        **{key: getattr(progress, name) or None for key, name in _COUNTS.items()},
+        **_fields(run, _RUN),
+        **_fields(progress, _PROGRESS),
         "observedTime": timestamp(now_s),
         "phase": run.phase.value,
         "ranks": f"{progress.ranks_present}/{progress.world_size}" if progress.world_size else None,
         "stallSeconds": f"{progress.stall_s:.3g}" if progress.stall_s else None,
         "lostSamplesShare": f"{progress.lost_share:.6g}" if progress.partial_recoveries else None,
-        "lastCommitTime": _time(progress.last_commit_at_s),
         "intervalSeconds": math.ceil(policy.every_s) if policy.encoding else None,
         "intervalMilliseconds": _milliseconds(policy.every_s) if policy.encoding else None,
         "everySteps": policy.every_steps or None,
         "encoding": policy.encoding or None,
         "bits": bits_of(policy.encoding),
         "differential": policy.differential or None,
-        "store": run.store or None,
         "stored": human_bytes(progress.stored_bytes) if progress.stored_bytes else None,
-        "newestCheckpoints": list(map(_kept, run.parts.get("", NO_PART).kept)) or None,
+        "newestCheckpoints": [_fields(each, _CHECKPOINT) for each in run.parts.get("", NO_PART).kept] or None,
         "restores": run.ledger.restores,
         "lostSteps": run.ledger.lost_steps,
         "failures": run.failures,
@@ -144,11 +189,10 @@ def status(run: Run, now_s: float) -> Document:
         "goal": interval.goal or policy.goal or None,
         "why": _short(interval.why) or None,
         "measured": _measured(progress.measured) if progress.measured is not None else None,
-        "finishedReason": run.finished or None,
-        "reclaim": _reclaim(run.reclaim) if run.reclaim is not None else None,
+        "reclaim": _fields(run.reclaim, _RECLAIM) if run.reclaim is not None else None,
         "losses": [_loss(each) for each in failure.newest(run.ledger.tallies)] or None,
         "pods": _pods(run) or None,
-        "conditions": [_condition(each) for each in run.conditions] or None,
+        "conditions": [_fields(each, _CONDITION) for each in run.conditions] or None,
         "ledger": run.ledger.text or None,
     }
     return {key: value for key, value in found.items() if value is not None}
@@ -167,14 +211,7 @@ def patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Document:
 
 def run_of(found: Mapping[str, Any]) -> Run:
     spec, said = found["spec"], found.get("status") or {}
-    reference = spec["workload"]
-    workload = Workload(
-        namespace=found["metadata"]["namespace"],
-        kind=reference["kind"],
-        name=reference["name"],
-        uid=reference["uid"],
-        api_version=reference.get("apiVersion", ""),
-    )
+    workload = Workload(namespace=found["metadata"]["namespace"], **_read(spec["workload"], _WORKLOAD))
     own = f"{workload.name}-{workload.uid}"
     run = Run(
         workload=workload,
@@ -191,28 +228,26 @@ def run_of(found: Mapping[str, Any]) -> Run:
         for each in said.get("conditions") or ()
         if each["status"] == "True"
     }
-    times: dict[str, Any] = {name: seconds_of(said.get(key)) for key, name in _TIMES.items()}
     progress, counted = _progress_of(said), ledger.decoded(said.get("ledger", ""))
+    written_s = seconds_of(said.get("observedTime"))
     return replace(
         run,
-        **times,
+        **_read(said, _RUN),
         ledger=counted,
         progress=progress,
         parts={} if run.per_pod or any(counted.tallies) else {"": _part_of(said, progress)},
         ranks={each["uid"]: tuple(each["ranks"]) for each in said.get("pods") or () if each.get("ranks")},
         phase=phase.Phase(said.get("phase", "Pending")),
         trained_s=float(said.get("trainedSeconds", 0)),
-        seen_s=seconds_of(said.get("observedTime")),
-        judged_s=seconds_of(said.get("observedTime")),
-        reloaded_s=seconds_of(said.get("observedTime")),
-        conditions=tuple(map(_condition_of, said.get("conditions") or ())),
-        finished=said.get("finishedReason", ""),
+        seen_s=written_s,
+        judged_s=written_s,
+        reloaded_s=written_s,
+        conditions=tuple(Condition(**_read(each, _CONDITION)) for each in said.get("conditions") or ()),
         fenced=kept.get("Fenced", ""),
         tracking=kept.get("TrackingFault", ""),
         fell_back=kept.get("FellBack", ""),
         failing=kept.get("StoreUnavailable", ""),
         taken_by=kept.get("RunIdTaken", ""),
-        store=said.get("store", ""),
         reclaim=_reclaim_of(said["reclaim"]) if said.get("reclaim") else None,
     )
 
@@ -223,44 +258,16 @@ def _part_of(said: Mapping[str, Any], progress: Progress) -> RunPart:
         attempt=progress.attempt,
         seq=progress.last_seq,
         committed_at_s=progress.last_commit_at_s,
-        kept=tuple(map(_kept_of, said.get("newestCheckpoints") or ())),
+        kept=tuple(
+            NewestCheckpoint(**_read(each, _CHECKPOINT)) for each in said.get("newestCheckpoints") or ()
+        ),
     )
-
-
-def _kept(kept: NewestCheckpoint) -> Document:
-    found = {"seq": kept.seq, "step": kept.step, "time": timestamp(kept.at_s), "bytes": kept.bytes}
-    return found | _clipped({"pins": list(kept.pins)})
-
-
-def _kept_of(found: Mapping[str, Any]) -> NewestCheckpoint:
-    return NewestCheckpoint(
-        seq=int(found["seq"]),
-        step=int(found["step"]),
-        at_s=seconds_of(found["time"]),
-        bytes=int(found.get("bytes", 0)),
-        pins=tuple(found.get("pins") or ()),
-    )
-
-
-def _reclaim(reclaim: Reclaim) -> Document:
-    return {
-        "state": reclaim.state.value,
-        "since": timestamp(reclaim.since_s),
-        "message": reclaim.message,
-        **_clipped({"due": _time(reclaim.due_s), "tries": reclaim.tries}),
-    }
 
 
 def _reclaim_of(found: Mapping[str, Any]) -> Reclaim:
-    state = found["state"]
-    return Reclaim(
-        # One of a newer controller's: nothing is removed for it.
-        state=ReclaimState(state) if state in set(ReclaimState) else ReclaimState.KEPT,
-        since_s=seconds_of(found["since"]),
-        message=found.get("message", ""),
-        due_s=seconds_of(found.get("due")),
-        tries=int(found.get("tries", 0)),
-    )
+    # A state of a newer controller's: nothing is removed for it.
+    state = ReclaimState(found["state"]) if found["state"] in set(ReclaimState) else ReclaimState.KEPT
+    return Reclaim(**_read(found, _RECLAIM) | {"state": state})
 
 
 def _policy_of(said: Mapping[str, Any]) -> pb.Policy:
@@ -274,10 +281,8 @@ def _policy_of(said: Mapping[str, Any]) -> pb.Policy:
 
 
 def _progress_of(said: Mapping[str, Any]) -> Progress:
-    counts: dict[str, Any] = {name: int(said.get(key, 0)) for key, name in _COUNTS.items()}
     return Progress(
-        **counts,
-        last_commit_at_s=seconds_of(said.get("lastCommitTime")),
+        **_read(said, _PROGRESS),
         stall_s=float(said.get("stallSeconds", 0)),
         lost_share=float(said.get("lostSamplesShare", 0)),
         policy=_policy_of(said),
@@ -296,35 +301,14 @@ def human_bytes(n: int) -> str:
     return f"{value:.0f}{unit}" if unit == "B" or value >= 100 else f"{value:.3g}{unit}"
 
 
-def _time(at_s: float) -> str | None:
-    return timestamp(at_s) if at_s else None
-
-
 def _milliseconds(every_s: float) -> int | None:
     """An interval that is not of whole seconds; None for one that is. The policy's words are no finer than this."""
     return None if every_s.is_integer() else max(round(every_s * 1000), 1)
 
 
-def _clipped(entries: Mapping[str, Any]) -> Document:
-    return {key: value for key, value in entries.items() if value not in ("", None, 0, [], False)}
-
-
 def _loss(loss: Loss) -> Document:
-    return {
-        "time": timestamp(loss.at_s),
-        "cause": loss.cause.value,
-        **_clipped(
-            {
-                "message": loss.message,
-                "pod": loss.pod,
-                "node": loss.node,
-                "index": loss.run,
-                "asked": loss.asked,
-                "ending": loss.ending,
-                "interruptions": loss.interruptions if loss.interruptions > 1 else None,
-            }
-        ),
-    }
+    more = {"interruptions": loss.interruptions} if loss.interruptions > 1 else {}
+    return _fields(loss, _LOSS) | more
 
 
 def _short(why: str) -> str:
@@ -373,30 +357,4 @@ def _pods(run: Run) -> list[Document]:
 def _pod(run: Run, pod: PodView) -> Document:
     heard = run.heard.get(pod.uid)
     ranks = run.ranks.get(pod.uid, ()) if heard is None else {each.rank for each in heard.pod.ranks}
-    return {
-        "name": pod.name,
-        "uid": pod.uid,
-        **_clipped(
-            {"node": pod.node, "index": pod.index, "phase": pod.shown_phase, "ranks": sorted(ranks)[:1024]}
-        ),
-    }
-
-
-def _condition(condition: Condition) -> Document:
-    return {
-        "type": condition.type,
-        "status": condition.status,
-        "reason": condition.reason,
-        "message": condition.message,
-        "lastTransitionTime": timestamp(condition.since_s),
-    }
-
-
-def _condition_of(found: Mapping[str, Any]) -> Condition:
-    return Condition(
-        type=found["type"],
-        status=found["status"],
-        reason=found["reason"],
-        message=found.get("message", ""),
-        since_s=seconds_of(found["lastTransitionTime"]),
-    )
+    return _fields(pod, _POD) | ({"ranks": sorted(ranks)[:1024]} if ranks else {})

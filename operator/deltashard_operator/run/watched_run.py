@@ -35,8 +35,7 @@ from deltashard_operator.run.reclaim import Reclaim
 V = TypeVar("V")
 MAX_NAME = 63
 MAX_NODES = 64
-"""Nodes of a run whose failures are kept apart."""
-NO_WISH = Wish()
+"""Nodes whose failures are kept apart."""
 NO_NODES: Mapping[str, NodeView] = {}
 SPEAKER_BEAT_S = 60.0
 """Between the reports of a sidecar that speaks for its run, when nothing changes."""
@@ -152,7 +151,7 @@ class Run:
     """Everything known of a run. Mappings are never changed in place."""
 
     workload: Workload
-    wish: Wish = NO_WISH
+    wish: Wish = field(default_factory=Wish)
     jobs: Mapping[str, JobView] = field(default_factory=dict)
     pods: Mapping[str, PodView] = field(default_factory=dict)
     heard: Mapping[str, Heard] = field(default_factory=dict)
@@ -259,14 +258,8 @@ def policy_in_force(run: Run, part: str) -> pb.Policy:
 
 
 def with_job(run: Run, job: JobView, now_s: float) -> Run:
-    return replace(run, jobs={**run.jobs, job.uid: job}, wish=_wish(run, job.wish), seen_s=now_s)
-
-
-def _wish(run: Run, wish: Wish) -> Wish:
-    # A Job says more than its pods: annotations of its own metadata are not on them.
-    if run.jobs and len(wish.overrides) < len(run.wish.overrides):
-        return run.wish
-    return wish
+    said = run.wish if run.jobs and len(job.wish.overrides) < len(run.wish.overrides) else job.wish
+    return replace(run, jobs={**run.jobs, job.uid: job}, wish=said, seen_s=now_s)
 
 
 def without_job(run: Run, uid: str, now_s: float) -> Run:
@@ -282,22 +275,19 @@ def without_job(run: Run, uid: str, now_s: float) -> Run:
 def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
     """The run after a pod of it was seen; its loss or its container's restart is counted, once."""
     before = run.pods.get(pod.uid)
+    first = before is None
     if before is not None and pod.disruption == "" and before.disruption:
         pod = replace(pod, disruption=before.disruption, disruption_message=before.disruption_message)
     run = replace(
         run,
         pods={**run.pods, pod.uid: pod},
-        wish=run.wish if run.jobs else _wish(run, pod.wish),
+        wish=run.wish if run.jobs else pod.wish,  # annotations of a Job's own metadata are not on its pods
         seen_s=now_s if pod.alive or before is None else run.seen_s,
     )
     if pod.restarts > (before.restarts if before is not None else 0):
-        run = _with_end(
-            run, pod, failure.loss_of_restart(pod, now_s), str(pod.restarts), first=before is None
-        )
+        run = _with_end(run, pod, failure.loss_of_restart(pod, now_s), str(pod.restarts), first=first)
     if before is None or not failure.has_ended(before):
-        run = _with_loss_of_pod(
-            run, pod, gone=False, node_ready=node_ready, now_s=now_s, first=before is None
-        )
+        run = _with_loss_of_pod(run, pod, gone=False, node_ready=node_ready, now_s=now_s, first=first)
     return run
 
 

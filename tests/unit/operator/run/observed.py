@@ -9,6 +9,7 @@ from typing import Any
 from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, RunReport, Who
 from deltashard_operator.fleet.report import Phase as At
 from deltashard_operator.run import judgement, report_change, run_record, watched_run
+from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.observed_object import Ending, JobView, NodeView, PodView, Wish, Workload
 from deltashard_operator.run.watched_run import Run
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -82,6 +83,10 @@ def reasons(run: Run, said: Report, at_s: float = NOW_S) -> tuple[Run, list[str]
     run, first = report_change.with_report(run, said, at_s)
     run, second = judgement.judged(run, NODES, at_s)
     return run, [each.reason for each in (*first, *second)]
+
+
+def by_type(run: Run) -> dict[str, Condition]:
+    return {each.type: each for each in run.conditions}
 
 
 def judged(run: Run, at_s: float = NOW_S) -> Run:

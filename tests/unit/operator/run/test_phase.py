@@ -83,7 +83,7 @@ def test_every_combination_has_a_phase_and_finished_means_what_it_says(signs: Si
 
 
 def at(found: tuple[Condition, ...], type_: str) -> Condition:
-    return condition.by_type(found)[type_]
+    return next(each for each in found if each.type == type_)
 
 
 def test_a_condition_moves_its_time_with_its_status_alone() -> None:

@@ -9,7 +9,6 @@ import pytest
 from deltashard_operator.fleet.report import Phase as At
 from deltashard_operator.fleet.report import Rank, Report
 from deltashard_operator.run import (
-    condition,
     judgement,
     rank_presence,
     report_change,
@@ -27,6 +26,7 @@ from tests.unit.operator.run.observed import (
     NOW_S,
     RUN,
     TRAIN,
+    by_type,
     judged,
     pod,
     report,
@@ -99,7 +99,7 @@ def test_ranks_of_an_attempt_that_is_over_are_not_counted() -> None:
 def test_a_pod_that_goes_leaves_its_run_with_three_of_four() -> None:
     run = judged(without(group(), 3))
     assert shown(run) == ("3/4", Phase.RECOVERING)
-    assert "3 of 4 ranks are there" in condition.by_type(run.conditions)["Ready"].message
+    assert "3 of 4 ranks are there" in by_type(run)["Ready"].message
     for n in range(3):  # torchrun ends the others, and waits for the fourth
         run = told(run, said(n, phase=At.WAITING))
     assert shown(run) == ("0/4", Phase.RECOVERING)

@@ -17,7 +17,7 @@ from deltashard_operator.run import (
     run_record,
     watched_run,
 )
-from deltashard_operator.run.observed_object import NodeView, Wish, Workload, seconds_of
+from deltashard_operator.run.observed_object import ABSENT_S, NodeView, Wish, Workload, seconds_of
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -29,6 +29,7 @@ from tests.unit.operator.run.observed import (
     RUN,
     TRAIN,
     again,
+    by_type,
     ended,
     job,
     judged,
@@ -46,7 +47,7 @@ K = IncidentKind
 
 
 def is_true(run: Run, type_: str) -> bool:
-    return condition.is_true(run.conditions, type_)
+    return type_ in (found := by_type(run)) and found[type_].status == "True"
 
 
 def test_a_name_holds_the_workloads_and_enough_of_its_uid() -> None:
@@ -96,7 +97,7 @@ def test_what_only_an_incident_tells_stays_until_it_is_over_and_survives_the_con
     run, events = reasons(training(), report(incidents=[incident]))
     assert events == [event]
     for each in (run, judged(again(run))):
-        assert "as it is (3 times)" in condition.by_type(each.conditions)[type_].message
+        assert "as it is (3 times)" in by_type(each)[type_].message
         assert is_true(each, type_)
     if kind is not K.FELL_BACK:
         over = told(run, report(attempt=2, incidents=[incident]))
@@ -248,7 +249,7 @@ def test_a_run_whose_sidecars_are_not_heard_keeps_its_phase_and_is_not_called_st
         assert is_true(judged(each, NOW_S + 1), condition.READY), "no controller's start changes it"
         run = judged(judged(each, NOW_S + 1), NOW_S + 3600)
         assert run.phase is Phase.TRAINING
-        assert condition.by_type(run.conditions)[condition.READY].status == "Unknown"
+        assert by_type(run)[condition.READY].status == "Unknown"
         assert not is_true(run, condition.STALE)
 
 
@@ -351,7 +352,7 @@ def test_a_statefulset_is_over_long_after_its_last_pod_and_begins_anew_with_the_
     run = seen(Run(workload=workload), pod(workload=workload, job_uid=""))
     run = watched_run.without_pod(run, "p-1", node_ready=True, now_s=NOW_S)
     assert not judged(run, NOW_S + 60).finished
-    run = judged(run, NOW_S + judgement.ABSENT_S)
+    run = judged(run, NOW_S + ABSENT_S)
     assert run.finished == "Deleted"
     assert not judged(seen(run, pod(uid="p-2", workload=workload, job_uid="")), NOW_S + 5000).finished
 
