@@ -124,17 +124,14 @@ class Controller:
         """How many are heard, as counted last."""
         self._gathered = False
         self.loaded = False
-        metrics.follow(self)
+        metrics.follow(self.runs)
+        metrics.queue.set_function(lambda: len(self.queue))
 
     def __len__(self) -> int:
         return len(self._books)
 
     def runs(self) -> Iterator[Run]:
         return (each.run for each in self._books)
-
-    def unwritten(self) -> int:
-        """How much is not written though it is due."""
-        return len(self.queue)
 
     @property
     def synced(self) -> bool:
@@ -328,7 +325,7 @@ class Controller:
                     self.tick()
                     await asyncio.sleep(TICK_S / 5)
         except TimeoutError:
-            _log.warning("controller.not_drained", runs=self.unwritten())
+            _log.warning("controller.not_drained", runs=len(self.queue))
         await self._teller.drain(1.0)
 
 
