@@ -87,38 +87,24 @@ class Controller:
         self._leads = leads
         self._statuses = Statuses(call, namespaces)
         self._teller = teller
-        self._defaults = defaults
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
         self._wall = wall
         self.queue = WriteQueue(commit_s=status_interval_s, wall=wall)
-        self._books = books = Entries(queue=self.queue, wall=wall)
-        self._requests = CheckpointRequests(books, call=call, keep_finished_s=keep_finished_s, wall=wall)
-        self._notes = PodNotes(books, call=call, wall=wall) if annotate_pods else None
+        self._books = books = Entries(
+            call=call, defaults=defaults, metrics=metrics, queue=self.queue, wall=wall
+        )
+        self._requests = CheckpointRequests(books, keep_finished_s=keep_finished_s)
+        self._notes = PodNotes(books) if annotate_pods else None
         self.watches = Watches(
             books,
-            call=call,
-            metrics=metrics,
             keep_finished_s=keep_finished_s,
             disruption_taints=disruption_taints,
             more=(self._requests.kind,),
-            wall=wall,
         )
-        self._writes = Writes(books, statuses=self._statuses, teller=teller, metrics=metrics, wall=wall)
-        self._policies = PolicyWriter(
-            books,
-            call=call,
-            defaults=defaults,
-            count=lambda outcome: metrics.writes.labels(outcome).inc(),
-            wall=wall,
-        )
-        self._reclaims = Reclaimer(
-            books,
-            call=call,
-            defaults=defaults,
-            count=lambda outcome: metrics.reclaims.labels(outcome).inc(),
-            wall=wall,
-        )
+        self._writes = Writes(books, statuses=self._statuses, teller=teller)
+        self._policies = PolicyWriter(books)
+        self._reclaims = Reclaimer(books)
         self._judged_all_s = 0.0
         self._sidecars = 0
         """How many are heard, as counted last."""
@@ -301,10 +287,10 @@ class Controller:
         if entry.decided is not None and entry.decided[:2] == (self._books.serial, run.wish):
             return entry.decided[2]
         wanted: pb.Policy | None = None
-        spec = self._books.spec_of(run, self._defaults)
+        spec = self._books.spec_of(run)
         if spec is not None:
             try:
-                wanted = directive.decided(spec, self._defaults.spec(), run.wish)
+                wanted = directive.decided(spec, self._books.defaults.spec(), run.wish)
             except (Refusal, DeltashardError) as error:
                 self.metrics.undecided.inc()
                 _log.warning(

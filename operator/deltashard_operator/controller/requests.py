@@ -6,7 +6,7 @@ ended is written, so that a sidecar reports the end again to a controller that s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.status import ROOT, StatusRefused
 from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.fleet.report import RunKey, SaveOver
-from deltashard_operator.kube.call import MERGE, Answer, Caller
+from deltashard_operator.kube.call import MERGE, Answer
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import request as requests
 from deltashard_operator.run import run_record
@@ -46,14 +46,10 @@ class _Known:
 class CheckpointRequests:
     """All requests of a controller; on its loop."""
 
-    def __init__(
-        self, books: Entries, *, call: Caller, keep_finished_s: float, wall: Callable[[], float]
-    ) -> None:
+    def __init__(self, books: Entries, *, keep_finished_s: float) -> None:
         """`keep_finished_s`: a request is removed so long after its end."""
         self._books = books
-        self._call = call
         self._keep_finished_s = keep_finished_s
-        self._wall = wall
         self._known: dict[str, _Known] = {}
         """By UID."""
         self._looked_s = float("-inf")
@@ -93,7 +89,7 @@ class CheckpointRequests:
 
     def tick(self) -> None:
         """Draw conclusions, when it is time; to be called when everything that there is was seen."""
-        now_s = self._wall()
+        now_s = self._books.wall()
         if abs(now_s - self._looked_s) < LOOK_S:
             return
         self._looked_s = now_s
@@ -150,9 +146,9 @@ class CheckpointRequests:
         wanted = requests.status(request)
         metadata = {"uid": request.uid, "resourceVersion": known.version}
         body = {"metadata": metadata, "status": run_record.patch(known.written, wanted)}
-        answer = await self._call("PATCH", f"{_path(request)}/status", body, content=MERGE, tries=2)
+        answer = await self._books.call("PATCH", f"{_path(request)}/status", body, content=MERGE, tries=2)
         if answer.status == 409:  # somebody else wrote it: what is known is judged again
-            answer = await self._call("GET", _path(request))
+            answer = await self._books.call("GET", _path(request))
             if answer.ok and answer.document["metadata"]["uid"] == request.uid:
                 self._read(answer.document)
         elif answer.ok:
@@ -161,7 +157,7 @@ class CheckpointRequests:
 
     async def _remove(self, known: _Known) -> None:
         request = known.request
-        answer = await self._call("DELETE", _path(request), {"preconditions": {"uid": request.uid}})
+        answer = await self._books.call("DELETE", _path(request), {"preconditions": {"uid": request.uid}})
         _check(answer, request)
 
 

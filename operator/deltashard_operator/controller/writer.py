@@ -8,12 +8,11 @@ what it counts: sidecars tell again what is not in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from deltashard_operator.controller.event import Teller, regarding
-from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.status import Conflict, Statuses, StatusRefused, served
 from deltashard_operator.controller.write_queue import Rank
@@ -28,20 +27,12 @@ Document = Mapping[str, Any]
 class Writes:
     """Writes of all runs."""
 
-    def __init__(
-        self,
-        books: Entries,
-        *,
-        statuses: Statuses,
-        teller: Teller,
-        metrics: ControllerMetrics,
-        wall: Callable[[], float],
-    ) -> None:
+    def __init__(self, books: Entries, *, statuses: Statuses, teller: Teller) -> None:
         self._books = books
         self._statuses = statuses
         self._teller = teller
-        self._metrics = metrics
-        self._wall = wall
+        self._metrics = books.metrics
+        self._wall = books.wall
 
     def look(self, entry: Entry, now_s: float) -> None:
         """Offer what is to be written of a run, and tell what may be told."""

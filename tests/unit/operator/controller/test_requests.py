@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.pod_note import PodNotes
 from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_book import Entries
@@ -72,11 +74,17 @@ class Bench:
             return self.now_s
 
         call = cast(Caller, api)
-        self.books = Entries(queue=WriteQueue(commit_s=1.0, wall=wall), wall=wall)
+        self.books = Entries(
+            call=call,
+            defaults=Defaults(None, None),
+            metrics=ControllerMetrics(),
+            queue=WriteQueue(commit_s=1.0, wall=wall),
+            wall=wall,
+        )
         self.entry = self.books.enter(Run(workload=TRAIN, pods={"p-1": pod()}))
         self.books.pods["p-1"] = KEY
-        self.requests = CheckpointRequests(self.books, call=call, keep_finished_s=3600.0, wall=wall)
-        self.notes = PodNotes(self.books, call=call, wall=wall)
+        self.requests = CheckpointRequests(self.books, keep_finished_s=3600.0)
+        self.notes = PodNotes(self.books)
         self.requests.on_request(api.document)
 
     async def go(self, seconds: float = 3.0) -> None:
