@@ -27,6 +27,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.controller import status
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.pod_note import PodNotes
@@ -34,7 +35,7 @@ from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_book import Entries, Entry, Nudges
-from deltashard_operator.controller.status import Statuses, served
+from deltashard_operator.controller.status import served
 from deltashard_operator.controller.watch import NOBODYS, TICK_S, Watches
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.controller.writer import Writes, compact
@@ -85,7 +86,7 @@ class Controller:
         may not, facts are taken and nothing comes of them.
         """
         self._leads = leads
-        self._statuses = Statuses(call, namespaces)
+        self._namespaces = namespaces
         self._teller = teller
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
@@ -102,7 +103,7 @@ class Controller:
             disruption_taints=disruption_taints,
             more=(self._requests.kind,),
         )
-        self._writes = Writes(books, statuses=self._statuses, teller=teller)
+        self._writes = Writes(books, teller=teller)
         self._policies = PolicyWriter(books)
         self._reclaims = Reclaimer(books)
         self._judged_all_s = 0.0
@@ -130,7 +131,7 @@ class Controller:
 
     async def load(self) -> None:
         """Read the CheckpointRuns; raises `ApiUnavailable`."""
-        for found in await self._statuses.all():
+        for found in await status.listed(self._books.call, self._namespaces):
             try:
                 run = run_record.run_of(found)
             except Exception:  # noqa: BLE001 - of a newer version, say: that run begins anew, the others go on
