@@ -34,7 +34,7 @@ from deltashard_operator.controller.pod_note import PodNotes
 from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.requests import CheckpointRequests
-from deltashard_operator.controller.run_book import Entries, Entry, Nudges
+from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.status import served
 from deltashard_operator.controller.watch import NOBODYS, TICK_S, Watches
 from deltashard_operator.controller.write_queue import WriteQueue
@@ -124,7 +124,7 @@ class Controller:
     def synced(self) -> bool:
         return self.watches.synced
 
-    def follow(self, nudger: Nudges) -> None:
+    def follow(self, nudger: Callable[[str], None]) -> None:
         self._books.nudger = nudger
 
     # -- what was known before ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -32,13 +32,6 @@ from deltashard_operator.run.watched_run import Notice, Run
 
 MAX_NOTICES = 64
 """Waiting for a run's CheckpointRun to be made."""
-
-
-class Nudges(Protocol):
-    """Who asks sidecars to report now."""
-
-    def nudge(self, address: str) -> None:
-        """Ask the sidecar at this "ip:port"; it is best effort, and never waits."""
 
 
 @dataclass(slots=True)
@@ -90,7 +83,8 @@ class Entries:
         self.call, self.defaults, self.metrics, self.wall = call, defaults, metrics, wall
         self.queue = queue
         """Where all that is to be written is offered: by the run's key, or by another one of the writer's own."""
-        self.nudger: Nudges | None = None
+        self.nudger: Callable[[str], None] | None = None
+        """Asks the sidecar at an "ip:port" to report now; it is best effort, and never waits."""
         self.orders = OpenOrders()
         self.by_key: dict[RunKey, Entry] = {}
         self._by_id: dict[tuple[str, str], set[RunKey]] = {}
@@ -172,7 +166,7 @@ class Entries:
         speakers = self.speakers(entry)
         for uid, pod in run.pods.items():
             if pod.alive and pod.report_address and (every or uid in speakers or not speakers):
-                self.nudger.nudge(pod.report_address)
+                self.nudger(pod.report_address)
 
     def holder(self, entry: Entry) -> Entry:
         """Who holds the run id: the oldest that is not finished."""

@@ -84,16 +84,6 @@ class Store(Api):
         return await super().__call__(method, path, body, **more)
 
 
-class Nudges:
-    """Writes down who is nudged."""
-
-    def __init__(self) -> None:
-        self.addresses: list[str] = []
-
-    def nudge(self, address: str) -> None:
-        self.addresses.append(address)
-
-
 class Bench:
     """A controller with one Job and its pod, by a clock of the test's own."""
 
@@ -101,8 +91,8 @@ class Bench:
         self.api = api or Store()
         self.now_s = time.time()
         self.controller: Controller = controller_of(self.api, wall=lambda: self.now_s, **options)
-        self.nudges = Nudges()
-        self.controller.follow(self.nudges)
+        self.nudged: list[str] = []
+        self.controller.follow(self.nudged.append)
         self._sequence = 0
 
     @property
@@ -231,18 +221,18 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         reply = bench.report()
         assert (reply.directive, reply.next_s, reply.speaks) == (None, 5.0, True)
         await bench.pass_by(1)
-        assert bench.nudges.addresses == []
+        assert bench.nudged == []
         bench.controller.watches.on_policy(policy)
         bench.controller.watches.on_list()
         await bench.controller.watches.settle()
         reply = bench.report()
         assert (reply.directive, reply.next_s) == (None, 15.0)
         await bench.pass_by(1)
-        assert bench.nudges.addresses == [ADDRESS], "all are nudged when everything was seen"
+        assert bench.nudged == [ADDRESS], "all are nudged when everything was seen"
         bench.controller.watches.on_policy({**policy, "spec": {"interval": {"every": "60s"}}})
         for _ in range(3):
             await bench.pass_by(1)
-        assert bench.nudges.addresses == [ADDRESS] * 2, "once for a new directive"
+        assert bench.nudged == [ADDRESS] * 2, "once for a new directive"
         directive = bench.report().directive
         assert directive is not None
         assert directive.policy.every_s == 60.0
