@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from deltashard_operator.run import judgement, watched_run
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.reclaim import MAX_TRIES, ReclaimState
 
+from tests.support.in_a_loop import in_a_loop
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, job, pod
 
@@ -143,16 +144,6 @@ def ended_job(*, at_s: float = BEGAN_S, namespace: str = "n", number: int = 0, r
     condition = {"type": "Complete", "status": "True", "lastTransitionTime": timestamp(at_s)}
     document["status"] = {"conditions": [condition]}
     return document
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **fixtures: Any) -> None:
-        asyncio.run(test(*args, **fixtures))
-
-    return run
 
 
 def state_of(entry: Entry) -> ReclaimState | None:
