@@ -9,9 +9,6 @@ What was counted survives in the CheckpointRuns, which are read before anything 
 is taken when the status that counts it is written and its Event is recorded, so that a controller that dies in between
 hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none is directed: a
 policy that was not seen yet is not one that is not there.
-
-The ledger refuses a sidecar whose pod is of another workload than it says, and one that asks for a run id that an
-older workload holds.
 """
 
 from __future__ import annotations
@@ -114,9 +111,6 @@ class Controller:
         metrics.follow(self.runs)
         metrics.queue.set_function(lambda: len(self.queue))
 
-    def __len__(self) -> int:
-        return len(self._books)
-
     def runs(self) -> Iterator[Run]:
         return (each.run for each in self._books)
 
@@ -170,7 +164,7 @@ class Controller:
         )
 
     def _entry_of(self, who: Who) -> Entry:
-        """The run of a sidecar; raises `Unknown`, `Refused`."""
+        """The run of a sidecar; raises `Unknown`, or `Refused` for another workload's pod or a run id that is held."""
         where = f"{who.namespace}/{who.pod}"
         entry = self._books.by_key.get(self._books.pods.get(who.pod_uid, NOBODYS))
         if entry is None or who.pod_uid not in entry.run.pods:

@@ -100,9 +100,6 @@ class Entries:
         """In the order they were marked, so that none waits for ever."""
         self._entered = 0
 
-    def __len__(self) -> int:
-        return len(self.by_key)
-
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.by_key.values())
 

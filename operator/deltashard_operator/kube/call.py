@@ -39,11 +39,10 @@ ApiClient = client.ApiClient
 
 
 class NoReply(EnvironmentFault):
-    """The API did not answer, or not with JSON; `kind` is the name of the client's exception."""
+    """The API did not answer, or not with JSON."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}"[:300])
-        self.kind = type(error).__name__
 
 
 class ApiUnavailable(EnvironmentFault):
