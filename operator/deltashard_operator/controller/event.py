@@ -46,13 +46,17 @@ Regarding = Mapping[str, str]
 
 def regarding(run: Run, uid: str) -> tuple[Regarding, ...]:
     """The CheckpointRun (of this UID) and the workload."""
-    workload = run.workload
-    return tuple(
-        {"apiVersion": version, "kind": kind, "namespace": workload.namespace, "name": name, "uid": id_}
-        for version, kind, name, id_ in (
-            (API_VERSION, KIND, run.name, uid),
-            (workload.api_version or "v1", workload.kind, workload.name, workload.uid),
-        )
+    mine, namespace = run.workload, run.workload.namespace
+    version = mine.api_version or "v1"
+    return (
+        {"apiVersion": API_VERSION, "kind": KIND, "namespace": namespace, "name": run.name, "uid": uid},
+        {
+            "apiVersion": version,
+            "kind": mine.kind,
+            "namespace": namespace,
+            "name": mine.name,
+            "uid": mine.uid,
+        },
     )
 
 
