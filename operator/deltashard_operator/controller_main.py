@@ -201,7 +201,7 @@ class Process:
             leads=lambda: self.lease.held and self.controller.loaded and not self.stopping,
         )
         self.nudger = Nudger(fleet_metrics)
-        self.controller.follow(self.nudger)
+        self.controller.follow(self.nudger.nudge)
         self.stopping = False
 
     # -- pages -------------------------------------------------------------------------------------------------------

@@ -9,9 +9,6 @@ What was counted survives in the CheckpointRuns, which are read before anything 
 is taken when the status that counts it is written and its Event is recorded, so that a controller that dies in between
 hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none is directed: a
 policy that was not seen yet is not one that is not there.
-
-The ledger refuses a sidecar whose pod is of another workload than it says, and one that asks for a run id that an
-older workload holds.
 """
 
 from __future__ import annotations
@@ -27,14 +24,15 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.controller import status
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.pod_note import PodNotes
 from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.requests import CheckpointRequests
-from deltashard_operator.controller.run_book import Entries, Entry, Nudges
-from deltashard_operator.controller.status import Statuses, served
+from deltashard_operator.controller.run_book import Entries, Entry
+from deltashard_operator.controller.status import served
 from deltashard_operator.controller.watch import NOBODYS, TICK_S, Watches
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.controller.writer import Writes, compact
@@ -85,69 +83,49 @@ class Controller:
         may not, facts are taken and nothing comes of them.
         """
         self._leads = leads
-        self._statuses = Statuses(call, namespaces)
+        self._namespaces = namespaces
         self._teller = teller
-        self._defaults = defaults
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
         self._wall = wall
         self.queue = WriteQueue(commit_s=status_interval_s, wall=wall)
-        self._books = books = Entries(queue=self.queue, wall=wall)
-        self._requests = CheckpointRequests(books, call=call, keep_finished_s=keep_finished_s, wall=wall)
-        self._notes = PodNotes(books, call=call, wall=wall) if annotate_pods else None
+        self._books = books = Entries(
+            call=call, defaults=defaults, metrics=metrics, queue=self.queue, wall=wall
+        )
+        self._requests = CheckpointRequests(books, keep_finished_s=keep_finished_s)
+        self._notes = PodNotes(books) if annotate_pods else None
         self.watches = Watches(
             books,
-            call=call,
-            metrics=metrics,
             keep_finished_s=keep_finished_s,
             disruption_taints=disruption_taints,
             more=(self._requests.kind,),
-            wall=wall,
         )
-        self._writes = Writes(books, statuses=self._statuses, teller=teller, metrics=metrics, wall=wall)
-        self._policies = PolicyWriter(
-            books,
-            call=call,
-            defaults=defaults,
-            count=lambda outcome: metrics.writes.labels(outcome).inc(),
-            wall=wall,
-        )
-        self._reclaims = Reclaimer(
-            books,
-            call=call,
-            defaults=defaults,
-            count=lambda outcome: metrics.reclaims.labels(outcome).inc(),
-            wall=wall,
-        )
+        self._writes = Writes(books, teller=teller)
+        self._policies = PolicyWriter(books)
+        self._reclaims = Reclaimer(books)
         self._judged_all_s = 0.0
         self._sidecars = 0
         """How many are heard, as counted last."""
         self._gathered = False
         self.loaded = False
-        metrics.follow(self)
-
-    def __len__(self) -> int:
-        return len(self._books)
+        metrics.follow(self.runs)
+        metrics.queue.set_function(lambda: len(self.queue))
 
     def runs(self) -> Iterator[Run]:
         return (each.run for each in self._books)
-
-    def unwritten(self) -> int:
-        """How much is not written though it is due."""
-        return len(self.queue)
 
     @property
     def synced(self) -> bool:
         return self.watches.synced
 
-    def follow(self, nudger: Nudges) -> None:
+    def follow(self, nudger: Callable[[str], None]) -> None:
         self._books.nudger = nudger
 
     # -- what was known before ---------------------------------------------------------------------------------------
 
     async def load(self) -> None:
         """Read the CheckpointRuns; raises `ApiUnavailable`."""
-        for found in await self._statuses.all():
+        for found in await status.listed(self._books.call, self._namespaces):
             try:
                 run = run_record.run_of(found)
             except Exception:  # noqa: BLE001 - of a newer version, say: that run begins anew, the others go on
@@ -186,7 +164,7 @@ class Controller:
         )
 
     def _entry_of(self, who: Who) -> Entry:
-        """The run of a sidecar; raises `Unknown`, `Refused`."""
+        """The run of a sidecar; raises `Unknown`, or `Refused` for another workload's pod or a run id that is held."""
         where = f"{who.namespace}/{who.pod}"
         entry = self._books.by_key.get(self._books.pods.get(who.pod_uid, NOBODYS))
         if entry is None or who.pod_uid not in entry.run.pods:
@@ -304,10 +282,10 @@ class Controller:
         if entry.decided is not None and entry.decided[:2] == (self._books.serial, run.wish):
             return entry.decided[2]
         wanted: pb.Policy | None = None
-        spec = self._books.spec_of(run, self._defaults)
+        spec = self._books.spec_of(run)
         if spec is not None:
             try:
-                wanted = directive.decided(spec, self._defaults.spec(), run.wish)
+                wanted = directive.decided(spec, self._books.defaults.spec(), run.wish)
             except (Refusal, DeltashardError) as error:
                 self.metrics.undecided.inc()
                 _log.warning(
@@ -328,7 +306,7 @@ class Controller:
                     self.tick()
                     await asyncio.sleep(TICK_S / 5)
         except TimeoutError:
-            _log.warning("controller.not_drained", runs=self.unwritten())
+            _log.warning("controller.not_drained", runs=len(self.queue))
         await self._teller.drain(1.0)
 
 

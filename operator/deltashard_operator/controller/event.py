@@ -18,7 +18,6 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -45,21 +44,19 @@ Regarding = Mapping[str, str]
 """What an Event is about: an ObjectReference."""
 
 
-@dataclass(slots=True)
-class _Bucket:
-    tokens: float
-    at_s: float
-
-
 def regarding(run: Run, uid: str) -> tuple[Regarding, ...]:
     """The CheckpointRun (of this UID) and the workload."""
-    workload = run.workload
-    return tuple(
-        {"apiVersion": version, "kind": kind, "namespace": workload.namespace, "name": name, "uid": id_}
-        for version, kind, name, id_ in (
-            (API_VERSION, KIND, run.name, uid),
-            (workload.api_version or "v1", workload.kind, workload.name, workload.uid),
-        )
+    mine, namespace = run.workload, run.workload.namespace
+    version = mine.api_version or "v1"
+    return (
+        {"apiVersion": API_VERSION, "kind": KIND, "namespace": namespace, "name": run.name, "uid": uid},
+        {
+            "apiVersion": version,
+            "kind": mine.kind,
+            "namespace": namespace,
+            "name": mine.name,
+            "uid": mine.uid,
+        },
     )
 
 
@@ -80,7 +77,8 @@ class Teller:
         self._keys: set[str] = set()
         """Keys of those that wait."""
         self._recorded: OrderedDict[str, None] = OrderedDict()
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._whole_s: OrderedDict[str, float] = OrderedDict()
+        """When a run may tell `BURST` at once again, by the UID of its CheckpointRun."""
         self._instance = uuid.uuid4().hex[:8]
 
     def __len__(self) -> int:
@@ -114,16 +112,12 @@ class Teller:
 
     def _allowed(self, uid: str) -> bool:
         now_s = self._wall()
-        bucket = self._buckets.pop(uid, None) or _Bucket(tokens=BURST, at_s=now_s)
-        bucket.tokens = min(BURST, bucket.tokens + max(now_s - bucket.at_s, 0.0) / REFILL_S)
-        bucket.at_s = now_s
-        self._buckets[uid] = bucket
-        while len(self._buckets) > MAX_KNOWN:
-            self._buckets.popitem(last=False)
-        if bucket.tokens < 1:
-            return False
-        bucket.tokens -= 1
-        return True
+        spent_s = min(max(self._whole_s.pop(uid, 0.0) - now_s, 0.0), BURST * REFILL_S)
+        allowed = round(spent_s) <= (BURST - 1) * REFILL_S  # the difference of two times is not exact
+        self._whole_s[uid] = now_s + spent_s + (REFILL_S if allowed else 0.0)
+        if len(self._whole_s) > MAX_KNOWN:
+            self._whole_s.popitem(last=False)
+        return allowed
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from deltashard_proto.v1.fleet_pb2 import Decision
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -29,16 +29,6 @@ MAX_WHY = 200
 """Characters of a sentence in a label."""
 WRITES = ("written", "conflict", "lost", "failed")
 HANDLERS = ("jobs", "pods", "nodes", "policies", "cluster policies", "runs", "requests")
-
-
-class Runs(Protocol):
-    """Who has the runs."""
-
-    def runs(self) -> Iterator[Run]:
-        """Every one."""
-
-    def unwritten(self) -> int:
-        """How many writes are due or under way."""
 
 
 class ControllerMetrics:
@@ -110,9 +100,8 @@ class ControllerMetrics:
         with contextlib.suppress(KeyError):  # it never failed
             self.node_failures.remove(node)
 
-    def follow(self, runs: Runs) -> None:
+    def follow(self, runs: Callable[[], Iterable[Run]]) -> None:
         """Say what there is to say of these runs at every scrape."""
-        self.queue.set_function(runs.unwritten)
         self.registry.register(_OfRuns(runs))
 
 
@@ -196,7 +185,7 @@ def _families(live: Mapping[tuple[str, str], Run]) -> Iterable[Metric]:
 
 
 class _OfRuns(Collector):
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: Callable[[], Iterable[Run]]) -> None:
         self._runs = runs
         self._whys = Whys()
 
@@ -206,7 +195,7 @@ class _OfRuns(Collector):
     def collect(self) -> Iterable[Metric]:
         by_phase = dict.fromkeys(Phase, 0)
         live: dict[tuple[str, str], Run] = {}
-        for run in self._runs.runs():
+        for run in self._runs():
             by_phase[run.phase] += 1
             if not run.finished:
                 mine = run.workload.namespace, run.workload.name

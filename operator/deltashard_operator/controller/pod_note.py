@@ -7,12 +7,11 @@ back: the time stays true.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.controller.write_queue import Rank
-from deltashard_operator.kube.call import MERGE, ApiUnavailable, Caller
+from deltashard_operator.kube.call import MERGE, ApiUnavailable
 from deltashard_operator.kube.cluster_name import CHECKPOINT_TIME
 from deltashard_operator.run.observed_object import PodView, timestamp
 
@@ -22,17 +21,15 @@ LOOK_S = 5.0
 class PodNotes:
     """The annotations of all pods; on the controller's loop."""
 
-    def __init__(self, books: Entries, *, call: Caller, wall: Callable[[], float]) -> None:
+    def __init__(self, books: Entries) -> None:
         self._books = books
-        self._call = call
-        self._wall = wall
         self._looked_s = float("-inf")
         self._noted: dict[str, str] = {}
         """What the annotation says, by the pod's UID."""
 
     def tick(self) -> None:
         """Look at all pods, when it is time, and offer what is to be written."""
-        now_s = self._wall()
+        now_s = self._books.wall()
         if abs(now_s - self._looked_s) < LOOK_S:
             return
         self._looked_s = now_s
@@ -51,7 +48,7 @@ class PodNotes:
     async def _write(self, pod: PodView, text: str) -> None:
         path = f"/api/v1/namespaces/{pod.workload.namespace}/pods/{pod.name}"
         body = {"metadata": {"uid": pod.uid, "annotations": {CHECKPOINT_TIME: text}}}
-        answer = await self._call("PATCH", path, body, content=MERGE, tries=1)
+        answer = await self._books.call("PATCH", path, body, content=MERGE, tries=1)
         if answer.status not in {404, 409} and not answer.ok:  # it is gone, or another one has its name
             raise ApiUnavailable(answer.sentence, where=path)
         self._noted[pod.uid] = text

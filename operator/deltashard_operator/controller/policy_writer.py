@@ -6,7 +6,7 @@ as commits of runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.api import workload_policy
-from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import policy_path
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.controller.status import StatusRefused
 from deltashard_operator.controller.write_queue import Rank
-from deltashard_operator.kube.call import MERGE, Caller
+from deltashard_operator.kube.call import MERGE
 from deltashard_operator.run import policy_standing, run_record
 from deltashard_operator.run.watched_run import Run
 
@@ -44,28 +43,15 @@ class _Known:
 class PolicyWriter:
     """Keeps the statuses; on the controller's loop."""
 
-    def __init__(
-        self,
-        books: Entries,
-        *,
-        call: Caller,
-        defaults: Defaults,
-        count: Callable[[str], None],
-        wall: Callable[[], float],
-    ) -> None:
-        """`count` takes the outcome of each write."""
+    def __init__(self, books: Entries) -> None:
         self._books = books
-        self._call = call
-        self._defaults = defaults
-        self._count = count
-        self._wall = wall
         self._known: dict[Key, _Known] = {}
         self._looked_s = 0.0
-        self._gathered_s = wall() + GATHER_S
+        self._gathered_s = books.wall() + GATHER_S
 
     def tick(self) -> None:
         """Look at all of them, when it is time, and offer what is to be written."""
-        now_s = self._wall()
+        now_s = self._books.wall()
         if abs(now_s - self._looked_s) < LOOK_S:
             return
         self._looked_s = now_s
@@ -102,21 +88,19 @@ class PolicyWriter:
     def _url_of(self, key: Key) -> str:
         """The store of a policy as its sidecars are given it; empty where that cannot be said."""
         try:
-            spec = workload_policy.merged(self._books.specs[key], self._defaults.spec())
+            spec = workload_policy.merged(self._books.policies[key].spec, self._books.defaults.spec())
             return workload_policy.read(key[1], spec).url
         except (KeyError, Refusal, DeltashardError):
             return ""
 
     async def _write(self, key: Key, known: _Known, status: Mapping[str, Any]) -> None:
         body = {"metadata": {"uid": known.uid}, "status": run_record.patch(known.status, status)}
-        answer = await self._call("PATCH", f"{policy_path(key)}/status", body, content=MERGE, tries=2)
+        answer = await self._books.call("PATCH", f"{policy_path(key)}/status", body, content=MERGE, tries=2)
+        gone = answer.status in {404, 409}  # or made anew: the watch tells
+        self._books.metrics.writes.labels("written" if answer.ok else "lost" if gone else "failed").inc()
         if answer.ok:
             known.status = status
-            self._count("written")
-        elif answer.status in {404, 409}:  # gone or made anew: the watch tells
-            self._count("lost")
-        else:
-            self._count("failed")
+        elif not gone:
             raise StatusRefused(answer.sentence, where="/".join(filter(None, key)))
 
 

@@ -11,7 +11,6 @@ and the workload itself asked for, since a Job that merely is not watched is not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,14 +18,13 @@ import structlog
 from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.api import workload_policy
-from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.fleet.report import RunKey
-from deltashard_operator.kube.call import ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiUnavailable
 from deltashard_operator.run import observed_object, reclaim
 from deltashard_operator.run.reclaim import ReclaimState
 from deltashard_operator.run.watched_run import Notice
@@ -43,22 +41,9 @@ _log = structlog.get_logger("deltashard.reclaim")
 class Reclaimer:
     """Of all runs of a controller."""
 
-    def __init__(
-        self,
-        books: Entries,
-        *,
-        call: Caller,
-        defaults: Defaults,
-        count: Callable[[str], None],
-        wall: Callable[[], float],
-    ) -> None:
-        """`count` takes what came of each Job."""
+    def __init__(self, books: Entries) -> None:
         self._books = books
-        self._call = call
-        self._defaults = defaults
-        self._queue = books.queue
-        self._count = count
-        self._wall = wall
+        self._call, self._wall = books.call, books.wall
         self._looked_s = float("-inf")
         self._policies: dict[tuple[str, str], Policy | Refusal | None] = {}
         self._serial = -1
@@ -99,7 +84,7 @@ class Reclaimer:
                 self._offer(entry, Rank.CONDITION)
 
     def _offer(self, entry: Entry, rank: Rank) -> None:
-        self._queue.offer(("reclaim", *entry.run.key), rank, partial(self._follow, entry))
+        self._books.queue.offer(("reclaim", *entry.run.key), rank, partial(self._follow, entry))
 
     def _judge(self, entry: Entry, now_s: float, *, continued: bool) -> None:
         try:
@@ -120,9 +105,9 @@ class Reclaimer:
         name = entry.run.wish.policy
         key = workload_policy.key_of(entry.run.workload.namespace, name)
         if key not in self._policies:
-            spec = self._books.spec_of(entry.run, self._defaults)
+            spec = self._books.spec_of(entry.run)
             try:
-                whole = None if spec is None else workload_policy.merged(spec, self._defaults.spec())
+                whole = None if spec is None else workload_policy.merged(spec, self._books.defaults.spec())
                 self._policies[key] = None if whole is None else workload_policy.read(name, whole)
             except Refusal as refusal:
                 self._policies[key] = refusal
@@ -136,7 +121,7 @@ class Reclaimer:
             self._held[entry.run.key] = self._wall() + PAUSE_S, ""
             _log.warning("reclaim.not_followed", run=entry.run.name, error=str(error))
         if self._state_of(entry) is not ReclaimState.REMOVING:
-            self._queue.forget(("reclaim", *entry.run.key))
+            self._books.queue.forget(("reclaim", *entry.run.key))
 
     async def _follow_job(self, entry: Entry) -> None:
         namespace, name = entry.run.workload.namespace, reclaim_job.job_name(entry.run)
@@ -218,7 +203,7 @@ class Reclaimer:
         reason, warning = _REASONS.get(state, "ReclaimFailed"), state is not ReclaimState.REMOVED
         entry.notices.append(Notice(reason=reason, message=found.message, warning=warning))
         self._set(entry, found)
-        self._count(state.value.lower())
+        self._books.metrics.reclaims.labels(state.value.lower()).inc()
         run = entry.run
         _log.info(
             "reclaim.ended", namespace=run.workload.namespace, run=run.name, state=state.value, why=message

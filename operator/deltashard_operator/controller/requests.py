@@ -6,7 +6,7 @@ ended is written, so that a sidecar reports the end again to a controller that s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import structlog
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
+from deltashard_operator.controller import status
 from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.status import ROOT, StatusRefused
+from deltashard_operator.controller.status import ROOT, Conflict, Served
 from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.fleet.report import RunKey, SaveOver
-from deltashard_operator.kube.call import MERGE, Answer, Caller
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import request as requests
 from deltashard_operator.run import run_record
@@ -35,7 +35,7 @@ class _Known:
     """A request, and what the API has of it."""
 
     request: CheckpointRequest
-    version: str
+    served: Served
     written: Mapping[str, Any]
     ordered: RunKey | None = None
     """The run of which its save is ordered."""
@@ -46,14 +46,10 @@ class _Known:
 class CheckpointRequests:
     """All requests of a controller; on its loop."""
 
-    def __init__(
-        self, books: Entries, *, call: Caller, keep_finished_s: float, wall: Callable[[], float]
-    ) -> None:
+    def __init__(self, books: Entries, *, keep_finished_s: float) -> None:
         """`keep_finished_s`: a request is removed so long after its end."""
         self._books = books
-        self._call = call
         self._keep_finished_s = keep_finished_s
-        self._wall = wall
         self._known: dict[str, _Known] = {}
         """By UID."""
         self._looked_s = float("-inf")
@@ -70,7 +66,7 @@ class CheckpointRequests:
         known = self._known.get(metadata["uid"])
         self._known[metadata["uid"]] = _Known(
             request=requests.request_of(document),
-            version=metadata["resourceVersion"],
+            served=status.served(document),
             written=document.get("status") or {},
             ordered=known.ordered if known is not None else None,
             over=known.over if known is not None else {},
@@ -93,7 +89,7 @@ class CheckpointRequests:
 
     def tick(self) -> None:
         """Draw conclusions, when it is time; to be called when everything that there is was seen."""
-        now_s = self._wall()
+        now_s = self._books.wall()
         if abs(now_s - self._looked_s) < LOOK_S:
             return
         self._looked_s = now_s
@@ -148,28 +144,18 @@ class CheckpointRequests:
     async def _write(self, known: _Known) -> None:
         request = known.request
         wanted = requests.status(request)
-        metadata = {"uid": request.uid, "resourceVersion": known.version}
-        body = {"metadata": metadata, "status": run_record.patch(known.written, wanted)}
-        answer = await self._call("PATCH", f"{_path(request)}/status", body, content=MERGE, tries=2)
-        if answer.status == 409:  # somebody else wrote it: what is known is judged again
-            answer = await self._call("GET", _path(request))
-            if answer.ok and answer.document["metadata"]["uid"] == request.uid:
-                self._read(answer.document)
-        elif answer.ok:
-            known.written, known.version = wanted, answer.document["metadata"]["resourceVersion"]
-        _check(answer, request)
+        change = run_record.patch(known.written, wanted)
+        try:
+            after = await status.write(self._books.call, _path(request), known.served, change)
+        except Conflict as conflict:  # what is known is judged again
+            self._read(conflict.document)
+            return
+        if after is not None:
+            known.written, known.served = wanted, status.served(after)
 
     async def _remove(self, known: _Known) -> None:
-        request = known.request
-        answer = await self._call("DELETE", _path(request), {"preconditions": {"uid": request.uid}})
-        _check(answer, request)
+        await status.remove(self._books.call, _path(known.request), known.request.uid)
 
 
 def _path(request: CheckpointRequest) -> str:
-    return f"{ROOT}/namespaces/{request.namespace}/{PLURAL}/{request.name}"
-
-
-def _check(answer: Answer, request: CheckpointRequest) -> None:
-    """What is gone is heard of by the watch."""
-    if not answer.ok and answer.status not in {404, 409}:
-        raise StatusRefused(answer.sentence, where=_path(request))
+    return status.path_of(request.namespace, PLURAL, request.name)

@@ -13,15 +13,17 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.status import Served
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.fleet.report import RunKey
+from deltashard_operator.kube.call import Caller
 from deltashard_operator.run import observed_object, schedule
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import NodeView, Wish
@@ -30,13 +32,6 @@ from deltashard_operator.run.watched_run import Notice, Run
 
 MAX_NOTICES = 64
 """Waiting for a run's CheckpointRun to be made."""
-
-
-class Nudges(Protocol):
-    """Who asks sidecars to report now."""
-
-    def nudge(self, address: str) -> None:
-        """Ask the sidecar at this "ip:port"; it is best effort, and never waits."""
 
 
 @dataclass(slots=True)
@@ -64,21 +59,32 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenPolicy:
-    """A CheckpointPolicy as the watch brought it last, but for its spec."""
+    """A CheckpointPolicy as the watch brought it last."""
 
     uid: str
     generation: int
+    spec: Mapping[str, Any]
     status: Mapping[str, Any]
 
 
 class Entries:
     """The books."""
 
-    def __init__(self, *, queue: WriteQueue, wall: Callable[[], float]) -> None:
-        self._wall = wall
+    def __init__(
+        self,
+        *,
+        call: Caller,
+        defaults: Defaults,
+        metrics: ControllerMetrics,
+        queue: WriteQueue,
+        wall: Callable[[], float],
+    ) -> None:
+        """What is given is what all parts of the controller work with."""
+        self.call, self.defaults, self.metrics, self.wall = call, defaults, metrics, wall
         self.queue = queue
         """Where all that is to be written is offered: by the run's key, or by another one of the writer's own."""
-        self.nudger: Nudges | None = None
+        self.nudger: Callable[[str], None] | None = None
+        """Asks the sidecar at an "ip:port" to report now; it is best effort, and never waits."""
         self.orders = OpenOrders()
         self.by_key: dict[RunKey, Entry] = {}
         self._by_id: dict[tuple[str, str], set[RunKey]] = {}
@@ -86,18 +92,13 @@ class Entries:
         """Pod UID -> its run."""
         self.jobs: dict[str, RunKey] = {}
         self.nodes: dict[str, NodeView] = {}
-        self.specs: dict[tuple[str, str], Mapping[str, Any]] = {}
-        """Of policies, by namespace and name; the cluster's have no namespace."""
         self.policies: dict[tuple[str, str], SeenPolicy] = {}
-        """The same, what else matters of them."""
+        """By namespace and name; the cluster's have no namespace."""
         self.serial = 0
-        """Counts changes of policies."""
+        """Counts changes of policies' specs."""
         self.marked: dict[RunKey, None] = {}
         """In the order they were marked, so that none waits for ever."""
         self._entered = 0
-
-    def __len__(self) -> int:
-        return len(self.by_key)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.by_key.values())
@@ -108,7 +109,7 @@ class Entries:
     def enter(self, run: Run) -> Entry:
         entry = Entry(
             run=run,
-            born=observed_object.timestamp(self._wall()),
+            born=observed_object.timestamp(self.wall()),
             number=self._entered,
         )
         self._entered += 1
@@ -151,7 +152,7 @@ class Entries:
 
     def speakers(self, entry: Entry) -> list[str]:
         """UIDs of the pods whose sidecars are heard and speak for the run."""
-        now_s = self._wall()
+        now_s = self.wall()
         return [uid for uid in entry.run.heard if schedule.speaks(entry.run, uid, now_s)]
 
     def nudge(self, entry: Entry, *, every: bool = False) -> None:
@@ -162,7 +163,7 @@ class Entries:
         speakers = self.speakers(entry)
         for uid, pod in run.pods.items():
             if pod.alive and pod.report_address and (every or uid in speakers or not speakers):
-                self.nudger.nudge(pod.report_address)
+                self.nudger(pod.report_address)
 
     def holder(self, entry: Entry) -> Entry:
         """Who holds the run id: the oldest that is not finished."""
@@ -195,12 +196,12 @@ class Entries:
                     return True
         return False
 
-    def spec_of(self, run: Run, defaults: Defaults) -> Mapping[str, Any] | None:
+    def spec_of(self, run: Run) -> Mapping[str, Any] | None:
         """Spec of the run's policy as it is now, to be laid over the chart's; None: there is no such policy."""
-        spec = self.specs.get(workload_policy.key_of(run.workload.namespace, run.wish.policy))
-        if spec is None and run.wish.policy == workload_policy.DEFAULT and defaults.has_store():
-            return {}
-        return spec
+        seen = self.policies.get(workload_policy.key_of(run.workload.namespace, run.wish.policy))
+        if seen is not None:
+            return seen.spec
+        return {} if run.wish.policy == workload_policy.DEFAULT and self.defaults.has_store() else None
 
 
 _POD_NUMBER = re.compile(r"-(?:(?:master|worker|[0-9]+)-)?[0-9]+", re.ASCII)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,10 +24,9 @@ import structlog
 
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.policy_cache import policy_kinds
-from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries, SeenPolicy
 from deltashard_operator.fleet.report import SaveOrder
-from deltashard_operator.kube.call import ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiUnavailable
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import observed_object, watched_run
@@ -67,19 +66,14 @@ class Watches:
         self,
         books: Entries,
         *,
-        call: Caller,
-        metrics: ControllerMetrics,
         keep_finished_s: float,
         disruption_taints: Container[str] = (),
         more: Sequence[WatchedKind] = (),
-        wall: Callable[[], float],
     ) -> None:
         """`disruption_taints`: keys of taints that announce a node's end; `more` kinds that others follow."""
         self._books = books
-        self._call = call
-        self._metrics = metrics
+        self._wall = books.wall
         self._keep_finished_s = keep_finished_s
-        self._wall = wall
         self._disruption_taints = disruption_taints
         self._waiting: dict[str, _Wait] = {}
         """By the Job's UID."""
@@ -204,7 +198,7 @@ class Watches:
 
     def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
         self._books.nodes.pop(node.name, None)
-        self._metrics.without_node(node.name)
+        self._books.metrics.without_node(node.name)
 
     def _save_before_drain(self, node: str) -> None:
         """Its evictions are to come: a checkpoint now leaves them less to save within the grace period."""
@@ -220,25 +214,23 @@ class Watches:
     def on_policy(self, document: Document) -> None:
         """A policy of a namespace or of the cluster is there, or changed."""
         metadata = document["metadata"]
-        key = metadata.get("namespace", ""), metadata["name"]
-        self._books.policies[key] = SeenPolicy(
+        seen = SeenPolicy(
             uid=metadata["uid"],
             generation=int(metadata.get("generation") or 0),
+            spec=document.get("spec") or {},
             status=document.get("status") or {},
         )
-        self._set_policy(key, document.get("spec") or {})
+        self._set_policy((metadata.get("namespace", ""), metadata["name"]), seen)
 
     def policy_gone(self, policy: ObjectKey, _last: Document | None) -> None:
-        self._books.policies.pop(policy[:2], None)
         self._set_policy(policy[:2], None)
 
-    def _set_policy(self, key: tuple[str, str], spec: Document | None) -> None:
-        if self._books.specs.get(key) == spec:
+    def _set_policy(self, key: tuple[str, str], seen: SeenPolicy | None) -> None:
+        before = self._books.policies.pop(key, None)
+        if seen is not None:
+            self._books.policies[key] = seen
+        if before is not None and seen is not None and before.spec == seen.spec:
             return
-        if spec is None:
-            del self._books.specs[key]
-        else:
-            self._books.specs[key] = spec
         self._books.serial += 1
         for each in self._books:
             if workload_policy.key_of(each.run.workload.namespace, each.run.wish.policy) == key:
@@ -286,7 +278,7 @@ class Watches:
                 continue
             if uid not in there[run.workload.native]:
                 self._books.set(entry, watched_run.finished(run, "Deleted", self._wall()))
-        self._metrics.sweeps.inc()
+        self._books.metrics.sweeps.inc()
         self.synced = True
 
     async def _ask(self, wait: _Wait) -> None:
@@ -308,7 +300,7 @@ class Watches:
         Raises `ApiUnavailable`.
         """
         path = f"/apis/batch/v1/namespaces/{job.namespace}/jobs/{job.name}"
-        answer = await self._call("GET", path)
+        answer = await self._books.call("GET", path)
         if not answer.ok and answer.status != 404:
             raise ApiUnavailable(f"cannot be read: {answer.sentence}", where=path)
         metadata = answer.document.get("metadata") or {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
@@ -65,18 +64,10 @@ class _Line:
 class WriteQueue:
     """The queue; on the controller's loop. `tick` it a few times a second."""
 
-    def __init__(
-        self,
-        *,
-        commit_s: float,
-        per_s: float = PER_S,
-        burst: float = BURST,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, *, commit_s: float, wall: Callable[[], float]) -> None:
         """`commit_s`: writes of commits of one run are so far apart."""
         self._wall = wall
-        self._per_s, self._burst = per_s, burst
-        self._tokens, self._filled_s = burst, wall()
+        self._tokens, self._filled_s = BURST, wall()
         self._apart_s = {
             Rank.NEW: 0.0,
             Rank.TROUBLE: SOON_S,
@@ -133,7 +124,7 @@ class WriteQueue:
         if now_s < self._filled_s:  # the clock was set back
             for line in self._lines.values():
                 line.written_s = line.not_before_s = now_s
-        self._tokens = min(self._burst, self._tokens + max(now_s - self._filled_s, 0.0) * self._per_s)
+        self._tokens = min(BURST, self._tokens + max(now_s - self._filled_s, 0.0) * PER_S)
         self._filled_s = now_s
         due = [
             (line.rank, due_s, number, key)
@@ -147,7 +138,7 @@ class WriteQueue:
         if self._hurried:
             return 0.0
         apart_s = self._apart_s[line.rank]
-        if line.rank is Rank.CONDITION and self._tokens < self._burst / 2:
+        if line.rank is Rank.CONDITION and self._tokens < BURST / 2:
             apart_s = LATER_S
         return max(line.written_s + apart_s, line.not_before_s)
 

@@ -8,19 +8,19 @@ what it counts: sidecars tell again what is not in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from deltashard_operator.controller import status
 from deltashard_operator.controller.event import Teller, regarding
-from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.status import Conflict, Statuses, StatusRefused, served
+from deltashard_operator.controller.status import Conflict, StatusRefused, served
 from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.kube import owner_reference
 from deltashard_operator.kube.cluster_name import RUN_ID
 from deltashard_operator.run import condition, run_record, watched_run
-from deltashard_operator.run.watched_run import Notice
+from deltashard_operator.run.watched_run import Notice, Run
 
 Document = Mapping[str, Any]
 
@@ -28,20 +28,11 @@ Document = Mapping[str, Any]
 class Writes:
     """Writes of all runs."""
 
-    def __init__(
-        self,
-        books: Entries,
-        *,
-        statuses: Statuses,
-        teller: Teller,
-        metrics: ControllerMetrics,
-        wall: Callable[[], float],
-    ) -> None:
+    def __init__(self, books: Entries, *, teller: Teller) -> None:
         self._books = books
-        self._statuses = statuses
         self._teller = teller
-        self._metrics = metrics
-        self._wall = wall
+        self._metrics = books.metrics
+        self._wall = books.wall
 
     def look(self, entry: Entry, now_s: float) -> None:
         """Offer what is to be written of a run, and tell what may be told."""
@@ -75,7 +66,7 @@ class Writes:
     async def _write(self, entry: Entry) -> None:
         begun_s = self._wall()
         if entry.served is None:
-            document, new = await self._statuses.create(run_record.document(entry.run))
+            document, new = await status.create(self._books.call, run_record.document(entry.run))
             self._adopt(entry, document, begun_s)
             entry.born = document["metadata"].get("creationTimestamp", "")
             if new:
@@ -86,7 +77,7 @@ class Writes:
         change = run_record.patch(json.loads(entry.written), run_record.status(run, begun_s))
         if change:
             try:
-                after = await self._statuses.write(run.workload.namespace, run.name, entry.served, change)
+                after = await status.write(self._books.call, _path(run), entry.served, change)
             except Conflict as conflict:
                 self._metrics.writes.labels("conflict").inc()
                 self._adopt(entry, conflict.document, begun_s)
@@ -118,7 +109,7 @@ class Writes:
     async def _remove(self, entry: Entry) -> None:
         self._tell(entry)
         if entry.served is not None:
-            await self._statuses.remove(entry.run.workload.namespace, entry.run.name, entry.served.uid)
+            await status.remove(self._books.call, _path(entry.run), entry.served.uid)
         self._metrics.removed.inc()
         self._books.drop(entry.run.key)
 
@@ -164,6 +155,10 @@ def compact(document: Document) -> bytes:
     return json.dumps(document.get("status") or {}, separators=(",", ":"), sort_keys=True).encode()
 
 
+def _path(run: Run) -> str:
+    return status.path_of(run.workload.namespace, run_record.PLURAL, run.name)
+
+
 def rank_of(before: Document, changed: Document) -> Rank:
     """How soon a change of a status is to be written."""
     if "failures" in changed or _troubles(changed) - _troubles(before):
@@ -173,8 +168,8 @@ def rank_of(before: Document, changed: Document) -> Rank:
     return Rank.COMMIT if changed.keys() & run_record.COMMIT else Rank.QUIET
 
 
-def _troubles(status: Document) -> set[str]:
-    found = status.get("conditions") or ()
+def _troubles(document: Document) -> set[str]:
+    found = document.get("conditions") or ()
     return {each["type"] for each in found if each["status"] == "True" and each["type"] != condition.READY}
 
 

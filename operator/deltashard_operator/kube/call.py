@@ -39,11 +39,10 @@ ApiClient = client.ApiClient
 
 
 class NoReply(EnvironmentFault):
-    """The API did not answer, or not with JSON; `kind` is the name of the client's exception."""
+    """The API did not answer, or not with JSON."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}"[:300])
-        self.kind = type(error).__name__
 
 
 class ApiUnavailable(EnvironmentFault):
@@ -86,7 +85,6 @@ class Requester:
         *,
         query: Mapping[str, str] | None = None,
         content: str = "application/json",
-        accept: str = "application/json",
         timeout_s: float | tuple[float, float] = (CONNECT_S, READ_S),
     ) -> Answer:
         """The reply, whatever its status; raises `NoReply`. `timeout_s`: for all, or to connect and to read."""
@@ -95,7 +93,7 @@ class Requester:
                 method=method,
                 resource_path=path,
                 query_params=list((query or {}).items()),
-                header_params={"Accept": accept, "Content-Type": content},
+                header_params={"Accept": "application/json", "Content-Type": content},
                 body=body,
                 auth_settings=["BearerToken"],
             )
@@ -138,14 +136,14 @@ class Caller:
         *,
         query: Mapping[str, str] | None = None,
         content: str = "application/json",
-        accept: str = "application/json",
         tries: int = TRIES,
     ) -> Answer:
         """One request, tried again while the reason may pass; raises `ApiUnavailable`."""
         verb = "LIST" if query and "limit" in query else method
+        request = partial(self._request, method, path, body, query=query, content=content)
         pause_s = PAUSE_S
         for last in range(1, tries + 1):
-            found = await self._once(method, path, body, query or {}, content, accept)
+            found = await self._once(request)
             self._count(verb, _outcome(found))
             if isinstance(found, Answer) and found.status != 429 and found.status < 500:
                 return found
@@ -157,31 +155,19 @@ class Caller:
         why = found.sentence if isinstance(found, Answer) else found
         raise ApiUnavailable(f"{method} did not succeed in {tries} tries: {why}", where=path)
 
-    async def _once(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        query: Mapping[str, str],
-        content: str,
-        accept: str,
-    ) -> Answer | str:
-        request = partial(self._request, method, path, body, query=query, content=content, accept=accept)
-        loop = asyncio.get_running_loop()
+    async def _once(self, request: Callable[[], Answer]) -> Answer | str:
         async with self._slots:
             try:
-                return await loop.run_in_executor(self._pool, request)
+                return await asyncio.get_running_loop().run_in_executor(self._pool, request)
             except NoReply as error:
                 return error.what
 
-    async def every(
-        self, path: str, *, selector: str = "", accept: str = "application/json"
-    ) -> list[dict[str, Any]]:
+    async def every(self, path: str, *, selector: str = "") -> list[dict[str, Any]]:
         """All objects of a collection, page by page; raises `ApiUnavailable`."""
         found: list[dict[str, Any]] = []
         query = {"limit": str(CHUNK)} | ({"labelSelector": selector} if selector else {})
         while True:
-            page = await self("GET", path, query=query, accept=accept)
+            page = await self("GET", path, query=query)
             if page.status == 410 and "continue" in query:  # the pages grew too old between two of them
                 found = []
                 del query["continue"]

@@ -340,15 +340,8 @@ def drop_unclosed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
     """Drop one message of kopf's end, and hand on all others: an exception handler of kopf's loop.
 
     kopf cancels the reader of a watch without closing the watch's generators (`queueing.watcher` has no `aclosing`). So
-    asyncio closes them when the loop ends, all at once and in no order: where `streaming_block` is closed before
-    `infinite_watch`, which is inside it, the latter finds that the block "didn't stop". Nothing is left open by it: the
-    pause waiter is cancelled and the session is closed besides.
+    asyncio closes them when the loop ends, in no order, and one finds that the block around it "didn't stop". Nothing
+    is left open by it: the pause waiter is cancelled and the session is closed besides.
     """
-    error = context.get("exception")
-    if (
-        getattr(context.get("asyncgen"), "__name__", "") == "infinite_watch"
-        and isinstance(error, RuntimeError)
-        and "generator didn't stop after athrow()" in str(error)
-    ):
-        return
-    loop.default_exception_handler(context)
+    if "generator didn't stop after athrow()" not in str(context.get("exception")):
+        loop.default_exception_handler(context)

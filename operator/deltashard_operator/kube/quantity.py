@@ -11,11 +11,11 @@ import re
 from fractions import Fraction
 
 _QUANTITY = re.compile(
-    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:([KMGTPE]i)|([numkMGTPE])|[eE]([+-]?[0-9]{1,3}))?", re.ASCII
+    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?[0-9]{1,3}))?", re.ASCII
 )
-_BINARY = {f"{letter}i": Fraction(1 << (10 * (n + 1))) for n, letter in enumerate("KMGTPE")}
-_DECIMAL = {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000)} | {
-    letter: Fraction(10 ** (3 * (n + 1))) for n, letter in enumerate("kMGTPE")
+_UNITS = {
+    **{letter: Fraction(1000) ** n for n, letter in enumerate(("n", "u", "m", "", *"kMGTPE"), start=-3)},
+    **{f"{letter}i": Fraction(1024) ** n for n, letter in enumerate("KMGTPE", start=1)},
 }
 
 
@@ -25,15 +25,8 @@ def parse(value: str | float) -> Fraction:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no quantity")
-    number, binary, decimal, exponent = match.groups()
-    factor = Fraction(1)
-    if binary:
-        factor = _BINARY[binary]
-    elif decimal:
-        factor = _DECIMAL[decimal]
-    elif exponent:
-        factor = Fraction(10) ** int(exponent)
-    return Fraction(number) * factor
+    number, unit, exponent = match.groups(default="")
+    return Fraction(number) * _UNITS[unit] * Fraction(10) ** int(exponent or 0)
 
 
 def bytes_of(value: str | float) -> int:
@@ -49,7 +42,7 @@ def millis_of(value: str | float) -> int:
 def format_bytes(n: int) -> str:
     """Bytes in the largest binary unit that divides them."""
     for suffix in ("Gi", "Mi", "Ki"):
-        unit = int(_BINARY[suffix])
+        unit = int(_UNITS[suffix])
         if n >= unit and n % unit == 0:
             return f"{n // unit}{suffix}"
     return str(n)

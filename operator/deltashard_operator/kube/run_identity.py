@@ -61,10 +61,10 @@ class IdentityRecipe:
     """Where a pod's workload identity comes from."""
 
     kind: str
-    name: Source | None
-    uid: Source | None
+    name: Source | None = None
+    uid: Source | None = None
     """None of both: known when the pod is made, and written then."""
-    index: Source
+    index: Source = Source()
     replica: Source = Source()
     """Which Job of a JobSet, which part of a PyTorchJob."""
     pods: int = 0
@@ -84,39 +84,29 @@ JOBSET = IdentityRecipe(
     replica=_label(JOBSET_REPLICA_LABEL),
 )
 JOB = IdentityRecipe(kind="Job", name=_label(JOB_NAME_LABEL), uid=_label(JOB_UID_LABEL), index=_JOB_INDEX)
-_INDEXES: Mapping[owner_reference.GroupKind, Source] = {
-    owner_reference.STATEFUL_SET: _label(POD_INDEX_LABEL),
-    owner_reference.PYTORCH_JOB: _label(KUBEFLOW_INDEX_LABEL),
-}
-"""Where pods have their number that a controller makes without a Job."""
+STATEFUL_SET = IdentityRecipe(kind="StatefulSet", index=_label(POD_INDEX_LABEL))
+PYTORCH_JOB = IdentityRecipe(
+    kind="PyTorchJob", index=_label(KUBEFLOW_INDEX_LABEL), replica=_label(KUBEFLOW_REPLICA_LABEL)
+)
+"""No label of a pod has its UID: `environment` leaves it, and the name, to the pod's own CREATE."""
+_OWNED = {owner_reference.STATEFUL_SET: STATEFUL_SET, owner_reference.PYTORCH_JOB: PYTORCH_JOB}
 POD = IdentityRecipe(
-    kind="Pod",
-    name=Source(field_path="metadata.name"),
-    uid=Source(field_path="metadata.uid"),
-    index=Source(),
+    kind="Pod", name=Source(field_path="metadata.name"), uid=Source(field_path="metadata.uid")
 )
 
 
 def of_job(template: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> IdentityRecipe:
     """The recipe for the pods of a Job with this pod template; `job`: the Job itself, which knows its owner."""
-    labels = (template.get("metadata") or {}).get("labels") or {}
-    pods = pods_of(job or {})
+    job, labels = job or {}, (template.get("metadata") or {}).get("labels") or {}
+    pods = pods_of(job)
     if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
         return replace(JOBSET, pods=pods)
-    owner = owner_reference.is_controlled_by(job or {}, owner_reference.JOBSET)
+    owner = owner_reference.is_controlled_by(job, owner_reference.JOBSET)
     if owner is None:
         return replace(JOB, pods=pods)
-    replica = _label(JOBSET_REPLICA_LABEL)
-    if not labels.get(JOBSET_REPLICA_LABEL):
-        replica = Source(text=replica_of(job or {}))
-    return IdentityRecipe(
-        kind="JobSet",
-        name=Source(text=owner.name),
-        uid=Source(text=owner.uid),
-        index=_JOB_INDEX,
-        replica=replica,
-        pods=pods,
-    )
+    replica = JOBSET.replica if labels.get(JOBSET_REPLICA_LABEL) else Source(text=replica_of(job))
+    name, uid = Source(text=owner.name), Source(text=owner.uid)
+    return replace(JOBSET, name=name, uid=uid, replica=replica, pods=pods)
 
 
 def pods_of(job: Mapping[str, Any]) -> int:
@@ -145,26 +135,13 @@ def of_pod(pod: Mapping[str, Any]) -> IdentityRecipe:
         return POD
     if owner.group_kind == owner_reference.JOB:
         return of_job(pod)
-    return IdentityRecipe(
-        kind=owner.kind,
-        name=Source(text=owner.name),
-        uid=Source(text=owner.uid),
-        index=_INDEXES.get(owner.group_kind, Source()),
-        replica=_label(KUBEFLOW_REPLICA_LABEL)
-        if owner.group_kind == owner_reference.PYTORCH_JOB
-        else Source(),
-    )
+    known = _OWNED.get(owner.group_kind, IdentityRecipe(kind=owner.kind))
+    return replace(known, name=Source(text=owner.name), uid=Source(text=owner.uid))
 
 
 def of_template(kind: str, document: Mapping[str, Any], replicas: int) -> IdentityRecipe:
-    """The recipe for the pods of a template in a JobSet or a PyTorchJob that is created.
-
-    No label of a pod has a PyTorchJob's UID: `environment` leaves it, and the name, to the pod's own CREATE.
-    """
-    if kind == "JobSet":
-        return replace(JOBSET, pods=pods_of(document) * replicas)
-    index, replica = _INDEXES[owner_reference.PYTORCH_JOB], _label(KUBEFLOW_REPLICA_LABEL)
-    return IdentityRecipe(kind=kind, name=None, uid=None, index=index, replica=replica)
+    """The recipe for the pods of a template in a JobSet or a PyTorchJob that is created."""
+    return replace(JOBSET, pods=pods_of(document) * replicas) if kind == "JobSet" else PYTORCH_JOB
 
 
 def index_of_pod(pod: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE, METRICS_PORT_NAME
-from deltashard_operator.run.watched_run import Run
 from deltashard_operator.tls.metric import AuthorityMetrics, CertificateMetrics
 from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client.registry import Collector
@@ -34,20 +33,10 @@ def exported(collector: Collector) -> Iterator[str]:
             yield family.name + suffix
 
 
-class NoRuns:
-    """A controller that has none."""
-
-    def runs(self) -> Iterator[Run]:
-        return iter(())
-
-    def unwritten(self) -> int:
-        return 0
-
-
 def everything() -> Iterator[str]:
     """Names of all series of ours."""
     controller = ControllerMetrics()
-    controller.follow(NoRuns())
+    controller.follow(lambda: ())
     FleetMetrics(controller.registry)
     AuthorityMetrics(controller.registry)
     CertificateMetrics("fleet", controller.registry)

@@ -17,6 +17,7 @@ from deltashard_operator.run import run_record
 from kubernetes import client
 
 from tests.support.eventually import eventually
+from tests.support.in_a_loop import in_a_loop
 from tests.support.operator.controller_api import Api, controller_of, job, pod
 from tests.support.operator.controller_process import ControllerProcess
 from tests.support.operator.fleet_service import posted
@@ -73,79 +74,69 @@ def holder(http: Rest, namespace: str) -> Any:
     return (http("GET", path).document.get("spec") or {}).get("holderIdentity")
 
 
-def test_of_two_one_leads_until_it_is_silent_for_long(
+@in_a_loop
+async def test_of_two_one_leads_until_it_is_silent_for_long(
     api: client.ApiClient, http: Rest, namespace: str
 ) -> None:
     """The first is cut off: it calls itself none before the other takes over, and ends when it sees the other's name."""
-
-    async def scenario() -> None:
-        world = World(api, namespace)
-        first, second = world.lease("first"), world.lease("second")
-        await first.acquire()
-        assert first.held
-        assert holder(http, namespace) == "first"
+    world = World(api, namespace)
+    first, second = world.lease("first"), world.lease("second")
+    await first.acquire()
+    assert first.held
+    assert holder(http, namespace) == "first"
+    assert not await second._try()
+    for _ in range(10):  # it renews, so nobody takes it
+        world.now_s += leases.RENEW_S
+        assert await first._try()
         assert not await second._try()
-        for _ in range(10):  # it renews, so nobody takes it
-            world.now_s += leases.RENEW_S
-            assert await first._try()
-            assert not await second._try()
-        silent_s = world.now_s
-        world.now_s = silent_s + leases.DURATION_S - leases.MARGIN_S - 0.1
-        assert first.held
-        world.now_s += 0.2
-        assert not first.held
-        world.now_s = silent_s + leases.DURATION_S - 0.1
-        assert not await second._try()
-        world.now_s += 0.2
-        await second.acquire()
-        assert second.held
-        with pytest.raises(LeaseLost, match="second leads now"):
-            await first.keep()
-        assert not first.held
-        await first.release()
-        assert holder(http, namespace) == "second", "nobody lets go of what is another's"
-        world.call.close()
-
-    asyncio.run(scenario())
+    silent_s = world.now_s
+    world.now_s = silent_s + leases.DURATION_S - leases.MARGIN_S - 0.1
+    assert first.held
+    world.now_s += 0.2
+    assert not first.held
+    world.now_s = silent_s + leases.DURATION_S - 0.1
+    assert not await second._try()
+    world.now_s += 0.2
+    await second.acquire()
+    assert second.held
+    with pytest.raises(LeaseLost, match="second leads now"):
+        await first.keep()
+    assert not first.held
+    await first.release()
+    assert holder(http, namespace) == "second", "nobody lets go of what is another's"
+    world.call.close()
 
 
-def test_who_stops_lets_go_and_who_starts_again_has_it(
+@in_a_loop
+async def test_who_stops_lets_go_and_who_starts_again_has_it(
     api: client.ApiClient, http: Rest, namespace: str
 ) -> None:
     """Neither a new pod nor a container that starts again waits."""
-
-    async def scenario() -> None:
-        world = World(api, namespace)
-        first = world.lease("first")
-        await first.acquire()
-        begun_s = world.now_s
-        again = world.lease("first")
-        await again.acquire()
-        await again.release()
-        assert not again.held
-        assert not holder(http, namespace)
-        second = world.lease("second")
-        await second.acquire()
-        assert world.now_s == begun_s
-        assert holder(http, namespace) == "second"
-        world.call.close()
-
-    asyncio.run(scenario())
+    world = World(api, namespace)
+    first = world.lease("first")
+    await first.acquire()
+    begun_s = world.now_s
+    again = world.lease("first")
+    await again.acquire()
+    await again.release()
+    assert not again.held
+    assert not holder(http, namespace)
+    second = world.lease("second")
+    await second.acquire()
+    assert world.now_s == begun_s
+    assert holder(http, namespace) == "second"
+    world.call.close()
 
 
-def test_of_two_that_take_it_at_once_one_has_it(api: client.ApiClient, namespace: str) -> None:
-    async def scenario() -> None:
-        world = World(api, namespace)
-        mine = [world.lease(f"c-{n}") for n in range(8)]
-        took = await asyncio.gather(*(each._try() for each in mine))
-        took = [
-            a or b for a, b in zip(took, await asyncio.gather(*(each._try() for each in mine)), strict=True)
-        ]
-        assert sum(took) == 1
-        assert [each.held for each in mine] == took
-        world.call.close()
-
-    asyncio.run(scenario())
+@in_a_loop
+async def test_of_two_that_take_it_at_once_one_has_it(api: client.ApiClient, namespace: str) -> None:
+    world = World(api, namespace)
+    mine = [world.lease(f"c-{n}") for n in range(8)]
+    took = await asyncio.gather(*(each._try() for each in mine))
+    took = [a or b for a, b in zip(took, await asyncio.gather(*(each._try() for each in mine)), strict=True)]
+    assert sum(took) == 1
+    assert [each.held for each in mine] == took
+    world.call.close()
 
 
 def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Rest, namespace: str) -> None:
@@ -208,29 +199,26 @@ def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
         asyncio.run(scenario(server))
 
 
-def test_a_controller_that_does_not_lead_writes_nothing() -> None:
+@in_a_loop
+async def test_a_controller_that_does_not_lead_writes_nothing() -> None:
     """It takes facts in, and what comes of them is written when it leads again."""
+    api, leads = Api(), False
+    api.let_go.set()
+    controller = controller_of(api, leads=lambda: leads)
+    await controller.load()
+    controller.watches.on_job(job())
+    controller.watches.on_pod(pod())
 
-    async def scenario() -> None:
-        api, leads = Api(), False
-        api.let_go.set()
-        controller = controller_of(api, leads=lambda: leads)
-        await controller.load()
-        controller.watches.on_job(job())
-        controller.watches.on_pod(pod())
+    async def written() -> list[str]:
+        controller.tick()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        return [each for each in api.asked if not each.startswith("GET")]
 
-        async def written() -> list[str]:
-            controller.tick()
-            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
-            return [each for each in api.asked if not each.startswith("GET")]
-
-        assert await written() == []
-        await controller.drain(60.0)
-        assert await written() == []
-        leads = True
-        assert f"POST /apis/{run_record.API_VERSION}/namespaces/n/{run_record.PLURAL}" in await written()
-
-    asyncio.run(scenario())
+    assert await written() == []
+    await controller.drain(60.0)
+    assert await written() == []
+    leads = True
+    assert f"POST /apis/{run_record.API_VERSION}/namespaces/n/{run_record.PLURAL}" in await written()
 
 
 def test_a_second_controller_stands_by_for_the_first_ones_end(

@@ -212,22 +212,15 @@ def test_no_label_makes_a_pods_words_another_runs(labels: dict[str, str]) -> Non
     asyncio.run(scenario())
 
 
-class _Two:
-    """Runs of one name: a Job's and a pod's, both training."""
-
-    def runs(self) -> Any:
-        for kind, uid in (("Job", "11111111"), ("Pod", "22222222")):
-            workload = Workload(namespace="n", kind=kind, name="train", uid=uid)
-            yield Run(workload=workload, trains_since_s=7.0)
-
-    def unwritten(self) -> int:
-        return 0
-
-
 def test_no_two_series_have_one_name_and_labels() -> None:
     """Prometheus refuses the whole scrape otherwise; and neither of two runs of one name hides the other."""
+    workloads = (
+        Workload(namespace="n", kind=kind, name="train", uid=uid)
+        for kind, uid in (("Job", "11111111"), ("Pod", "22222222"))
+    )
+    runs = [Run(workload=each, trains_since_s=7.0) for each in workloads]
     metrics = ControllerMetrics()
-    metrics.follow(_Two())
+    metrics.follow(lambda: runs)
     seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
     for family in metrics.registry.collect():
         for sample in family.samples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import run_record
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from tests.support.in_a_loop import in_a_loop
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, Api, Document, checkpoint_run, controller_of, job, pod
 
@@ -84,16 +85,6 @@ class Store(Api):
         return await super().__call__(method, path, body, **more)
 
 
-class Nudges:
-    """Writes down who is nudged."""
-
-    def __init__(self) -> None:
-        self.addresses: list[str] = []
-
-    def nudge(self, address: str) -> None:
-        self.addresses.append(address)
-
-
 class Bench:
     """A controller with one Job and its pod, by a clock of the test's own."""
 
@@ -101,8 +92,8 @@ class Bench:
         self.api = api or Store()
         self.now_s = time.time()
         self.controller: Controller = controller_of(self.api, wall=lambda: self.now_s, **options)
-        self.nudges = Nudges()
-        self.controller.follow(self.nudges)
+        self.nudged: list[str] = []
+        self.controller.follow(self.nudged.append)
         self._sequence = 0
 
     @property
@@ -153,205 +144,179 @@ class Bench:
         return self.controller.metrics.registry.get_sample_value(f"deltashard_{name}", labels)
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await scenario()
-
-    asyncio.run(whole())
-
-
 def restored(number: int, attempt: int) -> Incident:
     return Incident(id=number, kind=IncidentKind.RESTORED, attempt=attempt, lost_steps=3)
 
 
-def test_an_incident_is_told_when_its_count_is_written_and_its_event_is_recorded() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.begin()
-        teller = asyncio.create_task(bench.controller._teller.run())
-        bench.store.telling.clear()
-        assert bench.report(restored(1, 2), attempt=2).told == 0
-        bench.store.let_go.set()
-        await bench.pass_by(1)
-        assert bench.store.run["status"]["restores"] == 1
-        assert bench.report(restored(1, 2), attempt=2).told == 0
-        bench.store.telling.set()
-        await bench.controller._teller.drain(DEADLINE_S)
-        assert bench.report(restored(1, 2), restored(2, 3), attempt=3).told == 1
-        await bench.pass_by(1)
-        await bench.controller._teller.drain(DEADLINE_S)
-        assert bench.report(restored(1, 2), restored(2, 3), attempt=3).told == 2
-        assert (bench.store.run["status"]["restores"], bench.store.run["status"]["lostSteps"]) == (2, 6)
-        assert len([each for each in bench.store.events.values() if each["reason"] == "Restored"]) == 4
-        teller.cancel()
-
-    run(scenario)
+@in_a_loop
+async def test_an_incident_is_told_when_its_count_is_written_and_its_event_is_recorded() -> None:
+    bench = Bench()
+    await bench.begin()
+    teller = asyncio.create_task(bench.controller._teller.run())
+    bench.store.telling.clear()
+    assert bench.report(restored(1, 2), attempt=2).told == 0
+    bench.store.let_go.set()
+    await bench.pass_by(1)
+    assert bench.store.run["status"]["restores"] == 1
+    assert bench.report(restored(1, 2), attempt=2).told == 0
+    bench.store.telling.set()
+    await bench.controller._teller.drain(DEADLINE_S)
+    assert bench.report(restored(1, 2), restored(2, 3), attempt=3).told == 1
+    await bench.pass_by(1)
+    await bench.controller._teller.drain(DEADLINE_S)
+    assert bench.report(restored(1, 2), restored(2, 3), attempt=3).told == 2
+    assert (bench.store.run["status"]["restores"], bench.store.run["status"]["lostSteps"]) == (2, 6)
+    assert len([each for each in bench.store.events.values() if each["reason"] == "Restored"]) == 4
+    teller.cancel()
 
 
-def test_a_controller_that_ends_between_a_count_and_its_write_is_followed_by_one_that_counts_once() -> None:
+@in_a_loop
+async def test_a_controller_that_ends_between_a_count_and_its_write_is_followed_by_one_that_counts_once() -> (
+    None
+):
     """Even when the write of the first is still under way, and comes before the second's."""
-
-    async def scenario() -> None:
-        first = Bench()
-        await first.begin()
-        first.report(restored(1, 2), attempt=2)
-        first.controller.tick()
-        await first.store.writing.wait()
-        second = Bench(first.store)
-        await second.begin()
-        second.report(restored(1, 2), attempt=2)
-        second.store.let_go.set()
-        for _ in range(3):
-            await first.pass_by(2)
-            await second.pass_by(2)
-            second.report(restored(1, 2), restored(2, 3), attempt=3)
-        third = Bench(first.store)
-        await third.begin()
-        third.report(restored(1, 2), restored(2, 3), attempt=3)
-        await third.pass_by(2)
-        status = first.store.run["status"]
-        assert (status["restores"], status["lostSteps"], status["attempt"]) == (2, 6, 3)
-        assert second.metric("controller_status_writes_total", outcome="conflict") >= 1
-
-    run(scenario)
+    first = Bench()
+    await first.begin()
+    first.report(restored(1, 2), attempt=2)
+    first.controller.tick()
+    await first.store.writing.wait()
+    second = Bench(first.store)
+    await second.begin()
+    second.report(restored(1, 2), attempt=2)
+    second.store.let_go.set()
+    for _ in range(3):
+        await first.pass_by(2)
+        await second.pass_by(2)
+        second.report(restored(1, 2), restored(2, 3), attempt=3)
+    third = Bench(first.store)
+    await third.begin()
+    third.report(restored(1, 2), restored(2, 3), attempt=3)
+    await third.pass_by(2)
+    status = first.store.run["status"]
+    assert (status["restores"], status["lostSteps"], status["attempt"]) == (2, 6, 3)
+    assert second.metric("controller_status_writes_total", outcome="conflict") >= 1
 
 
-def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+@in_a_loop
+async def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
     """A new controller: sidecars and pods may come before the namespace's own `default` does."""
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
-
-    async def scenario() -> None:
-        bench = Bench(default_policy=tmp_path / "policy.yaml")
-        metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
-        policy = {"metadata": metadata, "spec": {"interval": {"every": "77s"}}}
-        bench.store.let_go.set()
-        await bench.begin(synced=False)
-        await bench.controller.watches.settle()
-        reply = bench.report()
-        assert (reply.directive, reply.next_s, reply.speaks) == (None, 5.0, True)
+    bench = Bench(default_policy=tmp_path / "policy.yaml")
+    metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
+    policy = {"metadata": metadata, "spec": {"interval": {"every": "77s"}}}
+    bench.store.let_go.set()
+    await bench.begin(synced=False)
+    await bench.controller.watches.settle()
+    reply = bench.report()
+    assert (reply.directive, reply.next_s, reply.speaks) == (None, 5.0, True)
+    await bench.pass_by(1)
+    assert bench.nudged == []
+    bench.controller.watches.on_policy(policy)
+    bench.controller.watches.on_list()
+    await bench.controller.watches.settle()
+    reply = bench.report()
+    assert (reply.directive, reply.next_s) == (None, 15.0)
+    await bench.pass_by(1)
+    assert bench.nudged == [ADDRESS], "all are nudged when everything was seen"
+    bench.controller.watches.on_policy({**policy, "spec": {"interval": {"every": "60s"}}})
+    for _ in range(3):
         await bench.pass_by(1)
-        assert bench.nudges.addresses == []
-        bench.controller.watches.on_policy(policy)
-        bench.controller.watches.on_list()
-        await bench.controller.watches.settle()
-        reply = bench.report()
-        assert (reply.directive, reply.next_s) == (None, 15.0)
-        await bench.pass_by(1)
-        assert bench.nudges.addresses == [ADDRESS], "all are nudged when everything was seen"
-        bench.controller.watches.on_policy({**policy, "spec": {"interval": {"every": "60s"}}})
-        for _ in range(3):
-            await bench.pass_by(1)
-        assert bench.nudges.addresses == [ADDRESS] * 2, "once for a new directive"
-        directive = bench.report().directive
-        assert directive is not None
-        assert directive.policy.every_s == 60.0
-        assert bench.report(directive=directive.id).directive is None
-        bench.now_s += 200.0
-        assert bench.report(directive=directive.id).next_s == 60.0
-
-    run(scenario)
+    assert bench.nudged == [ADDRESS] * 2, "once for a new directive"
+    directive = bench.report().directive
+    assert directive is not None
+    assert directive.policy.every_s == 60.0
+    assert bench.report(directive=directive.id).directive is None
+    bench.now_s += 200.0
+    assert bench.report(directive=directive.id).next_s == 60.0
 
 
-def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_let_go() -> None:
+@in_a_loop
+async def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_let_go() -> None:
     """As when a namespace is deleted: Job and CheckpointRun go within one write. The pump must outlive it."""
-
-    async def scenario() -> None:
-        bench = Bench(Api())
-        bench.controller.watches.on_job(job())
-        bench.controller.watches.job_gone(ObjectKey("n", "train", UID), job())
-        bench.controller.tick()
-        await bench.api.writing.wait()
-        bench.controller.watches.run_gone(ObjectKey("n", "train-0b4f3c1e", "made"), checkpoint_run())
-        assert len(bench.controller) == 0
-        bench.api.let_go.set()
-        await bench.pass_by()
-        assert bench.metric("controller_status_writes_total", outcome="lost") == 1
-        assert bench.controller.unwritten() == 0
-
-    run(scenario)
+    bench = Bench(Api())
+    bench.controller.watches.on_job(job())
+    bench.controller.watches.job_gone(ObjectKey("n", "train", UID), job())
+    bench.controller.tick()
+    await bench.api.writing.wait()
+    bench.controller.watches.run_gone(ObjectKey("n", "train-0b4f3c1e", "made"), checkpoint_run())
+    assert not list(bench.controller.runs())
+    bench.api.let_go.set()
+    await bench.pass_by()
+    assert bench.metric("controller_status_writes_total", outcome="lost") == 1
+    assert len(bench.controller.queue) == 0
 
 
-def test_a_removal_that_is_refused_is_tried_again_after_a_pause() -> None:
+@in_a_loop
+async def test_a_removal_that_is_refused_is_tried_again_after_a_pause() -> None:
     """A right that is missing does not become a request with every tick."""
-
-    async def scenario() -> None:
-        over = run_record.timestamp(time.time() - 1000)
-        status = {
-            "phase": "Finished",
-            "finishedReason": "Completed",
-            "finishedAt": over,
-            "observedTime": over,
-        }
-        bench = Bench(Api([checkpoint_run(**status)]), keep_finished_s=10.0)
-        await bench.controller.load()
-        bench.controller.watches.synced = True
-        for tries in (1, 2):
-            for _ in range(5):
-                await bench.pass_by(0.1)
-            assert sum(each.startswith("DELETE") for each in bench.api.asked) == tries
-            await bench.pass_by(60.0)
-
-    run(scenario)
+    over = run_record.timestamp(time.time() - 1000)
+    status = {
+        "phase": "Finished",
+        "finishedReason": "Completed",
+        "finishedAt": over,
+        "observedTime": over,
+    }
+    bench = Bench(Api([checkpoint_run(**status)]), keep_finished_s=10.0)
+    await bench.controller.load()
+    bench.controller.watches.synced = True
+    for tries in (1, 2):
+        for _ in range(5):
+            await bench.pass_by(0.1)
+        assert sum(each.startswith("DELETE") for each in bench.api.asked) == tries
+        await bench.pass_by(60.0)
 
 
-def test_failures_are_counted_by_node_once_and_go_with_it() -> None:
+@in_a_loop
+async def test_failures_are_counted_by_node_once_and_go_with_it() -> None:
     """Also when the status is judged again and again."""
-
-    async def scenario() -> None:
-        bench = Bench()
-        bench.store.let_go.set()
-        await bench.begin()
-        bench.controller.watches.on_node({"metadata": {"name": "node-a"}, "status": {}})
-        ending = {
-            "terminated": {"exitCode": 1, "reason": "Error", "finishedAt": run_record.timestamp(bench.now_s)}
-        }
-        container = {"name": "trainer", "restartCount": 1, "state": {"running": {}}, "lastState": ending}
-        found = pod()
-        found["status"] = {"phase": "Running", "containerStatuses": [container]}
-        bench.controller.watches.on_pod(found)
-        for _ in range(3):
-            await bench.pass_by(6)
-            assert bench.metric("node_failures_total", node="node-a") == 1
-        bench.controller.watches.node_gone(ObjectKey("", "node-a", "u"), None)
+    bench = Bench()
+    bench.store.let_go.set()
+    await bench.begin()
+    bench.controller.watches.on_node({"metadata": {"name": "node-a"}, "status": {}})
+    ending = {
+        "terminated": {"exitCode": 1, "reason": "Error", "finishedAt": run_record.timestamp(bench.now_s)}
+    }
+    container = {"name": "trainer", "restartCount": 1, "state": {"running": {}}, "lastState": ending}
+    found = pod()
+    found["status"] = {"phase": "Running", "containerStatuses": [container]}
+    bench.controller.watches.on_pod(found)
+    for _ in range(3):
         await bench.pass_by(6)
-        assert bench.metric("node_failures_total", node="node-a") is None
+        assert bench.metric("node_failures_total", node="node-a") == 1
+    bench.controller.watches.node_gone(ObjectKey("", "node-a", "u"), None)
+    await bench.pass_by(6)
+    assert bench.metric("node_failures_total", node="node-a") is None
 
-    run(scenario)
 
-
-def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
+@in_a_loop
+async def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
     """A phase of a newer version, after a rollback: that run begins anew, the others are known."""
-
-    async def scenario() -> None:
-        odd = checkpoint_run("odd-00000000", uid="00000000-1", phase="Hibernating")
-        bench = Bench(Api([odd, checkpoint_run(phase="Training")]))
-        await bench.controller.load()
-        assert [each.name for each in bench.controller.runs()] == ["train-0b4f3c1e"]
-        assert bench.metric("controller_judge_errors_total") == 1
-
-    run(scenario)
+    odd = checkpoint_run("odd-00000000", uid="00000000-1", phase="Hibernating")
+    bench = Bench(Api([odd, checkpoint_run(phase="Training")]))
+    await bench.controller.load()
+    assert [each.name for each in bench.controller.runs()] == ["train-0b4f3c1e"]
+    assert bench.metric("controller_judge_errors_total") == 1
 
 
-def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_or_refused_is_not_told_again() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        bench.store.let_go.set()
-        await bench.begin()
-        teller = asyncio.create_task(bench.controller._teller.run())
-        many = [Incident(id=n, kind=IncidentKind.SAVE_FAILED, message=f"{n}") for n in range(1, 41)]
-        bench.report(*many)
-        await bench.pass_by(1)
-        await bench.controller._teller.drain(DEADLINE_S)
-        assert bench.report(*many).told == 40
-        failed = [each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]
-        assert len(failed) <= 2 * event.BURST
-        bench.store.refuses = True
-        bench.now_s += event.REFILL_S
-        bench.report(*many, Incident(id=41, kind=IncidentKind.SAVE_FAILED))
-        await bench.pass_by(1)
-        await bench.controller._teller.drain(DEADLINE_S)
-        assert bench.report(*many, Incident(id=41, kind=IncidentKind.SAVE_FAILED)).told == 41
-        teller.cancel()
-
-    run(scenario)
+@in_a_loop
+async def test_what_a_run_may_tell_is_limited_and_what_is_over_the_limit_or_refused_is_not_told_again() -> (
+    None
+):
+    bench = Bench()
+    bench.store.let_go.set()
+    await bench.begin()
+    teller = asyncio.create_task(bench.controller._teller.run())
+    many = [Incident(id=n, kind=IncidentKind.SAVE_FAILED, message=f"{n}") for n in range(1, 41)]
+    bench.report(*many)
+    await bench.pass_by(1)
+    await bench.controller._teller.drain(DEADLINE_S)
+    assert bench.report(*many).told == 40
+    failed = [each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]
+    assert len(failed) <= 2 * event.BURST
+    bench.store.refuses = True
+    bench.now_s += event.REFILL_S
+    bench.report(*many, Incident(id=41, kind=IncidentKind.SAVE_FAILED))
+    await bench.pass_by(1)
+    await bench.controller._teller.drain(DEADLINE_S)
+    assert bench.report(*many, Incident(id=41, kind=IncidentKind.SAVE_FAILED)).told == 41
+    teller.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from deltashard_operator.controller.metric import MAX_WHY, ControllerMetrics
@@ -21,13 +20,7 @@ class OneRun:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.metrics = ControllerMetrics()
-        self.metrics.follow(self)
-
-    def runs(self) -> Iterator[Run]:
-        return iter((self.run,))
-
-    def unwritten(self) -> int:
-        return 0
+        self.metrics.follow(lambda: (self.run,))
 
     def value(self, name: str, **labels: str) -> float | None:
         labels |= {"namespace": "team", "run": "train"}

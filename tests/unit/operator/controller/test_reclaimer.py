@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from deltashard_operator.run import judgement, watched_run
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.reclaim import MAX_TRIES, ReclaimState
 
+from tests.support.in_a_loop import in_a_loop
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, job, pod
 
@@ -85,14 +86,10 @@ class Bench:
             return self.now_s
 
         self.queue = WriteQueue(commit_s=1.0, wall=wall)
-        self.books = Entries(queue=self.queue, wall=wall)
-        self.watches = Watches(
-            self.books, call=call, metrics=ControllerMetrics(), keep_finished_s=7 * DAY_S, wall=wall
-        )
-        self.ends: list[str] = []
-        self.reclaimer = Reclaimer(
-            self.books, call=call, defaults=defaults, count=self.ends.append, wall=wall
-        )
+        self.metrics = ControllerMetrics()
+        self.books = Entries(call=call, defaults=defaults, metrics=self.metrics, queue=self.queue, wall=wall)
+        self.watches = Watches(self.books, keep_finished_s=7 * DAY_S)
+        self.reclaimer = Reclaimer(self.books)
         self.say()
 
     def say(self, namespace: str = "n", interval: Document | None = None, **reclaim: Any) -> None:
@@ -149,16 +146,6 @@ def ended_job(*, at_s: float = BEGAN_S, namespace: str = "n", number: int = 0, r
     return document
 
 
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **fixtures: Any) -> None:
-        asyncio.run(test(*args, **fixtures))
-
-    return run
-
-
 def state_of(entry: Entry) -> ReclaimState | None:
     return None if entry.run.reclaim is None else entry.run.reclaim.state
 
@@ -177,7 +164,9 @@ async def test_a_job_is_made_and_what_came_of_it_is_read(
     assert state_of(entry) is REMOVING
     bench.end(said)
     await bench.go()
-    assert (state_of(entry), len(bench.api.made), bench.ends) == (state, 1, [state.value.lower()])
+    assert (state_of(entry), len(bench.api.made)) == (state, 1)
+    ends = {"outcome": state.value.lower()}
+    assert bench.metrics.registry.get_sample_value("deltashard_controller_reclaims_total", ends) == 1
     (notice,) = entry.notices
     assert notice.warning == (state is FAILED)
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.pod_note import PodNotes
 from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_book import Entries
@@ -17,6 +19,7 @@ from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.watched_run import Run
 
+from tests.support.in_a_loop import in_a_loop
 from tests.unit.operator.run.observed import TRAIN, pod
 
 BEGAN_S = 1_700_000_000.0
@@ -72,11 +75,17 @@ class Bench:
             return self.now_s
 
         call = cast(Caller, api)
-        self.books = Entries(queue=WriteQueue(commit_s=1.0, wall=wall), wall=wall)
+        self.books = Entries(
+            call=call,
+            defaults=Defaults(None, None),
+            metrics=ControllerMetrics(),
+            queue=WriteQueue(commit_s=1.0, wall=wall),
+            wall=wall,
+        )
         self.entry = self.books.enter(Run(workload=TRAIN, pods={"p-1": pod()}))
         self.books.pods["p-1"] = KEY
-        self.requests = CheckpointRequests(self.books, call=call, keep_finished_s=3600.0, wall=wall)
-        self.notes = PodNotes(self.books, call=call, wall=wall)
+        self.requests = CheckpointRequests(self.books, keep_finished_s=3600.0)
+        self.notes = PodNotes(self.books)
         self.requests.on_request(api.document)
 
     async def go(self, seconds: float = 3.0) -> None:
@@ -95,55 +104,49 @@ class Bench:
         return str(self.api.document.get("status", {}).get("phase", ""))
 
 
-def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -> None:
-    async def scenario() -> None:
-        bench = Bench(Api())
-        await bench.go(1)
-        assert (bench.ordered(), bench.phase()) == (["q-1"], "Ordered")
-        bench.api.touched()
-        bench.api.lost_replies = 1
-        bench.requests.over(("team", "another"), OVER)
-        bench.requests.over(KEY, OVER)
-        bench.requests.tick()
-        assert bench.ordered() == ["q-1"]
-        anew = Bench(bench.api, bench.now_s)
-        await anew.go(1)
-        assert anew.ordered() == ["q-1"], "the next controller orders it, too"
-        await bench.go(9)
-        assert (bench.ordered(), bench.phase(), bench.api.document["status"]["step"]) == ([], "Completed", 12)
-        anew.requests.over(KEY, replace(OVER, outcome=Outcome.FAILED))
-        await anew.go(9)
-        assert (anew.ordered(), anew.phase()) == ([], "Completed"), "what is written is so for both"
-
-    asyncio.run(scenario())
+@in_a_loop
+async def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -> None:
+    bench = Bench(Api())
+    await bench.go(1)
+    assert (bench.ordered(), bench.phase()) == (["q-1"], "Ordered")
+    bench.api.touched()
+    bench.api.lost_replies = 1
+    bench.requests.over(("team", "another"), OVER)
+    bench.requests.over(KEY, OVER)
+    bench.requests.tick()
+    assert bench.ordered() == ["q-1"]
+    anew = Bench(bench.api, bench.now_s)
+    await anew.go(1)
+    assert anew.ordered() == ["q-1"], "the next controller orders it, too"
+    await bench.go(9)
+    assert (bench.ordered(), bench.phase(), bench.api.document["status"]["step"]) == ([], "Completed", 12)
+    anew.requests.over(KEY, replace(OVER, outcome=Outcome.FAILED))
+    await anew.go(9)
+    assert (anew.ordered(), anew.phase()) == ([], "Completed"), "what is written is so for both"
 
 
-def test_a_run_takes_so_many_orders_and_one_that_is_taken_back_makes_room() -> None:
-    async def scenario() -> None:
-        bench = Bench(Api())
-        for n in range(MAX_ORDERS):
-            bench.books.orders.open(KEY, SaveOrder(id=f"drain/{n}/1", reason="drain"), BEGAN_S + 60)
-        await bench.go()
-        assert (bench.phase(), len(bench.ordered())) == ("Pending", MAX_ORDERS)
-        bench.requests.over(KEY, SaveOver(id="drain/0/1", outcome=Outcome.COMMITTED))
-        await bench.go()
-        assert (bench.phase(), bench.ordered()[-1]) == ("Ordered", "q-1")
-        bench.requests.request_gone(ObjectKey("team", "now", "q-1"), None)
-        assert "q-1" not in bench.ordered()
-
-    asyncio.run(scenario())
+@in_a_loop
+async def test_a_run_takes_so_many_orders_and_one_that_is_taken_back_makes_room() -> None:
+    bench = Bench(Api())
+    for n in range(MAX_ORDERS):
+        bench.books.orders.open(KEY, SaveOrder(id=f"drain/{n}/1", reason="drain"), BEGAN_S + 60)
+    await bench.go()
+    assert (bench.phase(), len(bench.ordered())) == ("Pending", MAX_ORDERS)
+    bench.requests.over(KEY, SaveOver(id="drain/0/1", outcome=Outcome.COMMITTED))
+    await bench.go()
+    assert (bench.phase(), bench.ordered()[-1]) == ("Ordered", "q-1")
+    bench.requests.request_gone(ObjectKey("team", "now", "q-1"), None)
+    assert "q-1" not in bench.ordered()
 
 
-def test_a_pod_is_written_for_a_newer_checkpoint_and_at_most_once_a_minute() -> None:
-    async def scenario() -> None:
-        bench = Bench(Api())
-        for _ in range(60):  # a commit each 5 s
-            progress = replace(bench.entry.run.progress, last_commit_at_s=bench.now_s)
-            bench.books.set(bench.entry, replace(bench.entry.run, progress=progress))
-            await bench.go(5)
-        assert 4 <= len(bench.api.notes) <= 6
-        await bench.go(300)
-        assert bench.api.notes[-1] == timestamp(bench.entry.run.progress.last_commit_at_s)
-        assert len(bench.api.notes) <= 7, "no other writes"
-
-    asyncio.run(scenario())
+@in_a_loop
+async def test_a_pod_is_written_for_a_newer_checkpoint_and_at_most_once_a_minute() -> None:
+    bench = Bench(Api())
+    for _ in range(60):  # a commit each 5 s
+        progress = replace(bench.entry.run.progress, last_commit_at_s=bench.now_s)
+        bench.books.set(bench.entry, replace(bench.entry.run, progress=progress))
+        await bench.go(5)
+    assert 4 <= len(bench.api.notes) <= 6
+    await bench.go(300)
+    assert bench.api.notes[-1] == timestamp(bench.entry.run.progress.last_commit_at_s)
+    assert len(bench.api.notes) <= 7, "no other writes"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable
-from typing import Any
+from collections.abc import Hashable
 
 import pytest
 from deltashard_operator.controller.write_queue import (
@@ -20,6 +19,8 @@ from deltashard_operator.controller.write_queue import (
     WriteQueue,
 )
 from deltashard_operator.kube.call import ApiUnavailable
+
+from tests.support.in_a_loop import in_a_loop
 
 COMMIT_S = 30.0
 
@@ -51,11 +52,9 @@ class Bench:
         return self.written[before:]
 
 
-def run(scenario: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
-    async def whole() -> None:
-        await scenario(Bench())
-
-    asyncio.run(whole())
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
 
 
 @pytest.mark.parametrize(
@@ -68,92 +67,82 @@ def run(scenario: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
         (Rank.QUIET, QUIET_S),
     ],
 )
-def test_what_changed_says_how_far_writes_are_apart(rank: Rank, apart_s: float) -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.offer("run", Rank.NEW)
-        assert await bench.after(0) == ["run"]
-        bench.offer("run", rank)
-        if apart_s:
-            assert await bench.after(apart_s - 0.5) == []
-            bench.now_s -= apart_s - 0.5
-        assert await bench.after(apart_s) == ["run"]
-        assert await bench.after(QUIET_S) == []
-
-    run(scenario)
+@in_a_loop
+async def test_what_changed_says_how_far_writes_are_apart(bench: Bench, rank: Rank, apart_s: float) -> None:
+    bench.offer("run", Rank.NEW)
+    assert await bench.after(0) == ["run"]
+    bench.offer("run", rank)
+    if apart_s:
+        assert await bench.after(apart_s - 0.5) == []
+        bench.now_s -= apart_s - 0.5
+    assert await bench.after(apart_s) == ["run"]
+    assert await bench.after(QUIET_S) == []
 
 
-def test_the_loss_of_many_is_one_write_each_and_what_follows_is_put_together() -> None:
-    async def scenario(bench: Bench) -> None:
-        for n in range(253):
-            bench.offer(n, Rank.COMMIT)
-            bench.offer(n, Rank.TROUBLE)
-        bench.offer("quiet", Rank.CONDITION)
-        found = await bench.after(0)
-        assert Counter(found) == Counter([*range(253), "quiet"])
-        assert found[-1] == "quiet"
-        for n in range(253):
-            bench.offer(n, Rank.CONDITION)
-        assert await bench.after(SOON_S) == []
-        for n in range(253):
-            bench.offer(n, Rank.CONDITION)
-        assert len(await bench.after(LATER_S - SOON_S)) == 253
-
-    run(scenario)
+@in_a_loop
+async def test_the_loss_of_many_is_one_write_each_and_what_follows_is_put_together(bench: Bench) -> None:
+    for n in range(253):
+        bench.offer(n, Rank.COMMIT)
+        bench.offer(n, Rank.TROUBLE)
+    bench.offer("quiet", Rank.CONDITION)
+    found = await bench.after(0)
+    assert Counter(found) == Counter([*range(253), "quiet"])
+    assert found[-1] == "quiet"
+    for n in range(253):
+        bench.offer(n, Rank.CONDITION)
+    assert await bench.after(SOON_S) == []
+    for n in range(253):
+        bench.offer(n, Rank.CONDITION)
+    assert len(await bench.after(LATER_S - SOON_S)) == 253
 
 
-def test_a_burst_is_bounded_and_then_so_many_a_second_go_but_new_ones_are_free() -> None:
-    async def scenario(bench: Bench) -> None:
-        for n in range(1000):
-            bench.offer(n, Rank.TROUBLE)
-            bench.offer(("new", n), Rank.NEW)
-        found = await bench.after(0)
-        assert len(found) == 1000 + BURST
-        assert bench.queue.idle is False
-        assert len(await bench.after(1)) == PER_S
-        bench.queue.hurry()
-        assert len(await bench.after(0)) == 1000 - BURST - PER_S
-
-    run(scenario)
+@in_a_loop
+async def test_a_burst_is_bounded_and_then_so_many_a_second_go_but_new_ones_are_free(bench: Bench) -> None:
+    for n in range(1000):
+        bench.offer(n, Rank.TROUBLE)
+        bench.offer(("new", n), Rank.NEW)
+    found = await bench.after(0)
+    assert len(found) == 1000 + BURST
+    assert bench.queue.idle is False
+    assert len(await bench.after(1)) == PER_S
+    bench.queue.hurry()
+    assert len(await bench.after(0)) == 1000 - BURST - PER_S
 
 
-def test_one_write_of_a_key_and_few_of_all_are_under_way_at_once() -> None:
-    async def scenario(bench: Bench) -> None:
-        go, begun = asyncio.Event(), []
+@in_a_loop
+async def test_one_write_of_a_key_and_few_of_all_are_under_way_at_once(bench: Bench) -> None:
+    go, begun = asyncio.Event(), []
 
-        def offer(key: int) -> None:
-            async def work() -> None:
-                begun.append(key)
-                await go.wait()
+    def offer(key: int) -> None:
+        async def work() -> None:
+            begun.append(key)
+            await go.wait()
 
-            bench.queue.offer(key, Rank.NEW, work)
+        bench.queue.offer(key, Rank.NEW, work)
 
-        for _ in range(2):
-            for key in range(AT_WORK + 5):
-                offer(key)
-            bench.queue.tick()
-            await asyncio.sleep(0)
-        assert begun == list(range(AT_WORK))
-        go.set()
-        await bench.after(0)
-        await bench.after(0)
-        assert Counter(begun) == Counter([*range(AT_WORK + 5), *range(AT_WORK)])
-
-    run(scenario)
+    for _ in range(2):
+        for key in range(AT_WORK + 5):
+            offer(key)
+        bench.queue.tick()
+        await asyncio.sleep(0)
+    assert begun == list(range(AT_WORK))
+    go.set()
+    await bench.after(0)
+    await bench.after(0)
+    assert Counter(begun) == Counter([*range(AT_WORK + 5), *range(AT_WORK)])
 
 
-def test_a_write_that_fails_waits_longer_each_time_but_never_over_a_minute() -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.broken = True
-        for failures in range(1, 9):
-            bench.offer("run", Rank.TROUBLE)
-            await bench.after(MAX_BACKOFF_S)
-            bench.offer("run", Rank.TROUBLE)
-            bench.broken = False
-            assert await bench.after(min(2.0**failures, MAX_BACKOFF_S) - 0.5) == []
-            bench.broken = True
-        bench.now_s -= 7200.0  # the clock is set back, and nothing waits for two hours
+@in_a_loop
+async def test_a_write_that_fails_waits_longer_each_time_but_never_over_a_minute(bench: Bench) -> None:
+    bench.broken = True
+    for failures in range(1, 9):
+        bench.offer("run", Rank.TROUBLE)
+        await bench.after(MAX_BACKOFF_S)
+        bench.offer("run", Rank.TROUBLE)
         bench.broken = False
-        assert await bench.after(0) == []
-        assert await bench.after(SOON_S) == ["run"]
-
-    run(scenario)
+        assert await bench.after(min(2.0**failures, MAX_BACKOFF_S) - 0.5) == []
+        bench.broken = True
+    bench.now_s -= 7200.0  # the clock is set back, and nothing waits for two hours
+    bench.broken = False
+    assert await bench.after(0) == []
+    assert await bench.after(SOON_S) == ["run"]
