@@ -1,4 +1,4 @@
-"""What sidecars report and what is answered, as plain values, and the seam to the controller that keeps them.
+"""What sidecars report, as plain values, and the seam to the controller that keeps them and answers.
 
 `report_of` makes a value of a message, field by field of the same names. It trusts no peer: an identity that cannot be
 one is a `BadReport`; texts are clipped and hold no control characters; numbers are finite, not negative and fit the
@@ -27,6 +27,10 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 from google.protobuf.message import Message
 
+# What is answered goes out as it is.
+Directive = wire.Directive
+SaveOrder = wire.SaveOrder
+Reply = wire.ReportReply
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 RunKey = tuple[str, str]
@@ -235,41 +239,6 @@ class Report:
     saves_over: tuple[SaveOver, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Directive:
-    """What a run shall do from now on; its content is its identity (`run.directive.directive_of` makes it)."""
-
-    id: int
-    policy: trainer_wire.Policy
-    whole: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOrder:
-    """A save that somebody asked for."""
-
-    id: str
-    """UID of the CheckpointRequest, or `drain/{node}/{time}`."""
-    reason: str
-    urgent: bool = False
-    deadline_s: float = 0.0
-    """From now; 0: none."""
-    pin: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """What a report is answered."""
-
-    sequence: int
-    next_s: float
-    speaks: bool = False
-    directive: Directive | None = None
-    """None: the one in force holds, or the controller has not seen everything yet."""
-    saves: tuple[SaveOrder, ...] = ()
-    told: int = 0
-
-
 class Ledger(Protocol):
     """Who keeps what sidecars report."""
 
@@ -317,20 +286,6 @@ def report_of(message: wire.ReportRequest) -> Report:
             for each in message.saves_over[:MAX_ORDERS]
         ),
     )
-
-
-def message_of(reply: Reply) -> wire.ReportReply:
-    message = wire.ReportReply(
-        sequence=reply.sequence, next_s=reply.next_s, speaks=reply.speaks, told=reply.told
-    )
-    if reply.directive is not None:
-        told = reply.directive
-        message.directive.CopyFrom(wire.Directive(id=told.id, policy=told.policy, whole=told.whole))
-    for each in reply.saves:
-        message.saves.add(
-            id=each.id, reason=each.reason, urgent=each.urgent, deadline_s=each.deadline_s, pin=each.pin
-        )
-    return message
 
 
 def _run(message: wire.RunState) -> RunReport:

@@ -145,7 +145,7 @@ class ReportServer:
         begun_s = time.perf_counter()
         try:
             reply = await self._reply(request)
-            outcome, response = "taken", web.Response(body=reports.message_of(reply).SerializeToString())
+            outcome, response = "taken", web.Response(body=reply.SerializeToString())
             response.content_type = CONTENT_TYPE
         except _Rejection as rejection:
             outcome, sentence = rejection.args
