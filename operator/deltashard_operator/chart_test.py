@@ -6,11 +6,11 @@ a moment to answer. It needs the right to create Jobs in one namespace, and no o
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +18,9 @@ import urllib3
 from kubernetes import client, config
 
 from deltashard_operator.kube.cluster_name import POLICY, SIDECAR
-from deltashard_operator.main import EXIT_USAGE, api_client
+from deltashard_operator.main import EXIT_FAILED, EXIT_USAGE, api_client, options_of
 
-EXIT_FAILED = 1
+PROGRAM = "deltashard-chart-test"
 REQUEST_S = 10
 NO_SUCH_POLICY = "deltashard-test-no-such-policy"
 
@@ -151,23 +151,9 @@ def check(installation: Installation, options: Options, say: Callable[[str], Non
         time.sleep(options.pause_s)
 
 
-def read_options(argv: Sequence[str]) -> Options:
-    """Options from the command line; exits on nonsense."""
-    parser = argparse.ArgumentParser(prog="deltashard-chart-test", description=__doc__.splitlines()[0])
-    kinds = {"float": float, "Path | None": Path}
-    for field in fields(Options):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=kinds.get(str(field.type), str),
-            default=field.default,
-            help=f"default {field.default}",
-        )
-    return Options(**vars(parser.parse_args(argv)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-chart-test`."""
-    options = read_options(sys.argv[1:] if argv is None else argv)
+    options = options_of(Options, PROGRAM, sys.argv[1:] if argv is None else argv, os.environ)
 
     def say(line: str) -> None:
         sys.stdout.write(line + "\n")
@@ -176,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         api = api_client(options.kubeconfig)
     except (config.ConfigException, OSError) as error:
-        sys.stderr.write(f"deltashard-chart-test: {error}\n")
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
         return EXIT_USAGE
     with api:
         return 0 if check(Installation(api, options), options, say) else EXIT_FAILED
