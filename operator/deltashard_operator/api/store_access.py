@@ -29,6 +29,7 @@ _SECRET_VARIABLES = {
     "az": "AZURE_STORAGE_CONNECTION_STRING_FILE",
 }
 """Which variable names the file of the store's Secret, by the URL's scheme."""
+_TOKEN_VARIABLES = {"s3": "AWS_WEB_IDENTITY_TOKEN_FILE", "az": "AZURE_FEDERATED_TOKEN_FILE"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +50,7 @@ def _credentials(policy: Policy) -> dict[str, str]:
     if policy.secret_name:
         found[_SECRET_VARIABLES[scheme]] = f"{STORE_PATH}/{policy.secret_key}"
     if (identity := policy.web_identity) is not None:
-        token = TOKEN_PATH + "/store"
-        if scheme == "az":
-            found |= {
-                "AZURE_FEDERATED_TOKEN_FILE": token,
-                "AZURE_CLIENT_ID": identity.client_id,
-                "AZURE_TENANT_ID": identity.tenant_id,
-                "AZURE_AUTHORITY_HOST": identity.authority_host,
-            }
-        else:
-            found |= {
-                "AWS_WEB_IDENTITY_TOKEN_FILE": token,
-                "AWS_ROLE_ARN": identity.role_arn,
-                "AWS_ENDPOINT_URL_STS": identity.sts_endpoint,
-            }
+        found |= {_TOKEN_VARIABLES[scheme]: TOKEN_PATH + "/store", **identity.settings}
     return found
 
 
