@@ -21,6 +21,7 @@ from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import PolicyCache
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.webhook_configuration import PATH
 from deltashard_operator.status_page import pages
 from deltashard_operator.tls.certificate import Certificate
@@ -101,4 +102,7 @@ class Webhook:
         request = review.parse(body)
         if isinstance(request, review.Answer):
             return request
-        return review.answer(await self._resolver.resolve(request, deadline))
+        try:
+            return review.answer(request, await self._resolver.resolve(request, deadline))
+        except Refusal as refusal:
+            return review.refused(request.uid, request.kind, refusal)
