@@ -33,6 +33,7 @@ SaveOrder = wire.SaveOrder
 Reply = wire.ReportReply
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
+W = TypeVar("W", bound=enum.StrEnum)
 RunKey = tuple[str, str]
 """(namespace, workload UID): the pods that train together, and what one directive is for."""
 
@@ -53,7 +54,7 @@ MAX_REASON = 512
 SUBJECTS = ("interval", "bits")
 _LIMITS: Mapping[str, int] = {
     "run": 2 * MAX_NAME,
-    **dict.fromkeys(("workload_name", "policy", "node", "save_blocked"), MAX_NAME),
+    **dict.fromkeys(("node", "save_blocked"), MAX_NAME),
     **dict.fromkeys(("url", "message"), MAX_TEXT),
     **dict.fromkeys(("value", "would", "why", "bound", "evidence", "unreachable"), MAX_REASON),
     "cause": MAX_REASON,
@@ -114,22 +115,14 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Who:
-    """Which sidecar reports; fixed while its process runs."""
+    """Which sidecar reports; fixed while its process runs. What else it says of itself is not asked for here."""
 
     namespace: str
     pod: str
     pod_uid: str
     workload_uid: str
-    workload_kind: str = ""
-    workload_name: str = ""
-    run: str = ""
-    """{namespace}/{run id} of the workload; `PodState.run` is the one of the pod."""
-    index: str = ""
-    replica: str = ""
-    policy: str = ""
     url: str = ""
     node: str = ""
-    version: str = ""
     started_at_s: float = 0.0
 
     @property
@@ -270,7 +263,7 @@ def report_of(message: wire.ReportRequest) -> Report:
         pod=_value(
             PodState,
             message.pod,
-            phase=_PHASES.get(message.pod.phase, Phase.UNKNOWN),
+            phase=_word(Phase, wire.Phase, "PHASE_", message.pod.phase),
             ranks=tuple(_value(Rank, each) for each in message.pod.ranks[:MAX_RANKS]),
             directive=message.pod.directive,
         ),
@@ -280,7 +273,7 @@ def report_of(message: wire.ReportRequest) -> Report:
             _value(
                 SaveOver,
                 each,
-                outcome=_OUTCOMES.get(each.outcome, Outcome.UNKNOWN),
+                outcome=_word(Outcome, wire.SaveOver.Outcome, "OUTCOME_", each.outcome),
                 id=_text(each.id, 2 * MAX_NAME),
             )
             for each in message.saves_over[:MAX_ORDERS]
@@ -344,7 +337,7 @@ def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
             Incident,
             by_id[number],
             id=number,
-            kind=_KINDS.get(by_id[number].kind, IncidentKind.UNKNOWN),
+            kind=_word(IncidentKind, wire.IncidentKind, "INCIDENT_KIND_", by_id[number].kind),
             count=max(_count(by_id[number].count), 1),
         )
         for number in sorted(by_id)[:MAX_INCIDENTS]
@@ -357,17 +350,12 @@ def _policy(message: trainer_wire.Policy) -> trainer_wire.Policy:
     return trainer_wire.Policy(**{name: value for name, value in found.items() if value != NO_BITS_RULE})
 
 
-_PHASES = {wire.Phase.Value(f"PHASE_{each.name}"): each for each in Phase if each is not Phase.UNKNOWN}
-_KINDS = {
-    wire.IncidentKind.Value(f"INCIDENT_KIND_{each.name}"): each
-    for each in IncidentKind
-    if each is not IncidentKind.UNKNOWN
-}
-_OUTCOMES = {
-    wire.SaveOver.Outcome.Value(f"OUTCOME_{each.name}"): each
-    for each in Outcome
-    if each is not Outcome.UNKNOWN
-}
+def _word(kind: type[W], words: Any, prefix: str, number: int) -> W:
+    """The word for an enum's number; UNKNOWN for one of a newer sidecar, and where nothing was said."""
+    try:
+        return kind[words.Name(number).removeprefix(prefix)]
+    except (ValueError, KeyError):
+        return kind("unknown")
 
 
 def _identity(value: str, pattern: re.Pattern[str], name: str) -> str:
