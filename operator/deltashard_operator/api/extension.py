@@ -6,22 +6,14 @@ Volumes are of those kinds that bring files and no more: nothing of the node, no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deltashard_operator.kube.cluster_name import CA_PATH
 
 NO_PROXY = (
-    *("localhost", "127.0.0.1", "::1"),
-    *(
-        "169.254.169.254",
-        "fd00:ec2::254",
-        "169.254.170.2",
-        "169.254.170.23",
-        "[fd00:ec2::23]",
-        "100.100.100.200",
-    ),
-    *("metadata.google.internal", ".svc", ".cluster.local"),
+    "localhost,127.0.0.1,::1,169.254.169.254,fd00:ec2::254,169.254.170.2,169.254.170.23,[fd00:ec2::23],"
+    "100.100.100.200,metadata.google.internal,.svc,.cluster.local"
 )
 """What never goes through a policy's proxy: this pod, the services that give a machine its credentials, the cluster."""
 CA_FILE = f"{CA_PATH}/ca.crt"
@@ -37,21 +29,11 @@ class Extension:
     env: tuple[tuple[str, str], ...] = ()
     volumes: tuple[Mapping[str, Any], ...] = ()
     mounts: tuple[Mapping[str, Any], ...] = ()
-    https_proxy: str = ""
-    http_proxy: str = ""
-    no_proxy: str = ""
-    """Besides `NO_PROXY`."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the way to the network; an empty one is not set."""
     ca_config_map: str = ""
     """ConfigMap of the workload's namespace with the authorities that the sidecar trusts; empty: the public ones."""
     ca_key: str = CA_KEY
-
-    def settings(self) -> dict[str, str]:
-        found = {"HTTPS_PROXY": self.https_proxy, "HTTP_PROXY": self.http_proxy}
-        if self.https_proxy or self.http_proxy:
-            found["NO_PROXY"] = ",".join([*NO_PROXY, *([self.no_proxy] if self.no_proxy else [])])
-        if self.ca_config_map:
-            found |= {"AWS_CA_BUNDLE": CA_FILE, "SSL_CERT_FILE": CA_FILE}
-        return found
 
 
 def extension_of(sidecar: Mapping[str, Any], network: Mapping[str, Any]) -> Extension:
@@ -64,12 +46,19 @@ def extension_of(sidecar: Mapping[str, Any], network: Mapping[str, Any]) -> Exte
         mounts=tuple(
             {"name": each["name"], "mountPath": each["mountPath"], **_READ_ONLY} for each in volumes
         ),
-        https_proxy=network.get("httpsProxy", ""),
-        http_proxy=network.get("httpProxy", ""),
-        no_proxy=network.get("noProxy", ""),
+        settings=_settings(network),
         ca_config_map=bundle.get("configMap", ""),
         ca_key=bundle.get("key", CA_KEY),
     )
+
+
+def _settings(network: Mapping[str, Any]) -> dict[str, str]:
+    found = {"HTTPS_PROXY": network.get("httpsProxy", ""), "HTTP_PROXY": network.get("httpProxy", "")}
+    if any(found.values()):
+        found["NO_PROXY"] = ",".join(filter(None, [NO_PROXY, network.get("noProxy")]))
+    if network.get("caBundle", {}).get("configMap"):
+        found |= {"AWS_CA_BUNDLE": CA_FILE, "SSL_CERT_FILE": CA_FILE}
+    return found
 
 
 def _volume(volume: Mapping[str, Any]) -> dict[str, Any]:

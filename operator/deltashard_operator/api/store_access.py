@@ -42,7 +42,7 @@ class Files:
 
 def settings(policy: Policy) -> dict[str, str]:
     """Variables of the credentials and of the way to the network; an empty one is not set."""
-    return _credentials(policy) | policy.extension.settings()
+    return _credentials(policy) | dict(policy.extension.settings)
 
 
 def _credentials(policy: Policy) -> dict[str, str]:
