@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import os
 import socket
 import sys
@@ -230,14 +231,12 @@ class Process:
 
     async def load(self) -> None:
         """Read what was known before; tries until the API answers."""
-        failures = 0
-        while True:
+        for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
             try:
                 await self.controller.load()
             except ApiUnavailable as error:
                 _log.warning("controller.not_loaded", error=str(error))
-                await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
-                failures += 1
+                await asyncio.sleep(pause_s)
             else:
                 return
 
@@ -310,14 +309,11 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
     task = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    done = task.done()
-    for each in (task, waiting):
-        each.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    if done:
+    waiting.cancel()
+    if done := task.done():
         task.result()
-    else:
-        await asyncio.gather(task, return_exceptions=True)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     return done
 
 
