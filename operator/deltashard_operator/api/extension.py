@@ -6,7 +6,7 @@ Volumes are of those kinds that bring files and no more: nothing of the node, no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from deltashard_operator.kube.cluster_name import CA_PATH
@@ -26,14 +26,14 @@ _READ_ONLY = {"readOnly": True}
 class Extension:
     """Of one policy."""
 
-    env: tuple[tuple[str, str], ...] = ()
-    volumes: tuple[Mapping[str, Any], ...] = ()
-    mounts: tuple[Mapping[str, Any], ...] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
+    env: tuple[tuple[str, str], ...]
+    volumes: tuple[Mapping[str, Any], ...]
+    mounts: tuple[Mapping[str, Any], ...]
+    settings: Mapping[str, str]
     """Variables of the way to the network; an empty one is not set."""
-    ca_config_map: str = ""
+    ca_config_map: str
     """ConfigMap of the workload's namespace with the authorities that the sidecar trusts; empty: the public ones."""
-    ca_key: str = CA_KEY
+    ca_key: str
 
 
 def extension_of(sidecar: Mapping[str, Any], network: Mapping[str, Any]) -> Extension:
