@@ -59,8 +59,7 @@ class Resolver:
 
     async def _policy(self, namespace: str, part: AnnotatedTemplate, deadline: Deadline) -> Policy:
         if not watched_namespace.is_watched(namespace, self._namespaces):
-            said = watched_namespace.not_watched(namespace)
-            raise Refusal("NamespaceNotWatched", said, where=POLICY, remedy=watched_namespace.REMEDY)
+            raise not_watched(namespace)
         name = part.annotations.policy
         if self._namespaces and name.startswith(workload_policy.CLUSTER):
             raise Refusal(
@@ -127,3 +126,9 @@ class Resolver:
         self._metrics.holder_looks.labels("held" if refusal is not None else "free").inc()
         if refusal is not None:
             raise refusal
+
+
+def not_watched(namespace: str) -> Refusal:
+    """The refusal of an annotated workload where nobody looks after it."""
+    said = watched_namespace.not_watched(namespace)
+    return Refusal("NamespaceNotWatched", said, where=POLICY, remedy=watched_namespace.REMEDY)
