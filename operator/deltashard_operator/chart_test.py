@@ -6,11 +6,11 @@ a moment to answer. It needs the right to create Jobs in one namespace, and no o
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +18,9 @@ import urllib3
 from kubernetes import client, config
 
 from deltashard_operator.kube.cluster_name import POLICY, SIDECAR
-from deltashard_operator.main import EXIT_USAGE, api_client
+from deltashard_operator.main import EXIT_FAILED, EXIT_USAGE, api_client, options_of
 
-EXIT_FAILED = 1
+PROGRAM = "deltashard-chart-test"
 REQUEST_S = 10
 NO_SUCH_POLICY = "deltashard-test-no-such-policy"
 
@@ -68,12 +68,6 @@ def job(policy: str | None) -> dict[str, Any]:
     }
 
 
-def sidecars(created: Any) -> list[str]:
-    """Images of the sidecars in a Job, as the client gives it."""
-    containers = created.spec.template.spec.init_containers or []
-    return [each.image for each in containers if each.name == SIDECAR]
-
-
 def said(error: client.ApiException) -> str:
     """What the API server said, in short."""
     return f"{error.status} {error.reason}: {str(error.body)[:600]}"
@@ -86,26 +80,30 @@ class Installation:
         self._jobs = client.BatchV1Api(api)
         self._options = options
 
-    def _create(self, policy: str | None) -> client.V1Job:
+    def _images(self, policy: str | None) -> list[str]:
+        """Images of the sidecars that such a Job gets."""
         body = cast("client.V1Job", job(policy))  # the client takes documents, too
-        return self._jobs.create_namespaced_job(
+        created: Any = self._jobs.create_namespaced_job(
             self._options.namespace, body, dry_run="All", _request_timeout=REQUEST_S
         )
+        containers = created.spec.template.spec.init_containers or []
+        return [each.image for each in containers if each.name == SIDECAR]
 
-    def leaves_others_alone(self) -> str:
-        """A Job without the annotation is none of ours."""
+    def _gets(self, policy: str | None) -> str:
+        """An annotated Job gets a sidecar, and another one is none of ours."""
+        named = f"a Job without {POLICY}" if policy is None else f"a Job with {POLICY}: {policy}"
         try:
-            created = self._create(None)
+            images = self._images(policy)
         except client.ApiException as error:
-            raise NotSo(f"a Job without {POLICY} was refused: {said(error)}") from None
-        if sidecars(created):
-            raise NotSo(f"a Job without {POLICY} got a sidecar")
-        return f"a Job without {POLICY} is left alone"
+            raise NotSo(f"{named} was refused: {said(error)}") from None
+        if len(images) != (policy is not None):
+            raise NotSo(f"{named} has {len(images)} sidecars")
+        return f"{named} gets the sidecar {images[0]}" if images else f"{named} is left alone"
 
     def answers(self) -> str:
         """A policy that does not exist is refused in the webhook's own words."""
         try:
-            self._create(NO_SUCH_POLICY)
+            self._images(NO_SUCH_POLICY)
         except client.ApiException as error:
             if "(PolicyNotFound)" in str(error.body):
                 return "the webhook answers: a policy that does not exist is refused"
@@ -114,19 +112,9 @@ class Installation:
             f"a Job with a policy that does not exist was admitted: is {self._options.namespace} exempt?"
         )
 
-    def injects(self) -> str:
-        policy = self._options.policy
-        try:
-            images = sidecars(self._create(policy))
-        except client.ApiException as error:
-            raise NotSo(f"a Job with {POLICY}: {policy} was refused: {said(error)}") from None
-        if len(images) != 1:
-            raise NotSo(f"a Job with {POLICY}: {policy} has {len(images)} sidecars")
-        return f"a Job with {POLICY}: {policy} gets the sidecar {images[0]}"
-
     def questions(self) -> list[Callable[[], str]]:
-        asked = [self.leaves_others_alone, self.answers]
-        return [*asked, self.injects] if self._options.policy else asked
+        asked: list[Callable[[], str]] = [lambda: self._gets(None), self.answers]
+        return [*asked, lambda: self._gets(self._options.policy)] if self._options.policy else asked
 
 
 def check(installation: Installation, options: Options, say: Callable[[str], None]) -> bool:
@@ -151,23 +139,9 @@ def check(installation: Installation, options: Options, say: Callable[[str], Non
         time.sleep(options.pause_s)
 
 
-def read_options(argv: Sequence[str]) -> Options:
-    """Options from the command line; exits on nonsense."""
-    parser = argparse.ArgumentParser(prog="deltashard-chart-test", description=__doc__.splitlines()[0])
-    kinds = {"float": float, "Path | None": Path}
-    for field in fields(Options):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=kinds.get(str(field.type), str),
-            default=field.default,
-            help=f"default {field.default}",
-        )
-    return Options(**vars(parser.parse_args(argv)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-chart-test`."""
-    options = read_options(sys.argv[1:] if argv is None else argv)
+    options = options_of(Options, PROGRAM, sys.argv[1:] if argv is None else argv, os.environ)
 
     def say(line: str) -> None:
         sys.stdout.write(line + "\n")
@@ -176,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         api = api_client(options.kubeconfig)
     except (config.ConfigException, OSError) as error:
-        sys.stderr.write(f"deltashard-chart-test: {error}\n")
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
         return EXIT_USAGE
     with api:
         return 0 if check(Installation(api, options), options, say) else EXIT_FAILED

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import os
-import signal
 import socket
 import sys
 import time
@@ -24,13 +24,11 @@ from typing import Any
 
 import structlog
 from aiohttp import web
-from deltashard_checkpoint.errors import DeltashardError, UserError
-from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files
-from kubernetes import client, config
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from deltashard_checkpoint.process import EVERY_ADDRESS, listen
+from kubernetes import client
+from prometheus_client import CollectorRegistry, ProcessCollector
 
-from deltashard_operator import VERSION, structured_logging
+from deltashard_operator import VERSION
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.event import Teller
@@ -39,17 +37,16 @@ from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.nudge import Nudger
 from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
-from deltashard_operator.kube import object_watch
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.lease import DURATION_S, LeaderOnly, Lease
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.kube.watch_session import STALE_S
-from deltashard_operator.main import EXIT_USAGE, api_client, options_of
+from deltashard_operator.main import api_client, options_of, run, signals
+from deltashard_operator.status_page import pages
 from deltashard_operator.tls.authority import Authority, AuthorityOptions
 from deltashard_operator.tls.certificate import Certificate
 from deltashard_operator.tls.metric import AuthorityMetrics, CertificateMetrics
 
-EXIT_FAILED = 1
 MAX_LAG_S = 10.0
 """A loop this late is stuck."""
 LAG_TICK_S = 0.25
@@ -230,50 +227,23 @@ class Process:
             reasons.append("stopping")
         return reasons
 
-    def pages(self) -> web.Application:
-        async def livez(_request: web.Request) -> web.Response:
-            reasons = self.dead()
-            return web.Response(status=503 if reasons else 200, text="; ".join(reasons) or "ok")
-
-        async def healthz(_request: web.Request) -> web.Response:
-            reasons = self.unready()
-            return web.Response(status=503 if reasons else 200, text="; ".join(reasons) or "ok")
-
-        async def scrape(_request: web.Request) -> web.Response:
-            body = generate_latest(self.prometheus)
-            return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-        plain = web.Application()
-        plain.router.add_get("/livez", livez)
-        plain.router.add_get("/healthz", healthz)
-        plain.router.add_get("/metrics", scrape)
-        return plain
-
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
         """Read what was known before; tries until the API answers."""
-        failures = 0
-        while True:
+        for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
             try:
                 await self.controller.load()
             except ApiUnavailable as error:
                 _log.warning("controller.not_loaded", error=str(error))
-                await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
-                failures += 1
+                await asyncio.sleep(pause_s)
             else:
                 return
 
     async def serve(self) -> None:
         """Serve until a signal, then drain."""
-        stop, hurry = asyncio.Event(), asyncio.Event()
-
-        def on_signal() -> None:
-            (hurry if stop.is_set() else stop).set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
-        runner = web.AppRunner(self.pages(), access_log=None)
+        stop, hurry = signals()
+        runner = web.AppRunner(pages(self.prometheus, dead=self.dead, unready=self.unready), access_log=None)
         await runner.setup()
         tasks: list[asyncio.Task[None]] = []
 
@@ -339,36 +309,22 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
     task = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    done = task.done()
-    for each in (task, waiting):
-        each.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    if done:
+    waiting.cancel()
+    if done := task.done():
         task.result()
-    else:
-        await asyncio.gather(task, return_exceptions=True)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     return done
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-controller`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    structured_logging.configure(options.log_level)
-    raise_open_files()
-    object_watch.quiet()
 
-    async def run() -> None:
+    async def work() -> None:
         await Process(options, api_client(options.kubeconfig)).serve()
 
-    try:
-        asyncio.run(run())
-    except (UserError, config.ConfigException, OSError) as error:
-        sys.stderr.write(f"deltashard-controller: {error}\n")
-        return EXIT_USAGE
-    except DeltashardError as error:
-        sys.stderr.write(f"deltashard-controller: {error}\n")
-        return EXIT_FAILED
-    return 0
+    return run("deltashard-controller", options.log_level, work())
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 from aiohttp import web
-from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files
 from kubernetes import client, config
 
@@ -33,7 +33,7 @@ from deltashard_operator.kube import object_watch, watched_namespace
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.tls.certificate import Certificate
 
-EXIT_USAGE = 2
+EXIT_FAILED, EXIT_USAGE = 1, 2
 T = TypeVar("T")
 
 
@@ -114,6 +114,32 @@ def api_client(kubeconfig: Path | None) -> client.ApiClient:
     return client.ApiClient(configuration)
 
 
+def signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """What the first SIGTERM or SIGINT sets, and what the next one does."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop, hurry
+
+
+def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
+    """Do a program's work to its end; its exit status."""
+    structured_logging.configure(log_level)
+    raise_open_files()
+    object_watch.quiet()
+    try:
+        asyncio.run(work)
+    except (DeltashardError, config.ConfigException, OSError) as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        mine = isinstance(error, DeltashardError) and not isinstance(error, UserError)
+        return EXIT_FAILED if mine else EXIT_USAGE
+    return 0
+
+
 async def serve(options: Options, api: client.ApiClient) -> None:
     """Serve until a signal, then drain."""
     metrics = WebhookMetrics()
@@ -127,13 +153,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
         metrics=metrics,
         namespaces=options.watch_namespaces,
     )
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    stop, hurry = signals()
     watching = asyncio.create_task(webhook.certificate.watch())
     watching.add_done_callback(lambda _: stop.set())  # it never ends but by a fault
     following = asyncio.create_task(watch.run())
@@ -167,15 +187,11 @@ async def serve(options: Options, api: client.ApiClient) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-webhook`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    structured_logging.configure(options.log_level)
-    raise_open_files()
-    object_watch.quiet()
-    try:
-        asyncio.run(serve(options, api_client(options.kubeconfig)))
-    except (UserError, config.ConfigException, OSError) as error:
-        sys.stderr.write(f"deltashard-webhook: {error}\n")
-        return EXIT_USAGE
-    return 0
+
+    async def work() -> None:
+        await serve(options, api_client(options.kubeconfig))
+
+    return run("deltashard-webhook", options.log_level, work())
 
 
 if __name__ == "__main__":

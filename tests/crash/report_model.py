@@ -210,7 +210,7 @@ class World:
         stale = known is not None and known.process == said.process and said.sequence <= known.sequence
         if stale and entry.run is not before:
             raise Violation("a report that is late changed something")
-        return reports.message_of(reply).SerializeToString()
+        return reply.SerializeToString()
 
     async def move(self, name: str) -> None:
         side = self.random.choice(self.sidecars)

@@ -74,23 +74,22 @@ def is_injected(template: Mapping[str, Any]) -> bool:
     return INJECTED in ((template.get("metadata") or {}).get("annotations") or {})
 
 
+def _sidecar(template: Mapping[str, Any]) -> Document | None:
+    """The sidecar of an injected template."""
+    inits = (template.get("spec") or {}).get("initContainers") or []
+    return next((each for each in inits if each.get("name") == SIDECAR), None)
+
+
 def has_sidecar(template: Mapping[str, Any]) -> bool:
     """Whether any container of the template has the sidecar's name."""
-    spec = template.get("spec") or {}
-    return any(
-        each.get("name") == SIDECAR
-        for key in ("initContainers", "containers")
-        for each in spec.get(key) or []
-    )
+    containers = (template.get("spec") or {}).get("containers") or []
+    return _sidecar(template) is not None or any(each.get("name") == SIDECAR for each in containers)
 
 
 def store_of(template: Mapping[str, Any]) -> str:
     """The store of an injected template's sidecar; empty: there is none."""
-    for each in (template.get("spec") or {}).get("initContainers") or []:
-        for variable in (each.get("env") or []) if each.get("name") == SIDECAR else []:
-            if variable["name"] == "DELTASHARD_URL":
-                return str(variable.get("value", ""))
-    return ""
+    variables = (_sidecar(template) or {}).get("env") or []
+    return next((str(each.get("value", "")) for each in variables if each["name"] == "DELTASHARD_URL"), "")
 
 
 def inject(
@@ -198,7 +197,7 @@ def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Docume
         Refusal: it has no place for it any more.
     """
     spec = injected["spec"]
-    sidecar = next((each for each in spec.get("initContainers") or [] if each["name"] == SIDECAR), None)
+    sidecar = _sidecar(injected)
     trainer = next((each["name"] for each in spec["containers"] if _mounts(each, SHM_VOLUME)), None)
     if sidecar is None or trainer is None:
         return copy.deepcopy(dict(template))
@@ -259,8 +258,7 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
 
     Only what every version writes in the same way is compared; settings that a policy gives may have changed since.
     """
-    inits = (template.get("spec") or {}).get("initContainers") or []
-    sidecar = next((each for each in inits if each.get("name") == SIDECAR), None)
+    sidecar = _sidecar(template)
     if sidecar is None:
         return  # which `inject` refuses
     if recipe.kind == "JobSet" and recipe.uid is not None and recipe.uid.text:

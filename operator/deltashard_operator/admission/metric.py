@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from deltashard_operator import VERSION
 from deltashard_operator.api.refusal import CODES
@@ -56,7 +48,3 @@ class WebhookMetrics:
         for kind in ("Job", "JobSet", "Pod", "PyTorchJob", "other"):
             for outcome in ("injected", "unchanged", "failed", *CODES):
                 self.admissions.labels(kind, outcome)
-
-    def page(self) -> tuple[bytes, str]:
-        """Body and content type of `/metrics`."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST

@@ -12,7 +12,7 @@ import structlog
 
 from deltashard_operator.admission import injection
 from deltashard_operator.admission.metric import WebhookMetrics
-from deltashard_operator.admission.review import AnnotatedTemplate, Request, Resolved
+from deltashard_operator.admission.review import AnnotatedTemplate, Request
 from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.run_holder import UNKNOWN, Holders
 from deltashard_operator.api import workload_policy
@@ -53,21 +53,22 @@ class Resolver:
         listing = [] if self._cache.synced else ["the policies are not listed yet"]
         return [*listing, *self._defaults.unready()]
 
-    async def resolve(self, request: Request, deadline: Deadline) -> Resolved:
-        """The policies of an annotated workload, or the refusal."""
-        try:
-            found = [await self._policy(request.namespace, each, deadline) for each in request.parts]
-            return Resolved(request=request, policies=tuple(found))
-        except Refusal as refusal:
-            return Resolved(request=request, policies=refusal)
+    async def resolve(self, request: Request, deadline: Deadline) -> list[Policy]:
+        """The policy of each part of an annotated workload; raises `Refusal`."""
+        return [await self._policy(request.namespace, each, deadline) for each in request.parts]
 
     async def _policy(self, namespace: str, part: AnnotatedTemplate, deadline: Deadline) -> Policy:
-        """The policy; raises `Refusal`."""
         if not watched_namespace.is_watched(namespace, self._namespaces):
             raise not_watched(namespace)
         name = part.annotations.policy
         if self._namespaces and name.startswith(workload_policy.CLUSTER):
-            raise cluster_unread(name)
+            raise Refusal(
+                "PolicyNotFound",
+                f"{workload_policy.called(name)} cannot be read: deltashard watches some namespaces here and has no "
+                "right beyond them",
+                where=POLICY,
+                remedy="name a CheckpointPolicy of the namespace",
+            )
         spec = await self._spec(namespace, name, deadline)
         if spec is None:
             raise workload_policy.not_found(name, default=self._defaults.has_store())
@@ -127,22 +128,7 @@ class Resolver:
             raise refusal
 
 
-def cluster_unread(name: str) -> Refusal:
-    """The refusal of a cluster's policy where deltashard has rights in some namespaces alone."""
-    return Refusal(
-        "PolicyNotFound",
-        f"{workload_policy.called(name)} cannot be read: deltashard watches some namespaces here and has no right "
-        "beyond them",
-        where=POLICY,
-        remedy="name a CheckpointPolicy of the namespace",
-    )
-
-
 def not_watched(namespace: str) -> Refusal:
     """The refusal of an annotated workload where nobody looks after it."""
-    return Refusal(
-        "NamespaceNotWatched",
-        watched_namespace.not_watched(namespace),
-        where=POLICY,
-        remedy=watched_namespace.REMEDY,
-    )
+    said = watched_namespace.not_watched(namespace)
+    return Refusal("NamespaceNotWatched", said, where=POLICY, remedy=watched_namespace.REMEDY)

@@ -1,8 +1,8 @@
 """An AdmissionReview in, an AdmissionReview out: `parse`, then `answer`. Pure; `resolution` stands between the two.
 
     parse(body) -> Request | Answer         the object, its kind, its annotations, read once
-    resolution.resolve(request) -> Resolved its policies, or why it may not be admitted: what the API is asked for
-    answer(resolved) -> Answer              the injected object as a patch, and warnings
+    resolution.resolve(request)             its policies: what the API is asked for
+    answer(request, policies) -> Answer     the injected object as a patch, and warnings
 
 What needs no look at the API is answered by `parse`: an object to leave alone, a manifest that contradicts itself.
 
@@ -16,7 +16,7 @@ failure policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,15 +61,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """A request, and what the API and the chart have to say to it."""
-
-    request: Request
-    policies: tuple[Policy, ...] | Refusal
-    """The policy of each part, or why the workload may not be admitted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The review to send back, and what happened, for log and metrics."""
 
@@ -102,7 +93,7 @@ def parse(body: bytes) -> Request | Answer:
         if before is not None:
             return _updated(uid, kind, document, parts, parts_of(kind, before))
     except Refusal as refusal:
-        return _refused(uid, kind, refusal)
+        return refused(uid, kind, refusal)
     if not parts:
         return _unchanged(uid, kind)
     if (group, kind) not in workload_kind.TEMPLATED:
@@ -160,15 +151,9 @@ def injected(
     return workload_kind.with_each(document, changed), tuple(dict.fromkeys(warnings))
 
 
-def answer(resolved: Resolved) -> Answer:
-    """The object with its sidecar, or the refusal; raises `InternalBug` for a fault of ours."""
-    request, policies = resolved.request, resolved.policies
-    if isinstance(policies, Refusal):
-        return _refused(request.uid, request.kind, policies)
-    try:
-        document, warnings = injected(request.document, zip(request.parts, policies, strict=True))
-    except Refusal as refusal:
-        return _refused(request.uid, request.kind, refusal)
+def answer(request: Request, policies: Sequence[Policy]) -> Answer:
+    """The object with its sidecar, by the policy of each part; raises `Refusal`, `InternalBug` for a fault of ours."""
+    document, warnings = injected(request.document, zip(request.parts, policies, strict=True))
     names = ",".join(dict.fromkeys(each.name for each in policies))
     return _patched(request.uid, request.kind, request.document, document, policy=names, warnings=warnings)
 
@@ -246,7 +231,8 @@ def _unchanged(uid: str, kind: str) -> Answer:
     return Answer(review=_review(uid, allowed=True), kind=kind, outcome="unchanged")
 
 
-def _refused(uid: str, kind: str, refusal: Refusal) -> Answer:
+def refused(uid: str, kind: str, refusal: Refusal) -> Answer:
+    """Why the workload may not be admitted."""
     status = {
         "code": 503 if refusal.code == "PolicyUnavailable" else 422,
         "reason": refusal.code,

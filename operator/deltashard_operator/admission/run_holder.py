@@ -84,7 +84,10 @@ class Holders:
         status = record.get("status") or {}
         finished = status.get("phase") == "Finished"
         if run_id == claim.run_id and (status.get("reclaim") or {}).get("state") == ReclaimState.REMOVING:
-            return _going(run_id, workload.called)
+            return _taken(
+                f"the checkpoints of run {run_id!r} are being removed, since {workload.called} is finished",
+                "wait until its CheckpointRun says Removed, or choose another id",
+            )
         if finished or workload.uid == claim.workload_uid:
             return None
         same, is_job = run_id == claim.run_id, workload.native == "Job"
@@ -104,8 +107,8 @@ class Holders:
             if is_job and not same:
                 shared = claim.shared(run_id, run_claim.numbering_of_job(live))
         if same:
-            return _taken(run_id, workload.called, record=name)
-        return _shares(shared, run_id, claim, workload.called, record=name) if shared is not None else None
+            return _held(run_id, workload.called, name)
+        return _shares(shared, run_id, claim, workload.called, name) if shared is not None else None
 
     def _list(self, api_version: str, plural: str, claim: RunClaim, deadline: Deadline) -> list[Document]:
         """Objects whose run may be the one that is asked for; of numbered pods any may."""
@@ -144,16 +147,16 @@ def _moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
         return None
     if not store or _place(store) == _place(url) or claim.run_id not in ("", run_id):
         return None
+    there, named = f"the checkpoints of run {run_id!r} are in {_place(store)}", f"the store {_place(url)}"
     if claim.source:
-        return Refusal(
-            "StoreMoved",
-            f"the checkpoints of run {run_id!r} are in {_place(store)}, and the policy names the store {_place(url)}",
-            where=RESTORE_FROM,
-            remedy="name that store in the policy; or copy the run (`deltashard cp`)",
+        what, remedy = (
+            f"{there}, and the policy names {named}",
+            "name that store in the policy; or copy the run",
         )
+        return Refusal("StoreMoved", what, where=RESTORE_FROM, remedy=f"{remedy} (`deltashard cp`)")
     return Refusal(
         "StoreMoved",
-        f"it names the store {_place(url)}, and the checkpoints of run {run_id!r} are in {_place(store)}",
+        f"it names {named}, and {there}",
         where="spec.store.url of the CheckpointPolicy",
         remedy="name that store; or copy the run (`deltashard cp`) and delete CheckpointRun "
         + record["metadata"]["name"],
@@ -178,7 +181,7 @@ def _held_by_job(claim: RunClaim, document: Document) -> Refusal | None:
         return None
     run_id = (document["metadata"].get("labels") or {}).get(RUN_ID, "")
     if run_id == claim.run_id:
-        return _taken(run_id, job.workload.called)
+        return _held(run_id, job.workload.called)
     shared = claim.shared(run_id, run_claim.numbering_of_job(document))
     return _shares(shared, run_id, claim, job.workload.called) if shared is not None else None
 
@@ -194,32 +197,22 @@ def _workload_of(namespace: str, record: Document) -> Workload:
     )
 
 
-def _going(run_id: str, called: str) -> Refusal:
-    return Refusal(
-        "RunIdTaken",
-        f"the checkpoints of run {run_id!r} are being removed, since {called} is finished",
-        where=RUN_ID,
-        remedy="wait until its CheckpointRun says Removed, or choose another id",
-    )
-
-
-def _taken(run_id: str, called: str, *, record: str = "") -> Refusal:
+def _taken(what: str, remedy: str, record: str = "") -> Refusal:
+    """`record`: the CheckpointRun whose word alone says so."""
     gone = f"; if it is gone, delete CheckpointRun {record}" if record else ""
-    return Refusal(
-        "RunIdTaken",
-        f"run {run_id!r} is held by {called}, which is not finished",
-        where=RUN_ID,
-        remedy=f"wait for its end, delete it, or choose another id{gone}",
-    )
+    return Refusal("RunIdTaken", what, where=RUN_ID, remedy=remedy + gone)
 
 
-def _shares(shared: str, run_id: str, claim: RunClaim, called: str, *, record: str = "") -> Refusal:
-    gone = f"; if it is gone, delete CheckpointRun {record}" if record else ""
+def _held(run_id: str, called: str, record: str = "") -> Refusal:
+    what = f"run {run_id!r} is held by {called}, which is not finished"
+    return _taken(what, "wait for its end, delete it, or choose another id", record)
+
+
+def _shares(shared: str, run_id: str, claim: RunClaim, called: str, record: str = "") -> Refusal:
     numbered = run_id if shared == claim.run_id else claim.run_id
-    return Refusal(
-        "RunIdTaken",
+    return _taken(
         f"run {shared!r} would be shared with {called}, which is not finished: each pod of run {numbered!r} "
         "trains a run of its own, with its number at the end",
-        where=RUN_ID,
-        remedy=f"wait for its end, delete it, or choose an id that does not end with a number{gone}",
+        "wait for its end, delete it, or choose an id that does not end with a number",
+        record,
     )

@@ -15,7 +15,6 @@ from typing import Any
 
 from deltashard_checkpoint.process import EVERY_ADDRESS
 
-from deltashard_operator.admission.sidecar_resource import Resources
 from deltashard_operator.admission.sidecar_volume import Volumes
 from deltashard_operator.api import annotation as notes
 from deltashard_operator.api import store_access, workload_policy
@@ -54,7 +53,7 @@ class Place:
 
     recipe: IdentityRecipe
     volumes: Volumes
-    resources: Resources
+    resources: Mapping[str, Any]
     group: int
     """Group shared by the sidecar and the training container: owner group of arena and socket."""
     metrics_port: int
@@ -75,7 +74,7 @@ def sidecar(policy: Policy, place: Place) -> dict[str, Any]:
         "command": [COMMAND],
         "args": ["serve"],
         "env": environment(policy, place),
-        "resources": place.resources.document(),
+        "resources": place.resources,
         "securityContext": restricted.security_context(policy.run_as_user, place.group),
         "startupProbe": {
             "exec": {"command": [COMMAND, "health"]},

@@ -17,8 +17,9 @@ refused, with the sum; nothing of the user's is ever changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -27,45 +28,16 @@ from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import SIDECAR
 
+Document = dict[str, dict[str, str]]
 STORAGE = "ephemeral-storage"
 STORAGE_SLACK_BYTES = 1 << 30
 """Room for the sidecar's log beside its cache, where it has a storage limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
-    """Requests and limits of the sidecar."""
-
-    cpu_request_millis: int
-    cpu_limit_millis: int
-    memory_request_bytes: int
-    memory_limit_bytes: int
-    storage_request_bytes: int
-    """Request of the node's disk; 0: none is stated."""
-    storage_limit_bytes: int
-    """Limit of the node's disk; 0: none is stated."""
-
-    def document(self) -> dict[str, dict[str, str]]:
-        """The container's `resources`."""
-        requests = {
-            "cpu": quantity.format_millis(self.cpu_request_millis),
-            "memory": quantity.format_bytes(self.memory_request_bytes),
-        }
-        limits = {
-            "cpu": quantity.format_millis(self.cpu_limit_millis),
-            "memory": quantity.format_bytes(self.memory_limit_bytes),
-        }
-        if self.storage_request_bytes:
-            requests[STORAGE] = quantity.format_bytes(self.storage_request_bytes)
-        if self.storage_limit_bytes:
-            limits[STORAGE] = quantity.format_bytes(self.storage_limit_bytes)
-        return {"requests": requests, "limits": limits}
-
-
 def of_sidecar(
     spec: Mapping[str, Any], policy: Policy, *, cache_volume_bytes: int, queued: bool = False
-) -> Resources:
-    """The sidecar's resources in a pod with this spec; raises `Refusal` (PodResourcesTooSmall, BadTemplate).
+) -> Document:
+    """The sidecar's `resources` in a pod with this spec; raises `Refusal` (PodResourcesTooSmall, BadTemplate).
 
     `cache_volume_bytes` is what the cache may take of the node's disk, 0 when it does not lie there. `queued`: Kueue
     admits the workload.
@@ -76,7 +48,7 @@ def of_sidecar(
         raise Refusal("BadTemplate", str(error), where="resources of the pod template") from None
 
 
-def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int, *, queued: bool) -> Resources:
+def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int, *, queued: bool) -> Document:
     containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
     limited = all(STORAGE in _part(each, "limits") for each in containers)
     cpu_request, cpu_limit = policy.cpu_request_millis, policy.cpu_limit_millis
@@ -88,26 +60,23 @@ def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int, *, qu
     pod_limit = _part(spec, "limits").get("cpu")
     if pod_limit is not None:  # a container's limit may not exceed the pod's
         cpu_limit = max(cpu_request, min(cpu_limit, quantity.millis_of(pod_limit)))
-    storage_limit = _storage_limit(policy, cache_bytes, limited=limited)
+    storage_limit = cache_bytes + STORAGE_SLACK_BYTES if cache_bytes and limited else 0
+    if policy.storage_limit_bytes:
+        storage_limit = max(policy.storage_limit_bytes, policy.storage_request_bytes or 0, cache_bytes)
     storage_request = policy.storage_request_bytes
     if storage_request is None:  # beside a limit the API would request all of it
         storage_request = cache_bytes if storage_limit or not queued else 0
-    ours = Resources(
-        cpu_request_millis=cpu_request,
-        cpu_limit_millis=cpu_limit,
-        memory_request_bytes=memory_request,
-        memory_limit_bytes=memory_limit,
-        storage_request_bytes=storage_request,
-        storage_limit_bytes=storage_limit,
-    )
+    ours = {
+        "requests": _stated(cpu_request, memory_request, storage_request),
+        "limits": _stated(cpu_limit, memory_limit, storage_limit),
+    }
     _check_pod_level(spec, ours)
     return ours
 
 
-def _storage_limit(policy: Policy, cache_bytes: int, *, limited: bool) -> int:
-    if policy.storage_limit_bytes:
-        return max(policy.storage_limit_bytes, policy.storage_request_bytes or 0, cache_bytes)
-    return cache_bytes + STORAGE_SLACK_BYTES if cache_bytes and limited else 0
+def _stated(cpu_millis: int, memory_bytes: int, storage_bytes: int) -> dict[str, str]:
+    stated = {"cpu": quantity.format_millis(cpu_millis), "memory": quantity.format_bytes(memory_bytes)}
+    return stated | ({STORAGE: quantity.format_bytes(storage_bytes)} if storage_bytes else {})
 
 
 def _part(container: Mapping[str, Any], part: str) -> Mapping[str, Any]:
@@ -135,29 +104,20 @@ def requested(spec: Mapping[str, Any], name: str) -> Fraction:
             peak = max(peak, beside)
         else:
             peak = max(peak, beside + asks)
-    return max(peak, beside + _sum(_request(each, name) for each in spec.get("containers") or []))
+    return max(peak, beside + sum(_request(each, name) for each in spec.get("containers") or []))
 
 
 def _request(container: Mapping[str, Any], name: str) -> Fraction:
     return quantity.parse(_part(container, "requests").get(name, _part(container, "limits").get(name, "0")))
 
 
-def _sum(values: Iterable[Fraction]) -> Fraction:
-    return sum(values, Fraction(0))
-
-
-def _check_pod_level(spec: Mapping[str, Any], ours: Resources) -> None:
-    requests, limits = _part(spec, "requests"), _part(spec, "limits")
-    asks = {
-        ("requests", "cpu"): Fraction(ours.cpu_request_millis, 1000),
-        ("requests", "memory"): Fraction(ours.memory_request_bytes),
-        ("limits", "cpu"): Fraction(ours.cpu_request_millis, 1000),
-        ("limits", "memory"): Fraction(ours.memory_limit_bytes),
-    }
-    for (part, name), ask in asks.items():
-        stated = (requests if part == "requests" else limits).get(name)
+def _check_pod_level(spec: Mapping[str, Any], ours: Document) -> None:
+    for part, name in itertools.product(("requests", "limits"), ("cpu", "memory")):
+        stated = _part(spec, part).get(name)
         if stated is None:
             continue
+        # The sidecar's own limit of processors is above its request for bursts, which nobody has to leave room for.
+        ask = quantity.parse(ours["requests" if name == "cpu" else part][name])
         theirs = requested(spec, name)
         if theirs + ask > quantity.parse(stated):
             text = _shown(name)
@@ -172,5 +132,5 @@ def _check_pod_level(spec: Mapping[str, Any], ours: Resources) -> None:
 
 def _shown(name: str) -> Callable[[Fraction], str]:
     if name == "cpu":
-        return lambda n: quantity.format_millis(-int(-n * 1000 // 1))
-    return lambda n: quantity.format_bytes(-int(-n // 1))
+        return lambda n: quantity.format_millis(math.ceil(n * 1000))
+    return lambda n: quantity.format_bytes(math.ceil(n))

@@ -26,8 +26,6 @@ from deltashard_operator.kube.cluster_name import (
 
 SHM_SLACK_BYTES = 16 << 20
 """Memory volume beyond the arena: the file's header, the socket, locks."""
-_CACHE_SHARE = (9, 10)
-"""Share of the cache volume that the sidecar fills: going over a volume's size evicts the pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +75,10 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
                 + (", or the policy's" if each in policy.extension.volumes else ""),
             )
     mounts += files.mounts
-    numerator, denominator = _CACHE_SHARE
     return Volumes(
         added=tuple(added),
         mounts=tuple(mounts),
-        cache_bytes=volume_bytes * numerator // denominator,
+        cache_bytes=volume_bytes * 9 // 10,  # going over a volume's size evicts the pod
         node_disk_bytes=volume_bytes if on_node else 0,
     )
 

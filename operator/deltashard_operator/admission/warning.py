@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -110,17 +109,5 @@ def _needs_names(spec: Mapping[str, Any], policy: Policy) -> bool:
         return False
     endpoint = parse_qs(urlsplit(policy.url).query).get("endpoint", [""])[0]
     hosts = (policy.fleet.rpartition(":")[0], urlsplit(endpoint).hostname or "")
-    return any(host and not _is_address(host) and _is_cluster_name(host) for host in hosts)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
-def _is_cluster_name(host: str) -> bool:
-    """`service`, `service.namespace` and `service.namespace.svc...`; others are left to the node."""
-    return host.count(".") < 2 or ".svc" in host
+    # `service`, `service.namespace` and `service.namespace.svc...`; addresses and others are left to the node.
+    return any(host and ":" not in host and (host.count(".") < 2 or ".svc" in host) for host in hosts)

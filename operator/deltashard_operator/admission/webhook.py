@@ -21,7 +21,9 @@ from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import PolicyCache
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube.webhook_configuration import PATH
+from deltashard_operator.status_page import pages
 from deltashard_operator.tls.certificate import Certificate
 
 MAX_BODY_BYTES = 16 << 20
@@ -56,11 +58,8 @@ class Webhook:
         """Applications: what is served over TLS, what in plain."""
         secure = web.Application(client_max_size=MAX_BODY_BYTES)
         secure.router.add_post(PATH, self.mutate)
-        plain = web.Application()
-        plain.router.add_get("/healthz", self.healthz)
-        plain.router.add_get("/livez", self.livez)
-        plain.router.add_get("/metrics", self.scrape)
-        return secure, plain
+        # It lives as long as its loop turns.
+        return secure, pages(self.metrics.registry, dead=list, unready=self.unready)
 
     def unready(self) -> list[str]:
         """Why admissions cannot be answered; empty when they can."""
@@ -71,19 +70,6 @@ class Webhook:
         if self.draining:
             reasons.append("stopping")
         return reasons
-
-    async def healthz(self, _request: web.Request) -> web.Response:
-        """Readiness: 200, or 503 with the reasons."""
-        reasons = self.unready()
-        return web.Response(status=503 if reasons else 200, text="; ".join(reasons) or "ok")
-
-    async def livez(self, _request: web.Request) -> web.Response:
-        """Liveness: the loop turns."""
-        return web.Response(text="ok")
-
-    async def scrape(self, _request: web.Request) -> web.Response:
-        body, content_type = self.metrics.page()
-        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def mutate(self, request: web.Request) -> web.Response:
         """Answer an AdmissionReview: 200 with a review, 400 for a body that is none, 500 for a fault of ours."""
@@ -116,4 +102,7 @@ class Webhook:
         request = review.parse(body)
         if isinstance(request, review.Answer):
             return request
-        return review.answer(await self._resolver.resolve(request, deadline))
+        try:
+            return review.answer(request, await self._resolver.resolve(request, deadline))
+        except Refusal as refusal:
+            return review.refused(request.uid, request.kind, refusal)

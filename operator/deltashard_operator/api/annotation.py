@@ -7,8 +7,9 @@ different things. An unknown key of ours is refused: a misspelled `interval` mus
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from deltashard_checkpoint.vocabulary import BITS_RULES, ENCODING_CHOICES, NO_BITS_RULE, ONE_RUN, RUN_PER_POD
 
@@ -31,6 +32,7 @@ from deltashard_operator.kube.cluster_name import (
     RUNS,
 )
 
+_N = TypeVar("_N", int, float)
 MIN_ARENA_BYTES = 64 << 20
 MAX_ARENA_BYTES = 1 << 40
 MAX_INTERVAL_S = 7 * 86400.0
@@ -38,9 +40,9 @@ NO_PRECISION = NO_BITS_RULE
 PRECISIONS = (*BITS_RULES, NO_PRECISION)
 """What bits may be chosen for, and that they are not chosen."""
 
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-_POLICY = re.compile(r"(?!.{254})(cluster/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
-_SOURCE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(@[!-#%-~]{1,256})?", re.ASCII)
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_POLICY = r"(?!.{254})(cluster/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
+_SOURCE = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(@[!-#%-~]{1,256})?"
 """A pin without '$', which the kubelet would read."""
 
 TAKES = {
@@ -103,30 +105,17 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
                 )
     if POLICY not in found:
         raise Refusal("BadAnnotation", "it is missing", where=POLICY, remedy=f"it takes {TAKES[POLICY]}")
-    arena, interval, encoding = found.get(ARENA_SIZE), found.get(INTERVAL), found.get(ENCODING)
-    if encoding not in (None, *ENCODING_CHOICES):
-        raise _wrong(ENCODING, str(encoding))
-    precision = found.get(PRECISION)
-    if precision is not None and precision not in PRECISIONS:
-        raise _wrong(PRECISION, precision)
-    runs = found.get(RUNS)
-    if runs not in (None, ONE_RUN, RUN_PER_POD):
-        raise _wrong(RUNS, runs)
-    source = found.get(RESTORE_FROM)
-    if source is not None and source.partition("@")[0] == found.get(RUN_ID):
+    said: dict[str, Any] = {}
+    for key, (name, reader) in _READERS.items():
+        if key in found:
+            try:
+                said[name] = reader(found[key])
+            except ValueError:
+                raise _wrong(key, found[key]) from None
+    source = found.get(RESTORE_FROM, "")
+    if source and source.partition("@")[0] == found.get(RUN_ID):
         raise _wrong(RESTORE_FROM, source)
-    return Annotations(
-        policy=_matching(_POLICY, POLICY, found[POLICY]),
-        container=_matching(_LABEL, CONTAINER, found[CONTAINER]) if CONTAINER in found else None,
-        run_id=_matching(_LABEL, RUN_ID, found[RUN_ID]) if RUN_ID in found else None,
-        runs=runs,
-        arena_bytes=None if arena is None else _arena_bytes(arena),
-        every_s=None if interval is None else _interval_s(interval),
-        encoding=encoding,
-        goal=_goal(found[GOAL]) if GOAL in found else None,
-        precision=precision,
-        restore_from=None if source is None else _matching(_SOURCE, RESTORE_FROM, source),
-    )
+    return Annotations(**said)
 
 
 def _wrong(key: str, value: str) -> Refusal:
@@ -135,39 +124,39 @@ def _wrong(key: str, value: str) -> Refusal:
     )
 
 
-def _matching(pattern: re.Pattern[str], key: str, value: str) -> str:
-    if pattern.fullmatch(value) is None:
-        raise _wrong(key, value)
-    return value
+def _matching(pattern: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if re.fullmatch(pattern, text, re.ASCII) is None:
+            raise ValueError
+        return text
+
+    return read
 
 
-def _goal(text: str) -> str:
-    try:
-        return duration.goal_of(text)
-    except ValueError:
-        raise _wrong(GOAL, text) from None
+def _within(least: float, parse: Callable[[str], _N], most: float) -> Callable[[str], _N]:
+    def read(text: str) -> _N:
+        if not least <= (number := parse(text)) <= most:
+            raise ValueError
+        return number
+
+    return read
 
 
-def _arena_bytes(text: str) -> int:
-    try:
-        n = quantity.bytes_of(text)
-    except ValueError:
-        raise _wrong(ARENA_SIZE, text) from None
-    if not MIN_ARENA_BYTES <= n <= MAX_ARENA_BYTES:
-        raise _wrong(ARENA_SIZE, text)
-    return n
+_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    POLICY: ("policy", _matching(_POLICY)),
+    CONTAINER: ("container", _matching(_LABEL)),
+    RUN_ID: ("run_id", _matching(_LABEL)),
+    RUNS: ("runs", _matching(f"{ONE_RUN}|{RUN_PER_POD}")),
+    ARENA_SIZE: ("arena_bytes", _within(MIN_ARENA_BYTES, quantity.bytes_of, MAX_ARENA_BYTES)),
+    INTERVAL: ("every_s", _within(0, duration.seconds_of, MAX_INTERVAL_S)),
+    GOAL: ("goal", duration.goal_of),
+    ENCODING: ("encoding", _matching("|".join(ENCODING_CHOICES))),
+    PRECISION: ("precision", _matching("|".join(PRECISIONS))),
+    RESTORE_FROM: ("restore_from", _matching(_SOURCE)),
+}
+"""Key -> the field of `Annotations`, and what reads it; a `ValueError`: it is none."""
 
 
 def seconds(value: float) -> str:
     """An interval as a variable has it: with all its milliseconds, and no more digits than it needs."""
     return f"{value:.10g}"
-
-
-def _interval_s(text: str) -> float:
-    try:
-        interval_s = duration.seconds_of(text)
-    except ValueError:
-        raise _wrong(INTERVAL, text) from None
-    if interval_s > MAX_INTERVAL_S:
-        raise _wrong(INTERVAL, text)
-    return interval_s

@@ -12,16 +12,8 @@ from typing import Any
 from deltashard_operator.kube.cluster_name import CA_PATH
 
 NO_PROXY = (
-    *("localhost", "127.0.0.1", "::1"),
-    *(
-        "169.254.169.254",
-        "fd00:ec2::254",
-        "169.254.170.2",
-        "169.254.170.23",
-        "[fd00:ec2::23]",
-        "100.100.100.200",
-    ),
-    *("metadata.google.internal", ".svc", ".cluster.local"),
+    "localhost,127.0.0.1,::1,169.254.169.254,fd00:ec2::254,169.254.170.2,169.254.170.23,[fd00:ec2::23],"
+    "100.100.100.200,metadata.google.internal,.svc,.cluster.local"
 )
 """What never goes through a policy's proxy: this pod, the services that give a machine its credentials, the cluster."""
 CA_FILE = f"{CA_PATH}/ca.crt"
@@ -34,24 +26,14 @@ _READ_ONLY = {"readOnly": True}
 class Extension:
     """Of one policy."""
 
-    env: tuple[tuple[str, str], ...] = ()
-    volumes: tuple[Mapping[str, Any], ...] = ()
-    mounts: tuple[Mapping[str, Any], ...] = ()
-    https_proxy: str = ""
-    http_proxy: str = ""
-    no_proxy: str = ""
-    """Besides `NO_PROXY`."""
-    ca_config_map: str = ""
+    env: tuple[tuple[str, str], ...]
+    volumes: tuple[Mapping[str, Any], ...]
+    mounts: tuple[Mapping[str, Any], ...]
+    settings: Mapping[str, str]
+    """Variables of the way to the network; an empty one is not set."""
+    ca_config_map: str
     """ConfigMap of the workload's namespace with the authorities that the sidecar trusts; empty: the public ones."""
-    ca_key: str = CA_KEY
-
-    def settings(self) -> dict[str, str]:
-        found = {"HTTPS_PROXY": self.https_proxy, "HTTP_PROXY": self.http_proxy}
-        if self.https_proxy or self.http_proxy:
-            found["NO_PROXY"] = ",".join([*NO_PROXY, *([self.no_proxy] if self.no_proxy else [])])
-        if self.ca_config_map:
-            found |= {"AWS_CA_BUNDLE": CA_FILE, "SSL_CERT_FILE": CA_FILE}
-        return found
+    ca_key: str
 
 
 def extension_of(sidecar: Mapping[str, Any], network: Mapping[str, Any]) -> Extension:
@@ -64,12 +46,19 @@ def extension_of(sidecar: Mapping[str, Any], network: Mapping[str, Any]) -> Exte
         mounts=tuple(
             {"name": each["name"], "mountPath": each["mountPath"], **_READ_ONLY} for each in volumes
         ),
-        https_proxy=network.get("httpsProxy", ""),
-        http_proxy=network.get("httpProxy", ""),
-        no_proxy=network.get("noProxy", ""),
+        settings=_settings(network),
         ca_config_map=bundle.get("configMap", ""),
         ca_key=bundle.get("key", CA_KEY),
     )
+
+
+def _settings(network: Mapping[str, Any]) -> dict[str, str]:
+    found = {"HTTPS_PROXY": network.get("httpsProxy", ""), "HTTP_PROXY": network.get("httpProxy", "")}
+    if any(found.values()):
+        found["NO_PROXY"] = ",".join(filter(None, [NO_PROXY, network.get("noProxy")]))
+    if network.get("caBundle", {}).get("configMap"):
+        found |= {"AWS_CA_BUNDLE": CA_FILE, "SSL_CERT_FILE": CA_FILE}
+    return found
 
 
 def _volume(volume: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
-
-import urllib3
-from kubernetes import client
+from typing import Any
 
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.kube.call import ApiClient, NoReply, Requester
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 
 GROUP, VERSION = "deltashard.io", "v1alpha1"
@@ -36,9 +34,9 @@ class PolicyCache:
     Reads are from any thread.
     """
 
-    def __init__(self, api: client.ApiClient, *, on_restart: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, api: ApiClient, *, on_restart: Callable[[], None] = lambda: None) -> None:
         """`on_restart` is called when the policies were listed anew."""
-        self._objects = client.CustomObjectsApi(api)
+        self._request = Requester(api)
         self._specs: dict[tuple[str, str], Spec] = {}
         self._absent_s: dict[tuple[str, str], float] = {}
         """When it was looked for and not there, by the monotonic clock."""
@@ -73,27 +71,19 @@ class PolicyCache:
 
     def look(self, namespace: str, name: str, deadline: Deadline) -> Spec | None:
         """The policy's spec from the API itself, None when there is none; raises `Refusal` (PolicyUnavailable)."""
-        place, bare = key = workload_policy.key_of(namespace, name)
+        key = workload_policy.key_of(namespace, name)
         try:
-            found = (
-                self._objects.get_namespaced_custom_object(
-                    GROUP, VERSION, place, NAMESPACED, bare, _request_timeout=deadline.left_s()
-                )
-                if place
-                else self._objects.get_cluster_custom_object(
-                    GROUP, VERSION, CLUSTERS, bare, _request_timeout=deadline.left_s()
-                )
-            )
-        except client.ApiException as error:
-            if error.status == 404:
-                if len(self._absent_s) >= MAX_ABSENT:
-                    self._absent_s = {}
-                self._absent_s[key] = time.monotonic()
-                return None
-            raise unavailable(name, f"the API answered {error.status} {error.reason}") from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise unavailable(name, f"the API did not answer: {type(error).__name__}") from error
-        return _spec_of(cast("dict[str, Any]", found))
+            found = self._request("GET", policy_path(key), timeout_s=deadline.left_s())
+        except NoReply as error:
+            raise unavailable(name, f"the API did not answer: {error.kind}") from error
+        if found.status == 404:
+            if len(self._absent_s) >= MAX_ABSENT:
+                self._absent_s = {}
+            self._absent_s[key] = time.monotonic()
+            return None
+        if not found.ok:
+            raise unavailable(name, f"the API answered {found.sentence}")
+        return _spec_of(found.document)
 
 
 def policy_kinds(

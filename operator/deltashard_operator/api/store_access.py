@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltashard_operator.api import store_spec
+from deltashard_operator.api.extension import TOKEN_S
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube.cluster_name import (
     CA_PATH,
@@ -22,13 +23,13 @@ from deltashard_operator.kube.cluster_name import (
     TOKEN_VOLUME,
 )
 
-TOKEN_LIFETIME_S = 3600
 _SECRET_VARIABLES = {
     "s3": "AWS_SHARED_CREDENTIALS_FILE",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_CONNECTION_STRING_FILE",
 }
 """Which variable names the file of the store's Secret, by the URL's scheme."""
+_TOKEN_VARIABLES = {"s3": "AWS_WEB_IDENTITY_TOKEN_FILE", "az": "AZURE_FEDERATED_TOKEN_FILE"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +42,12 @@ class Files:
 
 def settings(policy: Policy) -> dict[str, str]:
     """Variables of the credentials and of the way to the network; an empty one is not set."""
-    return _credentials(policy) | policy.extension.settings()
-
-
-def _credentials(policy: Policy) -> dict[str, str]:
     scheme, found = policy.url.partition(":")[0], {}
     if policy.secret_name:
         found[_SECRET_VARIABLES[scheme]] = f"{STORE_PATH}/{policy.secret_key}"
     if (identity := policy.web_identity) is not None:
-        token = TOKEN_PATH + "/store"
-        if scheme == "az":
-            found |= {
-                "AZURE_FEDERATED_TOKEN_FILE": token,
-                "AZURE_CLIENT_ID": identity.client_id,
-                "AZURE_TENANT_ID": identity.tenant_id,
-                "AZURE_AUTHORITY_HOST": identity.authority_host,
-            }
-        else:
-            found |= {
-                "AWS_WEB_IDENTITY_TOKEN_FILE": token,
-                "AWS_ROLE_ARN": identity.role_arn,
-                "AWS_ENDPOINT_URL_STS": identity.sts_endpoint,
-            }
-    return found
+        found |= {_TOKEN_VARIABLES[scheme]: TOKEN_PATH + "/store", **identity.settings}
+    return found | dict(policy.extension.settings)
 
 
 def files(
@@ -104,6 +88,4 @@ def files(
 
 def _token(wanted: tuple[str, str]) -> dict[str, Any]:
     audience, path = wanted
-    return {
-        "serviceAccountToken": {"audience": audience, "expirationSeconds": TOKEN_LIFETIME_S, "path": path}
-    }
+    return {"serviceAccountToken": {"audience": audience, "expirationSeconds": TOKEN_S, "path": path}}

@@ -11,18 +11,23 @@ _ENCRYPTIONS = {"SSE-S3": "AES256", "SSE-KMS": "aws:kms"}
 _AUDIENCES = {"s3": "sts.amazonaws.com", "az": "api://AzureADTokenExchange"}
 
 
+_IDENTITY = {
+    "s3": {"AWS_ROLE_ARN": "roleArn", "AWS_ENDPOINT_URL_STS": "stsEndpoint"},
+    "az": {
+        "AZURE_CLIENT_ID": "clientId",
+        "AZURE_TENANT_ID": "tenantId",
+        "AZURE_AUTHORITY_HOST": "authorityHost",
+    },
+}
+"""Variables that say whose token it is, by the URL's scheme, and the fields that they have it of."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebIdentity:
     """Store credentials by a projected service account token instead of a Secret."""
 
     audience: str
-    role_arn: str = ""
-    sts_endpoint: str = ""
-    """Endpoint of AWS's token service; empty: its own."""
-    client_id: str = ""
-    tenant_id: str = ""
-    authority_host: str = ""
-    """Of Azure's token service; empty: its own."""
+    settings: Mapping[str, str]
 
 
 def url_of(store: Mapping[str, Any]) -> str:
@@ -50,11 +55,8 @@ def identity_of(store: Mapping[str, Any]) -> WebIdentity | None:
     identity = store.get("webIdentity")
     if identity is None:
         return None
+    scheme = store["url"].partition(":")[0]
     return WebIdentity(
-        audience=identity.get("audience") or _AUDIENCES[store["url"].partition(":")[0]],
-        role_arn=identity.get("roleArn", ""),
-        sts_endpoint=identity.get("stsEndpoint", ""),
-        client_id=identity.get("clientId", ""),
-        tenant_id=identity.get("tenantId", ""),
-        authority_host=identity.get("authorityHost", ""),
+        audience=identity.get("audience") or _AUDIENCES[scheme],
+        settings={name: identity.get(key, "") for name, key in _IDENTITY[scheme].items()},
     )

@@ -12,7 +12,7 @@ of the chart's file, never of a policy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from deltashard_checkpoint.deciding.precision import MAX_TABLES, text_of
@@ -53,67 +53,67 @@ class Policy:
     name: str
     url: str
     """Store with endpoint and region, as the sidecar takes it; never with credentials."""
-    secret_name: str | None = None
+    secret_name: str | None
     """Secret with the store's credentials, in the workload's namespace; may be absent when the pod starts."""
-    secret_key: str = "credentials"  # noqa: S105 - a key's name
-    web_identity: WebIdentity | None = None
-    claim: str = ""
+    secret_key: str
+    web_identity: WebIdentity | None
+    claim: str
     """PersistentVolumeClaim of the workload's namespace that a `file://` store lies on; empty: it is another store."""
-    every_s: float = 300.0
-    every_steps: int = 0
-    encoding: str = DEFAULT_ENCODING
-    differential: str = DEFAULT_DIFFERENTIAL
-    goal: str = FIXED
+    every_s: float
+    every_steps: int
+    encoding: str
+    differential: str
+    goal: str
     """What the interval is chosen for; `every_s` is where it begins."""
-    least_s: float = 0.0
-    most_s: float = 0.0
-    bits_goal: str = ""
+    least_s: float
+    most_s: float
+    bits_goal: str
     """What the bits are chosen for; empty: they are not."""
-    least_bits: int = 0
-    tables: str = ""
+    least_bits: int
+    tables: str
     """Encodings of single tables, as the sidecar takes them."""
-    decides: bool = True
+    decides: bool
     """Whether the cluster lets intervals and bits be chosen."""
-    arena_bytes: int = 256 << 20
-    cache_bytes: int = 0
+    arena_bytes: int
+    cache_bytes: int
     """Disk for the sidecar's cache; never 0 once resolved."""
-    keep_last: int = 3
-    grace_s: int = 120
+    keep_last: int
+    grace_s: int
     """Grace period a pod needs to save before it goes; given to pods that have the default 30."""
     image: str
-    image_pull_policy: str = "IfNotPresent"
-    image_pull_secrets: tuple[str, ...] = ()
-    cpu_request_millis: int = 500
-    cpu_limit_millis: int = 2000
-    memory_request_bytes: int = 512 << 20
+    image_pull_policy: str
+    image_pull_secrets: tuple[str, ...]
+    cpu_request_millis: int
+    cpu_limit_millis: int
+    memory_request_bytes: int
     """Memory requested besides the arena, which is added."""
-    memory_limit_bytes: int = 1 << 30
+    memory_limit_bytes: int
     """Limit of memory besides the arena, which is added."""
-    storage_request_bytes: int | None = None
+    storage_request_bytes: int | None
     """The sidecar's ephemeral-storage request; None: what its cache may take, and nothing in a queue."""
-    storage_limit_bytes: int = 0
+    storage_limit_bytes: int
     """The sidecar's ephemeral-storage limit; 0: stated only where every container of the pod has one."""
-    run_as_user: int | None = USER_ID
+    run_as_user: int | None
     """User of the sidecar; None leaves the choice to the cluster (OpenShift)."""
-    metrics_port: int = METRICS_PORT
+    metrics_port: int
     """Port of the sidecar's metrics; 0: off."""
-    host_network_metrics_port: int = 0
+    host_network_metrics_port: int
     """Port for pods on the host's network, where two pods of a node must not take one; 0: off."""
-    fleet: str = ""
+    fleet: str
     """host:port of the controller's report service; empty: none."""
-    fleet_ca: str = ""
+    fleet_ca: str
     """PEM of the authority that vouches for it."""
-    extension: Extension = field(default_factory=Extension)
+    extension: Extension
     """Variables, volumes and the way to the network that the policy adds."""
-    reclaim: str = RETAIN
+    reclaim: str
     """What becomes of a finished run's bytes: Retain or Delete."""
-    reclaim_after_s: float = 7 * 86400.0
+    reclaim_after_s: float
     """Seconds from the end of the workload to their removal."""
-    reclaim_account: str = ""
+    reclaim_account: str
     """Service account of the Job that removes them; empty: the namespace's default."""
-    reclaims: bool = False
+    reclaims: bool
     """Whether the cluster lets the controller make that Job."""
-    reclaim_labels: Mapping[str, str] = field(default_factory=dict)
+    reclaim_labels: Mapping[str, str]
     """Labels of that Job, such as a queue's."""
     container: str | None = None
     run_id: str | None = None

@@ -1,4 +1,4 @@
-"""What sidecars report and what is answered, as plain values, and the seam to the controller that keeps them.
+"""What sidecars report, as plain values, and the seam to the controller that keeps them and answers.
 
 `report_of` makes a value of a message, field by field of the same names. It trusts no peer: an identity that cannot be
 one is a `BadReport`; texts are clipped and hold no control characters; numbers are finite, not negative and fit the
@@ -27,8 +27,13 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 from google.protobuf.message import Message
 
+# What is answered goes out as it is.
+Directive = wire.Directive
+SaveOrder = wire.SaveOrder
+Reply = wire.ReportReply
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
+W = TypeVar("W", bound=enum.StrEnum)
 RunKey = tuple[str, str]
 """(namespace, workload UID): the pods that train together, and what one directive is for."""
 
@@ -49,7 +54,7 @@ MAX_REASON = 512
 SUBJECTS = ("interval", "bits")
 _LIMITS: Mapping[str, int] = {
     "run": 2 * MAX_NAME,
-    **dict.fromkeys(("workload_name", "policy", "node", "save_blocked"), MAX_NAME),
+    **dict.fromkeys(("node", "save_blocked"), MAX_NAME),
     **dict.fromkeys(("url", "message"), MAX_TEXT),
     **dict.fromkeys(("value", "would", "why", "bound", "evidence", "unreachable"), MAX_REASON),
     "cause": MAX_REASON,
@@ -110,22 +115,14 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Who:
-    """Which sidecar reports; fixed while its process runs."""
+    """Which sidecar reports; fixed while its process runs. What else it says of itself is not asked for here."""
 
     namespace: str
     pod: str
     pod_uid: str
     workload_uid: str
-    workload_kind: str = ""
-    workload_name: str = ""
-    run: str = ""
-    """{namespace}/{run id} of the workload; `PodState.run` is the one of the pod."""
-    index: str = ""
-    replica: str = ""
-    policy: str = ""
     url: str = ""
     node: str = ""
-    version: str = ""
     started_at_s: float = 0.0
 
     @property
@@ -235,41 +232,6 @@ class Report:
     saves_over: tuple[SaveOver, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Directive:
-    """What a run shall do from now on; its content is its identity (`run.directive.directive_of` makes it)."""
-
-    id: int
-    policy: trainer_wire.Policy
-    whole: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOrder:
-    """A save that somebody asked for."""
-
-    id: str
-    """UID of the CheckpointRequest, or `drain/{node}/{time}`."""
-    reason: str
-    urgent: bool = False
-    deadline_s: float = 0.0
-    """From now; 0: none."""
-    pin: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """What a report is answered."""
-
-    sequence: int
-    next_s: float
-    speaks: bool = False
-    directive: Directive | None = None
-    """None: the one in force holds, or the controller has not seen everything yet."""
-    saves: tuple[SaveOrder, ...] = ()
-    told: int = 0
-
-
 class Ledger(Protocol):
     """Who keeps what sidecars report."""
 
@@ -301,7 +263,7 @@ def report_of(message: wire.ReportRequest) -> Report:
         pod=_value(
             PodState,
             message.pod,
-            phase=_PHASES.get(message.pod.phase, Phase.UNKNOWN),
+            phase=_word(Phase, wire.Phase, "PHASE_", message.pod.phase),
             ranks=tuple(_value(Rank, each) for each in message.pod.ranks[:MAX_RANKS]),
             directive=message.pod.directive,
         ),
@@ -311,26 +273,12 @@ def report_of(message: wire.ReportRequest) -> Report:
             _value(
                 SaveOver,
                 each,
-                outcome=_OUTCOMES.get(each.outcome, Outcome.UNKNOWN),
+                outcome=_word(Outcome, wire.SaveOver.Outcome, "OUTCOME_", each.outcome),
                 id=_text(each.id, 2 * MAX_NAME),
             )
             for each in message.saves_over[:MAX_ORDERS]
         ),
     )
-
-
-def message_of(reply: Reply) -> wire.ReportReply:
-    message = wire.ReportReply(
-        sequence=reply.sequence, next_s=reply.next_s, speaks=reply.speaks, told=reply.told
-    )
-    if reply.directive is not None:
-        told = reply.directive
-        message.directive.CopyFrom(wire.Directive(id=told.id, policy=told.policy, whole=told.whole))
-    for each in reply.saves:
-        message.saves.add(
-            id=each.id, reason=each.reason, urgent=each.urgent, deadline_s=each.deadline_s, pin=each.pin
-        )
-    return message
 
 
 def _run(message: wire.RunState) -> RunReport:
@@ -389,7 +337,7 @@ def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
             Incident,
             by_id[number],
             id=number,
-            kind=_KINDS.get(by_id[number].kind, IncidentKind.UNKNOWN),
+            kind=_word(IncidentKind, wire.IncidentKind, "INCIDENT_KIND_", by_id[number].kind),
             count=max(_count(by_id[number].count), 1),
         )
         for number in sorted(by_id)[:MAX_INCIDENTS]
@@ -402,17 +350,12 @@ def _policy(message: trainer_wire.Policy) -> trainer_wire.Policy:
     return trainer_wire.Policy(**{name: value for name, value in found.items() if value != NO_BITS_RULE})
 
 
-_PHASES = {wire.Phase.Value(f"PHASE_{each.name}"): each for each in Phase if each is not Phase.UNKNOWN}
-_KINDS = {
-    wire.IncidentKind.Value(f"INCIDENT_KIND_{each.name}"): each
-    for each in IncidentKind
-    if each is not IncidentKind.UNKNOWN
-}
-_OUTCOMES = {
-    wire.SaveOver.Outcome.Value(f"OUTCOME_{each.name}"): each
-    for each in Outcome
-    if each is not Outcome.UNKNOWN
-}
+def _word(kind: type[W], words: Any, prefix: str, number: int) -> W:
+    """The word for an enum's number; UNKNOWN for one of a newer sidecar, and where nothing was said."""
+    try:
+        return kind[words.Name(number).removeprefix(prefix)]
+    except (ValueError, KeyError):
+        return kind("unknown")
 
 
 def _identity(value: str, pattern: re.Pattern[str], name: str) -> str:

@@ -55,6 +55,15 @@ STATUS: Mapping[str, int] = {
     "failed": 500,
 }
 """Status of each refusal, by its outcome in the metrics."""
+OUTCOMES: Mapping[type[Exception], str] = {
+    NotAuthentic: "not_authentic",
+    TooManyReviews: "too_many_reviews",
+    ReviewUnavailable: "review_unavailable",
+    BadReport: "bad_report",
+    Unknown: "unknown_pod",
+    Refused: "refused",
+}
+"""Outcome of the errors that others raise."""
 # asyncio reads TLS into a buffer of 256 KiB per connection: a crowd of a thousand would be 300 MiB for a moment.
 sslproto.SSLProtocol.max_size = 16 << 10
 _log = structlog.get_logger("deltashard.fleet")
@@ -62,6 +71,9 @@ _log = structlog.get_logger("deltashard.fleet")
 
 class _Rejection(Exception):
     """A report that is not taken; `args` are the outcome and the sentence for the sidecar."""
+
+
+_REFUSALS: tuple[type[Exception], ...] = (_Rejection, *OUTCOMES)
 
 
 class ReportServer:
@@ -145,10 +157,12 @@ class ReportServer:
         begun_s = time.perf_counter()
         try:
             reply = await self._reply(request)
-            outcome, response = "taken", web.Response(body=reports.message_of(reply).SerializeToString())
+            outcome, response = "taken", web.Response(body=reply.SerializeToString())
             response.content_type = CONTENT_TYPE
-        except _Rejection as rejection:
-            outcome, sentence = rejection.args
+        except _REFUSALS as error:
+            outcome, sentence = (
+                error.args if isinstance(error, _Rejection) else (OUTCOMES[type(error)], str(error))
+            )
             response = web.Response(status=STATUS[outcome], text=sentence)
             if response.status in {429, 503}:
                 response.headers["Retry-After"] = str(random.randint(1, 10))  # noqa: S311 - spread, not secret
@@ -162,34 +176,18 @@ class ReportServer:
         return response
 
     async def _reply(self, request: web.Request) -> Reply:
-        """The ledger's reply; raises `_Rejection`."""
+        """The ledger's reply; raises `_Rejection` or one of `OUTCOMES`."""
         if not self._leads():
             raise _Rejection("not_leading", "this replica does not lead: try a new connection")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")
-        try:
-            identity = await self._reviewer.review(token, request.remote or "")
-        except NotAuthentic as error:
-            raise _Rejection("not_authentic", str(error)) from None
-        except TooManyReviews as error:
-            raise _Rejection("too_many_reviews", str(error)) from None
-        except ReviewUnavailable as error:
-            raise _Rejection("review_unavailable", str(error)) from None
-        message = await _message(request)
-        try:
-            value = reports.report_of(message)
-        except BadReport as error:
-            raise _Rejection("bad_report", str(error)) from None
+        identity = await self._reviewer.review(token, request.remote or "")
+        value = reports.report_of(await _message(request))
         who = value.who
         if (who.namespace, who.pod, who.pod_uid) != (identity.namespace, identity.pod, identity.pod_uid):
             raise _Rejection("wrong_pod", f"the token is of pod {identity.namespace}/{identity.pod}")
-        try:
-            reply = self._ledger.report(value)
-        except Unknown as error:
-            raise _Rejection("unknown_pod", str(error)) from None
-        except Refused as error:
-            raise _Rejection("refused", str(error)) from None
+        reply = self._ledger.report(value)
         self._heard[who.pod_uid] = time.monotonic() + HEARD_BEATS * reply.next_s
         return reply
 

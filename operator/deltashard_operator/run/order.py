@@ -7,8 +7,6 @@ CheckpointRequest by the next controller, a drain's lives for a minute.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from deltashard_operator.fleet.report import MAX_ORDERS, RunKey, SaveOrder
 
 MAX_RUNS = 10_000
@@ -55,7 +53,8 @@ class OpenOrders:
         for order_id, (_, until_s) in list(self._open.get(run_key, {}).items()):
             if until_s <= now_s:
                 self.close(order_id, run_key)
-        return tuple(
-            replace(order, deadline_s=until_s - now_s)
-            for order, until_s in self._open.get(run_key, {}).values()
-        )
+        found = []
+        for order, until_s in self._open.get(run_key, {}).values():
+            found.append(SaveOrder(deadline_s=until_s - now_s))
+            found[-1].MergeFrom(order)
+        return tuple(found)

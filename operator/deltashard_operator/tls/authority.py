@@ -30,7 +30,10 @@ BUNDLE = "deltashard-fleet-ca"
 SERVICES = ("deltashard-webhook", "deltashard-fleet")
 MAX_STEPS = 10
 """Steps in one check; three are needed at most, conflicts apart."""
-DAY_S = 86400.0
+LEAF_S = 90 * 86400.0
+"""Life of the serving certificate; it is renewed at two thirds."""
+AUTHORITY_S = 3650 * 86400.0
+"""Life of the authority, which pods carry as long as they live; it gets a successor at two thirds."""
 STRATEGIC_MERGE = "application/strategic-merge-patch+json"
 _HOOKS = f"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{CONFIGURATION}"
 _CAUSES = {403: "forbidden", 404: "missing", 409: "conflict"}
@@ -60,20 +63,12 @@ class AuthorityOptions:
     """Where the Secret, the ConfigMap and both Services are."""
     more_names: tuple[str, ...] = ()
     """Names and addresses of the servers beside their Services'."""
-    leaf_days: float = 90.0
-    """Life of the serving certificate; it is renewed at two thirds."""
-    authority_days: float = 3650.0
-    """Life of the authority, which pods carry as long as they live; it gets a successor at two thirds."""
     check_s: float = 15.0
 
     def terms(self) -> Terms:
         ends = ("", ".svc", ".svc.cluster.local")
         names = tuple(f"{service}.{self.namespace}{end}" for service in SERVICES for end in ends)
-        return Terms(
-            names=names + self.more_names,
-            leaf_s=self.leaf_days * DAY_S,
-            authority_s=self.authority_days * DAY_S,
-        )
+        return Terms(names=names + self.more_names, leaf_s=LEAF_S, authority_s=AUTHORITY_S)
 
 
 class Authority:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from cryptography import x509
 from deltashard_checkpoint.errors import EnvironmentFault
 
+from deltashard_operator.tls import issuance
 from deltashard_operator.tls.metric import CertificateMetrics
 
 CERTIFICATE_FILE = "tls.crt"
@@ -62,14 +62,25 @@ class Certificate:
             CertificateUnusable: they cannot be used; what was in service stays.
         """
         try:
-            content = tuple((self.directory / name).read_bytes() for name in (CERTIFICATE_FILE, KEY_FILE))
+            certificate, key = ((self.directory / name).read_bytes() for name in (CERTIFICATE_FILE, KEY_FILE))
         except OSError as error:
             raise CertificateUnusable(
                 str(error.strerror), where=str(error.filename), remedy="issue the certificate"
             ) from None
-        if self.loaded is not None and content == self.loaded.content:
+        if self.loaded is not None and (certificate, key) == self.loaded.content:
             return False
-        self.loaded = _load(content[0], content[1], where=str(self.directory))
+        context = _context()
+        try:
+            with _in_memory(certificate) as certificate_path, _in_memory(key) as key_path:
+                context.load_cert_chain(certificate_path, key_path)
+            not_after_s = issuance.not_after_s(certificate)
+        except (ssl.SSLError, ValueError, OSError) as error:
+            raise CertificateUnusable(
+                f"certificate and key do not make a pair: {error}",
+                where=str(self.directory),
+                remedy="issue it again",
+            ) from None
+        self.loaded = Loaded(context=context, not_after_s=not_after_s, content=(certificate, key))
         return True
 
     def reload(self) -> None:
@@ -117,18 +128,3 @@ def _in_memory(content: bytes) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)
-
-
-def _load(certificate: bytes, key: bytes, *, where: str) -> Loaded:
-    context = _context()
-    try:
-        with _in_memory(certificate) as certificate_path, _in_memory(key) as key_path:
-            context.load_cert_chain(certificate_path, key_path)
-        leaf = x509.load_pem_x509_certificate(certificate)
-    except (ssl.SSLError, ValueError, OSError) as error:
-        raise CertificateUnusable(
-            f"certificate and key do not make a pair: {error}", where=where, remedy="issue it again"
-        ) from None
-    return Loaded(
-        context=context, not_after_s=leaf.not_valid_after_utc.timestamp(), content=(certificate, key)
-    )

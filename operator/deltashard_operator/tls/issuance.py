@@ -38,15 +38,8 @@ def authority(name: str, *, now_s: float, lasts_s: float) -> Issued:
     """A new self-signed authority, which may sign leaves and nothing else."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(f"{name} {secrets.token_hex(4)}")
-    usage = _usage(sign_certificates=True)
-    certificate = (
-        _builder(subject, subject, key.public_key(), now_s - BACKDATE_S, now_s + lasts_s)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    return _issued(certificate, key)
+    builder = _builder(subject, subject, key, now_s, now_s + lasts_s, signs=True)
+    return _issued(builder.sign(key, hashes.SHA256()), key)
 
 
 def leaf(signer: Issued, names: Sequence[str], *, now_s: float, lasts_s: float) -> Issued:
@@ -56,12 +49,9 @@ def leaf(signer: Issued, names: Sequence[str], *, now_s: float, lasts_s: float) 
     key = ec.generate_private_key(ec.SECP256R1())
     until_s = min(now_s + lasts_s, parent.not_valid_after_utc.timestamp())
     certificate = (
-        _builder(_name("deltashard"), parent.subject, key.public_key(), now_s - BACKDATE_S, until_s)
+        _builder(_name("deltashard"), parent.subject, key, now_s, until_s, signs=False)
         .add_extension(x509.SubjectAlternativeName(_general_names(names)), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(sign_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(parent_key.public_key()), critical=False
         )
@@ -153,30 +143,30 @@ def _age(certificate: x509.Certificate) -> tuple[dt.datetime, bytes]:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin_s: float, end_s: float
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    now_s: float,
+    until_s: float,
+    *,
+    signs: bool,
 ) -> x509.CertificateBuilder:
+    """What authorities (which sign certificates and do nothing else) and leaves have in common."""
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign")
+    usage = dict.fromkeys((*unused, "encipher_only", "decipher_only"), False)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(dt.datetime.fromtimestamp(begin_s, dt.UTC))
-        .not_valid_after(dt.datetime.fromtimestamp(end_s, dt.UTC))
-    )
-
-
-def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not sign_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=sign_certificates,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
+        .not_valid_before(dt.datetime.fromtimestamp(now_s - BACKDATE_S, dt.UTC))
+        .not_valid_after(dt.datetime.fromtimestamp(until_s, dt.UTC))
+        .add_extension(x509.BasicConstraints(ca=signs, path_length=0 if signs else None), critical=True)
+        .add_extension(
+            x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, **usage), critical=True
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
 
 

@@ -11,8 +11,7 @@ CAUSES = ("missing", "forbidden", "conflict", "unavailable", "other")
 class CertificateMetrics:
     """Metrics of the certificate that a server (webhook, fleet) loads."""
 
-    def __init__(self, server: str, registry: CollectorRegistry | None = None) -> None:
-        r = CollectorRegistry() if registry is None else registry
+    def __init__(self, server: str, r: CollectorRegistry) -> None:
         self.not_after = Gauge(
             f"deltashard_{server}_certificate_not_after_timestamp_seconds",
             "End of the serving certificate's validity, Unix time",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator import chart_test, controller_main, main
+from deltashard_operator.main import options_of
 
 from tests.support.eventually import eventually
 from tests.support.helm import CERTIFICATE, NAMESPACE, Document, Rendering, render
@@ -222,7 +223,7 @@ def test_flags_are_those_of_the_programs(name: str) -> None:
     readers: dict[str, Callable[[list[str]], Any]] = {
         "deltashard-webhook": lambda argv: main.read_options(argv, {}),
         "deltashard-controller": lambda argv: controller_main.read_options(argv, {}),
-        "deltashard-chart-test": chart_test.read_options,
+        "deltashard-chart-test": lambda argv: options_of(chart_test.Options, chart_test.PROGRAM, argv, {}),
     }
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     seen = set()

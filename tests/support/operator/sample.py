@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonpatch
 from deltashard_operator.admission import review as admissions
-from deltashard_operator.admission.review import Answer, Request, Resolved
+from deltashard_operator.admission.review import Answer, Request
 from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.policy_cache import GROUP, VERSION
 from deltashard_operator.api.refusal import Refusal
@@ -81,15 +81,14 @@ def answered(request: Request | Answer, spec: Mapping[str, Any] | None = None) -
     """The answer to a request, every policy being `spec` over the defaults."""
     if isinstance(request, Answer):
         return request
-    found: tuple[Policy, ...] | Refusal
     try:
-        found = tuple(
+        found = [
             resolve(each.annotations.policy, over_defaults(spec or {}), each.annotations)
             for each in request.parts
-        )
+        ]
+        return admissions.answer(request, found)
     except Refusal as refusal:
-        found = refusal
-    return admissions.answer(Resolved(request=request, policies=found))
+        return admissions.refused(request.uid, request.kind, refusal)
 
 
 def operations(response: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
     elif code == "NamespaceNotWatched":
         said = resolution.not_watched("team-c").sentence
     elif code == "RunIdTaken":
-        said = run_holder._taken("nightly", "Job nightly-29012345").sentence
+        said = run_holder._held("nightly", "Job nightly-29012345").sentence
     elif code == "StoreMoved":
         record = {
             "metadata": {"name": "nightly-0b4f3c1e"},

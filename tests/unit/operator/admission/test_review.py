@@ -135,7 +135,7 @@ def test_a_workload_without_a_policy_is_refused_by_the_policys_name() -> None:
     (part,) = request.parts
     assert (request.namespace, part.annotations.policy, part.claim) == ("team-a", "mine", None)
     nowhere = Refusal("PolicyNotFound", "no mine in team-a", where=cluster_name.POLICY)
-    answer = review.answer(review.Resolved(request=request, policies=nowhere))
+    answer = review.refused(request.uid, request.kind, nowhere)
     assert answer.outcome == "PolicyNotFound"
     assert "no mine in team-a" in answer.review["response"]["status"]["message"]
 

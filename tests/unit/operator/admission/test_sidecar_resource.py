@@ -25,7 +25,7 @@ def spec(
 
 
 def ours(of: dict[str, Any], policy: dict[str, Any] | None = None, cache: int = 10 << 30) -> dict[str, Any]:
-    return sidecar_resource.of_sidecar(of, sample.policy(policy), cache_volume_bytes=cache).document()
+    return sidecar_resource.of_sidecar(of, sample.policy(policy), cache_volume_bytes=cache)
 
 
 def test_everything_is_stated() -> None:

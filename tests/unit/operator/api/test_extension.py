@@ -195,4 +195,4 @@ def test_a_policys_network_is_over_the_defaults_field_by_field() -> None:
 
     defaults = {**sample.DEFAULTS, "network": {"httpsProxy": "http://proxy:1"}}
     found = read("p", merged({"network": {"caBundle": {"configMap": "c"}}}, defaults)).extension
-    assert (found.https_proxy, found.ca_config_map) == ("http://proxy:1", "c")
+    assert (found.settings["HTTPS_PROXY"], found.ca_config_map) == ("http://proxy:1", "c")

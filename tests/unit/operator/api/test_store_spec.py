@@ -49,7 +49,9 @@ def test_each_kind_has_its_own_identity() -> None:
     ids = {"clientId": "c-1", "tenantId": "t-1"}
     azure = sample.policy({"store": {"url": "az://ctr", "account": "acc1", "webIdentity": ids}})
     assert azure.web_identity == WebIdentity(
-        audience="api://AzureADTokenExchange", client_id="c-1", tenant_id="t-1"
+        audience="api://AzureADTokenExchange",
+        settings={"AZURE_CLIENT_ID": "c-1", "AZURE_TENANT_ID": "t-1", "AZURE_AUTHORITY_HOST": ""},
     )
     aws = sample.policy({"store": {"url": "s3://bkt", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}}})
-    assert aws.web_identity == WebIdentity(audience="sts.amazonaws.com", role_arn="arn:aws:iam::1:role/x")
+    settings = {"AWS_ROLE_ARN": "arn:aws:iam::1:role/x", "AWS_ENDPOINT_URL_STS": ""}
+    assert aws.web_identity == WebIdentity(audience="sts.amazonaws.com", settings=settings)

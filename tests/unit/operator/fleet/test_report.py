@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 from deltashard_operator.fleet import report as reports
-from deltashard_operator.fleet.report import (
-    BadReport,
-    Directive,
-    IncidentKind,
-    Outcome,
-    Phase,
-    Reply,
-    SaveOrder,
-)
+from deltashard_operator.fleet.report import BadReport, IncidentKind, Outcome, Phase
 from deltashard_proto.v1 import fleet_pb2 as wire
-from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import given
@@ -178,25 +169,3 @@ def test_of_decisions_only_what_can_be_shown_is_taken() -> None:
     first, second = found.decisions
     assert (first.subject, first.value, len(first.why)) == ("interval", "3 min", reports.MAX_REASON)
     assert (second.subject, second.would) == ("bits", "q4 q8")
-
-
-def test_a_reply_goes_out_whole() -> None:
-    """Every field of it; no directive is an unset one."""
-    policy = trainer_wire.Policy(every_s=90.0, encoding="q4")
-    reply = Reply(
-        sequence=3,
-        next_s=15.0,
-        speaks=True,
-        directive=Directive(id=(1 << 64) - 1, policy=policy, whole=("every_s",)),
-        saves=(SaveOrder(id="u", reason="request", urgent=True, deadline_s=9.0, pin="best"),),
-        told=7,
-    )
-    assert reports.message_of(reply) == wire.ReportReply(
-        sequence=3,
-        next_s=15.0,
-        speaks=True,
-        directive=wire.Directive(id=(1 << 64) - 1, policy=policy, whole=["every_s"]),
-        saves=[wire.SaveOrder(id="u", reason="request", urgent=True, deadline_s=9.0, pin="best")],
-        told=7,
-    )
-    assert not reports.message_of(Reply(sequence=1, next_s=1.0)).HasField("directive")

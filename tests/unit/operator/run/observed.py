@@ -65,7 +65,7 @@ def report(
 
     who = {"namespace": "team", "pod": "train-x", "workload_uid": "u-1", "node": "node-a", "pod_uid": uid}
     return Report(
-        who=Who(**{**who, **{key: value for key, value in of(Who).items() if key != "run"}}),
+        who=Who(**{**who, **of(Who)}),
         process=more.get("process", f"s-{uid}"),
         sequence=more.get("sequence") or next(_sequence),
         pod=PodState(phase=phase, **of(PodState)),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.fleet.report import Reply, message_of
+from deltashard_operator.fleet.report import Reply
 from deltashard_operator.kube.cluster_name import ENCODING, GOAL, INTERVAL
 from deltashard_operator.run.directive import decided, differs, directive_of, due
 from deltashard_operator.run.observed_object import Wish
@@ -49,7 +49,7 @@ def test_a_goal_goes_into_a_directive_with_its_bounds() -> None:
     assert (wanted.goal, wanted.least_s, wanted.most_s) == ("lost-work=5m", 30, 0)
     assert (wanted.bits_goal, wanted.least_bits) == ("budget", 4)
     assert wanted.tables == "a=q8,b=q4"
-    assert message_of(Reply(sequence=1, next_s=1, directive=directive_of(wanted))).directive.policy == wanted
+    assert Reply(sequence=1, next_s=1, directive=directive_of(wanted)).directive.policy == wanted
 
 
 def test_the_word_of_an_annotation_ends_or_begins_a_goal() -> None:
@@ -89,7 +89,7 @@ def test_a_directive_ends_what_a_pod_was_started_with() -> None:
         goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget", encoding="q8"
     )
     given = Reply(sequence=1, next_s=1, directive=directive_of(pb.Policy(every_s=60.0)))
-    received = sidecar_policy.received(message_of(given).directive, "w")
+    received = sidecar_policy.received(given.directive, "w")
     found = InForce(started_with=started).after(received).policy
     assert found == pb.Policy(every_s=60.0, encoding="q8")
 
