@@ -92,7 +92,7 @@ class Options:
     """How to reach the API; without, as a pod."""
     keep_finished_days: float = 7.0
     """A CheckpointRun is removed so long after its workload ended. The checkpoints stay."""
-    status_interval_s: float = 300.0
+    status_interval_s: float = 30.0
     """Between writes of a run's status for new commits; a change of phase or condition is written at once."""
     identity: str = ""
     """What it is called in the Lease that keeps two controllers apart; empty: the host's name, which is the pod's."""
@@ -223,6 +223,10 @@ class Process:
             reasons.append("not everything that there is was seen yet")
         if self.lease.led and self.freshness.heard_s() > STALE_S:
             reasons.append("the API is not heard")
+        if self.lease.led and self.authority is not None and not self.authority.checked:
+            reasons.append("the webhook's authority is not published yet")
+        if not self.lease.led and not self.lease.followed:
+            reasons.append("no controller was seen to lead yet")
         if self.stopping:
             reasons.append("stopping")
         return reasons

@@ -75,7 +75,7 @@ class PolicyCache:
         try:
             found = self._request("GET", policy_path(key), timeout_s=deadline.left_s())
         except NoReply as error:
-            raise unavailable(name, f"the API did not answer: {error.kind}") from error
+            raise unavailable(name, f"the API did not answer: {type(error.__cause__).__name__}") from error
         if found.status == 404:
             if len(self._absent_s) >= MAX_ABSENT:
                 self._absent_s = {}

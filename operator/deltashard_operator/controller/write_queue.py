@@ -2,9 +2,9 @@
 
 Who has something to write offers it by a key, as often as he likes: the newest offer of a key replaces the one before,
 and is begun when its turn comes, never two of a key at once. The writes that are due go by rank, then by age. All of
-them share a token bucket (`PER_S` sustained, `BURST` at once); while more than half of it is gone, what follows the
-write of a trouble is put together for `LATER_S`, so that the loss of many pods is one write for each run. A write that
-fails waits longer each time.
+them share a token bucket (`PER_S` sustained, `BURST` at once), of which commits and what is quieter leave `RESERVE` to
+the others; while more than half of it is gone, what follows the write of a trouble is put together for `LATER_S`, so
+that the loss of many pods is one write for each run. A write that fails waits longer each time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from deltashard_operator.kube.call import THREADS, ApiUnavailable
 
 PER_S = 20.0
 BURST = 400.0
+RESERVE = 300.0
 SOON_S = 1.0
 LATER_S = 10.0
 QUIET_S = 300.0
@@ -150,7 +151,8 @@ class WriteQueue:
                 self._ready.popleft()
                 continue
             cost = 0.0 if self._hurried or line.rank is Rank.NEW else 1.0
-            if self._tokens < cost:
+            kept = RESERVE if cost and line.rank >= Rank.COMMIT else 0.0
+            if self._tokens < cost + kept:  # what comes after it is no more urgent
                 return
             self._tokens -= cost
             self._ready.popleft()

@@ -63,6 +63,8 @@ class Lease:
         self._until_s = 0.0
         self.led = False
         """Whether it ever had it."""
+        self.followed = False
+        """Whether another one was ever seen to renew it: a Lease that is left over has a holder, too."""
         self.refused = ""
         """Why the API does not let it have the Lease; empty while it does."""
 
@@ -121,6 +123,7 @@ class Lease:
         lease, now_s = found.document, self._monotonic()
         version, holder = str(lease["metadata"].get("resourceVersion", "")), _holder(lease)
         if version != self._seen[0]:
+            self.followed = self.followed or (bool(self._seen[0]) and holder not in {"", self._identity})
             self._seen = version, now_s
         if holder not in {"", self._identity}:
             if self.led:

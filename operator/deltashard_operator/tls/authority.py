@@ -88,6 +88,8 @@ class Authority:
         root = f"/api/v1/namespaces/{options.namespace}"
         self._secret, self._config_map = f"{root}/secrets/{SECRET}", f"{root}/configmaps/{BUNDLE}"
         self._unix = unix
+        self.checked = False
+        """Whether all was as it should be once: installing waits for it."""
 
     async def run(self) -> None:
         """Check for ever; a fault is counted, logged, and met again at the next check."""
@@ -109,6 +111,7 @@ class Authority:
             try:
                 if not await self._step():
                     self.metrics.checked.set(self._unix())
+                    self.checked = True
                     return
             except AuthorityFault as error:
                 if error.cause != "conflict":  # which is read again
