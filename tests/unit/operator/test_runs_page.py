@@ -10,7 +10,7 @@ from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.run.failure import LossCause
 from deltashard_operator.run.judgement import _CHANGED, _EVENTS
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import TOLD
+from deltashard_operator.run.report_change import TOLD
 from prometheus_client.metrics_core import Metric
 
 from tests.support.server.minio_server import ROOT
