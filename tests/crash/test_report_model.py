@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 from deltashard_operator.controller import event, status
-from deltashard_operator.run import directive, ledger, watched_run
+from deltashard_operator.run import directive, ledger, report_change
 from deltashard_sidecar import save_orders
 
 from tests.crash.report_model import Violation, run_schedule
@@ -65,18 +65,18 @@ def _due_once() -> Callable[..., Any]:
 
 
 _told, _due, _event = ledger.told, directive.due, event._event
-_write, _with_incident = status.Statuses.write, watched_run._with_incident
+_write, _with_incident = status.Statuses.write, report_change._with_incident
 MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "told before it is durable": (ledger, "told", lambda: _all_told),
     "told past one that is not durable": (ledger, "told", lambda: _told_with_gaps),
     "a status is patched in any version": (status.Statuses, "write", lambda: _write_over),
     "a restore is counted by process, not by attempt": (
-        watched_run,
+        report_change,
         "_with_incident",
         lambda: _restored_by_process,
     ),
     "an Event's name is not made of its incident": (event, "_event", lambda: _named_by_chance),
-    "a report that is late is taken": (watched_run, "_is_late", lambda: lambda *_: False),
+    "a report that is late is taken": (report_change, "_is_late", lambda: lambda *_: False),
     "a directive is given once": (directive, "due", _due_once),
     "an order is not looked for in the log": (save_orders, "ORDERS_KEY", lambda: "elsewhere"),
 }

@@ -36,7 +36,12 @@ def test_every_event_is_on_the_page() -> None:
     folder = Path(deltashard_operator.__file__).parent
     sources = "".join(
         (folder / name).read_text()
-        for name in ("run/watched_run.py", "controller/reclaimer.py", "controller/writer.py")
+        for name in (
+            "run/report_change.py",
+            "run/watched_run.py",
+            "controller/reclaimer.py",
+            "controller/writer.py",
+        )
     )
     told = set(re.findall(r'(?:Notice\(reason=|(?=.Reclaim))"(\w+)"', sources)) | {
         reason for reason, _ in TOLD.values()
