@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision
 
 from deltashard_operator.fleet import report
@@ -28,7 +27,6 @@ from deltashard_operator.run.watched_run import (
     Notice,
     Progress,
     Run,
-    RunPart,
     finished,
     with_tallies,
 )
@@ -105,29 +103,31 @@ def _settled(run: Run, now_s: float) -> Run:
 def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Progress:
     """How far the run is, by its parts together. What nobody tells stays as it was."""
     before = run.progress
-    known = {part: each for part, each in run.parts.items() if each.state is not None}
+    known = [each for each in run.parts.values() if each.state is not None]
+    states = [each.state for each in known if each.state is not None]
     steps = [rank.step for each in live.values() for rank in each.pod.ranks]
     # Trainers that left say no step. They trained as far as they committed, which may be after they were last heard.
-    left_at = min(
-        (newest.step for each in known.values() if (newest := _own_newest(each)) is not None), default=0
-    )
+    own = [
+        each.state.newest.step
+        for each in known
+        if each.state and each.state.newest and each.state.newest.attempt == each.attempt
+    ]
     progress = replace(
         before,
         attempt=max((each.attempt for each in run.parts.values()), default=before.attempt),
-        step=min(steps) if steps else max(before.step, left_at),
+        step=min(steps) if steps else max(before.step, min(own, default=0)),
         world_size=presence.expected,
         ranks_present=presence.present,
     )
-    shown = min(known.values(), key=lambda each: each.committed_at_s, default=NO_PART)
+    shown = min(known, key=lambda each: each.committed_at_s, default=NO_PART)
     state = shown.state
     if state is None:
         return progress
     progress = replace(
         progress,
         stall_s=state.stall_s or before.stall_s,
-        stored_bytes=sum(each.state.stored_bytes for each in known.values() if each.state)
-        or before.stored_bytes,
-        checkpoints=sum(each.state.checkpoint_count for each in known.values() if each.state),
+        stored_bytes=sum(each.stored_bytes for each in states) or before.stored_bytes,
+        checkpoints=sum(each.checkpoint_count for each in states),
         policy=state.policy if state.policy.encoding else before.policy,
         measured=state.measured or before.measured,
         decisions=state.decisions or before.decisions,
@@ -143,12 +143,6 @@ def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Pr
         last_seq=shown.seq,
         durable_s=state.newest.durable_s,
     )
-
-
-def _own_newest(part: RunPart) -> pb.Commit | None:
-    """The newest commit of a part, if its newest attempt made it."""
-    newest = part.state.newest if part.state is not None else None
-    return newest if newest is not None and newest.attempt == part.attempt else None
 
 
 def _may_train(pod: PodView, facts: Facts) -> bool:

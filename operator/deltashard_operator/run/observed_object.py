@@ -214,19 +214,10 @@ def job_of(document: Document) -> JobView:
             outcome = "Completed" if each["type"] == "Complete" else "Failed"
             ended_at_s = seconds_of(each.get("lastTransitionTime"))
     jobset = owner_reference.is_controlled_by(document, owner_reference.JOBSET)
-    workload = Workload(
-        namespace=metadata["namespace"],
-        kind="Job",
-        name=metadata["name"],
-        uid=metadata["uid"],
-        api_version="batch/v1",
-    )
-    if jobset is not None:
-        workload = _owned(metadata["namespace"], jobset)
     return JobView(
         uid=metadata["uid"],
         name=metadata["name"],
-        workload=workload,
+        workload=_workload(metadata, jobset, "Job", "batch/v1"),
         wish=wish_of(metadata.get("annotations"), template.get("annotations")),
         suspended=bool(spec.get("suspend")),
         outcome=outcome,
@@ -236,24 +227,16 @@ def job_of(document: Document) -> JobView:
     )
 
 
-def _owned(namespace: str, owner: Owner) -> Workload:
-    return Workload(
-        namespace=namespace, kind=owner.kind, name=owner.name, uid=owner.uid, api_version=owner.api_version
-    )
-
-
-def workload_of(pod: Document) -> Workload:
-    """Workload of a pod: its controller, or the pod itself. A Job may be a JobSet's in turn."""
-    metadata = pod["metadata"]
-    owner = owner_reference.controller_of(pod)
-    if owner is not None:
-        return _owned(metadata["namespace"], owner)
+def _workload(metadata: Document, owner: Owner | None, kind: str, api_version: str) -> Workload:
+    """The owner, or the object of this kind itself."""
+    if owner is None:
+        owner = Owner(kind=kind, name=metadata["name"], uid=metadata["uid"], api_version=api_version)
     return Workload(
         namespace=metadata["namespace"],
-        kind="Pod",
-        name=metadata["name"],
-        uid=metadata["uid"],
-        api_version="v1",
+        kind=owner.kind,
+        name=owner.name,
+        uid=owner.uid,
+        api_version=owner.api_version,
     )
 
 
@@ -274,7 +257,8 @@ def pod_of(document: Document) -> PodView:
         for each in status.get("containerStatuses") or ()
         if each.get("name") != SIDECAR and not is_mesh_proxy(each.get("name"))
     ]
-    workload = workload_of(document)
+    # A Job may be a JobSet's in turn.
+    workload = _workload(metadata, owner_reference.controller_of(document), "Pod", "v1")
     return PodView(
         uid=metadata["uid"],
         name=metadata["name"],

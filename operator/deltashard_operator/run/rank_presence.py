@@ -31,13 +31,10 @@ class RankPresence:
         return 0 < self.expected <= self.present
 
 
-NOBODY = RankPresence()
-
-
 def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> RankPresence:
     """Ranks of a run by the reports that are heard; `nodes`: those that are not ready hold no rank."""
     if run.per_pod:
-        return NOBODY
+        return RankPresence()
     live = {uid: each.pod for uid, each in heard(run, now_s, nodes).items() if run.pods[uid].alive}
     newest = max((pod.attempt for pod in live.values() if pod.ranks), default=0)
     group = [pod for pod in live.values() if pod.attempt in (0, newest)]  # 0: it is being opened

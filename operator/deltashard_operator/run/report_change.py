@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 from deltashard_proto.cause import Cause
 
@@ -27,6 +28,9 @@ from deltashard_operator.run.watched_run import (
     part_of,
     with_loss,
 )
+
+_news = attrgetter("phase", "attempt", "store_ok", "credentials_ok")
+"""What a change of a pod's state is."""
 
 
 def with_report(
@@ -55,7 +59,9 @@ def with_report(
                 beat_s=max(SPEAKER_BEAT_S if speaks else OTHERS_BEAT_S, beat_s),
                 pod=report.pod,
                 speaks=speaks,
-                changed_s=now_s if known is None or _has_changed(known.pod, report.pod) else known.changed_s,
+                changed_s=now_s
+                if known is None or _news(known.pod) != _news(report.pod)
+                else known.changed_s,
                 started_at_s=report.who.started_at_s,
                 incident=max(seen, *(each.id for each in report.incidents)) if report.incidents else seen,
                 name=report.who.pod,
@@ -79,15 +85,6 @@ def _is_late(known: Heard, report: Report) -> bool:
     if known.process == report.process:
         return report.sequence <= known.sequence
     return report.who.started_at_s < known.started_at_s
-
-
-def _has_changed(before: PodState, after: PodState) -> bool:
-    return (before.phase, before.attempt, before.store_ok, before.credentials_ok) != (
-        after.phase,
-        after.attempt,
-        after.store_ok,
-        after.credentials_ok,
-    )
 
 
 def has_rank_0(pod: PodState) -> bool:

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from deltashard_checkpoint.vocabulary import bits_of
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision, Measured
-from google.protobuf.message import Message
+from google.protobuf.json_format import MessageToDict, ParseDict
 
 from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import failure, ledger, phase
@@ -59,7 +59,6 @@ MATERIAL = frozenset(
 COMMIT = frozenset({"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks", "newestCheckpoints"})
 """... and those whose change is worth one within half a minute."""
 Document = dict[str, Any]
-M = TypeVar("M", bound=Message)
 
 
 # Field of the status -> of the value that has it: a time where that ends in `_s`. With `?` what is empty is left out.
@@ -185,7 +184,8 @@ def status(run: Run, now_s: float) -> Document:
         "interruptions": [{"cause": cause, "count": n} for cause, n in sorted(run.ledger.causes.items())]
         or None,
         "trainedSeconds": int(run.trained_s),
-        "decisions": [_stated(each) for each in progress.decisions] or None,
+        "decisions": [MessageToDict(each, preserving_proto_field_name=True) for each in progress.decisions]
+        or None,
         "goal": interval.goal or policy.goal or None,
         "why": _short(interval.why) or None,
         "measured": _measured(progress.measured) if progress.measured is not None else None,
@@ -287,7 +287,9 @@ def _progress_of(said: Mapping[str, Any]) -> Progress:
         lost_share=float(said.get("lostSamplesShare", 0)),
         policy=_policy_of(said),
         measured=_measured_of(said["measured"]) if said.get("measured") else None,
-        decisions=tuple(_known(Decision, each) for each in said.get("decisions") or ()),
+        decisions=tuple(
+            ParseDict(each, Decision(), ignore_unknown_fields=True) for each in said.get("decisions") or ()
+        ),
     )
 
 
@@ -337,16 +339,6 @@ def _measured(measured: Measured) -> Document:
 def _measured_of(found: Mapping[str, Any]) -> Measured:
     seconds = {name: float(found.get(key, 0)) for name, key in _MEASURED.items()}
     return Measured(saves=int(found.get("saves", 0)), **seconds)
-
-
-def _known(message: type[M], found: Mapping[str, Any]) -> M:
-    """The message of what a status holds of it, by the names of its fields."""
-    names = message.DESCRIPTOR.fields_by_name
-    return message(**{name: value for name, value in found.items() if name in names})
-
-
-def _stated(message: Message) -> Document:
-    return {field.name: value for field, value in message.ListFields()}
 
 
 def _pods(run: Run) -> list[Document]:

@@ -235,4 +235,4 @@ def test_owners_are_read_from_references() -> None:
     """An owner that does not control it is not whose the pod is."""
     document = pod(("batch/v1", "Job"))
     document["metadata"]["ownerReferences"][0]["controller"] = False
-    assert observed_object.workload_of(document).native == "Pod"
+    assert observed_object.pod_of(document).workload.native == "Pod"

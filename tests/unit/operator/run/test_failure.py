@@ -54,13 +54,6 @@ def test_the_cause_of_a_loss_is_read_from_the_pod(
         assert (loss.pod, loss.node, bool(loss.message)) == ("train-x", "node-a", True)
 
 
-def test_only_what_somebody_asked_for_is_no_failure() -> None:
-    assert {cause for cause in LossCause if Loss(at_s=0, cause=cause).asked} == {
-        LossCause.DELETED,
-        LossCause.SUSPENDED,
-    }
-
-
 def lost(
     tally: Tally, cause: LossCause = LossCause.ERROR, at_s: float = NOW_S, uid: str = "p", **more: Any
 ) -> Tally:
@@ -95,16 +88,6 @@ def test_attempts_tell_of_losses_that_no_controller_saw() -> None:
 
 def test_a_run_that_began_before_the_controller_counts_its_openings() -> None:
     assert told(Tally(), 3, NOW_S).failures == 2
-
-
-def test_a_loss_told_late_is_not_counted_beside_its_attempt() -> None:
-    """The new trainer's report may overtake the kubelet's word about the old one."""
-    tally = opened(Tally(), 1)
-    tally = told(tally, 2, NOW_S)
-    tally = lost(tally, at_s=NOW_S + 3)
-    tally = told(tally, 2, NOW_S + failure.SETTLE_S)
-    assert tally.failures == 1
-    assert [each.cause for each in tally.losses] == [LossCause.ERROR]
 
 
 def test_a_loss_of_a_trainer_that_was_opened_since_counts_for_what_comes_after_it() -> None:
@@ -187,6 +170,7 @@ def test_failures_are_the_interruptions_that_nobody_asked_for(story: list[tuple[
             tally = lost(tally, cause, at_s + n, uid=f"{attempt}-{n}")
         tally = opened(tally, attempt, at_s + 5)
         assert tally.failures == expected
+        assert (tally.losses[-1].cause is LossCause.UNSEEN) == (how == "unseen")
         assert len(tally.losses) <= failure.MAX_LOSSES
 
 
