@@ -14,6 +14,7 @@ from deltashard_operator.controller.write_queue import (
     MAX_BACKOFF_S,
     PER_S,
     QUIET_S,
+    RESERVE,
     SOON_S,
     Rank,
     WriteQueue,
@@ -107,6 +108,16 @@ async def test_a_burst_is_bounded_and_then_so_many_a_second_go_but_new_ones_are_
     assert len(await bench.after(1)) == PER_S
     bench.queue.hurry()
     assert len(await bench.after(0)) == 1000 - BURST - PER_S
+
+
+@in_a_loop
+async def test_commits_leave_a_reserve_for_what_goes_wrong(bench: Bench) -> None:
+    for n in range(1000):
+        bench.offer(("commit", n), Rank.COMMIT)
+    assert len(await bench.after(COMMIT_S)) == BURST - RESERVE
+    for n in range(300):
+        bench.offer(("lost", n), Rank.TROUBLE)
+    assert await bench.after(0) == [("lost", n) for n in range(300)]
 
 
 @in_a_loop
