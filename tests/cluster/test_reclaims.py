@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.kubernetes.api import Object
-from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.job import TrainingJob
 from tests.cluster.scenario.reference import command_line
@@ -21,16 +19,16 @@ def test_the_bytes_of_a_finished_run_go_and_a_pinned_run_s_stay(bench: Bench) ->
         job.wait_complete()
         job.wait_phase("Finished")
         assert bench.newest(job) == 60
-        assert "reclaim" not in status(job), "the policy retains"
+        assert "reclaim" not in (job.checkpoint_run() or {})["status"], "the policy retains"
     command_line("pin", bench.url, "--run", stays.run, "paper")
     change = {"reclaim": {"policy": "Delete", "after": "0s"}}
     bench.cluster.api.call(
         "PATCH", POLICY.format(bench.namespace), {"spec": change}, content_type="application/merge-patch+json"
     )
-    said = reclaimed(bench, goes, "Removed")
+    said = bench.reclaimed(goes, "Removed")
     assert "1 runs" in said["message"], said
     assert objects(bench, goes) == []
-    said = reclaimed(bench, stays, "Kept")
+    said = bench.reclaimed(stays, "Kept")
     assert "it has a pin, 'paper'" in said["message"], said
     bench.assert_store_whole(stays)
     removals = [
@@ -39,24 +37,6 @@ def test_the_bytes_of_a_finished_run_go_and_a_pinned_run_s_stay(bench: Bench) ->
         if each["metadata"]["name"].startswith("deltashard-reclaim-")
     ]
     assert len(removals) == 2
-
-
-def status(job: TrainingJob) -> Object:
-    """Of the Job's CheckpointRun."""
-    return dict((job.checkpoint_run() or {}).get("status") or {})
-
-
-def reclaimed(bench: Bench, job: TrainingJob, state: str) -> Object:
-    """What the CheckpointRun says of the removal, once it has come to this."""
-
-    def said() -> Object:
-        return dict(status(job).get("reclaim") or {})
-
-    wait_until(
-        lambda: said().get("state") == state, timeout_s=120, what=lambda: f"{job.name} {state}: {said()}"
-    )
-    bench.note(f"{job.name}: {said()}")
-    return said()
 
 
 def objects(bench: Bench, job: TrainingJob) -> list[str]:

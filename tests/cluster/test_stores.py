@@ -15,7 +15,6 @@ from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.job import TrainingJob, credentials
 from tests.cluster.scenario.tenant import Tenant, admin_of
 from tests.cluster.scenario.witness import Event
-from tests.cluster.test_reclaims import reclaimed
 from tests.support.server.minio_server import MinioServer
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
@@ -163,7 +162,7 @@ def test_a_store_on_a_claim(bench: Bench) -> None:
         successor = bench.began(job, 1)
         bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
         job.wait_complete()
-        reclaimed(bench, job, "Removed")
+        bench.reclaimed(job, "Removed")
         assert not [each for each in folder.rglob("*") if each.is_file()]
     finally:
         api.delete(f"/api/v1/persistentvolumes/{name}")

@@ -41,8 +41,8 @@ def _told_with_gaps(durable: Any, recorded: Any, report: Any, part: str) -> int:
     return max(kept, default=0)
 
 
-async def _write_over(self: Any, namespace: str, name: str, known: Any, changed: Any) -> Any:
-    return await _write(self, namespace, name, replace(known, version=""), changed)
+async def _write_over(call: Any, path: str, known: Any, change: Any) -> Any:
+    return await _write(call, path, replace(known, version=""), change)
 
 
 def _restored_by_process(run: Any, report: Any, said: Any, part: str, **more: Any) -> Any:
@@ -65,11 +65,11 @@ def _due_once() -> Callable[..., Any]:
 
 
 _told, _due, _event = ledger.told, directive.due, event._event
-_write, _with_incident = status.Statuses.write, report_change._with_incident
+_write, _with_incident = status.write, report_change._with_incident
 MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "told before it is durable": (ledger, "told", lambda: _all_told),
     "told past one that is not durable": (ledger, "told", lambda: _told_with_gaps),
-    "a status is patched in any version": (status.Statuses, "write", lambda: _write_over),
+    "a status is patched in any version": (status, "write", lambda: _write_over),
     "a restore is counted by process, not by attempt": (
         report_change,
         "_with_incident",

@@ -169,6 +169,18 @@ class Bench:
         weights = {name: found[name] for name in self.reference.names}
         assert digest_of(weights) == self.reference.weights_digest(step), f"step {step}"
 
+    def reclaimed(self, job: TrainingJob, state: str) -> Object:
+        """What the CheckpointRun says of the removal, once it has come to this."""
+
+        def said() -> Object:
+            return dict(((job.checkpoint_run() or {}).get("status") or {}).get("reclaim") or {})
+
+        wait_until(
+            lambda: said().get("state") == state, timeout_s=120, what=lambda: f"{job.name} {state}: {said()}"
+        )
+        self.note(f"{job.name}: {said()}")
+        return said()
+
     def note(self, what: str) -> None:
         """Print when something happened, for whoever reads a report."""
         print(f"{time.monotonic() - self._began_s:6.1f} s  {what}")
