@@ -18,7 +18,7 @@ from deltashard_sidecar import save_orders
 
 from tests.crash.report_model import Violation, run_schedule
 
-CHUNKS, CHUNK = 4, 40
+CHUNKS, CHUNK = 4, 25
 BOUND = 150
 """Schedules within which each mutant must be found."""
 
