@@ -261,9 +261,8 @@ class Controller:
             wanted = self._needed(entry, uid)
             if wanted is not None and wanted.id != entry.nudged:
                 entry.nudged = wanted.id
-                self._books.nudge(
-                    entry, every=True
-                )  # ranks of one run should not encode differently for minutes
+                # All of them: ranks of one run should not encode differently for minutes.
+                self._books.nudge(entry, every=True)
                 self.metrics.directives.inc()
                 _log.info("run.directed", namespace=entry.run.workload.namespace, run=entry.run.name)
 
