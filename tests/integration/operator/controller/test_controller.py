@@ -16,22 +16,11 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from tests.support.eventually import eventually
 from tests.support.operator.controller_process import MERGE, Cluster, ControllerProcess, Document, Sidecar
 from tests.support.operator.definition import serving
-from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.apiserver import ApiServer
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.minio_server import free_port
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
-
-
-@pytest.fixture
-def http(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as http:
-        yield http
-
-
-@pytest.fixture
-def cluster(http: Rest) -> Cluster:
-    return Cluster.make(http)
 
 
 @pytest.fixture(scope="module")

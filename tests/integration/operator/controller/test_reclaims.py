@@ -24,12 +24,6 @@ KEPT = json.dumps(
 
 
 @pytest.fixture
-def http(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as http:
-        yield http
-
-
-@pytest.fixture
 def cluster(http: Rest) -> Cluster:
     """A namespace with a policy that removes at once."""
     made = Cluster.make(http)

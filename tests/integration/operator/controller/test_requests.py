@@ -12,20 +12,9 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 
 from tests.support.eventually import eventually
 from tests.support.operator.controller_process import Cluster, ControllerProcess, Document, Sidecar
-from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.apiserver import ApiServer
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture
-def http(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as http:
-        yield http
-
-
-@pytest.fixture
-def cluster(http: Rest) -> Cluster:
-    return Cluster.make(http)
 
 
 @pytest.fixture(scope="module")

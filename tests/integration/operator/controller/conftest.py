@@ -1,0 +1,21 @@
+"""What tests of the controller have in common: the API as an administrator, and a namespace of a test's own in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.operator.controller_process import Cluster
+from tests.support.server.apiserver import ApiServer, Rest
+
+
+@pytest.fixture
+def http(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as http:
+        yield http
+
+
+@pytest.fixture
+def cluster(http: Rest) -> Cluster:
+    return Cluster.make(http)
