@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.kubernetes import cluster
-from tests.cluster.kubernetes.host import HOST_ADDRESS
+from tests.cluster.kubernetes.host import HOST, HOST_ADDRESS
 from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.reference import Reference
 from tests.cluster.scenario.report import sections
@@ -179,7 +179,7 @@ def own_bridge_minio(
     stage: Stage, stage_turn: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MinioServer]:
     """A MinIO of this scenario's own, where pods reach it; stop it, start it, fill it."""
-    server = MinioServer(tmp_path_factory.mktemp("own-minio"), host=HOST_ADDRESS)
+    server = MinioServer(tmp_path_factory.mktemp("own-minio"), host=HOST)
     server.start()
     stage.cluster.remember("own-minio", server.pid)
     yield server

@@ -75,7 +75,7 @@ class Cluster:
         self.nodes = {
             name: Node(
                 name,
-                f"{NETWORK}.{number + 2}",
+                f"{NETWORK}{number + 2}",
                 folder=FOLDER,
                 network=FOLDER / "network",
                 ledger=self._ledger,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.kubernetes.certificate import Authority
-from tests.cluster.kubernetes.host import HOST_ADDRESS, NETWORK, SERVICES
+from tests.cluster.kubernetes.host import API_SERVICE, HOST, HOST_ADDRESS, SERVICES, SUBNET, V6
 from tests.support.server.minio_server import free_port
 
-SERVER = f"https://{HOST_ADDRESS}:6443"
+SERVER = f"https://{HOST}:6443"
 AUDIT_LOG = "audit.jsonl"
 """Every write that the apiserver took, one JSON event a line: who, what, which object."""
 
@@ -58,7 +58,7 @@ def apiserver(folder: Path, authority: Authority, etcd_url: str) -> list[str]:
         "kubernetes.default.svc.cluster.local",
     ]
     serving = authority.issue(
-        "apiserver", user="kube-apiserver", alternatives=["127.0.0.1", HOST_ADDRESS, "10.96.0.1", *names]
+        "apiserver", user="kube-apiserver", alternatives=["127.0.0.1", HOST_ADDRESS, API_SERVICE, *names]
     )
     kubelets = authority.issue("apiserver-kubelets", user="kube-apiserver", group="system:masters")
     front = authority.issue("front-proxy", user="front-proxy")
@@ -119,11 +119,11 @@ def proxy(folder: Path, authority: Authority, nodes: Sequence[str]) -> list[str]
         "clientConnection": {"kubeconfig": str(_config(authority, "kube-proxy"))},
         "mode": "iptables",
         "bindAddress": HOST_ADDRESS,
-        "clusterCIDR": f"{NETWORK}.0/24",
+        "clusterCIDR": SUBNET,
         "hostnameOverride": nodes[0],
         "healthzBindAddress": f"127.0.0.1:{free_port()}",
         "metricsBindAddress": f"127.0.0.1:{free_port()}",
-        "nodePortAddresses": ["127.0.0.0/8"],
+        "nodePortAddresses": ["::1/128" if V6 else "127.0.0.0/8"],
         "iptables": {
             "masqueradeAll": True,
             "localhostNodePorts": False,
@@ -155,7 +155,7 @@ def dns(folder: Path, kubeconfig: Path) -> tuple[list[str], str]:
     errors
     ready 127.0.0.1:{port}
     cache 5
-    kubernetes cluster.local in-addr.arpa {{
+    kubernetes cluster.local in-addr.arpa ip6.arpa {{
         kubeconfig {kubeconfig}
         ttl 5
     }}

@@ -22,15 +22,24 @@ from pathlib import Path
 from tests.cluster.kubernetes.process import ClusterError, run
 
 BRIDGE = "dsk0"
-NETWORK = "10.85.0"
-HOST_ADDRESS = f"{NETWORK}.1"
-SERVICES = "10.96.0.0/16"
+V6 = os.environ.get("DELTASHARD_TEST_CLUSTER_FAMILY") == "6"
+"""Whether pods, Services and the API have IPv6 addresses and no others."""
+NETWORK = "fd85::" if V6 else "10.85.0."
+"""What every address of the bridge begins with."""
+PREFIX = 64 if V6 else 24
+SUBNET = f"fd85::/{PREFIX}" if V6 else f"10.85.0.0/{PREFIX}"
+HOST_ADDRESS = f"{NETWORK}1"
+HOST = f"[{HOST_ADDRESS}]" if V6 else HOST_ADDRESS
+"""As URLs have it."""
+SERVICES = "fd96::/112" if V6 else "10.96.0.0/16"
+API_SERVICE = "fd96::1" if V6 else "10.96.0.1"
 SYSCTLS = (
     "vm/overcommit_memory",
     "kernel/panic",
     "kernel/panic_on_oops",
     "net/ipv4/conf/all/route_localnet",
     "net/ipv4/ip_forward",
+    "net/ipv6/conf/all/forwarding",
 )
 """Set by kubelet and kube-proxy."""
 FOLDERS = (
@@ -63,11 +72,24 @@ class Host:
         self._record.write_text(json.dumps(record))
         run("ip", "link", "add", BRIDGE, "type", "bridge")
         for address in (HOST_ADDRESS, *addresses):
-            run("ip", "address", "add", f"{address}/24", "dev", BRIDGE)
+            run("ip", "address", "add", f"{address}/{PREFIX}", "dev", BRIDGE, *(["nodad"] if V6 else []))
         run("ip", "link", "set", BRIDGE, "up")
         run("ip", "route", "add", SERVICES, "dev", BRIDGE)
-        Path(f"/proc/sys/net/ipv4/conf/{BRIDGE}/forwarding").write_text("1")
-        run("iptables", "-w", "-I", "FORWARD", "-i", BRIDGE, "!", "-o", BRIDGE, "-j", "DROP")
+        for family in ("ipv4", "ipv6"):
+            Path(f"/proc/sys/net/{family}/conf/{BRIDGE}/forwarding").write_text("1")
+        run(
+            "ip6tables" if V6 else "iptables",
+            "-w",
+            "-I",
+            "FORWARD",
+            "-i",
+            BRIDGE,
+            "!",
+            "-o",
+            BRIDGE,
+            "-j",
+            "DROP",
+        )
 
     def make_cgroup(self, name: str) -> None:
         """A cgroup in every hierarchy; a v1 cpuset is useless until it is told its processors."""

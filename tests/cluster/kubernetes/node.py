@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.kubernetes.certificate import Authority
-from tests.cluster.kubernetes.host import BRIDGE, HOST_ADDRESS, NETWORK, SERVICES, Host
+from tests.cluster.kubernetes.host import BRIDGE, HOST_ADDRESS, NETWORK, SERVICES, SUBNET, Host
 from tests.cluster.kubernetes.image import PAUSE, base_spec
 from tests.cluster.kubernetes.process import ClusterError, Ledger, Server, run, start_time, wait_until
 from tests.support.server.minio_server import free_port
@@ -37,9 +37,7 @@ def write_network(folder: Path) -> None:
         "ipam": {
             "type": "host-local",
             "dataDir": str(folder / "addresses"),
-            "ranges": [
-                [{"subnet": f"{NETWORK}.0/24", "rangeStart": f"{NETWORK}.10", "gateway": HOST_ADDRESS}]
-            ],
+            "ranges": [[{"subnet": SUBNET, "rangeStart": f"{NETWORK}10", "gateway": HOST_ADDRESS}]],
             "routes": [{"dst": SERVICES, "gw": HOST_ADDRESS}],
         },
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.cluster.kubernetes import image
 from tests.cluster.kubernetes.cluster import FOLDER, Cluster
-from tests.cluster.kubernetes.host import HOST_ADDRESS
+from tests.cluster.kubernetes.host import HOST
 from tests.cluster.scenario.system import System
 from tests.support.server.minio_server import MinioServer
 
@@ -43,7 +43,7 @@ class Stage:
         timings = self.cluster.timings_s
         timings["images built"] = time.monotonic() - began_s
         self.cluster.up([archive])
-        self.minio = MinioServer(self._scratch / "minio", host=HOST_ADDRESS)
+        self.minio = MinioServer(self._scratch / "minio", host=HOST)
         self.minio.directory.mkdir()
         self.minio.start()
         self.cluster.remember("minio", self.minio.pid)
@@ -61,7 +61,7 @@ class Stage:
         """Use what another process built."""
         self.cluster.attach()
         facts = json.loads(_FACTS.read_text())
-        self.minio = MinioServer(self._scratch, host=HOST_ADDRESS)
+        self.minio = MinioServer(self._scratch, host=HOST)
         self.minio.port = facts["port"]
         self.minio.access_key, self.minio.secret_key = facts["access_key"], facts["secret_key"]
 

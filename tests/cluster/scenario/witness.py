@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import socketserver
 import threading
 from collections.abc import Callable
@@ -35,9 +36,11 @@ class Witness:
                 for line in self.rfile:
                     outer._hear(json.loads(line))
 
-        self._server = socketserver.ThreadingTCPServer((host, 0), Listener)
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
+        class Server(socketserver.ThreadingTCPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads, block_on_close = True, False
+
+        self._server = Server((host, 0), Listener)
         threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
         ).start()

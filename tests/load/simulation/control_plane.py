@@ -210,15 +210,14 @@ class Plane:
         return sum(node["status"].get("phase") == "Running" for node in found) == len(self.nodes)
 
 
-def objects(rest: Rest, path: str) -> list[dict[str, Any]]:
+def objects(rest: Rest, path: str) -> Iterator[dict[str, Any]]:
     """All items of a list, in pages."""
-    found: list[dict[str, Any]] = []
     more = ""
     while True:
         page = rest("GET", f"{path}{'&' if '?' in path else '?'}limit=500{more}")
         assert page.status == 200, page.document
-        found += page.document["items"]
+        yield from page.document["items"]
         token = page.document["metadata"].get("continue")
         if not token:
-            return found
+            return
         more = f"&continue={token}"

@@ -104,7 +104,7 @@ class Sidecar:
     """One of them; `live` until cancelled."""
 
     def __init__(self, member: Member, world: World) -> None:
-        self._member = member
+        self.member = member
         self._world = world
         self._begun_s = time.time()
         self._process = os.urandom(8).hex()
@@ -127,7 +127,7 @@ class Sidecar:
         """Report when it is time, for ever."""
         await asyncio.sleep(delay_s)
         loop = asyncio.get_running_loop()
-        loop.call_later(RESTORING_S, self._changed)
+        loop.call_later(RESTORING_S, self.changed)
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, self._schedule.due_s - time.monotonic())):
@@ -136,7 +136,7 @@ class Sidecar:
             if time.monotonic() >= self._schedule.due_s:
                 await self._report()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         self._schedule = self._schedule.changed(time.monotonic())
         self._wake.set()
 
@@ -168,7 +168,7 @@ class Sidecar:
         for order in self._open:
             told.ordered_at_s.setdefault(order, time.time())
         if self._open.keys() - before.keys():
-            self._changed()
+            self.changed()
 
     async def _posted(self, body: bytes) -> tuple[int, float, bytes]:
         """Status, Retry-After and body of the answer."""
@@ -177,11 +177,11 @@ class Sidecar:
             self._world.port,
             ssl=self._world.context,
             server_hostname=NAME,
-            local_addr=(self._member.address, 0),
+            local_addr=(self.member.address, 0),
         )
         try:
             head = (
-                f"POST /v1/report HTTP/1.1\r\nHost: {NAME}\r\nAuthorization: Bearer {self._member.token}\r\n"
+                f"POST /v1/report HTTP/1.1\r\nHost: {NAME}\r\nAuthorization: Bearer {self.member.token}\r\n"
                 f"Content-Type: application/x-protobuf\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
             )
             writer.write(head.encode() + body)
@@ -193,7 +193,7 @@ class Sidecar:
         return int(first.split(" ", 2)[1]), float(headers.get("retry-after", 0)), content
 
     def _request(self) -> wire.ReportRequest:
-        member, now_s = self._member, time.time()
+        member, now_s = self.member, time.time()
         run = f"{member.namespace}/{member.workload}-{member.workload_uid}"
         commits, committed_s = self._world.pace.committed(member, now_s)
         step = int(commits * self._world.pace.every_s * STEPS_PER_S)
@@ -296,6 +296,9 @@ class World:
                     self.living[member.uid] = sidecar, asyncio.create_task(sidecar.live(delay_s))
             case "reopen":
                 self.reopened.update(command["workloads"])
+                for sidecar, _ in self.living.values():
+                    if sidecar.member.workload_uid in command["workloads"]:
+                        sidecar.changed()
             case "remove":
                 for uid in command["uids"]:
                     self.living.pop(uid)[1].cancel()

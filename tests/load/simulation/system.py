@@ -23,8 +23,16 @@ NAMESPACES = tuple(f"team-{number}" for number in range(5))
 class System:
     """A cluster that trains runs of these sizes, in pods; use as a context manager."""
 
-    def __init__(self, folder: Path, *, sizes: Sequence[int], nodes: int, every_s: float) -> None:
-        self.sizes, self.every_s = tuple(sizes), every_s
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        sizes: Sequence[int],
+        nodes: int,
+        every_s: float,
+        make: Callable[[Plane, Sequence[str], Sequence[int]], None] = workload.make,
+    ) -> None:
+        self.sizes, self.every_s, self._make = tuple(sizes), every_s, make
         self.runs, self.pods = len(self.sizes), sum(self.sizes)
         self.took_s: dict[str, float] = {}
         self.controller_after: dict[str, Usage] = {}
@@ -45,7 +53,7 @@ class System:
                 closing.callback(self.webhook.stop)
                 self.webhook.start()
             with self._timed("pods running"):
-                workload.make(self.plane, NAMESPACES, self.sizes)
+                self._make(self.plane, NAMESPACES, self.sizes)
             self.view = closing.enter_context(views.Runs(self.plane))
             self.swarm = Swarm(
                 self.plane.folder,
