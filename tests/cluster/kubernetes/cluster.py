@@ -71,6 +71,7 @@ class Cluster:
         self.timings_s: dict[str, float] = {}
         self.api: Api
         self._servers: list[Server] = []
+        self._lock: int | None = None
         self._host, self._ledger = Host(FOLDER), Ledger(FOLDER / "processes.jsonl")
         self.nodes = {
             name: Node(
@@ -97,11 +98,13 @@ class Cluster:
         """Start everything; returns when every node is Ready and pods can be created."""
         etcd, kubernetes, coredns = tool.built("etcd"), tool.built("kubernetes"), tool.built("coredns")
         FOLDER.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(FOLDER.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(FOLDER.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            os.close(lock)
             raise ClusterError("another test run has its cluster up on this machine") from None
+        self._lock = lock
         clean_up()
         FOLDER.mkdir(parents=True)
         began_s = time.monotonic()
@@ -187,6 +190,8 @@ class Cluster:
 
     def down(self) -> list[str]:
         """End everything; returns what could not be put back (empty is well)."""
+        if self._lock is None:  # it is another test run's
+            return []
         with contextlib.suppress(AttributeError):
             self.api.close()
         for node in self.nodes.values():
