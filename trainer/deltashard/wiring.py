@@ -276,7 +276,8 @@ def _launcher(config: CheckpointConfig, rank: Rank) -> Launcher:
         raise UserError(
             f"no {'url' if not url else 'run'} was given, and there is no sidecar in this pod",
             where="Checkpointer()",
-            remedy='give url="file:///some/dir" and run="name" (or DELTASHARD_URL and DELTASHARD_RUN)',
+            remedy='give url="file:///some/dir" and run="name" (or DELTASHARD_URL and DELTASHARD_RUN); in Kubernetes, '
+            "look for the annotation deltashard.io/policy on the Job",
         )
     options = SidecarOptions(url=normal_url(url), run=run, flags=config.sidecar_settings)
     return ChildLauncher(options, rank)

@@ -144,19 +144,27 @@ nodeSelector: {{- toYaml (mustMergeOverwrite (dict "kubernetes.io/os" "linux") $
 {{- with concat ($own.tolerations | default list) $global.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with $own.affinity }}
-affinity: {{- toYaml . | nindent 2 }}
+{{- if $own.affinity }}
+affinity: {{- toYaml $own.affinity | nindent 2 }}
+{{- else if $own.topologySpread }}
+{{- /* A constraint on zones would have the scheduler pass over nodes without a zone, for the one on nodes, too. */}}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: topology.kubernetes.io/zone
+          labelSelector:
+            matchLabels: {{- include "deltashard.selector" . | nindent 14 }}
 {{- end }}
 {{- if $own.topologySpread }}
 topologySpreadConstraints:
-  {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
   - maxSkew: 1
-    topologyKey: {{ . }}
+    topologyKey: kubernetes.io/hostname
     whenUnsatisfiable: {{ $own.topologySpread }}
     labelSelector:
-      matchLabels: {{- include "deltashard.selector" $ | nindent 8 }}
+      matchLabels: {{- include "deltashard.selector" . | nindent 8 }}
     matchLabelKeys: [pod-template-hash]
-  {{- end }}
 {{- end }}
 {{- end }}
 

@@ -198,10 +198,11 @@ def _must_not_train(run: Document) -> None:
         return
     workload = run["spec"]["workload"]
     suspend = f'kubectl patch job {workload["name"]} -p \'{{"spec":{{"suspend":true}}}}\''
+    queued = "with Kueue, spec.active of its Workload to false instead"
     raise UserError(
         f"it trains, in {', '.join(living[:3])}",
         where=run["metadata"]["name"],
-        remedy=f"suspend it first: {suspend}"
+        remedy=f"suspend it first: {suspend} ({queued})"
         if workload["kind"] == "Job"
         else f"stop {workload['kind']} {workload['name']} first",
     )
