@@ -27,9 +27,6 @@ MANAGED_BY_VALUE = "deltashard"
 WORKLOAD_UID = PREFIX + "workload-uid"
 """Label of a CheckpointRun: the workload it is of. Its label `deltashard.io/run-id` is the run's."""
 
-FINISHED_AT = PREFIX + "finished-at"
-"""Annotation of a Job that removes a run's bytes: which end of the workload it was made for."""
-
 SIDECAR = "deltashard-sidecar"
 MESH_PROXIES = frozenset(
     {"istio-proxy", "linkerd-proxy", "consul-dataplane", "consul-connect-envoy-sidecar", "kuma-sidecar"}

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.run import judgement, reclaim, run_record, watched_run
 from deltashard_operator.run.observed_object import ABSENT_S, JobView, Wish, Workload
-from deltashard_operator.run.reclaim import AGAIN_S, MAX_MESSAGE, MAX_TRIES, Reclaim, ReclaimState
+from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, WAITING, Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import Run
 
 from tests.support.operator import sample
@@ -17,7 +18,7 @@ from tests.unit.operator.run.observed import NOW_S, TRAIN, pod
 
 JOBSET = Workload(namespace="team", kind="JobSet", name="train", uid="u-1")
 URL = "s3://checkpoints/team-a?endpoint=http://minio:9000"
-WAITING, REMOVING, REMOVED, KEPT, FAILED = ReclaimState
+BAD = Refusal("BadPolicy", "unusable")
 
 
 def policy(*, enabled: bool = True, url: str = "", **words: Any) -> Policy:
@@ -27,49 +28,45 @@ def policy(*, enabled: bool = True, url: str = "", **words: Any) -> Policy:
 
 
 DELETES = policy()
+RETAINS = policy(policy="Retain")
 
 
 def ended(workload: Workload = TRAIN, how: str = "Completed", **more: Any) -> Run:
     return replace(watched_run.finished(Run(workload=workload), how, NOW_S), **{"store": URL, **more})
 
 
-def judged(run: Run, said: Policy | None = DELETES, after_s: float = 0.0, **facts: Any) -> Run:
+def judged(run: Run, said: Policy | Refusal | None = DELETES, after_s: float = 0.0, **facts: Any) -> Run:
     return replace(run, reclaim=reclaim.judged(run, said, now_s=NOW_S + after_s, **facts))
 
 
 def state(run: Run) -> tuple[ReclaimState, bool] | None:
-    """Where it stands, and whether a Job is to be made now."""
+    """Where it stands, and whether a Job may be made now."""
     return None if run.reclaim is None else (run.reclaim.state, run.reclaim.ready)
 
 
-def failed(run: Run, at_s: float = 60.0, tries: int = 1) -> Run:
-    for _ in range(tries):
-        run = replace(run, reclaim=reclaim.begun(run.reclaim, "j", NOW_S + at_s))
-        run = replace(run, reclaim=reclaim.ended(run.reclaim, FAILED, "no store", NOW_S + at_s))
-    return run
+def in_state(state: ReclaimState) -> Run:
+    return replace(ended(), reclaim=reclaim.moved(None, state, "so it is", NOW_S))
 
 
 def test_the_bytes_go_when_the_grace_is_over() -> None:
     run = judged(ended())
-    assert run.reclaim == Reclaim(
-        state=WAITING, since_s=NOW_S, message="the bytes go when the grace is over", due_s=NOW_S + 60
-    )
+    assert run.reclaim is not None
+    assert (state(run), run.reclaim.due_s) == ((WAITING, False), NOW_S + 60)
     assert state(judged(run, after_s=59)) == (WAITING, False)
     assert state(judged(run, after_s=60)) == (WAITING, True)
-
-
-RETAINS = policy(policy="Retain")
 
 
 @pytest.mark.parametrize(
     ("run", "said"),
     [
         (Run(workload=TRAIN, store=URL), DELETES),
+        (replace(in_state(REMOVING), finished=""), DELETES),
         (ended(), RETAINS),
         (ended(), sample.policy({})),
         (ended(), None),
+        (ended(), BAD),
         (judged(ended()), RETAINS),
-        (judged(ended(), objection="unusable"), None),
+        (in_state(FAILED), RETAINS),
     ],
 )
 def test_nothing_is_removed_of_what_lives_or_is_retained(run: Run, said: Policy | None) -> None:
@@ -84,17 +81,16 @@ LIVING = {"j": JobView(uid="j", name="j", workload=TRAIN, wish=Wish())}
     [
         (ended(), policy(enabled=False), {}, "reclaim.enabled is false"),
         (ended(), DELETES, {"continued": True}, "another workload"),
-        (ended(JOBSET, "Deleted"), DELETES, {}, "may come back"),
+        (ended(JOBSET, "Deleted"), DELETES, {}, "comes back"),
         (ended(), policy(url="s3://elsewhere"), {}, "names another store"),
         (ended(store=""), DELETES, {}, "no sidecar has reported"),
         (ended(jobs=LIVING), DELETES, {}, "not ended"),
-        (judged(ended()), DELETES, {"objection": "Job train is there"}, "is there"),
-        (judged(ended()), None, {"objection": "unusable"}, "unusable"),
-        (failed(ended()), policy(enabled=False), {}, "reclaim.enabled is false"),
+        (judged(ended()), BAD, {}, "unusable"),
+        (in_state(FAILED), policy(enabled=False), {}, "reclaim.enabled is false"),
     ],
 )
 def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
-    run: Run, said: Policy | None, facts: dict[str, Any], why: str
+    run: Run, said: Policy | Refusal, facts: dict[str, Any], why: str
 ) -> None:
     found = judged(run, said, 1000, **facts)
     assert state(found) == (KEPT, False)
@@ -142,47 +138,17 @@ def test_a_jobset_between_two_deletions_of_its_restart_has_not_ended_long_ago() 
     assert state(judged(run, policy(after="24h"), 2)) != (WAITING, True)
 
 
-def test_a_failure_is_tried_again_and_not_for_ever() -> None:
-    run, after_s = judged(ended(), after_s=60), 60.0
-    for n in range(1, MAX_TRIES + 1):
-        run = failed(run, after_s)
-        assert run.reclaim is not None
-        assert (run.reclaim.tries, run.reclaim.pending) == (n, n < MAX_TRIES)
-        assert state(judged(run, after_s=after_s + AGAIN_S - 1)) == (FAILED, False)
-        after_s += AGAIN_S
-        run = judged(run, after_s=after_s)
-        assert state(run) == (FAILED, n < MAX_TRIES)
-    assert run.reclaim is not None
-    assert run.reclaim.message == "no store; that was try 5, the last"
-
-
-def test_a_longer_grace_and_another_s_job_count_after_a_failure_too() -> None:
-    run = failed(judged(ended(), after_s=60))
-    later = judged(run, policy(after="8760h"), 60 + AGAIN_S)
-    assert (state(later), later.reclaim and later.reclaim.tries) == ((WAITING, False), 1)
-    found = run.reclaim
-    for _ in range(MAX_TRIES):
-        found = reclaim.ended(found, FAILED, "x" * 2000, NOW_S)
-    assert found is not None
-    assert not found.pending
-    assert len(found.message) == MAX_MESSAGE
-
-
-@pytest.mark.parametrize("last", [REMOVING, REMOVED, KEPT])
-def test_a_job_s_word_is_the_last(last: ReclaimState) -> None:
-    """And a Job that is at work is left to its end."""
-    found = reclaim.begun(judged(ended()).reclaim, "j", NOW_S + 60)
-    if last is not REMOVING:
-        found = reclaim.ended(found, last, "so it is", NOW_S + 70)
-    run = replace(ended(), reclaim=found)
-    for said, facts in ((DELETES, {"continued": True}), (RETAINS, {}), (None, {"objection": "unusable"})):
-        assert judged(run, said, 1e6, **facts).reclaim == found
+@pytest.mark.parametrize("last", [REMOVING, REMOVED])
+def test_a_job_at_work_is_left_to_its_end_and_what_is_removed_stays_so(last: ReclaimState) -> None:
+    run = in_state(last)
+    for said, facts in ((DELETES, {"continued": True}), (RETAINS, {}), (BAD, {})):
+        assert judged(run, said, 1e6, **facts).reclaim == run.reclaim
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_it_survives_in_the_status(known: bool) -> None:
     """A state of a newer controller removes nothing and forgets nothing."""
-    run = ended(reclaim=Reclaim(state=FAILED, since_s=5, message="m", due_s=9, tries=2))
+    run = ended(reclaim=Reclaim(state=FAILED, since_s=5, message="m", due_s=9))
     document = {**run_record.document(run), "status": run_record.status(run, NOW_S)}
     if not known:
         document["status"]["reclaim"]["state"] = "Paused"
