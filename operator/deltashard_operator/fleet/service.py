@@ -39,7 +39,7 @@ CONNECTION_S = 30.0
 HEARD_BEATS = 2.5
 """A sidecar counts as heard for so many of the beats that it was told."""
 STOP_S = 2.0
-STATUS: Mapping[str, int] = {
+OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
     "no_token": 401,
     "not_authentic": 401,
@@ -55,13 +55,18 @@ STATUS: Mapping[str, int] = {
     "failed": 500,
 }
 """Status of each refusal, by its outcome in the metrics."""
-OUTCOMES: Mapping[type[Exception], str] = {
+ERRORS: Mapping[type[Exception], str] = {
     NotAuthentic: "not_authentic",
     TooManyReviews: "too_many_reviews",
     ReviewUnavailable: "review_unavailable",
     BadReport: "bad_report",
     Unknown: "unknown_pod",
     Refused: "refused",
+    web.HTTPRequestEntityTooLarge: "too_large",
+    TimeoutError: "incomplete",
+    ConnectionError: "incomplete",
+    web.RequestPayloadError: "incomplete",
+    DecodeError: "bad_report",
 }
 """Outcome of the errors that others raise."""
 # asyncio reads TLS into a buffer of 256 KiB per connection: a crowd of a thousand would be 300 MiB for a moment.
@@ -71,9 +76,6 @@ _log = structlog.get_logger("deltashard.fleet")
 
 class _Rejection(Exception):
     """A report that is not taken; `args` are the outcome and the sentence for the sidecar."""
-
-
-_REFUSALS: tuple[type[Exception], ...] = (_Rejection, *OUTCOMES)
 
 
 class ReportServer:
@@ -99,7 +101,7 @@ class ReportServer:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         metrics.sidecars.set_function(self.live)
         metrics.serving.set_function(lambda: int(leads() and certificate.loaded is not None))
-        for outcome in ("taken", *STATUS):
+        for outcome in ("taken", *OUTCOMES):
             metrics.reports.labels(outcome)
 
     @property
@@ -159,51 +161,45 @@ class ReportServer:
             reply = await self._reply(request)
             outcome, response = "taken", web.Response(body=reply.SerializeToString())
             response.content_type = CONTENT_TYPE
-        except _REFUSALS as error:
-            outcome, sentence = (
-                error.args if isinstance(error, _Rejection) else (OUTCOMES[type(error)], str(error))
-            )
-            response = web.Response(status=STATUS[outcome], text=sentence)
+        except Exception as error:  # noqa: BLE001 - one sidecar's trouble; the server goes on
+            outcome, sentence = _refusal(error)
+            if outcome == "failed":
+                _log.exception("fleet.report_failed", peer=request.remote)
+            response = web.Response(status=OUTCOMES[outcome], text=sentence)
             if response.status in {429, 503}:
                 response.headers["Retry-After"] = str(random.randint(1, 10))  # noqa: S311 - spread, not secret
-        except Exception:  # noqa: BLE001 - one sidecar's trouble; the server goes on
-            outcome = "failed"
-            response = web.Response(status=STATUS[outcome], text="the controller could not take this report")
-            _log.exception("fleet.report_failed", peer=request.remote)
         response.force_close()
         self._metrics.reports.labels(outcome).inc()
         self._metrics.seconds.observe(time.perf_counter() - begun_s)
         return response
 
     async def _reply(self, request: web.Request) -> Reply:
-        """The ledger's reply; raises `_Rejection` or one of `OUTCOMES`."""
+        """The ledger's reply; raises `_Rejection` or one of `ERRORS`."""
         if not self._leads():
             raise _Rejection("not_leading", "this replica does not lead: try a new connection")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")
-        identity = await self._reviewer.review(token, request.remote or "")
-        value = reports.report_of(await _message(request))
+        identity = await self._reviewer.review(token)
+        async with asyncio.timeout(BODY_S):
+            message = wire.ReportRequest.FromString(await request.read())
+        least, most = FLEET_PROTOCOL
+        if not least <= message.protocol <= most:
+            raise _Rejection("no_protocol", f"protocols {least} to {most} are spoken, not {message.protocol}")
+        value = reports.report_of(message)
         who = value.who
-        if (who.namespace, who.pod, who.pod_uid) != (identity.namespace, identity.pod, identity.pod_uid):
+        if (who.namespace, who.pod, who.pod_uid) != identity:
             raise _Rejection("wrong_pod", f"the token is of pod {identity.namespace}/{identity.pod}")
         reply = self._ledger.report(value)
         self._heard[who.pod_uid] = time.monotonic() + HEARD_BEATS * reply.next_s
         return reply
 
 
-async def _message(request: web.Request) -> wire.ReportRequest:
-    """The message in the body, of a protocol that is spoken here; raises `_Rejection`."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            message = wire.ReportRequest.FromString(await request.read())
-    except web.HTTPRequestEntityTooLarge:
-        raise _Rejection("too_large", f"a report has at most {MAX_BODY_BYTES} bytes") from None
-    except (TimeoutError, ConnectionError, web.RequestPayloadError):
-        raise _Rejection("incomplete", "the body did not come whole in time") from None
-    except DecodeError as error:
-        raise _Rejection("bad_report", f"not a ReportRequest: {error}") from None
-    least, most = FLEET_PROTOCOL
-    if not least <= message.protocol <= most:
-        raise _Rejection("no_protocol", f"protocols {least} to {most} are spoken, not {message.protocol}")
-    return message
+def _refusal(error: Exception) -> tuple[str, str]:
+    """Outcome of an error, and the sentence for the sidecar."""
+    if isinstance(error, _Rejection):
+        return error.args[0], error.args[1]
+    for kind, outcome in ERRORS.items():
+        if isinstance(error, kind):
+            return outcome, str(error) or "the body did not come whole in time"
+    return "failed", "the controller could not take this report"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE, METRICS_PORT_NAME
-from deltashard_operator.tls.metric import AuthorityMetrics, CertificateMetrics
+from deltashard_operator.tls.authority import Authority
+from deltashard_operator.tls.certificate import Certificate
 from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client.registry import Collector
 
@@ -38,11 +40,13 @@ def everything() -> Iterator[str]:
     controller = ControllerMetrics()
     controller.follow(lambda: ())
     FleetMetrics(controller.registry)
-    AuthorityMetrics(controller.registry)
-    CertificateMetrics("fleet", controller.registry)
+    Authority(Mock(), "n", controller.registry)
+    webhook = WebhookMetrics()
+    for server, registry in (("fleet", controller.registry), ("webhook", webhook.registry)):
+        Certificate(ROOT, server, registry)
     sidecar = Metrics()
     sidecar.leads = True
-    for collector in (sidecar, WebhookMetrics().registry, controller.registry):
+    for collector in (sidecar, webhook.registry, controller.registry):
         yield from exported(collector)
 
 

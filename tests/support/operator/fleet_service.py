@@ -18,7 +18,6 @@ from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.tls.certificate import Certificate
-from deltashard_operator.tls.metric import CertificateMetrics
 from deltashard_proto.v1 import fleet_pb2 as wire
 from urllib3.util import create_urllib3_context
 
@@ -145,28 +144,27 @@ class Service:
         assert found is not None, name
         return found
 
-    async def post(self, token: str | None, body: wire.ReportRequest | bytes, trusted: bytes = b"") -> Answer:
-        return await asyncio.to_thread(posted, self.url, trusted or self.authority.pem, token, body)
+    async def post(self, token: str | None, body: wire.ReportRequest | bytes) -> Answer:
+        return await asyncio.to_thread(posted, self.url, self.authority.pem, token, body)
 
 
 @asynccontextmanager
-async def serving(api: Any, *, host: str = "127.0.0.1", certificate: bool = True) -> AsyncIterator[Service]:
+async def serving(api: Any) -> AsyncIterator[Service]:
     """A server that reviews tokens at this API."""
     authority, metrics, book = Authority("fleet"), FleetMetrics(), Book()
     reviewer = Reviewer(api, count=metrics.reviewed)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        if certificate:
-            put(folder, authority.issue())
+        put(folder, authority.issue())
         server = ReportServer(
             ledger=book,
             reviewer=reviewer,
-            certificate=Certificate(folder, CertificateMetrics("fleet", metrics.registry)),
+            certificate=Certificate(folder, "fleet", metrics.registry),
             metrics=metrics,
             leads=lambda: service.leads,
         )
         service = Service(server, book, folder, authority, metrics, reviewer)
-        await server.start(host, 0)
+        await server.start("127.0.0.1", 0)
         service.url = f"https://localhost:{server.port}"
         try:
             yield service
