@@ -17,17 +17,14 @@ import asyncio
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
-from deltashard_checkpoint.errors import DeltashardError
-from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.api.chart_defaults import Defaults
-from deltashard_operator.controller import status
-from deltashard_operator.controller.event import Events
+from deltashard_operator.api.workload_policy import Policy
+from deltashard_operator.controller import policy_writer, status
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.controller.pod_note import PodNotes
-from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_book import Entries, Entry
@@ -50,6 +47,8 @@ from deltashard_operator.run.watched_run import Run
 
 JUDGE_S = 10.0
 """Time alone changes a run (stale, stuck, settled): every run is judged so often."""
+LOOK_S = 1.0
+"""Policies, removals and requests are looked at so often, all of them."""
 SLICE_S = 0.05
 """Judging keeps the loop from others no longer than this at once."""
 YIELD_S = 0.01
@@ -60,7 +59,7 @@ _log = structlog.get_logger("deltashard.controller")
 class Controller:
     """All runs. Implements `report.Ledger`."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
         call: Caller,
@@ -70,16 +69,9 @@ class Controller:
         status_interval_s: float,
         namespaces: Sequence[str] = (),
         disruption_taints: Container[str] = (),
-        annotate_pods: bool = False,
-        leads: Callable[[], bool] = lambda: True,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the runs of these namespaces (none named: of all).
-
-        `annotate_pods` with the time of their newest checkpoint. `leads`: whether this controller may write; while it
-        may not, facts are taken and nothing comes of them.
-        """
-        self._leads = leads
+        """Keep the runs of these namespaces (none named: of all)."""
         self._namespaces = namespaces
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
@@ -88,7 +80,6 @@ class Controller:
             commit_s=status_interval_s, wall=wall, count=lambda outcome: metrics.writes.labels(outcome).inc()
         )
         self._books = books = Entries(call=call, defaults=defaults, metrics=metrics, queue=queue, wall=wall)
-        self._events = Events(call, queue, lambda outcome: metrics.events.labels(outcome).inc(), wall)
         self._requests = CheckpointRequests(books, keep_finished_s=keep_finished_s)
         self.watches = Watches(
             books,
@@ -96,11 +87,9 @@ class Controller:
             disruption_taints=disruption_taints,
             more=(self._requests.kind,),
         )
-        self._writes = Writes(books, self._events)
-        self._lookers = (PolicyWriter(books), Reclaimer(books), self._requests) + annotate_pods * (
-            PodNotes(books),
-        )
-        self._judged_all_s = 0.0
+        self._writes = Writes(books)
+        self._lookers = partial(policy_writer.look, books), Reclaimer(books).look, self._requests.look
+        self._looked_s = self._judged_all_s = 0.0
         self._sidecars = 0
         """How many are heard, as counted last."""
         self._gathered = False
@@ -155,7 +144,7 @@ class Controller:
             speaks=speaks,
             directive=self._needed(entry, uid),
             saves=saves,
-            told=ledger.told(entry.durable, self._events.recorded, report, part),
+            told=ledger.told(entry.durable, self._writes.recorded, report, part),
         )
 
     def _entry_of(self, who: Who) -> Entry:
@@ -181,30 +170,12 @@ class Controller:
     def _needed(self, entry: Entry, pod_uid: str) -> Directive | None:
         """What a sidecar is to be told; None: what it does is what its run shall do, or that is not known yet."""
         run = entry.run
-        wanted = self._decide(entry) if self.synced and not run.finished else None
-        if wanted is None:
+        policy = self._books.policy_of(run) if self.synced and not run.finished else None
+        if not isinstance(policy, Policy):
             return None
         told = run.heard[pod_uid].pod
         in_force = watched_run.policy_in_force(run, watched_run.part_of(run, pod_uid, told.run))
-        return directive.due(wanted, told.directive, in_force)
-
-    def _decide(self, entry: Entry) -> pb.Policy | None:
-        """What it shall do, computed when a policy or a wish changed."""
-        run, books = entry.run, self._books
-        if entry.decided is not None and entry.decided[:2] == (books.serial, run.wish):
-            return entry.decided[2]
-        wanted: pb.Policy | None = None
-        spec = books.spec_of(books.policy_key(run))
-        if spec is not None:
-            try:
-                wanted = directive.decided(spec, books.defaults.spec(), run.wish)
-            except DeltashardError as error:
-                self.metrics.undecided.inc()
-                _log.warning(
-                    "run.undecided", namespace=run.workload.namespace, run=run.name, error=str(error)
-                )
-        entry.decided = (books.serial, run.wish, wanted)
-        return wanted
+        return directive.due(policy.saving, told.directive, in_force)
 
     # -- conclusions -------------------------------------------------------------------------------------------------
 
@@ -218,16 +189,16 @@ class Controller:
 
         Returns whether it got through: a slice is of time as it passes, and on a busy machine little is done in one.
         """
-        if not self._leads():
-            return True
         now_s = self._wall()
         if self.synced:
             if not self._gathered:
                 self._gathered = True
                 for entry in self._books:
                     self._books.nudge(entry, every=entry.run.phase not in TRAINS)
-            for each in self._lookers:
-                each.tick()
+            if abs(now_s - self._looked_s) >= LOOK_S:
+                self._looked_s = now_s
+                for look in self._lookers:
+                    look(now_s)
         if abs(now_s - self._judged_all_s) >= JUDGE_S:
             self._judged_all_s = now_s
             self._sidecars = sum(len(each.run.heard) for each in self._books)
@@ -283,8 +254,6 @@ class Controller:
 
     async def drain(self, timeout_s: float) -> None:
         """Write what is not written yet, for at most so long."""
-        if not self._leads():
-            return
         self.queue.hurry()
         self._books.mark_all()
         try:

@@ -8,21 +8,21 @@ workloads of one name (a Job and a pod, say) that train at one time, the second 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from deltashard_operator import VERSION
-from deltashard_operator.controller import event, write_queue
+from deltashard_operator.controller import write_queue
 from deltashard_operator.kube import call
 from deltashard_operator.run import condition
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
 
-LABELS = ("namespace", "run")
+EVENTS = ("told", "repeated", "refused", "dropped")
 
 
 class ControllerMetrics:
@@ -49,7 +49,7 @@ class ControllerMetrics:
         self.leading = gauge("leading", "1 when it may write, 0 when another controller leads")
         self.writes = counter("writes", "What was written, by outcome", outcome=write_queue.OUTCOMES)
         self.queue = gauge("queue", "Writes that are due or under way")
-        self.events = counter("events", "Kubernetes Events, by outcome", outcome=event.OUTCOMES)
+        self.events = counter("events", "Kubernetes Events, by outcome", outcome=EVENTS)
         self.watched = Counter(
             "deltashard_controller_watch_events",
             "Events of watches (told, not_understood) and watches that failed and begin anew (failed)",
@@ -64,7 +64,6 @@ class ControllerMetrics:
             outcome=("removed", "kept", "failed"),
         )
         self.judge_errors = counter("judge_errors", "Runs that could not be read or judged: a fault of ours")
-        self.undecided = counter("undecided", "Policies that could not be read for a run")
         self.node_failures = Counter(
             "deltashard_node_failures",
             "Interruptions of training, by the node whose pod was lost; not those of a crash loop",
@@ -77,28 +76,6 @@ class ControllerMetrics:
         self.registry.register(_OfRuns(runs))
 
 
-_NUMBERS = (
-    (
-        "last_commit_timestamp_seconds",
-        "progress.last_commit_at_s",
-        "When the newest checkpoint was committed",
-    ),
-    ("last_committed_step", "progress.last_step", "Training step of the newest checkpoint"),
-    ("step", "progress.step", "Training step reached"),
-    ("interval_seconds", "progress.policy.every_s", "Between checkpoints; 0: off"),
-    ("stored_bytes", "progress.stored_bytes", "Size in the store"),
-    ("save_cost_seconds", "progress.measured.cost_s", "Training time that a save costs, as measured"),
-    ("step_seconds", "progress.measured.step_s", "Training time of a step, as measured"),
-    ("training_since_timestamp_seconds", "trains_since_s", "Since when steps are made, Unix time"),
-    ("failures_total", "failures", "Interruptions of training that nobody wanted"),
-    ("restores_total", "ledger.restores", "Restores"),
-    ("lost_steps_total", "ledger.lost_steps", "Steps trained again after restores"),
-    ("trained_seconds_total", "trained_s", "Time in phases that train"),
-)
-"""(name, attribute of the run, help). A gauge is absent while it is 0, but for those in `_ALWAYS`."""
-_ALWAYS = frozenset({"step", "interval_seconds", "stored_bytes"})
-
-
 class _OfRuns(Collector):
     def __init__(self, runs: Callable[[], Iterable[Run]]) -> None:
         self._runs = runs
@@ -107,54 +84,58 @@ class _OfRuns(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        by_phase = dict.fromkeys(Phase, 0)
-        live: dict[tuple[str, str], Run] = {}
-        for run in self._runs():
-            by_phase[run.phase] += 1
-            if not run.finished:
-                mine = run.workload.namespace, run.workload.name
-                live[mine if mine not in live else (run.workload.namespace, run.name)] = run
         total = GaugeMetricFamily("deltashard_runs", "Runs, by phase", labels=("phase",))
-        for each, n in by_phase.items():
-            total.add_metric((each.value,), n)
-        yield total
-        for name, path, text in _NUMBERS:
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(f"deltashard_run_{name}", text, labels=LABELS)
-            for labels, run in live.items():
-                value: Any = run
-                for attribute in path.split("."):
-                    value = getattr(value, attribute, 0)  # not measured yet
-                if value or name in _ALWAYS or kind is CounterMetricFamily:
-                    family.add_metric(labels, value)
-            yield family
-        yield from _labelled(live)
+        phases = Counts(run.phase for run in self._runs())
+        for phase in Phase:
+            total.add_metric((phase.value,), phases[phase])
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {"": total}
+        names: set[tuple[str, str]] = set()
+        for run in self._runs():
+            if run.finished:
+                continue
+            mine = run.workload.namespace, run.workload.name
+            mine = mine if mine not in names else (run.workload.namespace, run.name)
+            names.add(mine)
+            for name, text, labels, value in _said(run):
+                if name not in families:
+                    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                    families[name] = kind(
+                        f"deltashard_run_{name}", text, labels=("namespace", "run", *labels)
+                    )
+                families[name].add_metric((*mine, *labels.values()), value)
+        yield from families.values()
 
 
-def _labelled(live: dict[tuple[str, str], Run]) -> Iterable[Metric]:
-    """What a run has by name: phase, troubles, causes, decisions."""
-    phase = GaugeMetricFamily("deltashard_run_phase", "1 for the phase it is in", labels=(*LABELS, "phase"))
-    trouble = GaugeMetricFamily(
-        "deltashard_run_condition", "1 for each trouble it has", labels=(*LABELS, "condition")
-    )
-    interruptions = CounterMetricFamily(
-        "deltashard_run_interruptions",
-        "Interruptions after which training was opened again, a crash loop once",
-        labels=(*LABELS, "cause"),
-    )
-    decision = GaugeMetricFamily(
-        "deltashard_run_decision_info",
-        "1 for each decision of the run",
-        labels=(*LABELS, "subject", "goal", "reachable", "value", "would"),
-    )
-    for labels, run in live.items():
-        phase.add_metric((*labels, run.phase.value), 1)
-        for found in run.conditions:
-            if found.type != condition.READY and found.status == "True":
-                trouble.add_metric((*labels, found.type), 1)
-        for cause, n in run.ledger.causes.items():
-            interruptions.add_metric((*labels, cause), n)
-        for made in run.progress.decisions:
-            reachable = str(not made.unreachable).lower()
-            decision.add_metric((*labels, made.subject, made.goal, reachable, made.value, made.would), 1)
-    return phase, trouble, interruptions, decision
+def _said(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
+    """(name, help, labels, value) of all that there is to say of a run; what is not known yet is 0, and left out."""
+    now, measured = run.progress, run.progress.measured
+    yield "phase", "1 for the phase it is in", {"phase": run.phase.value}, 1
+    for trouble in run.conditions:
+        if trouble.type != condition.READY and trouble.status == "True":
+            yield "condition", "1 for each trouble it has", {"condition": trouble.type}, 1
+    for cause, n in run.ledger.causes.items():
+        yield "interruptions_total", "Ended interruptions, a crash loop once", {"cause": cause}, n
+    for each in now.decisions:
+        decision = {
+            "subject": each.subject,
+            "goal": each.goal,
+            "reachable": str(not each.unreachable).lower(),
+        }
+        decision |= {"value": each.value, "would": each.would}
+        yield "decision_info", "1 for each decision of the run", decision, 1
+    yield "failures_total", "Interruptions of training that nobody wanted", {}, run.failures
+    yield "restores_total", "Restores", {}, run.ledger.restores
+    yield "lost_steps_total", "Steps trained again after restores", {}, run.ledger.lost_steps
+    yield "trained_seconds_total", "Time in phases that train", {}, run.trained_s
+    yield "step", "Training step reached", {}, now.step
+    yield "interval_seconds", "Between checkpoints; 0: off", {}, now.policy.every_s
+    yield "stored_bytes", "Size in the store", {}, now.stored_bytes
+    for name, text, value in (
+        ("last_commit_timestamp_seconds", "When the newest checkpoint was committed", now.last_commit_at_s),
+        ("last_committed_step", "Training step of the newest checkpoint", now.last_step),
+        ("save_cost_seconds", "Training time that a save costs", measured.cost_s if measured else 0),
+        ("step_seconds", "Training time of a step", measured.step_s if measured else 0),
+        ("training_since_timestamp_seconds", "Since when steps are made, Unix time", run.trains_since_s),
+    ):
+        if value:
+            yield name, text, {}, value

@@ -27,7 +27,6 @@ from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, WAITING, Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import Notice
 
-LOOK_S = 2.0
 MOST = 4
 """Jobs of a namespace at work at once."""
 _REASONS = {REMOVED: "Reclaimed", KEPT: "ReclaimKept", FAILED: "ReclaimFailed"}
@@ -40,14 +39,9 @@ class Reclaimer:
     def __init__(self, books: Entries) -> None:
         self._books = books
         self._call, self._wall = books.call, books.wall
-        self._looked_s = float("-inf")
 
-    def tick(self) -> None:
-        """Judge the finished runs, when it is time, and follow those whose Job is to be made or looked at."""
-        now_s = self._wall()
-        if abs(now_s - self._looked_s) < LOOK_S:
-            return
-        self._looked_s = now_s
+    def look(self, now_s: float) -> None:
+        """Judge the finished runs, and follow those whose Job is to be made or looked at."""
         newest = self._books.newest_by_id()
         at_work = Counter(
             each.run.workload.namespace
@@ -59,8 +53,7 @@ class Reclaimer:
             if not run.finished and run.reclaim is None:
                 continue
             continued = newest[run.workload.namespace, run.run_id] is not entry
-            policy = self._books.policy_of(self._books.policy_key(run))
-            found = reclaim.judged(run, policy, continued=continued, now_s=now_s)
+            found = reclaim.judged(run, self._books.policy_of(run), continued=continued, now_s=now_s)
             state = run.reclaim.state if run.reclaim is not None else WAITING
             if found is None or not found.ready or state is WAITING:
                 self._set(entry, found)
@@ -100,7 +93,7 @@ class Reclaimer:
         living = await self._is_living(entry.run.workload)
         # IMPORTANT: nothing is waited for between this look and the request.
         run = entry.run
-        policy = self._books.policy_of(self._books.policy_key(run))
+        policy = self._books.policy_of(run)
         found = reclaim.judged(
             replace(run, reclaim=None),
             policy,

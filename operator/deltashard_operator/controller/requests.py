@@ -25,7 +25,6 @@ from deltashard_operator.run import run_record
 from deltashard_operator.run.request import CheckpointRequest, RequestFacts, RequestPhase
 
 PLURAL = "checkpointrequests"
-LOOK_S = 1.0
 Document = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.requests")
 
@@ -52,7 +51,6 @@ class CheckpointRequests:
         self._keep_finished_s = keep_finished_s
         self._known: dict[str, _Known] = {}
         """By UID."""
-        self._looked_s = float("-inf")
         self.kind = WatchedKind("requests", f"{ROOT}/{PLURAL}", self.on_request, self.request_gone)
         """What is to be watched."""
 
@@ -61,7 +59,6 @@ class CheckpointRequests:
         uid = document["metadata"]["uid"]
         if uid not in self._known:
             self._known[uid] = _Known(*_read(document))
-            self._looked_s = float("-inf")
 
     def request_gone(self, key: ObjectKey, _last: Document | None) -> None:
         self._known.pop(key.uid, None)
@@ -75,14 +72,11 @@ class CheckpointRequests:
             self._books.orders.close(said.id, run_key)
         elif known.request.open and known.request.namespace == run_key[0]:
             known.over[run_key] = said
-            self._looked_s = float("-inf")
 
-    def tick(self) -> None:
-        """Draw conclusions, when it is time; to be called when everything that there is was seen."""
-        now_s = self._books.wall()
-        if abs(now_s - self._looked_s) < LOOK_S or not self._known:
+    def look(self, now_s: float) -> None:
+        """Draw conclusions; to be called when everything that there is was seen."""
+        if not self._known:
             return
-        self._looked_s = now_s
         named = self._books.newest_by_id()
         named |= {(each.run.workload.namespace, each.run.name): each for each in self._books}
         for known in self._known.values():

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltashard_proto.v1 import trainer_pb2 as pb
+import structlog
 
-from deltashard_operator.api import workload_policy
+from deltashard_operator.api import annotation, workload_policy
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
@@ -24,9 +24,10 @@ from deltashard_operator.controller.status import Served
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.fleet.report import RunKey
 from deltashard_operator.kube.call import Caller
+from deltashard_operator.kube.cluster_name import POLICY
 from deltashard_operator.run import schedule
 from deltashard_operator.run.ledger import Ledger
-from deltashard_operator.run.observed_object import NodeView, Wish, timestamp
+from deltashard_operator.run.observed_object import NodeView, timestamp
 from deltashard_operator.run.order import OpenOrders
 from deltashard_operator.run.watched_run import Notice, Run
 
@@ -34,6 +35,8 @@ PolicyKey = tuple[str, str]
 """(namespace, name), as `workload_policy.key_of` says: the cluster's have no namespace."""
 MAX_NOTICES = 64
 """Waiting for a run's CheckpointRun to be made."""
+MAX_READ = 10_000
+_log = structlog.get_logger("deltashard.controller")
 
 
 @dataclass(slots=True)
@@ -49,8 +52,6 @@ class Entry:
     durable: Ledger = field(default_factory=Ledger)
     """What the written status counts."""
     notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
-    decided: tuple[int, Wish, pb.Policy | None] | None = None
-    """What it shall do, by which policies and wishes."""
     nudged: int = 0
     """Id of the directive for which its sidecars were nudged."""
     nodes: Mapping[str, int] = field(default_factory=dict)
@@ -81,13 +82,12 @@ class Entries:
     nodes: dict[str, NodeView] = field(default_factory=dict)
     policies: dict[PolicyKey, Mapping[str, Any]] = field(default_factory=dict)
     """As the watch brought them last."""
-    serial: int = 0
-    """Counts changes of policies' specs."""
     marked: dict[RunKey, None] = field(default_factory=dict)
     """In the order they were marked, so that none waits for ever."""
     _by_id: dict[tuple[str, str], dict[RunKey, Entry]] = field(default_factory=dict)
     """Of each run id of a namespace, in the order of first sight."""
-    _read: dict[PolicyKey, Policy | Refusal | None] = field(default_factory=dict)
+    _read: dict[Any, Policy | Refusal | None] = field(default_factory=dict)
+    """Policies with annotations over them, since one changed."""
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.by_key.values())
@@ -189,7 +189,6 @@ class Entries:
         else:
             self.policies[key] = document
         if self.spec_of(key) != before:
-            self.serial += 1
             self._read.clear()
             for each in self:
                 if self.policy_key(each.run) == key:
@@ -202,13 +201,24 @@ class Entries:
             return spec
         return {} if key[0] and key[1] == workload_policy.DEFAULT and self.defaults.has_store() else None
 
-    def policy_of(self, key: PolicyKey) -> Policy | Refusal | None:
-        """A policy as it is now, read once until one changes; or why it cannot be used; None: there is none."""
+    def policy_of(self, run: Run) -> Policy | Refusal | None:
+        """The run's policy as it is now, its annotations over it; why it cannot be used; or None: there is none."""
+        name, key = run.wish.policy, (self.policy_key(run), run.wish.overrides)
         if key not in self._read:
-            spec, name = self.spec_of(key), key[1] if key[0] else f"{workload_policy.CLUSTER}{key[1]}"
+            spec = self.spec_of(key[0])
+            found: Policy | Refusal | None = None
             try:
-                whole = None if spec is None else workload_policy.merged(spec, self.defaults.spec())
-                self._read[key] = None if whole is None else workload_policy.read(name, whole)
+                if spec is not None:
+                    said = annotation.read({POLICY: name, **dict(run.wish.overrides)})
+                    found = workload_policy.read(
+                        name, workload_policy.merged(spec, self.defaults.spec()), said
+                    )
             except Refusal as refusal:
-                self._read[key] = refusal
+                _log.warning(
+                    "policy.unusable", namespace=run.workload.namespace, run=run.name, error=str(refusal)
+                )
+                found = refusal
+            if len(self._read) >= MAX_READ:
+                self._read.clear()
+            self._read[key] = found
         return self._read[key]

@@ -1,36 +1,55 @@
-"""What is written of runs: CheckpointRuns made, patched and removed, and Events told.
+"""What is written of runs: CheckpointRuns made, patched and removed, and Kubernetes Events of what happened.
 
 A write is offered to the queue whenever a run was judged, and made of what is true when its turn comes. A status that
 somebody else has written meanwhile, as a controller that leads at the same time does, is read, and the run goes on from
 what it counts: sidecars tell again what is not in it.
+
+An Event's name is made of what it tells, so that who tells the same again, perhaps another controller, finds it there
+(409) and knows that it is recorded. A sidecar's incident has a natural key (`Notice.key`); anything else is the same if
+its text is and it is told within ten minutes. What waits is bounded: an incident for which there is no room is not
+recorded, so its sidecar brings it again. One whose Event the API refuses is: nobody could tell it later.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any
 
+import structlog
+
 from deltashard_operator.controller import status
-from deltashard_operator.controller.event import Events
 from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.status import StatusRefused, served
 from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.kube import owner_reference
 from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID
 from deltashard_operator.run import condition, run_record, watched_run
+from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.watched_run import Notice, Run
 
+SAME_S = 600.0
+MAX_WAITING = 1000
+MAX_RECORDED = 16384
+MAX_MESSAGE = 1024
 Document = Mapping[str, Any]
+_log = structlog.get_logger("deltashard.events")
 
 
 class Writes:
     """Writes of all runs."""
 
-    def __init__(self, books: Entries, events: Events) -> None:
+    def __init__(self, books: Entries) -> None:
         self._books = books
-        self._events = events
+        self._waiting: set[str] = set()
+        self._recorded: dict[str, None] = {}
+
+    @property
+    def recorded(self) -> Container[str]:
+        """Keys of the newest incidents that need not be told any more."""
+        return self._recorded
 
     def adopt(self, entry: Entry, document: Document) -> None:
         """Know a CheckpointRun as the API has it."""
@@ -100,12 +119,49 @@ class Writes:
     async def _remove(self, entry: Entry) -> None:
         self._tell(entry)
         if entry.served is not None:
-            await status.remove(self._books.call, _path(entry.run), entry.served.uid)
+            await status.remove(self._books.call, _path(entry.run), entry.served["uid"])
         self._books.drop(entry.run.key)
 
     def _tell(self, entry: Entry) -> None:
+        """Offer what happened to a run, once it has its CheckpointRun."""
         while entry.served is not None and entry.notices:
-            self._events.tell(entry.run, entry.served.uid, entry.notices.popleft())
+            notice, uid = entry.notices.popleft(), entry.served["uid"]
+            key = notice.key or f"{uid}/{notice.reason}/{notice.message}/{self._books.wall() // SAME_S:.0f}"
+            if key in self._waiting or key in self._recorded:
+                continue
+            if len(self._waiting) >= MAX_WAITING:
+                self._books.metrics.events.labels("dropped").inc()
+                continue
+            self._waiting.add(key)
+            self._books.queue.offer(
+                ("event", key), Rank.EVENT, partial(self._write_events, entry.run, uid, notice, key)
+            )
+
+    async def _write_events(self, run: Run, run_uid: str, notice: Notice, key: str) -> None:
+        mine, counted = run.workload, self._books.metrics.events
+        for kind, version, name, uid in (
+            (run_record.KIND, run_record.API_VERSION, run.name, run_uid),
+            (mine.kind, mine.api_version or "v1", mine.name, mine.uid),
+        ):
+            about = {
+                "kind": kind,
+                "apiVersion": version,
+                "namespace": mine.namespace,
+                "name": name,
+                "uid": uid,
+            }
+            digest = hashlib.sha256(f"{run_uid}/{uid}/{key}".encode()).hexdigest()[:16]
+            document = event(about, notice, digest, self._books.wall())
+            path = f"/api/v1/namespaces/{mine.namespace}/events"
+            answer = await self._books.call("POST", path, document, tries=2)
+            counted.labels("told" if answer.ok else "repeated" if answer.status == 409 else "refused").inc()
+            if not answer.ok and answer.status != 409:
+                _log.warning("events.refused", reason=notice.reason, error=answer.sentence)
+        self._waiting.discard(key)
+        self._books.queue.forget(("event", key))
+        self._recorded[key] = None
+        if len(self._recorded) > MAX_RECORDED:
+            del self._recorded[next(iter(self._recorded))]
 
     def _replaced(self, entry: Entry) -> Notice | None:
         """A new UID under an old name: how the older run is continued."""
@@ -162,3 +218,20 @@ def _unknown_kind(run: Run) -> Notice | None:
         f"several of its pods would fence one another; use {RUN_ID}, and one pod"
     )
     return Notice(reason="UnsupportedKind", message=text)
+
+
+def event(about: Mapping[str, str], notice: Notice, digest: str, now_s: float) -> Document:
+    """The Event of an object that tells a notice; its name is the object's, and a hash of what is told."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{about['name'][:200]}.{digest}", "namespace": about["namespace"]},
+        "involvedObject": about,
+        "reason": notice.reason,
+        "message": notice.message[:MAX_MESSAGE],
+        "type": "Warning" if notice.warning else "Normal",
+        "source": {"component": "deltashard-controller"},
+        "count": 1,
+        "firstTimestamp": timestamp(now_s),
+        "lastTimestamp": timestamp(now_s),
+    }
