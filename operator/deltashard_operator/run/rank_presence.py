@@ -26,10 +26,6 @@ class RankPresence:
     missing: bool = False
     """Whether some are known to be away."""
 
-    @property
-    def complete(self) -> bool:
-        return 0 < self.expected <= self.present
-
 
 def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> RankPresence:
     """Ranks of a run by the reports that are heard; `nodes`: those that are not ready hold no rank."""
@@ -40,17 +36,18 @@ def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> 
     group = [pod for pod in live.values() if pod.attempt in (0, newest)]  # 0: it is being opened
     sizes = [rank.world_size for pod in group if pod.attempt == newest for rank in pod.ranks]
     expected = max(sizes, default=run.progress.world_size)
-    there = {
-        rank.rank
-        for pod in group
-        for rank in pod.ranks
-        if rank.world_size == expected and rank.rank < expected
-    }
+    ranks = [rank for pod in group for rank in pod.ranks]
+    there = {each.rank for each in ranks if each.world_size == expected and each.rank < expected}
     present = len(there)
     if expected == run.progress.world_size and not is_known(run, now_s, nodes):
         present = max(present, run.progress.ranks_present)  # nobody is gone because a controller starts
-    away = expected > 1 and len(there) < expected and _all_open(run, live, nodes)
-    return RankPresence(expected=expected, present=present, missing=away)
+    # Trainers that closed in good order are not missed, and who is not heard may be there.
+    all_open = all(
+        uid in live and live[uid].phase is not report.Phase.CLOSED
+        for uid, pod in run.pods.items()
+        if _can_hold(pod, nodes)
+    )
+    return RankPresence(expected=expected, present=present, missing=1 < expected > len(there) and all_open)
 
 
 def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
@@ -68,16 +65,7 @@ def phases(
     holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)
     if not known:
         return frozenset() if run.per_pod else holding
-    return (holding or every) if presence.complete else every
-
-
-def _all_open(run: Run, live: Mapping[str, report.PodState], nodes: Mapping[str, NodeView]) -> bool:
-    """Whether every pod that can hold a rank is heard, and none of their trainers has closed in good order."""
-    return all(
-        uid in live and live[uid].phase is not report.Phase.CLOSED
-        for uid, pod in run.pods.items()
-        if _can_hold(pod, nodes)
-    )
+    return (holding or every) if 0 < presence.expected <= presence.present else every
 
 
 def _can_hold(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
