@@ -16,10 +16,8 @@ from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.review import Answer
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.admission.webhook import Webhook
-from deltashard_operator.api import admission_deadline
-from deltashard_operator.api.admission_deadline import Deadline
 from deltashard_operator.api.chart_defaults import Defaults
-from deltashard_operator.api.policy_cache import PolicyCache
+from deltashard_operator.api.policy_cache import BUDGET_S, PolicyCache
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.tls.certificate import Certificate
 from kubernetes import client
@@ -69,65 +67,76 @@ def dripping() -> Iterator[client.ApiClient]:
             thread.join()
 
 
-async def _admitted(folder: Path, policy: str, *, known: bool) -> tuple[Answer, WebhookMetrics]:
-    """The answer for a Job with a `run-id` while the API drips; `known`: its policy is in the cache."""
+def _answer(
+    folder: Path, policy: str, *, known: bool = True, watched: tuple[str, ...] = ()
+) -> tuple[Answer, float]:
+    """The answer for a Job with a `run-id` while the API drips, and how often nobody knew who holds the run.
+
+    `known`: its policy is in the cache.
+    """
     (folder / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
     metrics = WebhookMetrics()
+    notes = {cluster_name.POLICY: policy, cluster_name.RUN_ID: "nightly"}
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {
-            "name": "j",
-            "annotations": {cluster_name.POLICY: policy, cluster_name.RUN_ID: "nightly"},
-        },
+        "metadata": {"name": "j", "annotations": notes},
         "spec": {"template": sample.template()},
     }
-    with dripping() as api:
+
+    async def answered(api: client.ApiClient) -> Answer:
         cache = PolicyCache(api)
         if known:
             cache._specs = {("team-a", policy): {"keepLast": 4}}
         webhook = Webhook(
-            certificate=Certificate(folder),
+            certificate=Certificate(folder, "webhook", metrics.registry),
             cache=cache,
             holders=Holders(api),
             defaults=Defaults(folder / "policy.yaml", None),
             metrics=metrics,
+            namespaces=watched,
         )
-        answer = webhook.answer(json.dumps(sample.review(job)).encode(), Deadline(0.5))
-        return await asyncio.wait_for(answer, PATIENCE_S), metrics
+        end_s = asyncio.get_running_loop().time() + 0.5
+        return await webhook.answer(json.dumps(sample.review(job)).encode(), end_s)
+
+    async def scenario() -> Answer:
+        with dripping() as api:
+            return await asyncio.wait_for(answered(api), PATIENCE_S)
+
+    answer = asyncio.run(scenario())
+    return answer, metrics.registry.get_sample_value("deltashard_webhook_holders_unknown_total") or 0.0
 
 
 @pytest.mark.parametrize("policy", ["default", "nightly"])
 def test_a_policy_that_cannot_be_read_in_time_is_refused_in_time(tmp_path: Path, policy: str) -> None:
     """Whatever the API does, the answer is ours: a sentence, and a status that clients try again on."""
-    answer, _ = asyncio.run(_admitted(tmp_path, policy, known=False))
+    answer, _ = _answer(tmp_path, policy, known=False)
     assert answer.outcome == "PolicyUnavailable"
     assert answer.review["response"]["status"]["code"] == 503
     assert "did not answer in time" in answer.sentence
 
 
-def test_a_run_id_that_cannot_be_looked_up_in_time_is_admitted_and_counted(tmp_path: Path) -> None:
-    """The log's fencing decides; what was not known is not counted as free."""
-    answer, metrics = asyncio.run(_admitted(tmp_path, "nightly", known=True))
-    assert answer.outcome == "injected"
-    looks = "deltashard_webhook_run_id_looks_total"
-    assert metrics.registry.get_sample_value(looks, {"outcome": "unknown"}) == 1
-    assert metrics.registry.get_sample_value(looks, {"outcome": "free"}) == 0
+@pytest.mark.parametrize("watched", [(), ("team-b", "team-a")])
+def test_a_run_id_that_cannot_be_looked_up_in_time_is_admitted_and_counted(
+    tmp_path: Path, watched: tuple[str, ...]
+) -> None:
+    """The log's fencing decides."""
+    answer, unknown = _answer(tmp_path, "nightly", watched=watched)
+    assert (answer.outcome, unknown) == ("injected", 1)
 
 
-def test_what_is_left_shrinks_and_ends() -> None:
-    """Each look gets what is left, and none begins when nothing is."""
-    now_s = [100.0]
-    deadline = Deadline(2.0, monotonic=lambda: now_s[0])
-    assert deadline.left_s() == 2.0
-    now_s[0] = 101.5
-    assert deadline.left_s() == 0.5
-    now_s[0] = 102.0
-    with pytest.raises(TimeoutError):
-        deadline.left_s()
+@pytest.mark.parametrize(
+    ("policy", "watched", "code"),
+    [("nightly", "team-b", "NamespaceNotWatched"), ("cluster/nightly", "team-a", "PolicyNotFound")],
+)
+def test_what_there_is_no_right_to_look_at_is_refused_before_anything_is_asked(
+    tmp_path: Path, policy: str, watched: str, code: str
+) -> None:
+    answer, unknown = _answer(tmp_path, policy, watched=(watched,))
+    assert (answer.outcome, unknown) == (code, 0)
 
 
 def test_the_budget_ends_before_the_api_server_gives_up() -> None:
     """That holds for every webhook of the chart."""
     for each in render().find("MutatingWebhookConfiguration")["webhooks"]:
-        assert 0 < admission_deadline.BUDGET_S < each["timeoutSeconds"]
+        assert 0 < BUDGET_S < each["timeoutSeconds"]
