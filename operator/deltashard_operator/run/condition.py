@@ -25,24 +25,18 @@ class Condition:
     since_s: float = 0.0
 
 
-def updated(
-    before: Iterable[Condition], facts: Iterable[Condition], now_s: float
-) -> tuple[tuple[Condition, ...], tuple[Condition, ...]]:
-    """The conditions now, and those of them whose status changed.
-
-    A trouble that no fact mentions is over; one that never was is not listed.
-    """
+def updated(before: Iterable[Condition], facts: Iterable[Condition], now_s: float) -> tuple[Condition, ...]:
+    """The conditions now. A trouble that no fact mentions is over; one that never was is not listed."""
     known = {each.type: each for each in before}
     over = {
         type_: each if each.status == "False" else replace(each, status="False", reason="Over")
         for type_, each in known.items()
     }
-    found: list[Condition] = []
-    changed: list[Condition] = []
-    for type_, each in (over | {each.type: each for each in facts}).items():
-        old = known.get(type_)
-        stays = old is not None and old.status == each.status
-        found.append(replace(each, since_s=old.since_s if old is not None and stays else now_s))
-        if not stays and (old is not None or each.status == "True"):
-            changed.append(found[-1])
-    return tuple(found), tuple(changed)
+    found = over | {each.type: each for each in facts}
+    moved = {
+        type_ for type_, each in found.items() if type_ not in known or known[type_].status != each.status
+    }
+    return tuple(
+        replace(each, since_s=now_s if type_ in moved else known[type_].since_s)
+        for type_, each in found.items()
+    )

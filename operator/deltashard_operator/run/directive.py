@@ -49,10 +49,7 @@ def differs(wanted: pb.Policy, in_force: pb.Policy) -> bool:
 def due(wanted: pb.Policy, given: int, in_force: pb.Policy) -> Directive | None:
     """The directive that a pod needs; None: what is in force is what is wanted, or is not known.
 
-    Args:
-        wanted: by its policy.
-        given: id of the directive in force in the pod; 0: none.
-        in_force: policy in force in the run, which counts where no directive was given.
+    `given`: id of the directive in force in the pod; 0: none, and `in_force` counts, the policy in force in the run.
     """
     if not given and (not in_force.encoding or not differs(wanted, in_force)):
         return None

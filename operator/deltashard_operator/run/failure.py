@@ -22,7 +22,6 @@ SETTLE_S = 20.0
 MAX_LOSSES = 32
 MAX_MESSAGE = 256
 """Characters of the reason of a loss."""
-MAX_ENDINGS = 4
 LOOPS = 3
 """So many crashes of a loop are a trouble that people hear of."""
 TRAINER_LOST = "TrainerLost"
@@ -67,14 +66,13 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
-    """Training containers ended alike, so many times in a row, with no commit between."""
+    """A training container ended so, so many times in a row, with no commit between."""
 
-    endings: tuple[str, ...]
-    """Sentences; of a group, containers may end in several ways at once."""
+    ending: str
     seq: int
     """Of the newest commit."""
     at_s: float
-    """When the newest of these times began."""
+    """The newest of these times."""
     times: int
 
 
@@ -162,12 +160,11 @@ def _crash(tally: Tally, loss: Loss, seq: int) -> Crash | None:
     if loss.cause not in {"OOMKilled", "Error"}:
         return None
     if before is not None and seq <= before.seq:
-        if loss.at_s - before.at_s < SETTLE_S:  # the same time, of another container
-            endings = tuple(sorted({*before.endings, loss.message}))
-            return replace(before, endings=endings[:MAX_ENDINGS])
-        if loss.message in before.endings:
+        if loss.at_s - before.at_s < SETTLE_S:  # the same time, of another pod
+            return before
+        if loss.message == before.ending:
             return replace(before, at_s=loss.at_s, times=before.times + 1)
-    return Crash(endings=(loss.message,), seq=seq, at_s=loss.at_s, times=1)
+    return Crash(ending=loss.message, seq=seq, at_s=loss.at_s, times=1)
 
 
 def crash_loop(tally: Tally, seq: int) -> Crash | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision
 
 from deltashard_operator.fleet import report
@@ -19,15 +20,7 @@ from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.observed_object import ABSENT_S, NodeView
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.rank_presence import RankPresence
-from deltashard_operator.run.watched_run import (
-    SILENT_BEATS,
-    SPEAKER_BEAT_S,
-    Heard,
-    Notice,
-    Progress,
-    Run,
-    finished,
-)
+from deltashard_operator.run.watched_run import SILENCE_S, Heard, Notice, Progress, Run, finished
 
 SETTLED_S = 60.0
 """A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
@@ -46,16 +39,16 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
     presence = rank_presence.of_run(run, now_s, nodes)
     decided, before = run.progress.decisions, run.phase
     run = replace(run, progress=_progress(run, live, presence))
-    known = rank_presence.is_known(run, now_s, nodes)
-    facts = Facts(run=run, live=live, nodes=nodes, now_s=now_s, presence=presence, known=known)
+    all_known = rank_presence.is_known(run, now_s, nodes)
+    facts = Facts(run=run, live=live, nodes=nodes, now_s=now_s, presence=presence, known=all_known)
     troubles = [] if run.finished else _troubles(facts)
     phase = Phase.FINISHED
     if not run.finished:
         phase = phases.phase_of(
             before,
-            rank_presence.phases(run, live, presence, known=known),
+            rank_presence.phases(run, live, presence, known=all_known),
             alive=_may_train(facts),
-            started=bool(run.progress.attempt or run.started_at_s),
+            started=run.progress.attempt > 0,
             suspended=run.suspended,
             # Who was missing is not back before all are, whoever is heard meanwhile.
             missing=presence.missing or (before is Phase.RECOVERING and presence.present < presence.expected),
@@ -69,14 +62,14 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
         trained_s=run.trained_s + trained_s,
         phase=phase,
         trains_since_s=(run.trains_since_s or now_s) if trains else 0.0,
-        started_at_s=run.started_at_s or (now_s if trains else 0.0),
     )
-    found, changed = condition.updated(run.conditions, (_ready(run, facts, troubles), *troubles), now_s)
+    known = {each.type for each in run.conditions if each.status == "True"}
     told = [
         Notice(reason=EVENTS[each.type], message=each.message)
-        for each in changed
-        if each.status == "True" and each.type in EVENTS
+        for each in troubles
+        if each.type in EVENTS and each.type not in known
     ]
+    found = condition.updated(run.conditions, (_ready(run, facts, troubles), *troubles), now_s)
     return replace(run, conditions=found), (*told, *_changes(decided, run))
 
 
@@ -87,12 +80,10 @@ def _settled(run: Run, now_s: float) -> Run:
     for part, told in run.parts.items():
         # A part that was left out of the ledger begins with what it tells: its failures are in the sum.
         unknown = failure.Tally(openings=told.openings if ledger.clipped else 0)
-        before = ledger.tallies.get(part, unknown)
-        changed[part], ended = failure.with_openings(before, told.openings, now_s)
-        over += ended
-    changed = {
-        part: each for part, each in changed.items() if each != ledger.tallies.get(part, failure.Tally())
-    }
+        after, ended = failure.with_openings(ledger.tallies.get(part, unknown), told.openings, now_s)
+        if after != ledger.tallies.get(part, failure.Tally()):
+            changed[part] = after
+            over += ended
     return watched_run.with_interruptions(run, changed, over) if changed else run
 
 
@@ -117,7 +108,8 @@ def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Pr
     if not told:
         return progress
     shown, state = min(told, key=lambda each: each[0].committed_at_s)
-    progress = replace(
+    newest = state.newest or pb.Commit(step=before.last_step, durable_s=before.durable_s)
+    return replace(
         progress,
         stall_s=state.stall_s or before.stall_s,
         stored_bytes=sum(each.stored_bytes for _, each in told) or before.stored_bytes,
@@ -125,17 +117,12 @@ def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Pr
         policy=state.policy if state.policy.encoding else before.policy,
         measured=state.measured or before.measured,
         decisions=state.decisions or before.decisions,
-    )
-    if state.newest is None:
-        return progress
-    return replace(
-        progress,
-        lost_share=state.lost_share,
-        partial_recoveries=state.partial_recoveries,
-        last_step=state.newest.step,
-        last_commit_at_s=shown.committed_at_s,
-        last_seq=shown.seq,
-        durable_s=state.newest.durable_s,
+        lost_share=state.lost_share or before.lost_share,
+        partial_recoveries=state.partial_recoveries or before.partial_recoveries,
+        last_step=newest.step,
+        last_commit_at_s=shown.committed_at_s or before.last_commit_at_s,
+        last_seq=shown.seq or before.last_seq,
+        durable_s=newest.durable_s,
     )
 
 
@@ -216,7 +203,7 @@ def _looping(facts: Facts) -> str:
         if loop is not None:
             whose = f" of run {part}" if part else ""
             return (
-                f"{' or '.join(loop.endings)}{whose}, {loop.times} times with no commit between: restarts do not "
+                f"{loop.ending}{whose}, {loop.times} times with no commit between: restarts do not "
                 "help; see the container's log (kubectl logs --previous)"
             )
     return ""
@@ -322,7 +309,7 @@ def _ready(run: Run, facts: Facts, troubles: Iterable[Condition]) -> Condition:
     elif unsafe is not None:
         reason, text = unsafe.type, unsafe.message
     elif not facts.live:
-        if before is not None and facts.now_s - run.watched_since_s <= SILENT_BEATS * SPEAKER_BEAT_S:
+        if before is not None and facts.now_s - run.watched_since_s <= SILENCE_S:
             return before  # a controller that starts has not waited for a beat yet
         status, reason = "Unknown", "NotHeard"
         text = "no sidecar reports to the controller; training and its checkpoints need none"

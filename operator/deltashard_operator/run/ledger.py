@@ -105,11 +105,7 @@ def incident_key(report: Report, said: Incident, part: str) -> str:
 def told(durable: Ledger, recorded: Container[str], report: Report, part: str) -> int:
     """Up to which of the report's incidents the sidecar need tell none again; 0: none.
 
-    Args:
-        durable: as it is in the written status.
-        recorded: keys of incidents whose Events are recorded (see `Notice.key`).
-        report: that has them.
-        part: of the run, that the pod is of.
+    `durable`: as it is in the written status; `recorded`: keys of incidents whose Events are (see `Notice.key`).
     """
     newest = 0
     for each in report.incidents:
@@ -155,10 +151,9 @@ def decoded(text: str) -> Ledger:
 
 
 def _tally(found: dict[str, Any]) -> Tally:
-    crash, losses = found.get("crash"), (_value(Loss, each) for each in found.get("losses", ()))
-    if crash is not None:
-        crash = _value(Crash, {**crash, "endings": tuple(crash["endings"])})
-    return _value(Tally, {**found, "losses": tuple(losses), "crash": crash})
+    losses = tuple(_value(Loss, each) for each in found.get("losses", ()))
+    crash = _value(Crash, found["crash"]) if "crash" in found else None
+    return _value(Tally, {**found, "losses": losses, "crash": crash})
 
 
 def _clipped(ledger: Ledger, parts: int) -> Ledger:

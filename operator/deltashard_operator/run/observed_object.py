@@ -21,7 +21,6 @@ from deltashard_operator.kube.cluster_name import (
     INTERVAL,
     POLICY,
     PRECISION,
-    PREFIX,
     RUN_ID,
     RUNS,
     SIDECAR,
@@ -129,7 +128,7 @@ class PodView:
     terminating_at_s: float = 0.0
     """End of its grace period once it is being deleted; 0: it is not."""
     restarts: int = 0
-    """Restarts of its training containers."""
+    """Of its training containers."""
     ending: Ending | None = None
     report_address: str = ""
     """Where its sidecar can be asked to report, as `address:port`; empty: not known, or its metrics are off."""
@@ -180,11 +179,7 @@ def timestamp(at_s: float) -> str:
 
 def wish_of(*maps: Mapping[str, str] | None) -> Wish:
     """What these annotation maps say; the first to say a thing counts. Admission has checked them."""
-    found: dict[str, str] = {}
-    for each in maps:
-        for key, value in (each or {}).items():
-            if key.startswith(PREFIX):
-                found.setdefault(key, value)
+    found = {key: value for each in reversed(maps) for key, value in (each or {}).items()}
     return Wish(
         policy=found.get(POLICY) or DEFAULT_POLICY,
         run_id=found.get(RUN_ID, ""),
@@ -225,21 +220,13 @@ def job_of(document: Document) -> JobView:
 
 def _workload(metadata: Document, owner: Owner | None, kind: str, api_version: str) -> Workload:
     """The owner, or the object of this kind itself."""
-    if owner is None:
-        owner = Owner(kind=kind, name=metadata["name"], uid=metadata["uid"], api_version=api_version)
-    return Workload(
-        namespace=metadata["namespace"],
-        kind=owner.kind,
-        name=owner.name,
-        uid=owner.uid,
-        api_version=owner.api_version,
-    )
+    owner = owner or Owner(api_version, kind, metadata["name"], metadata["uid"])
+    return Workload(namespace=metadata["namespace"], **owner._asdict())
 
 
 def pod_of(document: Document) -> PodView:
     metadata, spec = document["metadata"], document.get("spec") or {}
     status = document.get("status") or {}
-    notes = metadata.get("annotations") or {}
     disruption = _condition(status, "DisruptionTarget")
     disruption = disruption if disruption.get("status") == "True" else {}
     containers = [
@@ -253,7 +240,7 @@ def pod_of(document: Document) -> PodView:
         uid=metadata["uid"],
         name=metadata["name"],
         workload=workload,
-        wish=wish_of(notes),
+        wish=wish_of(metadata.get("annotations")),
         job_uid=workload.uid if workload.native == "Job" else "",
         node=spec.get("nodeName") or "",
         index=run_identity.index_of_pod(document),

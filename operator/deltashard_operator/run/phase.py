@@ -40,14 +40,8 @@ def phase_of(
 ) -> Phase:
     """The phase of a run that is not finished.
 
-    Args:
-        before: its phase so far.
-        heard: phases of the sidecars that are heard.
-        alive: a pod that can train exists.
-        started: training ever began.
-        suspended: by its Job.
-        missing: ranks are known to be away.
-        unsafe: checkpoints are not made, or not safe.
+    `heard`: of the sidecars that are; `alive`: a pod that can train exists; `started`: training ever began; `missing`:
+    ranks are known to be away; `unsafe`: checkpoints are not made, or not safe.
     """
     if not alive:
         return Phase.RECOVERING if started and not suspended else Phase.PENDING

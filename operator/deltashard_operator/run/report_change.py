@@ -11,23 +11,10 @@ from operator import attrgetter
 from deltashard_proto.cause import Cause
 
 from deltashard_operator.fleet.report import Incident, IncidentKind, PodState, Report, RunReport
-from deltashard_operator.run import failure
+from deltashard_operator.run import failure, watched_run
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.ledger import incident_key
-from deltashard_operator.run.watched_run import (
-    NO_PART,
-    OTHERS_BEAT_S,
-    SILENT_BEATS,
-    SPEAKER_BEAT_S,
-    Heard,
-    NewestCheckpoint,
-    Notice,
-    Run,
-    RunPart,
-    less,
-    part_of,
-    with_loss,
-)
+from deltashard_operator.run.watched_run import NO_PART, Heard, NewestCheckpoint, Notice, Run, RunPart, less
 
 _news = attrgetter("phase", "attempt", "store_ok", "credentials_ok")
 """What a change of a pod's state is."""
@@ -45,14 +32,14 @@ def with_report(
     known = run.heard.get(uid)
     if uid not in run.pods or (known is not None and _is_late(known, report)):
         return run, ()
-    part = part_of(run, uid, report.pod.run)
+    part = watched_run.part_of(run, uid, report.pod.run)
     speaks = _speaks(run, report, part, now_s)
     same = known is not None and _news(known.pod) == _news(report.pod)
     seen = known.incident if known is not None and known.report.process == report.process else 0
     heard = Heard(
         report=replace(report, run=None, incidents=(), saves_over=()),
         at_s=now_s,
-        beat_s=max(SPEAKER_BEAT_S if speaks else OTHERS_BEAT_S, beat_s),
+        beat_s=max(watched_run.SPEAKER_BEAT_S if speaks else watched_run.OTHERS_BEAT_S, beat_s),
         speaks=speaks,
         changed_s=known.changed_s if known is not None and same else now_s,
         incident=max(seen, *(each.id for each in report.incidents), 0),
@@ -87,14 +74,12 @@ def _speaks(run: Run, report: Report, part: str, now_s: float) -> bool:
     uid = report.who.pod_uid
     if part or not any(each.alive for key, each in run.pods.items() if key != uid):
         return True
-    known = run.parts.get(part, NO_PART)
-    other = run.heard.get(known.speaker) if known.speaker != uid else None
-    if other is not None and (not other.is_fresh(now_s) or run.pods[known.speaker].over):
-        other = None
+    live = watched_run.heard(run, now_s)
+    others = [each.pod for key, each in live.items() if each.speaks and key != uid]
     if _has_rank_0(report.pod):
-        return other is None or not _has_rank_0(other.pod) or other.pod.attempt <= report.pod.attempt
-    silent_s = now_s - max(known.spoken_at_s, run.heard_since_s or now_s)
-    return other is None and (known.speaker == uid or silent_s > SILENT_BEATS * SPEAKER_BEAT_S)
+        return not any(_has_rank_0(each) and each.attempt > report.pod.attempt for each in others)
+    silent_s = now_s - (run.heard_since_s or now_s)
+    return not others and ((uid in live and live[uid].speaks) or silent_s > watched_run.SILENCE_S)
 
 
 def event_of(kind: IncidentKind) -> str:
@@ -113,8 +98,9 @@ def _with_incident(
         if not run.ledger.has(key, said.at_s):
             message = said.message[: failure.MAX_MESSAGE]
             # The pod's clock is not ours, and its sidecar tells this at once.
-            lost = Loss(at_s=now_s, cause=failure.TRAINER_LOST, message=message, pod=who.pod, node=who.node)
-            run = with_loss(run, replace(lost, pod_uid=who.pod_uid), part, key)
+            about = {"pod": who.pod, "pod_uid": who.pod_uid, "node": who.node}
+            lost = Loss(at_s=now_s, cause=failure.TRAINER_LOST, message=message, **about)
+            run = watched_run.with_loss(run, lost, part, key)
         return run, ()
     restored = said.kind is IncidentKind.RESTORED
     reason, text = event_of(said.kind), f"pod {who.pod}: {said.message or 'no more is known'}"
@@ -135,11 +121,9 @@ def _with_part(run: Run, report: Report, part: str, *, speaks: bool, now_s: floa
     """The run with what a report tells of its part."""
     before = run.parts.get(part, NO_PART)
     after = replace(before, attempt=max(before.attempt, report.pod.attempt))
-    if speaks:
-        after = replace(after, speaker=report.who.pod_uid, spoken_at_s=now_s)
-        if report.run is not None:
-            after = _with_state(after, report.run, report.pod.attempt > before.attempt, now_s)
-            after = replace(after, kept=() if part else _kept(after, report.run, now_s))
+    if speaks and report.run is not None:
+        after = _with_state(after, report.run, report.pod.attempt > before.attempt, now_s)
+        after = replace(after, kept=() if part else _kept(after, report.run, now_s))
     commit = after.state.newest if after.state is not None else None
     # A trainer of this workload commits again; another workload's commits stand in the same log.
     if after.seq > before.seq and commit is not None and commit.attempt <= after.attempt:
@@ -177,7 +161,7 @@ def _kept(part: RunPart, told: RunReport, now_s: float) -> tuple[NewestCheckpoin
             step=each.step,
             at_s=times.get(each.seq, now_s - each.age_s),
             bytes=each.bytes,
-            pins=each.pins,
+            pins=tuple(each.pins),
         )
         for each in sorted(told.checkpoints, key=lambda each: -each.seq)
     )

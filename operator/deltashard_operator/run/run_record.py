@@ -10,11 +10,10 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
-from deltashard_checkpoint.vocabulary import bits_of
+from deltashard_checkpoint.vocabulary import RUN_PER_POD, bits_of
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision
 from google.protobuf.json_format import MessageToDict, ParseDict
@@ -58,7 +57,6 @@ def _same(names: str) -> dict[str, str]:
 # Field of the status -> of the value that has it: a time where that ends in `_s`. With `?` what is empty is left out.
 _RUN = {
     "trainingSince?": "trains_since_s",
-    "startedAt?": "started_at_s",
     "finishedAt?": "finished_at_s",
     "finishedReason?": "finished",
     "store?": "store",
@@ -154,7 +152,7 @@ def status(run: Run, now_s: float) -> Document:
         "stallSeconds": f"{progress.stall_s:.3g}" if progress.stall_s else "",
         "lostSamplesShare": f"{progress.lost_share:.6g}" if progress.partial_recoveries else "",
         "bits": bits_of(policy.encoding),
-        "stored": human_bytes(progress.stored_bytes) if progress.stored_bytes else "",
+        "stored": f"{-(-progress.stored_bytes >> 20)}Mi" if progress.stored_bytes else "",
         "newestCheckpoints": [_fields(each, _CHECKPOINT) for each in run.parts.get("", NO_PART).kept],
         "interruptions": [{"cause": cause, "count": n} for cause, n in sorted(run.ledger.causes.items())],
         "decisions": [MessageToDict(each, preserving_proto_field_name=True) for each in progress.decisions],
@@ -182,27 +180,21 @@ def run_of(found: Mapping[str, Any]) -> Run:
     spec, said = found["spec"], found.get("status") or {}
     workload = Workload(namespace=found["metadata"]["namespace"], **_read(spec["workload"], _WORKLOAD))
     own = f"{workload.name}-{workload.uid}"
-    run = Run(
-        workload=workload,
-        wish=Wish(
-            policy=spec["policy"],
-            run_id="" if spec["runId"] == own else spec["runId"],
-            runs=spec.get("runs", ""),
-        ),
-    )
-    if not said:
-        return run
+    run_id = "" if spec["runId"] == own else spec["runId"]
+    wish = Wish(policy=spec["policy"], run_id=run_id, runs=spec.get("runs", ""))
     conditions = tuple(Condition(**_read(each, _CONDITION)) for each in said.get("conditions") or ())
     # Sentences of troubles that no report repeats.
     kept = {each.type: each.message or each.reason for each in conditions if each.status == "True"}
     progress, counted = _progress_of(said), ledger.decoded(said.get("ledger", ""))
     written_s = seconds_of(said.get("observedTime"))
-    return replace(
-        run,
+    per_pod = wish.runs == RUN_PER_POD or any(counted.tallies)
+    return Run(
+        workload=workload,
+        wish=wish,
         **_read(said, _RUN),
         ledger=counted,
         progress=progress,
-        parts={} if run.per_pod or any(counted.tallies) else {"": _part_of(said, progress)},
+        parts={} if per_pod else {"": _part_of(said, progress)},
         phase=phase.Phase(said.get("phase", "Pending")),
         trained_s=float(said.get("trainedSeconds", 0)),
         seen_s=written_s,
@@ -245,13 +237,3 @@ def _progress_of(said: Mapping[str, Any]) -> Progress:
         policy=pb.Policy(every_s=said.get("intervalSeconds", 0), **_read(said, _POLICY)),
         decisions=tuple(ParseDict(each, Decision(), ignore_unknown_fields=True) for each in decisions),
     )
-
-
-def human_bytes(n: int) -> str:
-    """A size for people: three digits and a binary unit."""
-    value, unit = float(n), "B"
-    for unit in ("B", "Ki", "Mi", "Gi", "Ti", "Pi"):
-        if value < 1000 or unit == "Pi":
-            break
-        value /= 1024
-    return f"{value:.0f}{unit}" if unit == "B" or value >= 100 else f"{value:.3g}{unit}"

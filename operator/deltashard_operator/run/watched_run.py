@@ -1,9 +1,8 @@
 """One run as the controller knows it: the workload, its pods, what their sidecars say, and what has come of it. Pure.
 
-A `Run` is a value; what happens to it are functions from a run to a run. Facts come in by three ways that know nothing
-of each other and may be late: the API's watches (`with_job`, `with_pod`), the sidecars' reports (`report_change`) and
-the CheckpointRun's own status, read back when the controller starts (`run_record`). `judgement` then draws the
-conclusions. Nothing is counted twice: the run's `Ledger` holds the keys of what was counted.
+A `Run` is a value. Facts come in by three ways that know nothing of each other and may be late: the API's watches
+(`with_job`, `with_pod`), the sidecars' reports (`report_change`) and the CheckpointRun's own status, read back when the
+controller starts (`run_record`). `judgement` then draws the conclusions.
 
 Where every pod of an Indexed Job is a run of its own in the store, each of these is a **part** of the run, by the pod's
 number, and the CheckpointRun of the Job shows the one whose newest checkpoint is the oldest. Else the run has the one
@@ -40,6 +39,7 @@ SPEAKER_BEAT_S = 60.0
 OTHERS_BEAT_S = 300.0
 SILENT_BEATS = 2.5
 """A sidecar is heard as long as its newest report is younger than so many beats."""
+SILENCE_S = SILENT_BEATS * SPEAKER_BEAT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,6 @@ class Heard:
     speaks: bool = False
     """Whether it is the one that speaks for its part of the run."""
     changed_s: float = 0.0
-    """When the pod's state changed last."""
     incident: int = 0
     """The newest incident of the process that was seen."""
 
@@ -82,16 +81,12 @@ class RunPart:
     """A run in the store, by the word of who speaks for it."""
 
     attempt: int = 0
-    """The newest that a sidecar told."""
     openings: int = 0
     """How often the workload has opened it."""
     seq: int = 0
-    """Newest entry of its log."""
+    """Newest commit."""
     committed_at_s: float = 0.0
     """When that was seen, by the controller's clock."""
-    speaker: str = ""
-    """UID of the pod that speaks for it."""
-    spoken_at_s: float = 0.0
     state: RunReport | None = None
     """As it was told last, without the checkpoints; None: not by this controller's time."""
     kept: tuple[NewestCheckpoint, ...] = ()
@@ -115,14 +110,13 @@ class Progress:
     """Ranks of the newest attempt of its one run; 0: not known."""
     ranks_present: int = 0
     stall_s: float = 0.0
-    """The longest that a rank stood still for the newest commit."""
     lost_share: float = 0.0
     """Of samples, by partial recoveries so far (PLS)."""
     partial_recoveries: int = 0
     stored_bytes: int = 0
     checkpoints: int = 0
     policy: pb.Policy = field(default_factory=pb.Policy)
-    """Policy in force, as the sidecars report it."""
+    """In force, as the sidecars report it."""
     measured: Measured | None = None
     decisions: tuple[Decision, ...] = ()
 
@@ -135,10 +129,7 @@ class Notice:
     message: str
     warning: bool = True
     key: str = ""
-    """Natural key of an incident, which is told once for ever; empty: of nothing that could be told again.
-
-    A notice with a key comes again with every report until the sidecar need not tell it any more.
-    """
+    """Natural key of an incident, which comes again with every report until its sidecar need not tell it any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +158,6 @@ class Run:
     phase: Phase = Phase.PENDING
     trains_since_s: float = 0.0
     """When it last began to train; 0: it does not."""
-    started_at_s: float = 0.0
     trained_s: float = 0.0
     seen_s: float = 0.0
     """Newest time a pod or Job of it was seen to come, change or go."""
@@ -185,7 +175,6 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str]:
-        """(namespace, workload UID)."""
         return self.workload.key
 
     @property
@@ -335,5 +324,4 @@ def with_interruptions(run: Run, changed: Mapping[str, Tally], over: Iterable[In
 
 
 def finished(run: Run, how: str, at_s: float) -> Run:
-    """The run, over."""
     return replace(run, finished=how, finished_at_s=at_s)

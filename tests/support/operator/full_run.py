@@ -31,7 +31,7 @@ CHOSEN = pb.Policy(
 )
 SAID = "container trainer ended with exit code 1"
 LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=SAID, pod="train-x", pod_uid="p-1", node="node-a")
-CRASH = Crash(endings=(SAID,), seq=7, at_s=NOW_S - 60, times=3)
+CRASH = Crash(ending=SAID, seq=7, at_s=NOW_S - 60, times=3)
 KEPT = (
     NewestCheckpoint(seq=7, step=1150, at_s=NOW_S - 30, bytes=1 << 20, pins=("best",)),
     NewestCheckpoint(seq=6, step=1100, at_s=NOW_S - 330, bytes=1 << 20),
@@ -99,7 +99,6 @@ def full_run() -> Run:
         ),
         phase=Phase.TRAINING,
         trains_since_s=NOW_S - 100,
-        started_at_s=NOW_S - 200000,
         trained_s=150000.0,
         judged_s=NOW_S,
         conditions=(

@@ -138,7 +138,7 @@ def test_failures_are_the_interruptions_that_nobody_asked_for(story: list[tuple[
         ([(0, "Error", "a", 5), (40, "Error", "b", 5)], 1),
         ([(0, "Error", "a", 5), (40, "NodeLost", "", 5), (80, "Error", "a", 5)], 1),
         ([(0, "Error", "a", 5), (5, "Error", "b", 5), (9, "Error", "a", 5)], 1),  # a group, at once
-        ([(0, "Error", "a", 5), (5, "Error", "b", 5), (40, "Error", "b", 5), (41, "TrainerLost", "", 5)], 2),
+        ([(0, "Error", "a", 5), (5, "Error", "b", 5), (40, "Error", "a", 5), (41, "TrainerLost", "", 5)], 2),
     ],
 )
 def test_the_same_end_again_with_no_commit_between_is_a_crash_loop(

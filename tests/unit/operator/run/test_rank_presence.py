@@ -62,10 +62,6 @@ def without(run: Run, n: int) -> Run:
     return watched_run.without_pod(run, f"p-{n}", node_ready=True, now_s=NOW_S)
 
 
-def test_all_are_there() -> None:
-    assert shown(group()) == ("4/4", Phase.TRAINING)
-
-
 def test_a_replacement_that_waits_for_its_node_is_nobody_yet() -> None:
     """Pending, for as long as an image is pulled: the ranks are not there because a pod object is."""
     fresh = of(3, uid="q-3", phase="Pending", started=False)

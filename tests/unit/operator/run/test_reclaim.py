@@ -10,7 +10,7 @@ from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.run import judgement, reclaim, run_record, watched_run
 from deltashard_operator.run.observed_object import ABSENT_S, JobView, Wish, Workload
-from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, WAITING, Reclaim, ReclaimState
+from deltashard_operator.run.reclaim import Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import Run
 
 from tests.support.operator import sample
@@ -18,7 +18,7 @@ from tests.unit.operator.run.observed import NOW_S, TRAIN, pod
 
 JOBSET = Workload(namespace="team", kind="JobSet", name="train", uid="u-1")
 URL = "s3://checkpoints/team-a?endpoint=http://minio:9000"
-BAD = Refusal("BadPolicy", "unusable")
+WAITING, REMOVING, REMOVED, KEPT, FAILED = ReclaimState
 
 
 def policy(*, enabled: bool = True, url: str = "", **words: Any) -> Policy:
@@ -27,8 +27,8 @@ def policy(*, enabled: bool = True, url: str = "", **words: Any) -> Policy:
     return replace(sample.policy(spec), reclaims=enabled)
 
 
-DELETES = policy()
-RETAINS = policy(policy="Retain")
+DELETES, RETAINS = policy(), policy(policy="Retain")
+UNUSABLE = Refusal("BadPolicy", "it is nonsense")
 
 
 def ended(workload: Workload = TRAIN, how: str = "Completed", **more: Any) -> Run:
@@ -39,41 +39,47 @@ def judged(run: Run, said: Policy | Refusal | None = DELETES, after_s: float = 0
     return replace(run, reclaim=reclaim.judged(run, said, now_s=NOW_S + after_s, **facts))
 
 
+def moved(run: Run, state: ReclaimState) -> Run:
+    """The run after a Job came to this."""
+    return replace(run, reclaim=reclaim.moved(run.reclaim, state, "so it is", NOW_S + 60))
+
+
 def state(run: Run) -> tuple[ReclaimState, bool] | None:
-    """Where it stands, and whether a Job may be made now."""
+    """Where it stands, and whether everything speaks for it now."""
     return None if run.reclaim is None else (run.reclaim.state, run.reclaim.ready)
 
 
-def in_state(state: ReclaimState) -> Run:
-    return replace(ended(), reclaim=reclaim.moved(None, state, "so it is", NOW_S))
+def job(uid: str, outcome: str = "", at_s: float = 0.0, **more: Any) -> JobView:
+    return JobView(uid=uid, name=uid, workload=JOBSET, wish=Wish(), outcome=outcome, ended_at_s=at_s, **more)
 
 
 def test_the_bytes_go_when_the_grace_is_over() -> None:
     run = judged(ended())
-    assert run.reclaim is not None
-    assert (state(run), run.reclaim.due_s) == ((WAITING, False), NOW_S + 60)
-    assert state(judged(run, after_s=59)) == (WAITING, False)
-    assert state(judged(run, after_s=60)) == (WAITING, True)
+    assert run.reclaim == Reclaim(
+        state=WAITING, since_s=NOW_S, message="the bytes go when the grace is over", due_s=NOW_S + 60
+    )
+    assert [state(judged(run, after_s=after_s)) for after_s in (59, 60)] == [
+        (WAITING, False),
+        (WAITING, True),
+    ]
+    jobset = ended(JOBSET, "Failed", seen_s=NOW_S)
+    assert state(judged(jobset, after_s=100)) == (WAITING, False), "what it is made of may come back"
+    assert state(judged(jobset, after_s=ABSENT_S)) == (WAITING, True)
 
 
 @pytest.mark.parametrize(
     ("run", "said"),
     [
         (Run(workload=TRAIN, store=URL), DELETES),
-        (replace(in_state(REMOVING), finished=""), DELETES),
         (ended(), RETAINS),
         (ended(), sample.policy({})),
         (ended(), None),
-        (ended(), BAD),
+        (ended(), UNUSABLE),
         (judged(ended()), RETAINS),
-        (in_state(FAILED), RETAINS),
     ],
 )
-def test_nothing_is_removed_of_what_lives_or_is_retained(run: Run, said: Policy | None) -> None:
+def test_nothing_is_removed_of_what_lives_or_is_retained(run: Run, said: Policy | Refusal | None) -> None:
     assert judged(run, said, after_s=1000).reclaim is None
-
-
-LIVING = {"j": JobView(uid="j", name="j", workload=TRAIN, wish=Wish())}
 
 
 @pytest.mark.parametrize(
@@ -81,12 +87,12 @@ LIVING = {"j": JobView(uid="j", name="j", workload=TRAIN, wish=Wish())}
     [
         (ended(), policy(enabled=False), {}, "reclaim.enabled is false"),
         (ended(), DELETES, {"continued": True}, "another workload"),
-        (ended(JOBSET, "Deleted"), DELETES, {}, "comes back"),
+        (ended(JOBSET, "Deleted"), DELETES, {}, "cannot be seen"),
         (ended(), policy(url="s3://elsewhere"), {}, "names another store"),
         (ended(store=""), DELETES, {}, "no sidecar has reported"),
-        (ended(jobs=LIVING), DELETES, {}, "not ended"),
-        (judged(ended()), BAD, {}, "unusable"),
-        (in_state(FAILED), policy(enabled=False), {}, "reclaim.enabled is false"),
+        (ended(jobs={"j": job("j")}), DELETES, {}, "not ended"),
+        (judged(ended()), UNUSABLE, {}, "cannot be used"),
+        (moved(judged(ended()), FAILED), policy(enabled=False), {}, "reclaim.enabled is false"),
     ],
 )
 def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
@@ -95,8 +101,7 @@ def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
     found = judged(run, said, 1000, **facts)
     assert state(found) == (KEPT, False)
     assert found.reclaim is not None
-    assert why in found.reclaim.message
-    assert not found.reclaim.pending
+    assert (why in found.reclaim.message, found.reclaim.pending) == (True, False)
     assert state(judged(replace(ended(), reclaim=found.reclaim), after_s=1000)) == (WAITING, True)
 
 
@@ -104,45 +109,35 @@ def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
 def test_the_last_pod_is_waited_for(left: Any) -> None:
     run = judged(ended(pods={"p-1": left}), after_s=100)
     assert state(run) == (WAITING, False)
-    assert run.reclaim is not None
-    assert "train-x" in run.reclaim.message
-
-
-def jobset_job(uid: str, outcome: str = "", at_s: float = 0.0, **more: Any) -> JobView:
-    return JobView(uid=uid, name=uid, workload=JOBSET, wish=Wish(), outcome=outcome, ended_at_s=at_s, **more)
-
-
-def test_a_jobset_is_over_when_nothing_of_it_was_seen_for_a_while() -> None:
-    run = ended(JOBSET, "Failed", seen_s=NOW_S)
-    assert state(judged(run, after_s=100)) == (WAITING, False)
-    assert state(judged(run, after_s=ABSENT_S)) == (WAITING, True)
+    assert "train-x" in (run.reclaim.message if run.reclaim else "")
 
 
 def test_a_jobset_that_was_restarted_and_waits_in_a_queue_is_not_over() -> None:
     """Its new Jobs are suspended and have no pods, by which it would be known to have begun anew."""
-    run = Run(workload=JOBSET, store=URL, jobs={"a": jobset_job("a", "Failed", NOW_S)})
+    run = Run(workload=JOBSET, store=URL, jobs={"a": job("a", "Failed", NOW_S)})
     run, _ = judgement.judged(run, {}, NOW_S + 61)
     assert run.finished == "Failed"
-    run = replace(run, jobs={"b": jobset_job("b", suspended=True)})
+    run = replace(run, jobs={"b": job("b", suspended=True)})
     run, _ = judgement.judged(run, {}, NOW_S + 1000)
     assert state(judged(run, after_s=1000)) in {None, (KEPT, False)}
 
 
 def test_a_jobset_between_two_deletions_of_its_restart_has_not_ended_long_ago() -> None:
-    done_s = NOW_S - 2 * 86400
-    jobs = {"prep": jobset_job("prep", "Completed", done_s), "work": jobset_job("work", "Failed", NOW_S)}
+    jobs = {
+        "prep": job("prep", "Completed", NOW_S - 2 * 86400),
+        "work": job("work", "Failed", NOW_S),
+    }
     run, _ = judgement.judged(Run(workload=JOBSET, jobs=jobs, store=URL), {}, NOW_S)
     assert not run.finished
-    run = watched_run.without_job(run, "work", NOW_S + 1)
-    run, _ = judgement.judged(run, {}, NOW_S + 1)
+    run, _ = judgement.judged(watched_run.without_job(run, "work", NOW_S + 1), {}, NOW_S + 1)
     assert state(judged(run, policy(after="24h"), 2)) != (WAITING, True)
 
 
 @pytest.mark.parametrize("last", [REMOVING, REMOVED])
-def test_a_job_at_work_is_left_to_its_end_and_what_is_removed_stays_so(last: ReclaimState) -> None:
-    run = in_state(last)
-    for said, facts in ((DELETES, {"continued": True}), (RETAINS, {}), (BAD, {})):
-        assert judged(run, said, 1e6, **facts).reclaim == run.reclaim
+def test_what_a_job_does_or_has_done_stays_so(last: ReclaimState) -> None:
+    run = moved(judged(ended()), last)
+    for said, facts in ((DELETES, {"continued": True}), (RETAINS, {}), (UNUSABLE, {})):
+        assert judged(run, said, 1e6, **facts) == run
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -154,6 +149,4 @@ def test_it_survives_in_the_status(known: bool) -> None:
         document["status"]["reclaim"]["state"] = "Paused"
     found = run_record.run_of(document)
     assert found.finished
-    assert found.store == URL
-    assert found.reclaim is not None
-    assert found.reclaim == run.reclaim if known else found.reclaim.state is KEPT
+    assert found.reclaim == (run.reclaim if known else replace(run.reclaim, state=KEPT))  # type: ignore[type-var]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet.report import Incident, IncidentKind, KeptCheckpoint, Rank
+from deltashard_operator.fleet.report import Incident, IncidentKind, KeptCheckpoint
 from deltashard_operator.fleet.report import Phase as At
 from deltashard_operator.run import judgement, ledger, report_change, run_record, watched_run
 from deltashard_operator.run.failure import SETTLE_S
@@ -387,13 +387,6 @@ def test_the_patch_of_a_status_removes_what_is_no_more() -> None:
     before, after = {"a": 1, "b": 2, "observedTime": "x"}, {"a": 3, "observedTime": "y"}
     assert run_record.patch(before, after) == {"a": 3, "b": None, "observedTime": "y"}
     assert run_record.patch(after, after | {"observedTime": "z"}) == {}
-
-
-@pytest.mark.parametrize(
-    ("n", "text"), [(0, "0B"), (999, "999B"), (1536, "1.5Ki"), (3 << 30, "3Gi"), (123456789012, "115Gi")]
-)
-def test_sizes_are_for_people(n: int, text: str) -> None:
-    assert run_record.human_bytes(n) == text
 
 
 def test_names_and_labels_that_would_be_too_long_are_cut_and_stay_apart() -> None:
