@@ -3,8 +3,8 @@
 `deltashard-controller` stands by until it has the Lease (`lease`): it serves its pages and its port, answers reports
 with 421 and is ready. Who leads reads the CheckpointRuns, watches (`object_watch`), takes reports (`service`), nudges
 sidecars (`nudge`) and issues certificates (`authority`). Plain pages: /livez (the loop turns), /healthz (it does its
-work) and /metrics. On SIGTERM or SIGINT it ends its watches, closes its port, writes what is not written yet, lets go
-of the Lease and exits 0; a second signal hurries it.
+work) and /metrics. On SIGTERM or SIGINT it ends its watches, takes no more reports, writes what is not written yet,
+lets go of the Lease and exits 0; a second signal hurries it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 from deltashard_checkpoint.process import EVERY_ADDRESS
@@ -33,7 +32,7 @@ from deltashard_operator.fleet.nudge import Nudger
 from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube.call import ApiUnavailable, Caller
-from deltashard_operator.kube.lease import DURATION_S, LeaderOnly, Lease
+from deltashard_operator.kube.lease import DURATION_S, Lease
 from deltashard_operator.kube.object_watch import STALE_S, ObjectWatch
 from deltashard_operator.main import Serving, api_client, options_of, run
 from deltashard_operator.status_page import pages
@@ -46,16 +45,6 @@ LOAD_PAUSE_S = 2.0
 USER_AGENT = f"deltashard-controller/{VERSION}"
 """What audit logs and managedFields call it."""
 TaintKeys = tuple[str, ...]
-DISRUPTION_TAINTS = (
-    "karpenter.sh/disrupted",
-    "ToBeDeletedByClusterAutoscaler",
-    "cloud.google.com/impending-node-termination",
-    "aws-node-termination-handler/spot-itn",
-    "aws-node-termination-handler/scheduled-maintenance",
-    "aws-node-termination-handler/asg-lifecycle-termination",
-    "aws-node-termination-handler/rebalance-recommendation",
-)
-"""Taints by which others announce a node's end; few of them cordon it."""
 _log = structlog.get_logger("deltashard.controller")
 
 
@@ -91,7 +80,7 @@ class Options:
     """A controller that is silent for so long is followed by another."""
     drain_s: float = 10.0
     """How long unwritten statuses are written after SIGTERM."""
-    disruption_taints: TaintKeys = DISRUPTION_TAINTS
+    disruption_taints: TaintKeys = ()
     """Keys of taints, by commas, that announce a node's end as a cordon does."""
     log_level: str = "info"
     """The least that is logged."""
@@ -106,17 +95,22 @@ class Process:
         self.prometheus = CollectorRegistry()
         ProcessCollector(registry=self.prometheus)
         metrics = ControllerMetrics(self.prometheus)
-        self.call = Caller(api, count=lambda verb, outcome: metrics.calls.labels(verb, outcome).inc())
+
+        def count(verb: str, outcome: str) -> None:
+            metrics.calls.labels(verb, outcome).inc()
+
+        always = Caller(api, count=count, threads=1)
+        call = Caller(api, count=count, may_write=lambda: self.lease.held)
+        self.calls = (always, call)
         self.lease = Lease(
-            self.call,
+            always,
             namespace=options.namespace,
             identity=options.identity or socket.gethostname(),
             duration_s=options.lease_s,
         )
         metrics.leading.set_function(lambda: int(self.lease.held))
-        writing: Any = LeaderOnly(self.call, lambda: self.lease.held)
         self.controller = Controller(
-            call=writing,
+            call=call,
             defaults=Defaults(options.default_policy, None),
             metrics=metrics,
             keep_finished_s=options.keep_finished_days * 86400,
@@ -137,13 +131,14 @@ class Process:
         metrics.loop_lag.set_function(lambda: max(self._late_s))
         self.authority: Authority | None = None
         if options.certificates == "builtin":
-            self.authority = Authority(writing, options.namespace, self.prometheus)
+            self.authority = Authority(call, options.namespace, self.prometheus)
         fleet_metrics = FleetMetrics(self.prometheus)
-        self.reviewer = Reviewer(api, count=fleet_metrics.reviewed)
+        self.reviewer = Reviewer(api, count=lambda outcome: fleet_metrics.reviews.labels(outcome).inc())
+        self.certificate = Certificate(options.certificate_dir, "fleet", self.prometheus)
         self.fleet = ReportServer(
             ledger=self.controller,
             reviewer=self.reviewer,
-            certificate=Certificate(options.certificate_dir, "fleet", self.prometheus),
+            certificate=self.certificate,
             metrics=fleet_metrics,
             leads=lambda: self.lease.held and self.controller.loaded and not self.stopping,
         )
@@ -155,6 +150,7 @@ class Process:
         """Why it does not do its work, which is no more than to stand by while another leads."""
         led, refused, authority = self.lease.led, self.lease.refused, self.authority
         reasons = (
+            ("sidecars cannot report: there is no certificate yet", self.certificate.loaded is None),
             (f"the API does not let it have the Lease that one must hold to write: {refused}", refused),
             ("not everything that there is was seen yet", led and not self.controller.synced),
             ("the API is not heard", led and self.watch.heard_s() > STALE_S),
@@ -162,16 +158,18 @@ class Process:
             ("no controller was seen to lead yet", not led and not self.lease.followed),
             ("stopping", self.stopping),
         )
-        return [*self.fleet.unready(), *(reason for reason, is_so in reasons if is_so)]
+        return [reason for reason, is_so in reasons if is_so]
 
     async def serve(self) -> None:
         """Serve until a signal, then drain."""
-        options, serving = self.options, Serving()
-        plain = pages(self.prometheus, unready=self.unready)
+        options, serving, front = self.options, Serving(), self.certificate.front
         try:
-            metrics_port = await serving.listen(plain, options.host, options.metrics_port)
-            await self.fleet.start(options.host, options.fleet_port)
-            _log.info("controller.serving", metrics_port=metrics_port, port=self.fleet.port)
+            plain = pages(self.prometheus, unready=self.unready)
+            await serving.listen(plain, options.host, options.metrics_port)
+            runner = await serving.listen(self.fleet.application, options.host, options.fleet_port, front)
+            _log.info("controller.serving", port=options.fleet_port, metrics_port=options.metrics_port)
+            serving.start(self.certificate.watch(), "certificate")
+            serving.start(self.fleet.close_old(runner), "connections")
             serving.start(self._measure_lag(), "lag")
             leading = serving.start(self._lead(serving), "lead")
             await serving.stop.wait()
@@ -179,7 +177,6 @@ class Process:
             _log.info("controller.stopping")
             leading.cancel()  # new facts would keep the drain from its end
             await asyncio.wait([leading])
-            await self.fleet.stop()
             serving.check()
             if self.lease.held:
                 await serving.unless_hurried(self.controller.drain(options.drain_s))
@@ -187,10 +184,9 @@ class Process:
             _log.info("controller.stopped")
         finally:
             await serving.close()
-            await self.fleet.stop()
             await self.lease.release()
-            self.call.close()
-            self.reviewer.close()
+            for each in (*self.calls, self.reviewer):
+                each.close()
 
     async def _lead(self, serving: Serving) -> None:
         """Wait for the Lease, then watch."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,18 +23,19 @@ from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files
 from kubernetes import client, config
 
-from deltashard_operator import structured_logging
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.admission.webhook import Webhook
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import PolicyCache
-from deltashard_operator.kube import object_watch, watched_namespace
+from deltashard_operator.kube import watched_namespace
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.tls.certificate import Certificate
 
 PROGRAM = "deltashard-webhook"
 EXIT_FAILED, EXIT_USAGE = 1, 2
+STOP_S = 2.0
+"""Requests get so long to end when their server is closed."""
 T = TypeVar("T")
 
 
@@ -63,25 +65,17 @@ class Options:
     """The least that is logged."""
 
 
-def _namespaces(text: str) -> tuple[str, ...]:
-    """A list of namespaces, for argparse, which hides what a `ValueError` says."""
-    try:
-        return watched_namespace.listed(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "bool": lambda text: text == "true",
     "Path": Path,
     "Path | None": Path,
-    "tuple[str, ...]": _namespaces,
+    "tuple[str, ...]": watched_namespace.listed,
     "TaintKeys": lambda text: tuple(each.strip() for each in text.split(",") if each.strip()),
 }
 """How an option's text is read, by the type of its field; any other is text."""
-CHOICES = {"certificates": ("builtin", "external"), "log_level": structured_logging.LEVELS}
+CHOICES = {"certificates": ("builtin", "external"), "log_level": ("debug", "info", "warning", "error")}
 
 
 def options_of(kind: type[T], program: str, argv: Sequence[str] | None = None) -> T:
@@ -138,13 +132,13 @@ class Serving:
 
     async def listen(
         self, application: web.Application, host: str, port: int, context: SSLContext | None = None
-    ) -> int:
-        """Serve this; the port. Raises `OSError`."""
-        runner = web.AppRunner(application, access_log=None)
+    ) -> web.AppRunner:
+        """Serve this; raises `OSError`. Handshakes fail until the context has a certificate."""
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_S)
         self._runners.append(runner)
         await runner.setup()
         await web.SockSite(runner, listen(host, port), ssl_context=context).start()
-        return int(runner.addresses[0][1])
+        return runner
 
     def check(self) -> None:
         """Raise the fault of a task that ended by one."""
@@ -154,9 +148,11 @@ class Serving:
 
     async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
         """Do this, unless a second signal comes before its end."""
-        ends = [asyncio.ensure_future(work), asyncio.ensure_future(self._hurry.wait())]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        await _end(ends)
+        task, hurry = asyncio.ensure_future(work), asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait([task, hurry], return_when=asyncio.FIRST_COMPLETED)
+        await _end([task, hurry])
+        if not task.cancelled():
+            task.result()
 
     async def close(self) -> None:
         await _end(self._tasks)
@@ -172,10 +168,22 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
-    """Do a program's work to its end; its exit status."""
-    structured_logging.configure(log_level)
+    """Do a program's work to its end; its exit status. Logs are a line of JSON an event, on stderr."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[log_level.upper()]
+        ),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    for name in ("kopf", "aiohttp"):  # kopf tells of every watch
+        logging.getLogger(name).setLevel(logging.WARNING)
     raise_open_files()
-    object_watch.quiet()
     try:
         asyncio.run(work)
     except (DeltashardError, config.ConfigException, OSError) as error:
@@ -204,9 +212,9 @@ async def serve(options: Options, api: client.ApiClient) -> None:
     try:
         serving.start(webhook.certificate.watch(), "certificate")
         serving.start(watch.run(), "watch")
-        port = await serving.listen(secure, options.host, options.port, webhook.certificate.front)
-        metrics_port = await serving.listen(plain, options.host, options.metrics_port)
-        log.info("webhook.serving", port=port, metrics_port=metrics_port)
+        await serving.listen(secure, options.host, options.port, webhook.certificate.front)
+        await serving.listen(plain, options.host, options.metrics_port)
+        log.info("webhook.serving", port=options.port, metrics_port=options.metrics_port)
         await serving.stop.wait()
         serving.check()
         webhook.draining = True

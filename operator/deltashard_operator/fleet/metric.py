@@ -32,7 +32,3 @@ class FleetMetrics:
         self.reports = outcomes("reports", "Reports")
         self.reviews = outcomes("token_reviews", "Answers about tokens", *token_review.OUTCOMES)
         self.nudges = outcomes("nudges", "Sidecars asked to report at once", "sent", "failed")
-
-    def reviewed(self, outcome: str) -> None:
-        """Count an answer about a token, as `Reviewer(count=...)` has it."""
-        self.reviews.labels(outcome).inc()

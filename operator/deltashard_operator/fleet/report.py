@@ -123,9 +123,7 @@ class Incident:
     at_s: float = 0.0
     cause: str = ""
     message: str = ""
-    step: int = 0
     lost_steps: int = 0
-    seconds: float = 0.0
     attempt: int = 0
     count: int = 1
 
@@ -141,7 +139,6 @@ class PodState:
     attempt: int = 0
     saves_failed_in_a_row: int = 0
     store_ok: bool = True
-    store_proven: bool = False
     credentials_ok: bool = True
     save_blocked: str = ""
     """Why a save that is due does not happen; empty: none is blocked."""
@@ -187,8 +184,6 @@ class Report:
     process: str
     """Names the process of the sidecar: changes when the container restarts."""
     sequence: int
-    now_s: float = 0.0
-    """The pod's clock."""
     pod: PodState = PodState()
     run: RunReport | None = None
     incidents: tuple[Incident, ...] = ()

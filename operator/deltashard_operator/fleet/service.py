@@ -1,10 +1,8 @@
-"""The HTTPS server that sidecars report to: one short connection per report, nothing kept between two of them.
+"""The HTTPS application that sidecars report to: one short connection per report, nothing kept between two of them.
 
 `POST /v1/report` with the pod's projected token; fleet.proto has the messages and the answers. The replica that does
 not lead answers 421 before it looks at anything. Namespace, pod and UID of a report must be those of its token; what
 else it says is for the `Ledger` to judge. Everything runs on the caller's loop, and nothing blocks it.
-
-A connection that lasts longer than any report needs is closed, so that silent peers cannot pile up.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from collections.abc import Callable, Mapping
 
 import structlog
 from aiohttp import web
-from deltashard_checkpoint.process import listen
 from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
 from deltashard_proto.v1 import fleet_pb2 as wire
 from google.protobuf.message import DecodeError
@@ -38,7 +35,6 @@ CONNECTION_S = 30.0
 """Seconds that a connection may last: up to twice as long."""
 HEARD_BEATS = 2.5
 """A sidecar counts as heard for so many of the beats that it was told."""
-STOP_S = 2.0
 OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
     "no_token": 401,
@@ -79,7 +75,7 @@ class _Rejection(Exception):
 
 
 class ReportServer:
-    """The server. Build, `start` and use it on one asyncio loop."""
+    """Takes reports. Serve its `application` with the certificate, and run `close_old` as a task."""
 
     def __init__(
         self,
@@ -92,51 +88,16 @@ class ReportServer:
     ) -> None:
         self._ledger = ledger
         self._reviewer = reviewer
-        self._certificate = certificate
         self._metrics = metrics
         self._leads = leads
         self._heard: dict[str, float] = {}
         """Pod UID -> when it no longer counts as heard (monotonic seconds)."""
-        self._runner: web.AppRunner | None = None
-        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self.application = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.application.router.add_post(PATH, self._report)
         metrics.sidecars.set_function(self.live)
         metrics.serving.set_function(lambda: int(leads() and certificate.loaded is not None))
         for outcome in ("taken", *OUTCOMES):
             metrics.reports.labels(outcome)
-
-    @property
-    def port(self) -> int:
-        """The open port; 0: none."""
-        return self._runner.addresses[0][1] if self._runner is not None and self._runner.addresses else 0
-
-    async def start(self, host: str, port: int) -> None:
-        """Open the port; handshakes fail until there is a certificate. Raises `OSError`: it cannot be opened."""
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
-        application.router.add_post(PATH, self._report)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_S)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listen(host, port), ssl_context=self._certificate.front).start()
-        self._tasks = (
-            asyncio.create_task(self._certificate.watch(), name="fleet-certificate"),
-            asyncio.create_task(self._close_old(), name="fleet-connections"),
-        )
-
-    async def stop(self) -> None:
-        """Close the port and, after at most `STOP_S`, all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = ()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    def unready(self) -> list[str]:
-        """Why sidecars cannot report here; empty when they can."""
-        reasons = [f"the task {task.get_name()} ended" for task in self._tasks if task.done()]
-        if self._certificate.loaded is None:
-            reasons.append("the fleet service has no certificate yet")
-        return reasons
 
     def live(self) -> int:
         """How many sidecars are heard."""
@@ -144,12 +105,12 @@ class ReportServer:
         self._heard = {uid: until_s for uid, until_s in self._heard.items() if now_s < until_s}
         return len(self._heard)
 
-    async def _close_old(self) -> None:
+    async def close_old(self, runner: web.AppRunner) -> None:
+        """Close connections that last longer than any report needs, for ever."""
         before: set[object] = set()
         while True:
             await asyncio.sleep(CONNECTION_S)
-            server = self._runner.server if self._runner is not None else None
-            connections = server.connections if server is not None else []
+            connections = runner.server.connections if runner.server is not None else []
             for each in connections:
                 if each in before:
                     each.force_close()

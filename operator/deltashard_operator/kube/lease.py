@@ -7,7 +7,6 @@ write calls itself none `MARGIN_S` before anybody may take it. At its end it let
 
 Who finds another's name in the Lease that it held knows that what it counted is old: `LeaseLost`, and the process ends
 for a fresh one. An API that is away is no such reason: nothing can be written then, and the Lease is still there later.
-Who finds no Lease makes it. Where none can be had (its right is missing) nobody leads, and `refused` says why.
 """
 
 from __future__ import annotations
@@ -74,11 +73,8 @@ class Lease:
 
     async def acquire(self) -> None:
         """Wait until it is ours."""
-        said = False
+        _log.info("lease.waiting", lease=NAME)
         while not await self._try():
-            if not said:
-                _log.info("lease.waiting", lease=NAME)
-            said = True
             await self._sleep(RENEW_S)
         _log.info("lease.acquired", lease=NAME, identity=self._identity)
 
@@ -159,21 +155,3 @@ class Lease:
 
 def _holder(lease: Mapping[str, Any]) -> str:
     return str((lease.get("spec") or {}).get("holderIdentity") or "")
-
-
-class LeaderOnly:
-    """A `Caller` that changes nothing while another controller leads."""
-
-    def __init__(self, call: Caller, leads: Callable[[], bool]) -> None:
-        self._call = call
-        self._leads = leads
-
-    async def __call__(self, method: str, path: str, *args: Any, **more: Any) -> Answer:
-        """A request, as `Caller` has it; raises `ApiUnavailable` for a write of one that does not lead."""
-        if method != "GET" and not self._leads():
-            raise ApiUnavailable("this controller does not lead (any more)", where=path)
-        return await self._call(method, path, *args, **more)
-
-    async def every(self, path: str, **more: Any) -> list[Document]:
-        """All objects of a collection, as `Caller` has it."""
-        return await self._call.every(path, **more)

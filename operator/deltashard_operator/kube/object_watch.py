@@ -9,7 +9,6 @@ loop, and what happens to objects of one kind is told in the API's order.
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -236,9 +235,3 @@ def _settings(kind: WatchedKind) -> kopf.OperatorSettings:
     found.networking.connect_timeout = 10
     found.networking.error_backoffs = BACKOFFS_S
     return found
-
-
-def quiet() -> None:
-    """Have kopf log its warnings alone: it tells of every event and every watch."""
-    for name in ("kopf", "aiohttp"):
-        logging.getLogger(name).setLevel(logging.WARNING)

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import urllib3
+from aiohttp import web
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.report import Refused, Reply, Report, Unknown
 from deltashard_operator.fleet.service import ReportServer
@@ -129,14 +130,11 @@ def posted(url: str, trusted: bytes, token: str | None, body: wire.ReportRequest
 class Service:
     """A running server and all that it stands on."""
 
-    server: ReportServer
     book: Book
-    directory: Path
-    """Of its certificate."""
     authority: Authority
     metrics: FleetMetrics
     reviewer: Reviewer
-    url: str = ""
+    port: int
     leads: bool = True
 
     def value(self, name: str, **labels: str) -> float:
@@ -145,29 +143,36 @@ class Service:
         return found
 
     async def post(self, token: str | None, body: wire.ReportRequest | bytes) -> Answer:
-        return await asyncio.to_thread(posted, self.url, self.authority.pem, token, body)
+        return await asyncio.to_thread(
+            posted, f"https://localhost:{self.port}", self.authority.pem, token, body
+        )
 
 
 @asynccontextmanager
 async def serving(api: Any) -> AsyncIterator[Service]:
     """A server that reviews tokens at this API."""
     authority, metrics, book = Authority("fleet"), FleetMetrics(), Book()
-    reviewer = Reviewer(api, count=metrics.reviewed)
+    reviewer = Reviewer(api, count=lambda outcome: metrics.reviews.labels(outcome).inc())
     with TemporaryDirectory() as name:
         folder = Path(name)
         put(folder, authority.issue())
+        certificate = Certificate(folder, "fleet", metrics.registry)
+        certificate.reload()
         server = ReportServer(
             ledger=book,
             reviewer=reviewer,
-            certificate=Certificate(folder, "fleet", metrics.registry),
+            certificate=certificate,
             metrics=metrics,
             leads=lambda: service.leads,
         )
-        service = Service(server, book, folder, authority, metrics, reviewer)
-        await server.start("127.0.0.1", 0)
-        service.url = f"https://localhost:{server.port}"
+        runner = web.AppRunner(server.application, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certificate.front).start()
+        service = Service(book, authority, metrics, reviewer, port=runner.addresses[0][1])
+        closing = asyncio.create_task(server.close_old(runner))
         try:
             yield service
         finally:
-            await server.stop()
+            closing.cancel()
+            await runner.cleanup()
             reviewer.close()

@@ -153,14 +153,14 @@ def test_silent_peers_are_sent_away(
     async def scenario() -> None:
         async with serving(api) as service:
             context = ssl.create_default_context(cadata=service.authority.pem.decode())
-            reader, writer = await asyncio.open_connection("localhost", service.server.port, ssl=context)
+            reader, writer = await asyncio.open_connection("localhost", service.port, ssl=context)
             assert await reader.read() == b""
             writer.close()
         monkeypatch.setattr(reports, "CONNECTION_S", 60.0)
         monkeypatch.setattr(reports, "BODY_S", 0.2)
         async with serving(api) as service:
             context = ssl.create_default_context(cadata=service.authority.pem.decode())
-            reader, writer = await asyncio.open_connection("localhost", service.server.port, ssl=context)
+            reader, writer = await asyncio.open_connection("localhost", service.port, ssl=context)
             head = f"POST /v1/report HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 9\r\n\r\n"
             writer.write(head.encode())
             assert b" 408 " in await reader.readline()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from deltashard_operator.kube import lease as leases
 from deltashard_operator.kube.call import ApiUnavailable, Caller
-from deltashard_operator.kube.lease import LeaderOnly, Lease, LeaseLost
+from deltashard_operator.kube.lease import Lease, LeaseLost
 from deltashard_operator.run import run_record
 from kubernetes import client
 
@@ -188,12 +187,13 @@ def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
         lease = world.lease("first")
         assert not await lease._try()
         assert not lease.held
-        guarded = LeaderOnly(world.call, lambda: lease.held)
+        guarded = Caller(_api(server), may_write=lambda: lease.held)
         before = server.requests
         with pytest.raises(ApiUnavailable, match="does not lead"):
             await guarded("PATCH", "/api/v1/x", {})
         assert server.requests == before
         world.call.close()
+        guarded.close()
 
     with FixedAnswers(503, b"{}", {"Content-Type": "application/json"}) as server:
         asyncio.run(scenario(server))
@@ -262,32 +262,3 @@ def _api(server: FixedAnswers) -> client.ApiClient:
     configuration.host = f"http://127.0.0.1:{server.port}"
     configuration.retries = False
     return client.ApiClient(configuration)
-
-
-def test_an_answer_that_says_nothing_of_a_seen_lease_makes_nobody_lead() -> None:
-    """Another holds it, and the next answer is a 403 or a 401: that is no word that there is none."""
-    path = "/apis/coordination.k8s.io/v1/namespaces/system/leases/x"
-    document = {
-        "apiVersion": "coordination.k8s.io/v1",
-        "kind": "Lease",
-        "metadata": {"name": leases.NAME, "namespace": "system", "resourceVersion": "7", "selfLink": path},
-        "spec": {"holderIdentity": "other", "leaseDurationSeconds": 15},
-    }
-
-    async def scenario(held: FixedAnswers, denied: FixedAnswers) -> None:
-        world = World(_api(held), "system")
-        waiting = world.lease("mine")
-        assert not await waiting._try()
-        waiting._call = Caller(_api(denied))
-        for _ in range(3):
-            assert not await waiting._try()
-            assert not waiting.held
-        waiting._call.close()
-        world.call.close()
-
-    content = {"Content-Type": "application/json"}
-    with (
-        FixedAnswers(200, json.dumps(document).encode(), content) as held,
-        FixedAnswers(403, b"{}", content) as denied,
-    ):
-        asyncio.run(scenario(held, denied))

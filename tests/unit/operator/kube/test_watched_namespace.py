@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ def test_a_list() -> None:
 @pytest.mark.parametrize("text", ["Team", "team-*", "a.b", "-a", "a-", "a" * 64, "a b", "!a"])
 def test_what_is_no_namespace_is_named(text: str) -> None:
     """To kopf some of these would be patterns, and it would watch nothing."""
-    with pytest.raises(ValueError, match="is no namespace"):
+    with pytest.raises(ArgumentTypeError, match="is no namespace"):
         watched_namespace.listed(f"team-a,{text}")
 
 
@@ -29,7 +30,7 @@ def test_too_many_are_refused() -> None:
     """Each costs watches of its own."""
     names = [f"n{n}" for n in range(watched_namespace.MOST + 1)]
     assert len(watched_namespace.listed(",".join(names[:-1]))) == watched_namespace.MOST
-    with pytest.raises(ValueError, match="name none, which watches all"):
+    with pytest.raises(ArgumentTypeError, match="name none, which watches all"):
         watched_namespace.listed(",".join(names))
 
 
