@@ -22,6 +22,8 @@ from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.rank_presence import RankPresence
 from deltashard_operator.run.watched_run import SILENCE_S, Heard, Notice, Progress, Run, finished
 
+MAX_NODES = 64
+"""Nodes whose failures are kept apart."""
 SETTLED_S = 60.0
 """A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
 STUCK_S = 10.0
@@ -75,16 +77,22 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
 
 def _settled(run: Run, now_s: float) -> Run:
     """The run with the failures by what its parts tell of their openings."""
-    ledger, changed = run.ledger, dict[str, failure.Tally]()
-    over: list[failure.Interruption] = []
+    ledger, tallies = run.ledger, dict[str, failure.Tally]()
+    causes, nodes = dict(ledger.causes), dict(run.node_failures)
     for part, told in run.parts.items():
         # A part that was left out of the ledger begins with what it tells: its failures are in the sum.
         unknown = failure.Tally(openings=told.openings if ledger.clipped else 0)
-        after, ended = failure.with_openings(ledger.tallies.get(part, unknown), told.openings, now_s)
+        after, over = failure.with_openings(ledger.tallies.get(part, unknown), told.openings, now_s)
         if after != ledger.tallies.get(part, failure.Tally()):
-            changed[part] = after
-            over += ended
-    return watched_run.with_interruptions(run, changed, over) if changed else run
+            tallies[part] = after
+        for cause, node, times in over:
+            causes[cause] = causes.get(cause, 0) + times
+            if node and (node in nodes or len(nodes) < MAX_NODES):
+                nodes[node] = nodes.get(node, 0) + times
+    if not tallies:
+        return run
+    ledger = replace(ledger.with_tallies(tallies), causes=causes)
+    return replace(run, ledger=ledger, node_failures=nodes)
 
 
 def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Progress:

@@ -12,7 +12,7 @@ reports is asked to, until rank 0 is heard again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from deltashard_operator.fleet.report import PodState, Report, RunReport
 from deltashard_operator.run import failure
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Interruption, Loss, Tally
+from deltashard_operator.run.failure import Loss, Tally
 from deltashard_operator.run.ledger import Ledger, hashed
 from deltashard_operator.run.observed_object import JobView, NodeView, PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
@@ -31,8 +31,6 @@ from deltashard_operator.run.reclaim import Reclaim
 
 V = TypeVar("V")
 MAX_NAME = 63
-MAX_NODES = 64
-"""Nodes whose failures are kept apart."""
 NO_NODES: Mapping[str, NodeView] = {}
 SPEAKER_BEAT_S = 60.0
 """Between the reports of a sidecar that speaks for its run, when nothing changes."""
@@ -252,8 +250,7 @@ def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
         loss = failure.loss_of_container(pod, now_s)
         run = _with_end(run, pod, loss, str(pod.restarts), first=before is None)
     if before is None or not before.ends:
-        end = _loss_of(run, pod, gone=False, node_ready=node_ready, now_s=now_s)
-        run = _with_end(run, pod, end, "end", first=before is None)
+        run = _with_end_of(run, pod, gone=False, node_ready=node_ready, now_s=now_s, first=before is None)
     return run
 
 
@@ -262,8 +259,7 @@ def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
     if pod is None:
         return run
     if not pod.ends:
-        loss = _loss_of(run, pod, gone=True, node_ready=node_ready, now_s=now_s)
-        run = _with_end(run, pod, loss, "end", first=False)
+        run = _with_end_of(run, pod, gone=True, node_ready=node_ready, now_s=now_s, first=False)
     run = replace(run, pods=less(run.pods, uid), heard=less(run.heard, uid), seen_s=now_s)
     return finished(run, "Deleted", now_s) if run.workload.native == "Pod" and not run.finished else run
 
@@ -282,16 +278,17 @@ def less(mapping: Mapping[str, V], *keys: str) -> Mapping[str, V]:
     return {k: v for k, v in mapping.items() if k not in keys}
 
 
-def _loss_of(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float) -> Loss | None:
+def _with_end_of(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float, first: bool) -> Run:
     job = run.jobs.get(pod.job_uid)
     suspended = job is not None and job.suspended
-    return failure.loss_of_pod(pod, gone=gone, node_ready=node_ready, suspended=suspended, now_s=now_s)
+    loss = failure.loss_of_pod(pod, gone=gone, node_ready=node_ready, suspended=suspended, now_s=now_s)
+    return run if loss is None else _with_end(run, pod, loss, "end", first=first)
 
 
-def _with_end(run: Run, pod: PodView, loss: Loss | None, what: str, *, first: bool) -> Run:
+def _with_end(run: Run, pod: PodView, loss: Loss, what: str, *, first: bool) -> Run:
     """The run with an end of a trainer; `first`: the pod was not seen before it, so an earlier controller may have."""
     key = hashed(pod.uid, what)
-    if loss is None or run.finished or (first and run.ledger.has(key, loss.at_s)):
+    if run.finished or (first and run.ledger.has(key, loss.at_s)):
         return run
     return with_loss(run, loss, pod.index if run.per_pod else "", key)
 
@@ -310,17 +307,6 @@ def with_loss(run: Run, loss: Loss, part: str, key: str) -> Run:
     ledger = run.ledger.with_key(key, loss.at_s)
     tally = failure.with_loss(ledger.tallies.get(part, Tally()), loss, seq=run.seq_of(part))
     return replace(run, ledger=ledger.with_tallies({part: tally}))
-
-
-def with_interruptions(run: Run, changed: Mapping[str, Tally], over: Iterable[Interruption]) -> Run:
-    """The run with these tallies of parts of it, and what is over by them counted."""
-    causes, nodes = dict(run.ledger.causes), dict(run.node_failures)
-    for cause, node, times in over:
-        causes[cause] = causes.get(cause, 0) + times
-        if node and (node in nodes or len(nodes) < MAX_NODES):
-            nodes[node] = nodes.get(node, 0) + times
-    ledger = replace(run.ledger.with_tallies(changed), causes=causes)
-    return replace(run, ledger=ledger, node_failures=nodes)
 
 
 def finished(run: Run, how: str, at_s: float) -> Run:
