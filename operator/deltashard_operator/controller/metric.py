@@ -114,7 +114,12 @@ def _said(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
         if trouble.type != condition.READY and trouble.status == "True":
             yield "condition", "1 for each trouble it has", {"condition": trouble.type}, 1
     for cause, n in run.ledger.causes.items():
-        yield "interruptions_total", "Ended interruptions, a crash loop once", {"cause": cause}, n
+        yield (
+            "interruptions_total",
+            "Interruptions after which training was opened again",
+            {"cause": cause},
+            n,
+        )
     for each in now.decisions:
         decision = {
             "subject": each.subject,
