@@ -31,14 +31,10 @@ POD_SECURITY = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault
 class Options:
     """What can be set on the test."""
 
-    namespace: str = "default"
-    """Namespace of the dry runs."""
-    policy: str = ""
-    """Policy that is to serve there; empty: only the way to the webhook is tested."""
-    deadline_s: float = 90.0
-    """How long the installation may take to answer."""
-    kubeconfig: Path | None = None
-    """How to reach the API; without, as a pod."""
+    namespace: str = "default"  # namespace of the dry runs
+    policy: str = ""  # policy that is to serve there; empty: only the way to the webhook is tested
+    deadline_s: float = 90.0  # how long the installation may take to answer
+    kubeconfig: Path | None = None  # how to reach the API; without, as a pod
 
 
 class NotSo(Exception):

@@ -52,38 +52,28 @@ _log = structlog.get_logger("deltashard.controller")
 class Options:
     """What can be set on the controller."""
 
-    host: str = EVERY_ADDRESS
-    """Address both ports bind; `::` is every one of IPv4 and IPv6."""
-    fleet_port: int = 9443
-    """TLS port that sidecars report to."""
-    metrics_port: int = 9090
-    """Plain port of /healthz, /livez and /metrics."""
+    host: str = EVERY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
+    fleet_port: int = 9443  # TLS port that sidecars report to
+    metrics_port: int = 9090  # plain port of /healthz, /livez and /metrics
     certificates: str = "builtin"
     """builtin: the controller that leads issues the certificate of controller and webhook; external: somebody else."""
     certificate_dir: Path = Path("/etc/deltashard/tls")
     """Directory with tls.crt and tls.key; they may appear and change while serving."""
-    namespace: str = "deltashard-system"
-    """The controller's own, where the certificates it issues are kept."""
-    watch_namespaces: tuple[str, ...] = ()
-    """Namespaces whose runs it keeps, by commas; empty: all."""
-    default_policy: Path | None = None
-    """YAML file with the default policy's spec, the same as the webhook's."""
-    kubeconfig: Path | None = None
-    """How to reach the API; without, as a pod."""
+    namespace: str = "deltashard-system"  # the controller's own, where the certificates it issues are kept
+    watch_namespaces: tuple[str, ...] = ()  # namespaces whose runs it keeps, by commas; empty: all
+    default_policy: Path | None = None  # YAML file with the default policy's spec, the same as the webhook's
+    kubeconfig: Path | None = None  # how to reach the API; without, as a pod
     keep_finished_days: float = 7.0
     """A CheckpointRun is removed so long after its workload ended. The checkpoints stay."""
     status_interval_s: float = 30.0
     """Between writes of a run's status for new commits; a change of phase or condition is written at once."""
     identity: str = ""
     """What it is called in the Lease that keeps two controllers apart; empty: the host's name, which is the pod's."""
-    lease_s: float = DURATION_S
-    """A controller that is silent for so long is followed by another."""
-    drain_s: float = 10.0
-    """How long unwritten statuses are written after SIGTERM."""
+    lease_s: float = DURATION_S  # a controller that is silent for so long is followed by another
+    drain_s: float = 10.0  # how long unwritten statuses are written after SIGTERM
     disruption_taints: TaintKeys = ()
     """Keys of taints, by commas, that announce a node's end as a cordon does."""
-    log_level: str = "info"
-    """The least that is logged."""
+    log_level: str = "info"  # the least that is logged
 
 
 class Process:
@@ -136,7 +126,7 @@ class Process:
         self.reviewer = Reviewer(api, count=lambda outcome: fleet_metrics.reviews.labels(outcome).inc())
         self.certificate = Certificate(options.certificate_dir, "fleet", self.prometheus)
         self.fleet = ReportServer(
-            ledger=self.controller,
+            ledger=self.controller.report,
             reviewer=self.reviewer,
             certificate=self.certificate,
             metrics=fleet_metrics,

@@ -43,32 +43,23 @@ T = TypeVar("T")
 class Options:
     """What can be set on the webhook."""
 
-    host: str = EVERY_ADDRESS
-    """Address both ports bind; `::` is every one of IPv4 and IPv6."""
-    port: int = 9443
-    """TLS port of /mutate."""
-    metrics_port: int = 9090
-    """Plain port of /healthz, /livez and /metrics."""
+    host: str = EVERY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
+    port: int = 9443  # TLS port of /mutate
+    metrics_port: int = 9090  # plain port of /healthz, /livez and /metrics
     certificate_dir: Path = Path("/etc/deltashard/tls")
     """Directory with tls.crt and tls.key; they may appear and change while serving."""
     watch_namespaces: tuple[str, ...] = ()
     """Namespaces whose workloads get a sidecar, by commas; empty: all. Elsewhere annotated ones are refused."""
-    default_policy: Path | None = None
-    """YAML file with the default policy's spec."""
-    fleet_ca: Path | None = None
-    """PEM file of the authority of the controller's report service."""
-    kubeconfig: Path | None = None
-    """How to reach the API; without, as a pod."""
-    drain_s: float = 10.0
-    """How long admissions are answered after SIGTERM."""
-    log_level: str = "info"
-    """The least that is logged."""
+    default_policy: Path | None = None  # YAML file with the default policy's spec
+    fleet_ca: Path | None = None  # PEM file of the authority of the controller's report service
+    kubeconfig: Path | None = None  # how to reach the API; without, as a pod
+    drain_s: float = 10.0  # how long admissions are answered after SIGTERM
+    log_level: str = "info"  # the least that is logged
 
 
 OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
-    "bool": lambda text: text == "true",
     "Path": Path,
     "Path | None": Path,
     "tuple[str, ...]": watched_namespace.listed,

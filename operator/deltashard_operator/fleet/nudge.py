@@ -26,9 +26,6 @@ class Nudger:
         self._queue: dict[str, None] = {}
         self._waiting = asyncio.Event()
 
-    def __len__(self) -> int:
-        return len(self._queue)
-
     def nudge(self, address: str) -> None:
         """Ask the sidecar at this address (host:port, IPv6 in brackets) to report; "" asks nobody."""
         if address:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from deltashard_checkpoint.deciding.precision import MAX_TABLES
 from deltashard_checkpoint.errors import UserError
@@ -33,14 +33,11 @@ Reply = wire.ReportReply
 RunKey = tuple[str, str]
 """(namespace, workload UID): the pods that train together, and what one directive is for."""
 
-MAX_COUNT = (1 << 63) - 1
-"""Integers of the Kubernetes API are signed."""
+MAX_COUNT = (1 << 63) - 1  # integers of the Kubernetes API are signed
 MAX_NAME = 253
 MAX_TEXT = 1024
-MAX_RANKS = 256
-"""Ranks attached to a sidecar; a node has far fewer accelerators."""
-MAX_INCIDENTS = 64
-"""Incidents in a report; the sidecar keeps as many."""
+MAX_RANKS = 256  # ranks attached to a sidecar; a node has far fewer accelerators
+MAX_INCIDENTS = 64  # incidents in a report; the sidecar keeps as many
 MAX_CHECKPOINTS = 10
 MAX_PINS = 4
 MAX_ORDERS = 8
@@ -191,16 +188,12 @@ class Report:
     saves_over: tuple[SaveOver, ...] = ()
 
 
-class Ledger(Protocol):
-    """Who keeps what sidecars report: the controller. It is called on the asyncio loop and must not block."""
+Ledger = Callable[[Report], Reply]
+"""Who keeps what sidecars report. Of a report the pod is proven by its token, and its workload is not.
 
-    def report(self, report: Report) -> Reply:
-        """Take a report of a pod that is proven by its token; its workload is not.
-
-        Raises:
-            Unknown: the pod is not known, perhaps not yet.
-            Refused: it may not report: the pod is of another workload, or its run id is held by another one.
-        """
+It is called on the asyncio loop and must not block. It raises `Unknown`: the pod is not known, perhaps not yet; and
+`Refused`: the pod is of another workload, or its run id is held by another one.
+"""
 
 
 def report_of(message: wire.ReportRequest) -> Report:

@@ -27,14 +27,10 @@ from deltashard_operator.tls.certificate import Certificate
 
 PATH = "/v1/report"
 CONTENT_TYPE = "application/x-protobuf"
-MAX_BODY_BYTES = 128 << 10
-"""A report with 64 incidents of 1,024 characters has 70 KiB."""
-BODY_S = 10.0
-"""Seconds that a body may take."""
-CONNECTION_S = 30.0
-"""Seconds that a connection may last: up to twice as long."""
-HEARD_BEATS = 2.5
-"""A sidecar counts as heard for so many of the beats that it was told."""
+MAX_BODY_BYTES = 128 << 10  # a report with 64 incidents of 1,024 characters has 70 KiB
+BODY_S = 10.0  # seconds that a body may take
+CONNECTION_S = 30.0  # seconds that a connection may last: up to twice as long
+HEARD_BEATS = 2.5  # a sidecar counts as heard for so many of the beats that it was told
 OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
     "no_token": 401,
@@ -151,7 +147,7 @@ class ReportServer:
         who = value.who
         if (who.namespace, who.pod, who.pod_uid) != identity:
             raise _Rejection("wrong_pod", f"the token is of pod {identity.namespace}/{identity.pod}")
-        reply = self._ledger.report(value)
+        reply = self._ledger(value)
         self._heard[who.pod_uid] = time.monotonic() + HEARD_BEATS * reply.next_s
         return reply
 

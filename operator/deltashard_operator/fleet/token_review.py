@@ -24,15 +24,11 @@ from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
 THREADS = 8
 MAX_WAITING = 64
-REVIEW_S = 10.0
-"""Seconds for a review, waiting for its turn included."""
-GOOD_S = 3600.0
-"""A good answer holds at most so long; a pod's token lives as long by default."""
+REVIEW_S = 10.0  # seconds for a review, waiting for its turn included
+GOOD_S = 3600.0  # a good answer holds at most so long; a pod's token lives as long by default
 BAD_S = 10.0
-MAX_ANSWERS = 65536
-"""Answers that are kept: about 400 bytes each. The oldest goes first."""
-MAX_TOKEN = 8192
-"""Characters of a token; a projected one has about 1,200."""
+MAX_ANSWERS = 65536  # answers that are kept: about 400 bytes each. The oldest goes first
+MAX_TOKEN = 8192  # characters of a token; a projected one has about 1,200
 OUTCOMES = ("authentic", "refused", "cached", "unavailable", "too_many")
 PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
 _ACCOUNT = re.compile(r"system:serviceaccount:([^:]+):[^:]+")

@@ -1,12 +1,9 @@
 """A Lease: of two controllers that live at one time (one on a node that was cut off), one writes.
 
-As client-go does it. The holder writes its name and a time into the Lease every `RENEW_S`; others look whether it
-changes, and take it when it did not for so long (`DURATION_S`) by their own clock, so that no two clocks are ever
-compared. Every write is of the version that was read, so of two that write at once one is refused. A holder that cannot
-write calls itself none `MARGIN_S` before anybody may take it. At its end it lets go, and the next one need not wait.
-
-Who finds another's name in the Lease that it held knows that what it counted is old: `LeaseLost`, and the process ends
-for a fresh one. An API that is away is no such reason: nothing can be written then, and the Lease is still there later.
+As client-go does it, but that nobody compares two clocks: others take the Lease when it did not change for `DURATION_S`
+by their own. Every write is of the version that was read, so of two that write at once one is refused. A holder that
+cannot write calls itself none `MARGIN_S` before anybody may take it. Who finds another's name in the Lease that it held
+ends for a fresh process: what it counted is old. An API that is away is no such reason.
 """
 
 from __future__ import annotations

@@ -23,15 +23,11 @@ from kopf._cogs.structs.credentials import Vault
 from kopf._cogs.structs.references import NamespaceName, Resource
 from kubernetes import client
 
-SERVER_S = 240
-"""The server ends a watch after so long, and kopf goes on from where it was."""
-INACTIVITY_S = 75
-"""Bookmarks come every minute: a watch without a byte for longer is dead."""
-STALE_S = 240.0
-"""A watch that brought nothing for so long is not heard."""
+SERVER_S = 240  # the server ends a watch after so long, and kopf goes on from where it was
+INACTIVITY_S = 75  # bookmarks come every minute: a watch without a byte for longer is dead
+STALE_S = 240.0  # a watch that brought nothing for so long is not heard
 CHUNK = 500
-PAUSE_S = 2.0
-"""Before another list."""
+PAUSE_S = 2.0  # before another list
 BACKOFFS_S = (1.0, 2.0, 5.0, *(10.0,) * 60)
 """Before another try of a request that failed; after the last one there is another list."""
 Document = dict[str, Any]

@@ -1,15 +1,12 @@
 """The identity recipe: how a pod will know which run it belongs to, written before its UID exists.
 
 At Job CREATE neither the Job's UID nor (with generateName) its name is known, and one template serves every pod to
-come. So injection writes a recipe: environment variables that the kubelet fills at pod start, by the downward API from
-labels the Job and JobSet controllers put on their pods, or literally from the controller's ownerReference where only
-that tells. The kubelet also puts them together, by `$(NAME)`: no code reads a label at run time.
+come. So injection writes environment variables that the kubelet fills at pod start: by the downward API from labels of
+the Job and JobSet controllers, or literally from the controller's ownerReference where only that tells.
 
     DELTASHARD_WORKLOAD_KIND / _NAME / _UID   the workload, one for all pods and restarts of it
-    DELTASHARD_INDEX                          completion index, StatefulSet ordinal, index among a PyTorchJob's
-                                              masters or workers; empty where there is none
+    DELTASHARD_INDEX                          completion index, StatefulSet ordinal, index in a part of a PyTorchJob
     DELTASHARD_REPLICA                        which Job of a JobSet (its global index), which part of a PyTorchJob
-                                              (master, worker); empty elsewhere
     DELTASHARD_RUN_ID                         `{name}-{uid}`, or the user's `run-id`
     DELTASHARD_RUN                            `{namespace}/{run id}`: where in the store; namespaces never meet
     DELTASHARD_OWNER                          who owns that run in its log: the same for every restart

@@ -1,9 +1,8 @@
 """A server's certificate: read from files, replaced while serving, never by halves.
 
-The server listens with one front context that lives as long as the process. At every handshake its server-name
-callback (which OpenSSL runs for clients without a server name, too) hands the connection to the newest *whole*
-certificate: a context of its own, loaded from copies of both files. A file that is half written, missing or does not
-fit its partner leaves the old certificate in service. Connections that exist keep what they began with.
+The server listens with one front context. At every handshake its server-name callback (which OpenSSL runs for clients
+without a server name, too) hands the connection to the newest *whole* certificate. A file that is half written, missing
+or does not fit its partner leaves the old one in service. Connections that exist keep what they began with.
 """
 
 from __future__ import annotations

@@ -18,10 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 LEAF_S, AUTHORITY_S = 90 * 86400.0, 3650 * 86400.0
-RENEW_AT = 2 / 3
-"""Share of its life after which a leaf is issued anew."""
-BACKDATE_S = 600.0
-"""A clock may be wrong by so much and still believe a certificate of this moment."""
+RENEW_AT = 2 / 3  # share of its life after which a leaf is issued anew
+BACKDATE_S = 600.0  # a clock may be wrong by so much and still believe a certificate of this moment
 
 
 class Issued(NamedTuple):

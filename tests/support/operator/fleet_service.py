@@ -159,7 +159,7 @@ async def serving(api: Any) -> AsyncIterator[Service]:
         certificate = Certificate(folder, "fleet", metrics.registry)
         certificate.reload()
         server = ReportServer(
-            ledger=book,
+            ledger=book.report,
             reviewer=reviewer,
             certificate=certificate,
             metrics=metrics,
