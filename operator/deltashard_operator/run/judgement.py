@@ -19,7 +19,6 @@ from deltashard_operator.run import phase as phases
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.observed_object import ABSENT_S, NodeView
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.rank_presence import RankPresence
 from deltashard_operator.run.watched_run import SILENCE_S, Heard, Notice, Progress, Run, finished
 
 MAX_NODES = 64
@@ -33,27 +32,31 @@ STALE_FLOOR_S = 120.0
 """Never stale before: a restart of the controller and a slow save are no trouble."""
 
 
+ALIKE = ("stall_s", "lost_share", "partial_recoveries", "measured", "decisions")
+"""Fields of a run's progress that are as its speaker tells them."""
+
+
 def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
     """The run with phase, failures and conditions of now, and what people should hear of it."""
     run = _settled(replace(run, watched_since_s=run.watched_since_s or now_s), now_s)
     run = _ended(run, now_s)
     live = watched_run.heard(run, now_s, nodes)
-    presence = rank_presence.of_run(run, now_s, nodes)
+    expected, present, missing = rank_presence.of_run(run, now_s, nodes)
     decided, before = run.progress.decisions, run.phase
-    run = replace(run, progress=_progress(run, live, presence))
+    run = replace(run, progress=replace(_progress(run, live), world_size=expected, ranks_present=present))
     all_known = rank_presence.is_known(run, now_s, nodes)
-    facts = Facts(run=run, live=live, nodes=nodes, now_s=now_s, presence=presence, known=all_known)
+    facts = Facts(run=run, live=live, nodes=nodes, now_s=now_s, known=all_known)
     troubles = [] if run.finished else _troubles(facts)
     phase = Phase.FINISHED
     if not run.finished:
         phase = phases.phase_of(
             before,
-            rank_presence.phases(run, live, presence, known=all_known),
+            rank_presence.phases(run, live, known=all_known),
             alive=_may_train(facts),
             started=run.progress.attempt > 0,
             suspended=run.suspended,
             # Who was missing is not back before all are, whoever is heard meanwhile.
-            missing=presence.missing or (before is Phase.RECOVERING and presence.present < presence.expected),
+            missing=missing or (before is Phase.RECOVERING and present < expected),
             unsafe=any(each.type in UNSAFE for each in troubles),
         )
     trains = phase in phases.TRAINS
@@ -95,7 +98,7 @@ def _settled(run: Run, now_s: float) -> Run:
     return replace(run, ledger=ledger, node_failures=nodes)
 
 
-def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Progress:
+def _progress(run: Run, live: Mapping[str, Heard]) -> Progress:
     """How far the run is, by its parts together. What nobody tells stays as it was."""
     before = run.progress
     told = [(each, each.state) for each in run.parts.values() if each.state is not None]
@@ -110,8 +113,6 @@ def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Pr
         before,
         attempt=max((each.attempt for each in run.parts.values()), default=before.attempt),
         step=min(steps) if steps else max(before.step, min(own, default=0)),
-        world_size=presence.expected,
-        ranks_present=presence.present,
     )
     if not told:
         return progress
@@ -119,14 +120,10 @@ def _progress(run: Run, live: Mapping[str, Heard], presence: RankPresence) -> Pr
     newest = state.newest or pb.Commit(step=before.last_step, durable_s=before.durable_s)
     return replace(
         progress,
-        stall_s=state.stall_s or before.stall_s,
+        **{name: getattr(state, name) or getattr(before, name) for name in ALIKE},
         stored_bytes=sum(each.stored_bytes for _, each in told) or before.stored_bytes,
         checkpoints=sum(each.checkpoint_count for _, each in told),
         policy=state.policy if state.policy.encoding else before.policy,
-        measured=state.measured or before.measured,
-        decisions=state.decisions or before.decisions,
-        lost_share=state.lost_share or before.lost_share,
-        partial_recoveries=state.partial_recoveries or before.partial_recoveries,
         last_step=newest.step,
         last_commit_at_s=shown.committed_at_s or before.last_commit_at_s,
         last_seq=shown.seq or before.last_seq,
@@ -168,7 +165,6 @@ class Facts:
     """Sidecars that are heard, by pod UID."""
     nodes: Mapping[str, NodeView]
     now_s: float
-    presence: RankPresence
     known: bool
     """Whether all are heard that may hold a rank."""
 
@@ -197,10 +193,9 @@ def _stuck(facts: Facts) -> str:
         lost = pod.node and (node is None or not node.ready)
         if overdue and lost and not (pod.job_uid and (job is None or job.replaces_lost)):
             return (
-                f"pod {pod.name} cannot finish its deletion because node {pod.node} is lost, and it is not replaced "
-                f"before (podReplacementPolicy Failed). If the machine is off for good: `kubectl delete node "
-                f"{pod.node}`, or `kubectl taint node {pod.node} "
-                "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute`"
+                f"pod {pod.name} cannot end because node {pod.node} is lost, and is not replaced before "
+                f"(podReplacementPolicy Failed). If the machine is off for good: `kubectl delete node {pod.node}`, or "
+                f"`kubectl taint node {pod.node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute`"
             )
     return ""
 
@@ -306,14 +301,14 @@ def _is_held(type_: str, facts: Facts) -> bool:
 def _ready(run: Run, facts: Facts, troubles: Iterable[Condition]) -> Condition:
     """Whether newer checkpoints keep coming, by the first of these that holds."""
     unsafe = next((each for each in troubles if each.type in UNSAFE), None)
-    presence, status = facts.presence, "False"
+    progress, status = run.progress, "False"
     before = next((each for each in run.conditions if each.type == condition.READY), None)
     if run.finished:
         reason, text = run.finished, "the workload ended"
     elif run.phase not in phases.TRAINS:
         reason, text = run.phase.value, "no step is being trained"
-        if presence.expected > 1:
-            text += f"; {presence.present} of {presence.expected} ranks are there"
+        if progress.world_size > 1:
+            text += f"; {progress.ranks_present} of {progress.world_size} ranks are there"
     elif unsafe is not None:
         reason, text = unsafe.type, unsafe.message
     elif not facts.live:
@@ -321,7 +316,7 @@ def _ready(run: Run, facts: Facts, troubles: Iterable[Condition]) -> Condition:
             return before  # a controller that starts has not waited for a beat yet
         status, reason = "Unknown", "NotHeard"
         text = "no sidecar reports to the controller; training and its checkpoints need none"
-    elif not run.progress.last_commit_at_s:
+    elif not progress.last_commit_at_s:
         reason, text = "NoCheckpointYet", "training began; its first checkpoint is to come"
     else:
         status, reason, text = "True", "Checkpointing", "training goes on and its checkpoints are fresh"

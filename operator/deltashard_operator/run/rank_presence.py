@@ -8,29 +8,19 @@ of its own nobody is expected.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from deltashard_operator.fleet import report
 from deltashard_operator.run.observed_object import NodeView, PodView
 from deltashard_operator.run.watched_run import NO_NODES, OTHERS_BEAT_S, SILENT_BEATS, Heard, Run, heard
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPresence:
-    """The ranks of a run."""
+def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> tuple[int, int, bool]:
+    """(How many ranks there should be, 0 for not known; how many are heard; whether some are known to be away).
 
-    expected: int = 0
-    """How many there should be; 0: not known."""
-    present: int = 0
-    """How many are attached to a sidecar that is heard."""
-    missing: bool = False
-    """Whether some are known to be away."""
-
-
-def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> RankPresence:
-    """Ranks of a run by the reports that are heard; `nodes`: those that are not ready hold no rank."""
+    `nodes`: those that are not ready hold no rank.
+    """
     if run.per_pod:
-        return RankPresence()
+        return 0, 0, False
     live = {uid: each.pod for uid, each in heard(run, now_s, nodes).items() if run.pods[uid].alive}
     newest = max((pod.attempt for pod in live.values() if pod.ranks), default=0)
     group = [pod for pod in live.values() if pod.attempt in (0, newest)]  # 0: it is being opened
@@ -47,7 +37,7 @@ def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> 
         for uid, pod in run.pods.items()
         if _can_hold(pod, nodes)
     )
-    return RankPresence(expected=expected, present=present, missing=1 < expected > len(there) and all_open)
+    return expected, present, 1 < expected > len(there) and all_open
 
 
 def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
@@ -57,15 +47,13 @@ def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -
     return all(uid in run.heard for uid, pod in run.pods.items() if _can_hold(pod, nodes))
 
 
-def phases(
-    run: Run, live: Mapping[str, Heard], presence: RankPresence, *, known: bool
-) -> frozenset[report.Phase]:
+def phases(run: Run, live: Mapping[str, Heard], *, known: bool) -> frozenset[report.Phase]:
     """Phases of the sidecars that count: one without a trainer does only where ranks are known to be missing."""
     every = frozenset(each.pod.phase for each in live.values())
     holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)
     if not known:
         return frozenset() if run.per_pod else holding
-    return (holding or every) if 0 < presence.expected <= presence.present else every
+    return (holding or every) if 0 < run.progress.world_size <= run.progress.ranks_present else every
 
 
 def _can_hold(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
