@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def controller(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
     """Ask it; who stops it starts it again."""
-    running = ControllerProcess(apiserver, tmp_path_factory.mktemp("controller"), annotate_pods=True)
+    running = ControllerProcess(apiserver, tmp_path_factory.mktemp("controller"))
     running.start()
     try:
         yield running
