@@ -5,8 +5,10 @@ A report that is late or doubled changes nothing; each incident in it is counted
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 from deltashard_proto.cause import Cause
 
@@ -14,7 +16,8 @@ from deltashard_operator.fleet.report import Incident, IncidentKind, PodState, R
 from deltashard_operator.run import failure, watched_run
 from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.ledger import incident_key
-from deltashard_operator.run.watched_run import NO_PART, Heard, NewestCheckpoint, Notice, Run, RunPart, less
+from deltashard_operator.run.observed_object import timestamp
+from deltashard_operator.run.watched_run import NO_PART, Heard, Notice, Run, RunPart, less
 
 _news = attrgetter("phase", "attempt", "store_ok", "credentials_ok")
 """What a change of a pod's state is."""
@@ -152,16 +155,12 @@ def _with_state(part: RunPart, told: RunReport, anew: bool, now_s: float) -> Run
     return replace(part, seq=seq, committed_at_s=at_s, state=replace(told, checkpoints=()))
 
 
-def _kept(part: RunPart, told: RunReport, now_s: float) -> tuple[NewestCheckpoint, ...]:
+def _kept(part: RunPart, told: RunReport, now_s: float) -> tuple[Mapping[str, Any], ...]:
     """The newest checkpoints; a time that was told once stays, as ages are told anew with each report."""
-    times = {each.seq: each.at_s for each in part.kept} | {part.seq: part.committed_at_s}
-    return tuple(
-        NewestCheckpoint(
-            seq=each.seq,
-            step=each.step,
-            at_s=times.get(each.seq, now_s - each.age_s),
-            bytes=each.bytes,
-            pins=tuple(each.pins),
-        )
-        for each in sorted(told.checkpoints, key=lambda each: -each.seq)
-    )
+    times = {each["seq"]: each["time"] for each in part.kept} | {part.seq: timestamp(part.committed_at_s)}
+    found = []
+    for each in sorted(told.checkpoints, key=lambda each: -each.seq):
+        time = times.get(each.seq) or timestamp(now_s - each.age_s)
+        pins = {"pins": [*each.pins]} if each.pins else {}
+        found.append({"seq": each.seq, "step": each.step, "time": time, "bytes": each.bytes, **pins})
+    return tuple(found)

@@ -23,7 +23,7 @@ from deltashard_operator.run import failure, ledger, phase
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.observed_object import Wish, Workload, seconds_of, timestamp
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
-from deltashard_operator.run.watched_run import NO_PART, NewestCheckpoint, Progress, Run, RunPart
+from deltashard_operator.run.watched_run import NO_PART, Progress, Run, RunPart
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -69,7 +69,6 @@ _PROGRESS = _same("step? attempt? partial_recoveries? stored_bytes? checkpoints?
 _POLICY = _same("encoding? differential? goal? every_steps?")
 _WORKLOAD = _same("kind name uid api_version?")
 _POD = _same("name uid node? index?") | {"phase?": "shown_phase"}
-_CHECKPOINT = _same("seq step bytes pins?") | {"time": "at_s"}
 _RECLAIM = _same("state message") | {"since": "since_s", "due?": "due_s"}
 _CONDITION = _same("type status reason message") | {"lastTransitionTime": "since_s"}
 _LOSS = _same("cause message? pod? node? asked?") | {"time": "at_s"}
@@ -153,7 +152,7 @@ def status(run: Run, now_s: float) -> Document:
         "lostSamplesShare": f"{progress.lost_share:.6g}" if progress.partial_recoveries else "",
         "bits": bits_of(policy.encoding),
         "stored": f"{-(-progress.stored_bytes >> 20)}Mi" if progress.stored_bytes else "",
-        "newestCheckpoints": [_fields(each, _CHECKPOINT) for each in run.parts.get("", NO_PART).kept],
+        "newestCheckpoints": list(run.parts.get("", NO_PART).kept),
         "interruptions": [{"cause": cause, "count": n} for cause, n in sorted(run.ledger.causes.items())],
         "decisions": [MessageToDict(each, preserving_proto_field_name=True) for each in progress.decisions],
         "reclaim": _fields(run.reclaim, _RECLAIM) if run.reclaim is not None else {},
@@ -188,13 +187,19 @@ def run_of(found: Mapping[str, Any]) -> Run:
     progress, counted = _progress_of(said), ledger.decoded(said.get("ledger", ""))
     written_s = seconds_of(said.get("observedTime"))
     per_pod = wish.runs == RUN_PER_POD or any(counted.tallies)
+    only = RunPart(
+        attempt=progress.attempt,
+        seq=progress.last_seq,
+        committed_at_s=progress.last_commit_at_s,
+        kept=tuple(said.get("newestCheckpoints") or ()),
+    )
     return Run(
         workload=workload,
         wish=wish,
         **_read(said, _RUN),
         ledger=counted,
         progress=progress,
-        parts={} if per_pod else {"": _part_of(said, progress)},
+        parts={} if per_pod else {"": only},
         phase=phase.Phase(said.get("phase", "Pending")),
         trained_s=float(said.get("trainedSeconds", 0)),
         seen_s=written_s,
@@ -204,18 +209,6 @@ def run_of(found: Mapping[str, Any]) -> Run:
         said=kept,
         taken_by=kept.get("RunIdTaken", ""),
         reclaim=_reclaim_of(said["reclaim"]) if said.get("reclaim") else None,
-    )
-
-
-def _part_of(said: Mapping[str, Any], progress: Progress) -> RunPart:
-    """The one run of the workload, as far as it is known before its sidecars are heard."""
-    return RunPart(
-        attempt=progress.attempt,
-        seq=progress.last_seq,
-        committed_at_s=progress.last_commit_at_s,
-        kept=tuple(
-            NewestCheckpoint(**_read(each, _CHECKPOINT)) for each in said.get("newestCheckpoints") or ()
-        ),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -64,17 +64,6 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewestCheckpoint:
-    """A checkpoint that can be restored."""
-
-    seq: int
-    step: int
-    at_s: float
-    bytes: int = 0
-    pins: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPart:
     """A run in the store, by the word of who speaks for it."""
 
@@ -87,8 +76,8 @@ class RunPart:
     """When that was seen, by the controller's clock."""
     state: RunReport | None = None
     """As it was told last, without the checkpoints; None: not by this controller's time."""
-    kept: tuple[NewestCheckpoint, ...] = ()
-    """Newest checkpoints, newest first; only of the one run of a workload."""
+    kept: tuple[Mapping[str, Any], ...] = ()
+    """Newest checkpoints as the status has them, newest first; only of the one run of a workload."""
 
 
 NO_PART = RunPart()

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Crash, Loss, Tally
 from deltashard_operator.run.ledger import Ledger
-from deltashard_operator.run.observed_object import PodView, Wish, Workload
+from deltashard_operator.run.observed_object import PodView, Wish, Workload, timestamp
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import NewestCheckpoint, Progress, Run, RunPart
+from deltashard_operator.run.watched_run import Progress, Run, RunPart
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from google.protobuf.message import Message
@@ -32,9 +32,9 @@ CHOSEN = pb.Policy(
 SAID = "container trainer ended with exit code 1"
 LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=SAID, pod="train-x", pod_uid="p-1", node="node-a")
 CRASH = Crash(ending=SAID, seq=7, at_s=NOW_S - 60, times=3)
-KEPT = (
-    NewestCheckpoint(seq=7, step=1150, at_s=NOW_S - 30, bytes=1 << 20, pins=("best",)),
-    NewestCheckpoint(seq=6, step=1100, at_s=NOW_S - 330, bytes=1 << 20),
+KEPT = tuple(
+    {"seq": seq, "step": step, "time": timestamp(NOW_S - age_s), "bytes": 1 << 20, "pins": ["best"]}
+    for seq, step, age_s in ((7, 1150, 30), (6, 1100, 330))
 )
 DECISION = Decision(
     subject="interval",
