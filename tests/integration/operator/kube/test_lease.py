@@ -12,12 +12,10 @@ import pytest
 from deltashard_operator.kube import lease as leases
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.lease import Lease, LeaseLost
-from deltashard_operator.run import run_record
 from kubernetes import client
 
 from tests.support.eventually import eventually
 from tests.support.in_a_loop import in_a_loop
-from tests.support.operator.controller_api import Api, controller_of, job, pod
 from tests.support.operator.controller_process import ControllerProcess
 from tests.support.operator.fleet_service import posted
 from tests.support.server.apiserver import ApiServer, Rest
@@ -197,28 +195,6 @@ def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
 
     with FixedAnswers(503, b"{}", {"Content-Type": "application/json"}) as server:
         asyncio.run(scenario(server))
-
-
-@in_a_loop
-async def test_a_controller_that_does_not_lead_writes_nothing() -> None:
-    """It takes facts in, and what comes of them is written when it leads again."""
-    api, leads = Api(), False
-    api.let_go.set()
-    controller = controller_of(api, leads=lambda: leads)
-    await controller.load()
-    controller.watches.on_job(job())
-    controller.watches.on_pod(pod())
-
-    async def written() -> list[str]:
-        controller.tick()
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
-        return [each for each in api.asked if not each.startswith("GET")]
-
-    assert await written() == []
-    await controller.drain(60.0)
-    assert await written() == []
-    leads = True
-    assert f"POST /apis/{run_record.API_VERSION}/namespaces/n/{run_record.PLURAL}" in await written()
 
 
 def test_a_second_controller_stands_by_for_the_first_ones_end(
