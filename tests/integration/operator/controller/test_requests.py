@@ -93,19 +93,6 @@ def test_a_save_is_ordered_when_its_run_begins_and_completed_by_its_sidecar_alon
     assert "is finished (Completed)" in reaches(cluster, "Failed")["conditions"][0]["message"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_it_fails_at_its_deadline_by_itself(
-    controller: ControllerProcess, cluster: Cluster, there: bool
-) -> None:
-    """Whether the run never began, or never saved."""
-    if there:
-        training(controller, cluster)
-    ask(cluster, "train", deadline="10s")
-    (condition,) = reaches(cluster, "Failed")["conditions"]
-    assert (condition["status"], condition["reason"]) == ("False", "DeadlineExceeded")
-    assert ("no sidecar of the run reported" if there else "there was no run train") in condition["message"]
-
-
 def test_a_controller_that_begins_anew_orders_the_same_save_and_removes_what_is_over(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
@@ -128,17 +115,3 @@ def test_a_controller_that_begins_anew_orders_the_same_save_and_removes_what_is_
     controller.stop()
     controller.keep_finished_days = 7.0
     controller.start()
-
-
-def test_pods_bear_the_time_of_the_newest_checkpoint(controller: ControllerProcess, cluster: Cluster) -> None:
-    job = cluster.job()
-    pod = cluster.running_pod(job)
-    Sidecar(controller, cluster, pod, job).report(step=9, seq=1, committed=8)
-    time = eventually(lambda: cluster.status(job).get("lastCommitTime"), "a commit")
-    path = cluster.path("pods", pod["metadata"]["name"])
-
-    def noted() -> object:
-        notes = cluster.http("GET", path).document["metadata"]["annotations"]
-        return notes.get("deltashard.io/checkpoint-time")
-
-    assert eventually(noted, "the annotation", timeout_s=120) == time
