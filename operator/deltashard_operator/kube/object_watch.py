@@ -135,6 +135,7 @@ class ObjectWatch:
                 request.headers["Authorization"] = token
             response, path = await handler(request), request.url.path
             if response.status == 401:  # of which kopf would make a login that nobody answers
+                response.close()
                 raise aiohttp.ClientConnectionError("the API does not know the token")
             if response.status < 400:
                 self._heard_s[path] = time.monotonic()

@@ -101,6 +101,7 @@ CONDITION = 'deltashard_run_condition{namespace="team-a",run="train",condition="
 REJECTED = 'apiserver_admission_webhook_rejection_count{name="jobs.deltashard.io",error_type="%s",operation="CREATE"}'
 ADMITTED = 'deltashard_webhook_admissions_total{kind="Job",outcome="%s"}'
 NOT_AFTER = 'deltashard_%s_certificate_not_after_timestamp_seconds{namespace="deltashard-system"}'
+AUTHORITY = 'deltashard_authority_not_after_timestamp_seconds{namespace="deltashard-system"}'
 RECLAIMS = 'deltashard_controller_reclaims_total{outcome="%s"}'
 SERVING = 'deltashard_fleet_serving{pod="deltashard-controller-%s"}'
 REPORTS = 'deltashard_fleet_reports_total{outcome="%s"}'
@@ -168,6 +169,7 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ("WebhookErrors", "it refuses what is wrong", {ADMITTED % "BadAnnotation": rising(begins_s=3300)}, False),
     ("CertificateNearExpiry", "of the webhook", {NOT_AFTER % "webhook": steady(HOUR + 13 * DAY)}, True),
     ("CertificateNearExpiry", "of the controller", {NOT_AFTER % "fleet": steady(HOUR + 13 * DAY)}, True),
+    ("CertificateNearExpiry", "of the authority", {AUTHORITY: steady(HOUR + 80 * DAY)}, True),
     (
         "CertificateNearExpiry",
         "one of two",
