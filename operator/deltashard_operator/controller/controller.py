@@ -1,14 +1,11 @@
 """The controller: what the watches and the sidecars say goes in, CheckpointRuns, Events and answers come out.
 
-Everything here runs on one asyncio loop and nothing waits: handlers (`watch`) and the ledger put facts into the run
-they are of and mark it (`run_book`); `pump` draws conclusions from marked runs a few times a second and offers what is
-to be written (`writer`, `write_queue`). So a burst of a thousand reports costs a thousand small updates and as many
-judgements as there are runs.
-
-What was counted survives in the CheckpointRuns, which are read before anything else. A sidecar is told that an incident
-is taken when the status that counts it is written and its Event is recorded, so that a controller that dies in between
-hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none is directed: a
-policy that was not seen yet is not one that is not there.
+Everything is on one asyncio loop and nothing waits: handlers (`watch`) and reports put facts into the run they are of
+and mark it (`run_book`); `pump` judges the marked runs a few times a second and offers what is to be written (`writer`,
+`write_queue`). What was counted survives in the CheckpointRuns, which are read before anything else. A sidecar is told
+that an incident is taken when the status that counts it is written and its Event is recorded, so that a controller that
+dies in between hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none
+is directed: a policy that was not seen yet is not one that is not there.
 """
 
 from __future__ import annotations
@@ -122,8 +119,6 @@ class Controller:
         self.loaded = True
         _log.info("controller.loaded", runs=len(self._books.by_key))
 
-    # -- what the sidecars say ---------------------------------------------------------------------------------------
-
     def report(self, report: Report) -> Reply:
         """Take a report and answer it, see `report.Ledger`."""
         entry = self._entry_of(report.who)
@@ -176,8 +171,6 @@ class Controller:
         told = run.heard[pod_uid].pod
         in_force = watched_run.policy_in_force(run, watched_run.part_of(run, pod_uid, told.run))
         return directive.due(policy.saving, told.directive, in_force)
-
-    # -- conclusions -------------------------------------------------------------------------------------------------
 
     async def pump(self) -> None:
         while True:

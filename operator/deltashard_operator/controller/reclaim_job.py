@@ -28,11 +28,6 @@ from deltashard_operator.run.watched_run import Run
 CONTAINER = "reclaim"
 SAID = "/dev/termination-log"
 """Where the kubelet finds the container's last word, and the pod's status has it."""
-SCRATCH = "256Mi"
-TRIES = 6
-DEADLINE_S = 6 * 3600
-KEPT_S = 24 * 3600
-"""The ended Job stays so long for its log's readers; the next one is never made before."""
 Document = dict[str, Any]
 
 
@@ -69,7 +64,7 @@ def manifest(run: Run, policy: Policy) -> Document:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "containers": [container],
-        "volumes": [{"name": CACHE_VOLUME, "emptyDir": {"sizeLimit": SCRATCH}}, *volumes],
+        "volumes": [{"name": CACHE_VOLUME, "emptyDir": {"sizeLimit": "256Mi"}}, *volumes],
     }
     if sidecar["imagePullSecrets"]:
         pod["imagePullSecrets"] = [{"name": each} for each in sidecar["imagePullSecrets"]]
@@ -90,9 +85,9 @@ def manifest(run: Run, policy: Policy) -> Document:
             "labels": labels,
         },
         "spec": {
-            "backoffLimit": TRIES,
-            "activeDeadlineSeconds": DEADLINE_S,
-            "ttlSecondsAfterFinished": KEPT_S,
+            "backoffLimit": 6,
+            "activeDeadlineSeconds": 6 * 3600,
+            "ttlSecondsAfterFinished": 24 * 3600,  # for its log's readers; another one is never made before
             "template": {
                 "metadata": {**restricted.NO_MESH, "labels": labels | restricted.NO_MESH["labels"]},
                 "spec": pod,

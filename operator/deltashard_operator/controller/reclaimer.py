@@ -15,8 +15,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
-import structlog
-
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.run_book import Entries, Entry
@@ -30,7 +28,6 @@ from deltashard_operator.run.watched_run import Notice
 MOST = 4
 """Jobs of a namespace at work at once."""
 _REASONS = {REMOVED: "Reclaimed", KEPT: "ReclaimKept", FAILED: "ReclaimFailed"}
-_log = structlog.get_logger("deltashard.reclaim")
 
 
 class Reclaimer:
@@ -94,12 +91,8 @@ class Reclaimer:
         # IMPORTANT: nothing is waited for between this look and the request.
         run = entry.run
         policy = self._books.policy_of(run)
-        found = reclaim.judged(
-            replace(run, reclaim=None),
-            policy,
-            continued=self._books.is_continued(entry),
-            now_s=self._wall(),
-        )
+        anew, continued = replace(run, reclaim=None), self._books.is_continued(entry)
+        found = reclaim.judged(anew, policy, continued=continued, now_s=self._wall())
         if found is None or not found.ready or self._books.by_key.get(run.key) is not entry:
             self._set(entry, found)
             return
@@ -130,17 +123,10 @@ class Reclaimer:
             self._books.set(entry, replace(entry.run, reclaim=found))
 
     def _move(self, entry: Entry, state: ReclaimState, message: str) -> None:
-        before, run = entry.run.reclaim, entry.run
+        before = entry.run.reclaim
         found = reclaim.moved(before, state, message, self._wall())
         self._set(entry, found)
         if state in _REASONS and (before is None or before.state is not state):
             notice = Notice(reason=_REASONS[state], message=found.message, warning=state is not REMOVED)
             entry.notices.append(notice)
             self._books.metrics.reclaims.labels(state.value.lower()).inc()
-            _log.info(
-                "reclaim.ended",
-                namespace=run.workload.namespace,
-                run=run.name,
-                state=state.value,
-                why=message,
-            )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import structlog
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
 from deltashard_operator.controller import status
@@ -26,7 +25,6 @@ from deltashard_operator.run.request import CheckpointRequest, RequestFacts, Req
 
 PLURAL = "checkpointrequests"
 Document = Mapping[str, Any]
-_log = structlog.get_logger("deltashard.requests")
 
 
 @dataclass(slots=True)
@@ -102,9 +100,6 @@ class CheckpointRequests:
             known.ordered = entry.run.key
             orders.open(entry.run.key, found.order, found.until_s)
             self._books.nudge(entry)
-        if found.phase is not request.phase:
-            about = {"namespace": found.namespace, "request": found.name}
-            _log.info("request.moved", **about, phase=found.phase.value, why=found.message)
 
     def _offer(self, known: _Known, now_s: float) -> None:
         key, request = (PLURAL, known.request.uid), known.request

@@ -1,14 +1,9 @@
 """What the API says: watched objects become facts of runs, and what is not listed any more is gone.
 
 Handlers put facts into the run they are of, which marks it; they draw no conclusions and never wait.
-
-Whose a pod is, its ownerReference says; whose the Job is that it names, the Job. A pod that is seen before its Job
-waits for it, unless the API says that no such Job is to come: one that was made before the webhook has not our label,
-and one that ended long ago is nobody's any more. Of pods that nobody comes for, only the living are kept.
-Once known, a pod stays with its run.
-
-When all kinds are listed it is settled whose the waiting pods are and which runs are over unseen, every few seconds;
-from the first time on a new controller has seen all that there is, policies included.
+A pod that is seen before its Job waits for it, since only the Job says whose it is, unless the API says that no such
+Job is to come: one that was made before the webhook has not our label, and one that ended long ago is nobody's any
+more. Then only living pods are kept. Once known, a pod stays with its run.
 """
 
 from __future__ import annotations
@@ -190,8 +185,6 @@ class Watches:
                 else:
                     self._books.lost(entry)
 
-    # -- whose pods are whose Job is not known, and what is over unseen -----------------------------------------------
-
     def on_list(self) -> None:
         self._listed = True
 
@@ -224,10 +217,7 @@ class Watches:
         self.synced = True
 
     async def _is_to_come(self, job: Workload) -> bool:
-        """Whether the watch will bring this Job: whether it is there, with our label, and not over for long.
-
-        Raises `ApiUnavailable`.
-        """
+        """Whether the watch will bring this Job: it is there, with our label, and not over for long."""
         path = f"/apis/batch/v1/namespaces/{job.namespace}/jobs/{job.name}"
         answer = await self._books.call("GET", path)
         if not answer.ok and answer.status != 404:

@@ -5,16 +5,15 @@ somebody else has written meanwhile, as a controller that leads at the same time
 what it counts: sidecars tell again what is not in it.
 
 An Event's name is made of what it tells, so that who tells the same again, perhaps another controller, finds it there
-(409) and knows that it is recorded. A sidecar's incident has a natural key (`Notice.key`); anything else is the same if
-its text is and it is told within ten minutes. What waits is bounded: an incident for which there is no room is not
-recorded, so its sidecar brings it again. One whose Event the API refuses is: nobody could tell it later.
+(409). A sidecar's incident has a natural key (`Notice.key`); anything else is the same if its text is and it is told
+within ten minutes. What waits is bounded: an incident for which there is no room is brought again by its sidecar.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -44,12 +43,8 @@ class Writes:
     def __init__(self, books: Entries) -> None:
         self._books = books
         self._waiting: set[str] = set()
-        self._recorded: dict[str, None] = {}
-
-    @property
-    def recorded(self) -> Container[str]:
+        self.recorded: dict[str, None] = {}
         """Keys of the newest incidents that need not be told any more."""
-        return self._recorded
 
     def adopt(self, entry: Entry, document: Document) -> None:
         """Know a CheckpointRun as the API has it."""
@@ -127,7 +122,7 @@ class Writes:
         while entry.served is not None and entry.notices:
             notice, uid = entry.notices.popleft(), entry.served["uid"]
             key = notice.key or f"{uid}/{notice.reason}/{notice.message}/{self._books.wall() // SAME_S:.0f}"
-            if key in self._waiting or key in self._recorded:
+            if key in self._waiting or key in self.recorded:
                 continue
             if len(self._waiting) >= MAX_WAITING:
                 self._books.metrics.events.labels("dropped").inc()
@@ -159,9 +154,9 @@ class Writes:
                 _log.warning("events.refused", reason=notice.reason, error=answer.sentence)
         self._waiting.discard(key)
         self._books.queue.forget(("event", key))
-        self._recorded[key] = None
-        if len(self._recorded) > MAX_RECORDED:
-            del self._recorded[next(iter(self._recorded))]
+        self.recorded[key] = None
+        if len(self.recorded) > MAX_RECORDED:
+            del self.recorded[next(iter(self.recorded))]
 
     def _replaced(self, entry: Entry) -> Notice | None:
         """A new UID under an old name: how the older run is continued."""
