@@ -64,8 +64,9 @@ class RunClaim:
     @property
     def label(self) -> str:
         """Selects the Jobs and CheckpointRuns that may be of this run."""
-        if not self.run_id:
-            return f"{WORKLOAD_UID}={self.workload_uid}"
+        if self.source or not self.run_id:
+            mine = f"{WORKLOAD_UID}={self.workload_uid}"
+            return f"{RUN_ID}={run_label(self.run_id)}" if self.source else mine
         if self.per_pod:
             return RUN_ID
         *words, last = self.run_id.split("-")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,48 +28,19 @@ PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
-def dripping() -> Iterator[client.ApiClient]:
-    """An API that answers every request, a byte at a time, and never comes to an end while it is in use."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    over = threading.Event()
-    threads: list[threading.Thread] = []
-
-    def drip(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-            while not over.wait(0.05):
-                connection.sendall(b" ")
-
-    def accept() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threads.append(threading.Thread(target=drip, args=(connection,)))
-            threads[-1].start()
-
-    accepting = threading.Thread(target=accept)
-    accepting.start()
+def silent() -> Iterator[client.ApiClient]:
+    """An API that takes every request and answers none."""
     configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    configuration.retries = False
-    try:
-        with client.ApiClient(configuration) as api:
-            yield api
-    finally:
-        over.set()
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        for thread in (accepting, *threads):
-            thread.join()
+    with socket.create_server(("127.0.0.1", 0)) as listener, client.ApiClient(configuration) as api:
+        configuration.host = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        configuration.retries = False
+        yield api
 
 
 def _answer(
     folder: Path, policy: str, *, known: bool = True, watched: tuple[str, ...] = ()
 ) -> tuple[Answer, float]:
-    """The answer for a Job with a `run-id` while the API drips, and how often nobody knew who holds the run.
+    """The answer for a Job with a `run-id` while the API is silent, and how often nobody knew who holds the run.
 
     `known`: its policy is in the cache.
     """
@@ -100,7 +70,7 @@ def _answer(
         return await webhook.answer(json.dumps(sample.review(job)).encode(), end_s)
 
     async def scenario() -> Answer:
-        with dripping() as api:
+        with silent() as api:
             return await asyncio.wait_for(answered(api), PATIENCE_S)
 
     answer = asyncio.run(scenario())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from deltashard_operator.admission import run_holder
 from deltashard_operator.admission.run_holder import RunClaim
@@ -35,14 +37,16 @@ def test_who_would_train_one_run(claimed: tuple[str, bool], held: tuple[str, boo
 
 
 @pytest.mark.parametrize(
-    ("run_id", "label"),
+    ("words", "label"),
     [
-        ("exp", "deltashard.io/run-id in (exp)"),
-        ("exp-worker-1", "deltashard.io/run-id in (exp-worker-1,exp,exp-worker)"),
+        ({"run_id": "exp"}, "deltashard.io/run-id in (exp)"),
+        ({"run_id": "exp-worker-1"}, "deltashard.io/run-id in (exp-worker-1,exp,exp-worker)"),
+        ({"run_id": "exp-1", "source": True}, "deltashard.io/run-id=exp-1"),
+        ({"workload_uid": "w"}, "deltashard.io/workload-uid=w"),
     ],
 )
-def test_all_that_a_name_may_be_a_pods_of_is_asked_for(run_id: str, label: str) -> None:
-    assert RunClaim(namespace="n", run_id=run_id).label == label
+def test_all_that_a_name_may_be_a_pods_of_is_asked_for(words: dict[str, Any], label: str) -> None:
+    assert RunClaim(namespace="n", **words).label == label
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_all_that_a_name_may_be_a_pods_of_is_asked_for(run_id: str, label: str) 
 def test_a_run_stays_in_its_store(was: str, now: str, moved: bool, words: dict[str, str]) -> None:
     """Whoever asks for it: a workload by run-id, the next pod of its own, or a run that begins with its checkpoint."""
     record = {"metadata": {"name": "w-x"}, "spec": {"runId": "exp"}, "status": {"store": was}}
-    refusal = run_holder._moved(RunClaim(namespace="n", **words), record, now)  # type: ignore[arg-type]
+    refusal = run_holder._moved(RunClaim(namespace="n", **words), record, now)
     assert (refusal is not None) == moved
     if refusal is not None:
         assert (refusal.code, refusal.where == "deltashard.io/restore-from") == (
