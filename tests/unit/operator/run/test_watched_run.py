@@ -86,11 +86,6 @@ def test_what_only_an_incident_tells_stays_until_it_is_over_and_survives_the_con
     assert not is_true(over, type_), "told again, as its Event is not recorded yet, it is no new one"
 
 
-def test_a_commit_ends_a_fencing() -> None:
-    run = told(training(), report(seq=1, incidents=[Incident(id=1, kind=K.FENCED)]))
-    assert not is_true(told(run, report(seq=2)), "Fenced")
-
-
 def test_the_fencing_of_a_trainer_that_was_replaced_is_told_and_no_trouble() -> None:
     """A node comes back with its old pod, whose attempt is over. Attempts of two parts are not compared."""
     run = told(seen(training(), pod(uid="p-2")), report("p-2", seq=1, attempt=2))
@@ -103,6 +98,7 @@ def test_the_fencing_of_a_trainer_that_was_replaced_is_told_and_no_trouble() -> 
         )
     run = told(run, report("p-1", run=f"{RUN}-1", incidents=[Incident(id=1, kind=K.FENCED)]))
     assert is_true(run, "Fenced")
+    assert not is_true(told(run, report("p-1", run=f"{RUN}-1", seq=2)), "Fenced"), "it commits again"
 
 
 def test_a_workload_that_another_one_displaced_stays_fenced_until_it_trains_again() -> None:
