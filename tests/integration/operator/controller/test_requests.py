@@ -91,27 +91,3 @@ def test_a_save_is_ordered_when_its_run_begins_and_completed_by_its_sidecar_alon
     cluster.reaches(job, phase="Finished")
     ask(cluster, "train")
     assert "is finished (Completed)" in reaches(cluster, "Failed")["conditions"][0]["message"]
-
-
-def test_a_controller_that_begins_anew_orders_the_same_save_and_removes_what_is_over(
-    controller: ControllerProcess, cluster: Cluster
-) -> None:
-    job, sidecar = training(controller, cluster)
-    cluster.reaches(job, phase="Training")
-    uid = ask(cluster, cluster.run(job)["metadata"]["name"])
-    reaches(cluster, "Ordered")
-    controller.stop(signal.SIGKILL)
-    controller.start()
-    eventually(lambda: ordered(sidecar) == [uid], "the same order")
-    failed = wire.SaveOver(id=uid, outcome=wire.SaveOver.OUTCOME_FAILED, cause="Full: no room")
-    ordered(sidecar, (failed,))
-    found = reaches(cluster, "Failed")
-    assert found["conditions"][0]["message"] == "the save failed: Full: no room"
-    controller.stop()
-    controller.keep_finished_days = 0.0
-    controller.start()
-    path = cluster.path("checkpointrequests", "now")
-    eventually(lambda: cluster.http("GET", path).status == 404, "it is removed")
-    controller.stop()
-    controller.keep_finished_days = 7.0
-    controller.start()

@@ -287,27 +287,11 @@ async def test_a_job_without_our_label_that_lives_is_not_gone(bench: Bench) -> N
     assert len(bench.api.made) == 1, "once it is gone"
 
 
-@in_a_loop
-async def test_of_many_runs_of_one_id_the_last_goes(bench: Bench) -> None:
-    """A CronJob whose Jobs continue one run leaves a thousand CheckpointRuns of its id in a week."""
-    for n in range(1, 300):
-        bench.see(ended_job(number=n, at_s=BEGAN_S + n, run_id="nightly"))
-    bench.now_s += 400
-    await bench.go(60)
-    assert len(bench.api.made) == 1
-    assert [each.run.name for each in bench.books if state_of(each) is REMOVING] == ["train299-0000012b"]
-
-
-def made(spec: Document | None = None, **more: Any) -> tuple[Document, Document]:
-    """The Job of a policy with this spec, and the spec of its pods."""
-    run = Run(workload=Workload(namespace="team", kind="Job", name="train", uid=UID))
-    found = reclaim_job.manifest(run, replace(sample.policy(spec), **more))
-    return found, found["spec"]["template"]["spec"]
-
-
 def test_the_job_has_the_store_s_secret_and_nothing_of_the_api_and_neither_mesh_nor_queue_stops_it() -> None:
     queue = {"kueue.x-k8s.io/queue-name": "chores"}
-    found, spec = made(reclaim_labels=queue)
+    run = Run(workload=Workload(namespace="team", kind="Job", name="train", uid=UID))
+    found = reclaim_job.manifest(run, replace(sample.policy(), reclaim_labels=queue))
+    spec = found["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert container["command"][:2] == ["deltashard", "reclaim"]
     assert container["args"][:4] == ["--run", f"team/train-{UID}", "--workload", UID]
@@ -324,11 +308,3 @@ def test_the_job_has_the_store_s_secret_and_nothing_of_the_api_and_neither_mesh_
     metadata = found["spec"]["template"]["metadata"]
     assert metadata["labels"]["sidecar.istio.io/inject"] == "false"
     assert metadata["annotations"]["linkerd.io/inject"] == "disabled"
-
-
-def test_the_job_reaches_a_store_by_an_account_s_identity() -> None:
-    identity = {"url": "s3://bkt/p", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}}
-    _, spec = made({"store": identity, "reclaim": {"serviceAccount": "trainer"}})
-    assert spec["serviceAccountName"] == "trainer"
-    (tokens,) = [each["projected"]["sources"] for each in spec["volumes"] if "projected" in each]
-    assert [each["serviceAccountToken"]["audience"] for each in tokens] == ["sts.amazonaws.com"]

@@ -37,6 +37,7 @@ class Api:
             "spec": {"runRef": {"name": "train-u-1"}, "deadline": "5m"},
         }
         self.lost_replies = 0
+        self.deleted = False
 
     def touched(self) -> None:
         """Somebody else changed the object."""
@@ -47,6 +48,7 @@ class Api:
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
     ) -> Answer:
+        self.deleted = self.deleted or method == "DELETE"
         if method == "PATCH":
             if (body or {})["metadata"]["resourceVersion"] != self.document["metadata"]["resourceVersion"]:
                 return Answer(status=409, document={})
@@ -117,6 +119,9 @@ async def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -
     anew.requests.over(KEY, replace(OVER, outcome=Outcome.FAILED))
     await anew.go(9)
     assert (anew.ordered(), anew.phase()) == ([], "Completed"), "what is written is so for both"
+    assert not bench.api.deleted
+    await bench.go(3600)
+    assert bench.api.deleted
 
 
 @in_a_loop
