@@ -117,9 +117,10 @@ def called(name: str) -> str:
 
 def not_found(name: str, *, default: bool) -> Refusal:
     """The refusal of a workload whose policy does not exist; `default`: the chart has a default policy."""
+    kind, bare = called(name).split()
     where = "" if name.startswith(CLUSTER) else " in the workload's namespace"
     remedy = "create it, or correct the name" + (f", or use {DEFAULT!r}" if default else "")
-    what = f"there is no {called(name)}{where}"
+    what = f"there is no {kind} {bare!r}{where}"
     return Refusal("PolicyNotFound", what, where="deltashard.io/policy", remedy=remedy)
 
 

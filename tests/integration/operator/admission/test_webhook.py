@@ -103,7 +103,7 @@ def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
     with registered(rest, shared_webhook.client_config()):
         refused = asked("mine").document
         assert refused["reason"] == "PolicyNotFound"
-        assert "there is no CheckpointPolicy mine in the workload's namespace" in refused["message"]
+        assert "there is no CheckpointPolicy 'mine' in the workload's namespace" in refused["message"]
         mine = policy_object("mine", precision={"encoding": "q4"}, store={"url": "s3://own-bucket"})
         assert rest.create(mine).status == 201
         made = asked("mine")  # at once
