@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 from deltashard_operator.api.duration import PATTERN
-from deltashard_operator.api.schema import takes
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "operator" / "deltashard_operator" / "api"
@@ -37,6 +36,16 @@ MAX_SCALAR = 32
 """Characters of a quantity or a duration."""
 
 Schema = Mapping[str, Any]
+
+
+def takes(schema: Schema) -> str:
+    """What a quantity or a duration takes, for a refusal."""
+    if "takes" in schema:
+        return str(schema["takes"])
+    least, most = schema["least"], schema.get("most")
+    bounds = f"from {least} to {most}" if most else f"of at least {least}"
+    such = ", such as 90s, 5m or 1h30m" if schema["format"] == "duration" else ""
+    return f"a {schema['format']} {bounds}{such}"
 
 
 def cel(condition: Schema, name: str = "self") -> str:

@@ -1,20 +1,20 @@
-"""The process of the webhook: options, clients, sockets, signals.
+"""The process of the webhook, and what it has in common with the controller's: options, clients, ports, signals.
 
 `deltashard-webhook` serves until SIGTERM or SIGINT, then drains (see `webhook`) and exits 0; a second signal ends the
-draining. Every flag is also a variable: `--metrics-port` is `DELTASHARD_WEBHOOK_METRICS_PORT`.
+draining.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
+import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from ssl import SSLContext
 from typing import Any, TypeVar
 
 import structlog
@@ -23,17 +23,19 @@ from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files
 from kubernetes import client, config
 
-from deltashard_operator import structured_logging
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.admission.webhook import Webhook
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import PolicyCache
-from deltashard_operator.kube import object_watch, watched_namespace
+from deltashard_operator.kube import watched_namespace
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.tls.certificate import Certificate
 
+PROGRAM = "deltashard-webhook"
 EXIT_FAILED, EXIT_USAGE = 1, 2
+STOP_S = 2.0
+"""Requests get so long to end when their server is closed."""
 T = TypeVar("T")
 
 
@@ -41,66 +43,46 @@ T = TypeVar("T")
 class Options:
     """What can be set on the webhook."""
 
-    host: str = EVERY_ADDRESS
-    """Address both ports bind; `::` is every one of IPv4 and IPv6."""
-    port: int = 9443
-    """TLS port of /mutate."""
-    metrics_port: int = 9090
-    """Plain port of /healthz, /livez and /metrics."""
+    host: str = EVERY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
+    port: int = 9443  # TLS port of /mutate
+    metrics_port: int = 9090  # plain port of /healthz, /livez and /metrics
     certificate_dir: Path = Path("/etc/deltashard/tls")
     """Directory with tls.crt and tls.key; they may appear and change while serving."""
     watch_namespaces: tuple[str, ...] = ()
     """Namespaces whose workloads get a sidecar, by commas; empty: all. Elsewhere annotated ones are refused."""
-    default_policy: Path | None = None
-    """YAML file with the default policy's spec."""
-    fleet_ca: Path | None = None
-    """PEM file of the authority of the controller's report service."""
-    kubeconfig: Path | None = None
-    """How to reach the API; without, as a pod."""
-    drain_s: float = 10.0
-    """How long admissions are answered after SIGTERM."""
-    log_level: str = "info"
-    """The least that is logged."""
-
-
-def _namespaces(text: str) -> tuple[str, ...]:
-    """A list of namespaces, for argparse, which hides what a `ValueError` says."""
-    try:
-        return watched_namespace.listed(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    default_policy: Path | None = None  # YAML file with the default policy's spec
+    fleet_ca: Path | None = None  # PEM file of the authority of the controller's report service
+    kubeconfig: Path | None = None  # how to reach the API; without, as a pod
+    drain_s: float = 10.0  # how long admissions are answered after SIGTERM
+    log_level: str = "info"  # the least that is logged
 
 
 OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
-    "bool": lambda text: text == "true",
     "Path": Path,
     "Path | None": Path,
-    "tuple[str, ...]": _namespaces,
+    "tuple[str, ...]": watched_namespace.listed,
     "TaintKeys": lambda text: tuple(each.strip() for each in text.split(",") if each.strip()),
 }
 """How an option's text is read, by the type of its field; any other is text."""
-CHOICES = {"certificates": ("builtin", "external"), "log_level": structured_logging.LEVELS}
+CHOICES = {"certificates": ("builtin", "external"), "log_level": ("debug", "info", "warning", "error")}
 
 
-def options_of(kind: type[T], program: str, argv: Sequence[str], environ: Mapping[str, str]) -> T:
-    """Options from the command line over the environment over the defaults of a dataclass; exits on nonsense."""
-    parser = argparse.ArgumentParser(prog=program, description=kind.__doc__)
+def options_of(kind: type[T], program: str, argv: Sequence[str] | None = None) -> T:
+    """Options from the command line over the defaults of a dataclass; exits on nonsense."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=kind.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
-        variable = f"{program}_{field.name}".replace("-", "_").upper()
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=OPTION_TYPES.get(str(field.type), str),
             choices=CHOICES.get(field.name),
-            default=environ.get(variable) or field.default,
-            help=f"default {field.default}; variable {variable}",
+            default=field.default,
+            help=" ",
         )
     return kind(**vars(parser.parse_args(argv)))
-
-
-def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    return options_of(Options, "deltashard-webhook", argv, environ)
 
 
 def api_client(kubeconfig: Path | None) -> client.ApiClient:
@@ -114,23 +96,85 @@ def api_client(kubeconfig: Path | None) -> client.ApiClient:
     return client.ApiClient(configuration)
 
 
-def signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """What the first SIGTERM or SIGINT sets, and what the next one does."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
+class Serving:
+    """What a program runs until a signal: servers, and tasks of which none ends but by a fault."""
 
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+    def __init__(self) -> None:
+        self.stop, self._hurry = asyncio.Event(), asyncio.Event()
+        """Set by the first SIGTERM or SIGINT, or by a fault; and by the next signal."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._runners: list[web.AppRunner] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stop, hurry
+    def _signalled(self) -> None:
+        (self._hurry if self.stop.is_set() else self.stop).set()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run this beside the others; its fault stops the program."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._over)
+        self._tasks.append(task)
+        return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.stop.set()
+
+    async def listen(
+        self, application: web.Application, host: str, port: int, context: SSLContext | None = None
+    ) -> web.AppRunner:
+        """Serve this; raises `OSError`. Handshakes fail until the context has a certificate."""
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_S)
+        self._runners.append(runner)
+        await runner.setup()
+        await web.SockSite(runner, listen(host, port), ssl_context=context).start()
+        return runner
+
+    def check(self) -> None:
+        """Raise the fault of a task that ended by one."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do this, unless a second signal comes before its end."""
+        task, hurry = asyncio.ensure_future(work), asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait([task, hurry], return_when=asyncio.FIRST_COMPLETED)
+        await _end([task, hurry])
+        if not task.cancelled():
+            task.result()
+
+    async def close(self) -> None:
+        await _end(self._tasks)
+        for runner in self._runners:
+            await runner.cleanup()
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel these and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
-    """Do a program's work to its end; its exit status."""
-    structured_logging.configure(log_level)
+    """Do a program's work to its end; its exit status. Logs are a line of JSON an event, on stderr."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[log_level.upper()]
+        ),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    for name in ("kopf", "aiohttp"):  # kopf tells of every watch
+        logging.getLogger(name).setLevel(logging.WARNING)
     raise_open_files()
-    object_watch.quiet()
     try:
         asyncio.run(work)
     except (DeltashardError, config.ConfigException, OSError) as error:
@@ -143,55 +187,43 @@ def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
 async def serve(options: Options, api: client.ApiClient) -> None:
     """Serve until a signal, then drain."""
     metrics = WebhookMetrics()
-    cache = PolicyCache(api, on_restart=metrics.watch_restarts.inc)
+    cache = PolicyCache(api)
     watch = ObjectWatch(api, cache.kinds, namespaces=options.watch_namespaces, on_list=cache.on_list)
     webhook = Webhook(
-        certificate=Certificate(options.certificate_dir, metrics.certificate),
+        certificate=Certificate(options.certificate_dir, "webhook", metrics.registry),
         cache=cache,
         holders=Holders(api),
         defaults=Defaults(options.default_policy, options.fleet_ca),
         metrics=metrics,
         namespaces=options.watch_namespaces,
     )
-    stop, hurry = signals()
-    watching = asyncio.create_task(webhook.certificate.watch())
-    watching.add_done_callback(lambda _: stop.set())  # it never ends but by a fault
-    following = asyncio.create_task(watch.run())
-    following.add_done_callback(lambda _: stop.set())
-    secure, plain = (web.AppRunner(each, access_log=None) for each in webhook.applications())
+    log = structlog.get_logger("deltashard.webhook")
+    secure, plain = webhook.applications()
+    serving = Serving()
     try:
-        await secure.setup()
-        await plain.setup()
-        context = webhook.certificate.front
-        await web.SockSite(secure, listen(options.host, options.port), ssl_context=context).start()
-        await web.SockSite(plain, listen(options.host, options.metrics_port)).start()
-        log = structlog.get_logger("deltashard.webhook")
-        log.info("webhook.serving", port=secure.addresses[0][1], metrics_port=plain.addresses[0][1])
-        await stop.wait()
-        for task in (watching, following):
-            if task.done():
-                task.result()
+        serving.start(webhook.certificate.watch(), "certificate")
+        serving.start(watch.run(), "watch")
+        await serving.listen(secure, options.host, options.port, webhook.certificate.front)
+        await serving.listen(plain, options.host, options.metrics_port)
+        log.info("webhook.serving", port=options.port, metrics_port=options.metrics_port)
+        await serving.stop.wait()
+        serving.check()
         webhook.draining = True
         log.info("webhook.draining", drain_s=options.drain_s)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(hurry.wait(), options.drain_s)
+        await serving.unless_hurried(asyncio.sleep(options.drain_s))
         log.info("webhook.stopped")
     finally:
-        watching.cancel()
-        following.cancel()
-        await asyncio.gather(watching, following, return_exceptions=True)
-        await secure.cleanup()
-        await plain.cleanup()
+        await serving.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-webhook`."""
-    options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
+    options = options_of(Options, PROGRAM, argv)
 
     async def work() -> None:
         await serve(options, api_client(options.kubeconfig))
 
-    return run("deltashard-webhook", options.log_level, work())
+    return run(PROGRAM, options.log_level, work())
 
 
 if __name__ == "__main__":

@@ -53,18 +53,17 @@ def test_rotated_certificate(bench: Bench) -> None:
         return base64.b64decode(api.get(SECRET)["data"][key]).strip()
 
     before = stored()
-    signer = issuance.Issued(certificate=stored("ca.crt"), key=stored("ca.key"))
-    names = authority.AuthorityOptions(namespace=NAMESPACE).terms().names
-    aging = issuance.leaf(signer, names, now_s=time.time() - 80 * DAY_S, lasts_s=90 * DAY_S)
+    signer = issuance.stored({"ca.crt": stored("ca.crt"), "ca.key": stored("ca.key")}, "ca", time.time())
+    names, began_s = authority.names_in(NAMESPACE), time.time() - 80 * DAY_S
+    aging = issuance.issue(names, signer, now_s=began_s, lasts_s=90 * DAY_S).data("tls")
     with AdmissionLoad(api, bench.namespace, bench.manifest("load")) as load:
         load.wait_more(10)
         # As if time had passed: what is served is trusted, and has a few days left.
-        data = {"tls.crt": aging.certificate, "tls.key": aging.key}
-        change = {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
+        change = {"data": {key: base64.b64encode(value).decode() for key, value in aging.items()}}
         api.call("PATCH", SECRET, change, content_type="application/merge-patch+json")
         began_s = time.monotonic()
         wait_until(
-            lambda: stored() not in {before, aging.certificate.strip()},
+            lambda: stored() not in {before, aging["tls.crt"].strip()},
             timeout_s=180,
             what="a new certificate",
         )

@@ -25,7 +25,6 @@ from unittest import mock
 
 import yaml
 from deltashard_checkpoint.vocabulary import ORDERS_KEY
-from deltashard_operator.controller import event
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.fleet import report as reports
 from deltashard_operator.kube.call import Answer, ApiUnavailable
@@ -157,7 +156,7 @@ class World:
         self.attempt, self.lost, self.said, self.every_s = 1, dict[int, int](), list[str](), 1
         """Lost steps by restored attempt; texts of incidents that have to be told."""
         self.checkpoints: dict[int, Any] = {}
-        self.controllers: list[tuple[Controller, asyncio.Task[None]]] = []
+        self.controllers: list[Controller] = []
         self.sidecars = [Sidecar(self, rank) for rank in range(2)]
 
     # What happens.
@@ -172,7 +171,7 @@ class World:
             document = pod()
             document["metadata"] |= {"name": name, "uid": f"p-{rank}"}
             controller.watches.on_pod(document)
-        self.controllers.append((controller, asyncio.create_task(controller._teller.run())))
+        self.controllers.append(controller)
         self.seen(controller)
 
     def seen(self, controller: Controller) -> None:
@@ -186,8 +185,7 @@ class World:
         controller.watches.synced = True
 
     def end(self, number: int) -> None:
-        controller, teller = self.controllers.pop(number)
-        for task in (teller, *controller.queue.tasks):
+        for task in self.controllers.pop(number).queue.tasks:
             task.cancel()
 
     def posted(self, body: bytes, token: str, deadline_s: float) -> tuple[int, float, bytes]:
@@ -202,12 +200,13 @@ class World:
 
     def delivered(self, body: bytes) -> bytes:
         """A call reaches one of the controllers, which answers."""
-        controller, _ = self.random.choice(self.controllers)
+        controller = self.random.choice(self.controllers)
         said = reports.report_of(fleet.ReportRequest.FromString(body))
         (entry,) = controller._books
         before, known = entry.run, entry.run.heard.get(said.who.pod_uid)
         reply = controller.report(said)
-        stale = known is not None and known.process == said.process and said.sequence <= known.sequence
+        newest = known.report if known is not None and known.report.process == said.process else None
+        stale = newest is not None and said.sequence <= newest.sequence
         if stale and entry.run is not before:
             raise Violation("a report that is late changed something")
         return reply.SerializeToString()
@@ -219,7 +218,7 @@ class World:
             case "report":
                 side.report()
             case "tick":
-                controller, _ = self.random.choice(self.controllers)
+                controller = self.random.choice(self.controllers)
                 if self.random.random() < 0.5:
                     self.seen(controller)
                 controller.tick()
@@ -309,7 +308,7 @@ class World:
             self.wall_s += 61.0
             for answer in self.api.late:
                 answer.set()
-            self.seen(self.controllers[0][0])
+            self.seen(self.controllers[0])
             for name in ("tick", "report", "report", "report", "cut", "commit"):
                 await self.move(name)
             self.look()
@@ -357,8 +356,5 @@ def run_schedule(seed: int, steps: int = 250) -> None:
             for number in range(len(world.controllers)):
                 world.end(number)
 
-    with (
-        capture_logs(),
-        mock.patch.object(event, "BURST", 10**6),
-    ):  # how much a run may tell is another matter
+    with capture_logs():
         asyncio.run(scenario())

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from deltashard_operator.controller import event, status
+from deltashard_operator.controller import status, writer
 from deltashard_operator.run import directive, ledger, report_change
 from deltashard_sidecar import save_orders
 
@@ -42,7 +42,7 @@ def _told_with_gaps(durable: Any, recorded: Any, report: Any, part: str) -> int:
 
 
 async def _write_over(call: Any, path: str, known: Any, change: Any) -> Any:
-    return await _write(call, path, replace(known, version=""), change)
+    return await _write(call, path, {**known, "resourceVersion": ""}, change)
 
 
 def _restored_by_process(run: Any, report: Any, said: Any, part: str, **more: Any) -> Any:
@@ -50,8 +50,8 @@ def _restored_by_process(run: Any, report: Any, said: Any, part: str, **more: An
     return _with_incident(replace(run, ledger=known), report, said, part, **more)
 
 
-def _named_by_chance(about: Any, notice: Any, _name: str, now_s: float, instance: str) -> Any:
-    return _event(about, notice, uuid.uuid4().hex, now_s, instance)
+def _named_by_chance(about: Any, notice: Any, _digest: str, now_s: float) -> Any:
+    return _event(about, notice, uuid.uuid4().hex, now_s)
 
 
 def _due_once() -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def _due_once() -> Callable[..., Any]:
     return due
 
 
-_told, _due, _event = ledger.told, directive.due, event._event
+_told, _due, _event = ledger.told, directive.due, writer.event
 _write, _with_incident = status.write, report_change._with_incident
 MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "told before it is durable": (ledger, "told", lambda: _all_told),
@@ -75,7 +75,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
         "_with_incident",
         lambda: _restored_by_process,
     ),
-    "an Event's name is not made of its incident": (event, "_event", lambda: _named_by_chance),
+    "an Event's name is not made of its incident": (writer, "event", lambda: _named_by_chance),
     "a report that is late is taken": (report_change, "_is_late", lambda: lambda *_: False),
     "a directive is given once": (directive, "due", _due_once),
     "an order is not looked for in the log": (save_orders, "ORDERS_KEY", lambda: "elsewhere"),

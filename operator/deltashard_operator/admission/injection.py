@@ -17,17 +17,16 @@ Who applies the manifest of a JobSet again sends its lists without what was put 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deltashard_operator import VERSION
-from deltashard_operator.admission import sidecar_container, sidecar_resource, sidecar_volume
-from deltashard_operator.admission.sidecar_container import Place
-from deltashard_operator.api.annotation import Annotations, seconds
+from deltashard_operator.admission import sidecar_container
+from deltashard_operator.api import duration
+from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy, whole_blocks
-from deltashard_operator.kube import run_identity
+from deltashard_operator.kube import quantity, run_identity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
     DEFAULT_CONTAINER,
@@ -62,8 +61,6 @@ _IDENTITY = (
 )
 """Variables that say whose run a pod trains."""
 _PODS = "DELTASHARD_PODS"
-_NOTES = (POLICY, INJECTED, EVICTABLE_VOLUMES, UNSAVED_VOLUMES)
-"""Annotations of an injected template."""
 DEFAULT_GRACE_S = 30
 """What the API gives a pod that does not say; nobody can tell it from a 30 that was written."""
 
@@ -71,19 +68,17 @@ Document = dict[str, Any]
 
 
 def is_injected(template: Mapping[str, Any]) -> bool:
-    return INJECTED in ((template.get("metadata") or {}).get("annotations") or {})
+    return INJECTED in _notes(template)
+
+
+def _notes(template: Mapping[str, Any]) -> Mapping[str, str]:
+    return (template.get("metadata") or {}).get("annotations") or {}
 
 
 def _sidecar(template: Mapping[str, Any]) -> Document | None:
     """The sidecar of an injected template."""
     inits = (template.get("spec") or {}).get("initContainers") or []
     return next((each for each in inits if each.get("name") == SIDECAR), None)
-
-
-def has_sidecar(template: Mapping[str, Any]) -> bool:
-    """Whether any container of the template has the sidecar's name."""
-    containers = (template.get("spec") or {}).get("containers") or []
-    return _sidecar(template) is not None or any(each.get("name") == SIDECAR for each in containers)
 
 
 def store_of(template: Mapping[str, Any]) -> str:
@@ -112,78 +107,77 @@ def inject(
     Raises:
         Refusal: the template cannot be injected as it is written.
     """
+    spec = template.get("spec") or {}
+    containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
+    taken = any(each.get("name") == SIDECAR for each in containers)
     if is_injected(template):
-        if not has_sidecar(template):
+        if not taken:
             raise Refusal(
                 "MarkerWithoutSidecar",
                 f"it says the template was injected, but there is no container {SIDECAR}",
                 where=INJECTED,
                 remedy="remove the annotation",
             )
-        return _identified(template, recipe, policy.run_id)
-    if has_sidecar(template):
+        return _identified(template, recipe, policy.said.run_id)
+    if taken:
         raise Refusal(
             "ContainerNameTaken",
             "a container has this name, and the template was not injected by deltashard",
             where=f"container {SIDECAR}",
             remedy="rename your container",
         )
-    spec = template.get("spec") or {}
     _check_supported(spec)
-    trainer = _trainer(spec, policy.container or _default_container(template))
-    added = sidecar_volume.of_pod(spec, policy)
-    grace_s = _grace_s(spec, policy, keep=keep_grace)
-    host_network = bool(spec.get("hostNetwork"))
-    place = Place(
-        recipe=recipe,
-        volumes=added,
-        resources=sidecar_resource.of_sidecar(
-            spec, policy, cache_volume_bytes=added.node_disk_bytes, queued=queued
-        ),
-        group=group_of(spec),
-        metrics_port=metrics_port(spec, policy),
-        declares_port=not host_network,
-        grace_s=grace_s,
-        profile_key=sidecar_container.profile_key(spec, trainer),
+    trainer = _trainer(spec, policy.said.container or _default_container(template))
+    grace_s = int(spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S))
+    if grace_s == DEFAULT_GRACE_S and not keep_grace:
+        grace_s = policy.grace_s
+    sidecar, volumes = sidecar_container.sidecar(
+        spec, trainer, policy, recipe, grace_s=grace_s, queued=queued
     )
-    parts = _Parts(
-        trainer=str(trainer.get("name")),
-        sidecar=sidecar_container.sidecar(policy, place),
-        volumes=added.added,
-        grace_s=grace_s,
-        pull_secrets=tuple({"name": name} for name in policy.image_pull_secrets),
-        notes={POLICY: policy.name, **_volume_notes(added.added), INJECTED: VERSION},
-    )
-    return _assembled(template, parts)
+    ours = {each["name"]: each["emptyDir"] for each in volumes if "emptyDir" in each}
+    disks = [name for name, source in ours.items() if source.get("medium") != "Memory"]
+    notes = {  # nothing in the volumes is worth a node that has to stay, or a backup: the store has it
+        POLICY: policy.name,
+        EVICTABLE_VOLUMES: ",".join(disks),
+        UNSAVED_VOLUMES: ",".join(ours),
+        INJECTED: VERSION,
+    }
+    secrets = [{"name": name} for name in policy.sidecar["imagePullSecrets"]]
+    return _assembled(template, str(trainer["name"]), sidecar, volumes, secrets, notes, grace_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What is put into a template."""
-
-    trainer: str
-    sidecar: Document
-    volumes: tuple[Document, ...]
-    grace_s: int
-    pull_secrets: tuple[Document, ...]
-    notes: Mapping[str, str]
-
-
-def _assembled(template: Mapping[str, Any], parts: _Parts) -> Document:
+def _assembled(
+    template: Mapping[str, Any],
+    trainer: str,
+    sidecar: Document,
+    volumes: Sequence[Document],
+    pull_secrets: Sequence[Document],
+    notes: Mapping[str, str],
+    grace_s: int,
+) -> Document:
+    """The template with these; a sidecar that is in it gives way to this one."""
     result = copy.deepcopy(dict(template))
     spec = result["spec"]
-    _join(_trainer(spec, parts.trainer))
-    if not has_sidecar(result):
-        inits = list(spec.get("initContainers") or [])
-        inits.insert(_position(inits), copy.deepcopy(parts.sidecar))
-        spec["initContainers"] = inits
-    _add_named(spec, "volumes", parts.volumes)
-    if parts.grace_s != spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S):
-        spec["terminationGracePeriodSeconds"] = parts.grace_s
-    _share_group(spec)
-    _add_named(spec, "imagePullSecrets", parts.pull_secrets)
+    _join(_trainer(spec, trainer))
+    inits, ours = spec.get("initContainers") or [], copy.deepcopy(sidecar)
+    if _sidecar(result) is None:  # first, but behind the meshes' own native sidecars
+        place = max((n for n, each in enumerate(inits, 1) if is_mesh_proxy(each.get("name"))), default=0)
+        spec["initContainers"] = [*inits[:place], ours, *inits[place:]]
+    else:
+        spec["initContainers"] = [ours if each.get("name") == SIDECAR else each for each in inits]
+    for key, wanted in (("volumes", volumes), ("imagePullSecrets", pull_secrets)):
+        present = spec.get(key) or []
+        names = {each.get("name") for each in present}
+        if missing := [copy.deepcopy(each) for each in wanted if each["name"] not in names]:
+            spec[key] = [*present, *missing]
+    if grace_s != spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S):
+        spec["terminationGracePeriodSeconds"] = grace_s
+    context = spec.get("securityContext") or {}
+    if not context.get("supplementalGroups") and "fsGroup" not in context:
+        spec["securityContext"] = {**context, "supplementalGroups": [USER_ID]}
     result["metadata"] = labelled(result.get("metadata") or {})
-    result["metadata"]["annotations"] = {**parts.notes, **(result["metadata"].get("annotations") or {})}
+    said = {key: note for key, note in notes.items() if note}
+    result["metadata"]["annotations"] = {**said, **_notes(result)}
     return result
 
 
@@ -196,59 +190,45 @@ def put_back(template: Mapping[str, Any], injected: Mapping[str, Any]) -> Docume
     Raises:
         Refusal: it has no place for it any more.
     """
-    spec = injected["spec"]
-    sidecar = _sidecar(injected)
-    trainer = next((each["name"] for each in spec["containers"] if _mounts(each, SHM_VOLUME)), None)
+    spec, notes, sidecar = injected["spec"], _notes(injected), _sidecar(injected)
+    trainer = next((each["name"] for each in spec["containers"] if SHM_VOLUME in _mounted(each)), None)
     if sidecar is None or trainer is None:
         return copy.deepcopy(dict(template))
-    notes = injected["metadata"]["annotations"]
-    stated = (template.get("spec") or {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
-    parts = _Parts(
-        trainer=trainer,
-        sidecar=sidecar,
-        volumes=tuple(each for each in spec.get("volumes") or [] if _mounts(sidecar, each["name"])),
-        grace_s=spec.get("terminationGracePeriodSeconds", stated) if stated == DEFAULT_GRACE_S else stated,
-        pull_secrets=tuple(spec.get("imagePullSecrets") or []),
-        notes={key: notes[key] for key in _NOTES if key in notes},
-    )
-    result = _assembled(template, parts)
-    inits = result["spec"]["initContainers"]
-    result["spec"]["initContainers"] = [sidecar if each["name"] == SIDECAR else each for each in inits]
-    return result
+    grace_s = (template.get("spec") or {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
+    if grace_s == DEFAULT_GRACE_S:
+        grace_s = spec.get("terminationGracePeriodSeconds", grace_s)
+    volumes = [each for each in spec.get("volumes") or [] if each["name"] in _mounted(sidecar)]
+    kept = {key: notes.get(key, "") for key in (POLICY, INJECTED, EVICTABLE_VOLUMES, UNSAVED_VOLUMES)}
+    return _assembled(template, trainer, sidecar, volumes, spec.get("imagePullSecrets") or [], kept, grace_s)
 
 
-def _volume_notes(volumes: tuple[Document, ...]) -> dict[str, str]:
-    """Nothing in the volumes is worth a node that has to stay, or a backup: the store has it."""
-    ours = {each["name"]: each["emptyDir"] for each in volumes if "emptyDir" in each}
-    disks = [name for name, source in ours.items() if source.get("medium") != "Memory"]
-    found = {EVICTABLE_VOLUMES: disks, UNSAVED_VOLUMES: list(ours)}
-    return {key: ",".join(names) for key, names in found.items() if names}
+def _mounted(container: Mapping[str, Any]) -> set[Any]:
+    """Names of the volumes that a container mounts."""
+    return {each.get("name") for each in container.get("volumeMounts") or []}
 
 
-def _mounts(container: Mapping[str, Any], volume: str) -> bool:
-    return any(each.get("name") == volume for each in container.get("volumeMounts") or [])
-
-
-def _identified(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: str | None) -> Document:
+def _identified(template: Mapping[str, Any], recipe: IdentityRecipe, run_id: str) -> Document:
     """A marked template, whose sidecar knows its workload, and how many pods of a JobSet there are."""
     result = copy.deepcopy(dict(template))
-    sidecar = next(each for each in result["spec"]["initContainers"] if each["name"] == SIDECAR)
+    if (sidecar := _sidecar(result)) is None:
+        return result
     variables: list[Document] = sidecar.get("env") or []
-    has = {each["name"]: each for each in variables}
-    if not has.keys() >= set(_IDENTITY):
+    if not {each["name"] for each in variables} >= set(_IDENTITY):
         identity = run_identity.environment(recipe, run_id)
         ours = {each["name"] for each in identity}
-        sidecar["env"] = variables = [*identity, *(each for each in variables if each["name"] not in ours)]
+        variables = [*identity, *(each for each in variables if each["name"] not in ours)]
         # Definitions of before Kubernetes 1.28 drop it.
         sidecar.setdefault("restartPolicy", "Always")
     if recipe.kind == "JobSet" and recipe.pods:  # made anew it may have more
-        if _PODS not in has:
-            variables.append(has.setdefault(_PODS, {"name": _PODS}))
-        has[_PODS]["value"] = str(recipe.pods)
+        pods = next((each for each in variables if each["name"] == _PODS), None)
+        if pods is None:
+            variables = [*variables, pods := {"name": _PODS}]
+        pods["value"] = str(recipe.pods)
+    sidecar["env"] = variables
     return result
 
 
-def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: IdentityRecipe) -> None:
+def check_marked(template: Mapping[str, Any], said: Annotations, recipe: IdentityRecipe) -> None:
     """Raise `Refusal` (CopiedManifest) where a marked template's sidecar is not that of these annotations.
 
     An injected manifest that is copied (`kubectl get -o yaml`) brings the sidecar of the workload it was copied from,
@@ -256,57 +236,41 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
     train under another name than its author reads, or into the run of another workload. What is as it was said is let
     through, since injection is asked again whenever another webhook changed something.
 
-    Only what every version writes in the same way is compared; settings that a policy gives may have changed since.
+    Only what annotations and owner decide alone is compared; settings that a policy gives may have changed since.
     """
     sidecar = _sidecar(template)
     if sidecar is None:
         return  # which `inject` refuses
-    if recipe.kind == "JobSet" and recipe.uid is not None and recipe.uid.text:
-        raise Refusal(
-            "Unsupported",
-            "the JobSet controller writes no label jobset.sigs.k8s.io/jobset-uid",
-            where="JobSet",
-            remedy="upgrade it to 0.9 or newer",
-        )
-    has = {str(each.get("name")): _bare(each) for each in sidecar.get("env") or []}
-    wants = {each["name"]: _bare(each) for each in run_identity.environment(recipe, annotations.run_id)}
+    has = {str(each.get("name")): each for each in sidecar.get("env") or []}
+    wants = {each["name"]: each for each in run_identity.environment(recipe, said.run_id)}
     for name in _IDENTITY:
-        if name in has and name in wants and has[name] != wants[name]:
+        if name in has and name in wants and _source(has[name]) != _source(wants[name]):
             raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
-    if (runs := has.get("DELTASHARD_RUNS", {}).get("value", "")) != (annotations.runs or ""):
-        raise _copied(RUNS, f"the sidecar that is in it already has DELTASHARD_RUNS={runs[:80]!r}")
-    source = sidecar_container.restore_from(annotations.restore_from or "")
-    if has.get("DELTASHARD_RESTORE_FROM", {}).get("value", "") != source:
-        raise _copied(RESTORE_FROM, "the sidecar that is in it already begins its run otherwise")
-    pods = has.get(_PODS, {}).get("value", "")
-    if recipe.kind != "JobSet" and pods != str(recipe.pods or ""):
-        raise _copied(
-            INJECTED,
-            f"the sidecar that is in it already was put in for {pods or 'an unknown number of'} pods",
-        )
-    for name, key, want in _settings(annotations, wants):
-        value = has.get(name, {}).get("value")
-        if value is not None and value != want:
+    interval, precision = said.spec.get("interval", {}), said.spec.get("precision", {})
+    settings = [
+        ("DELTASHARD_POLICY", POLICY, said.policy),
+        ("DELTASHARD_RUN_ID", RUN_ID, str(wants["DELTASHARD_RUN_ID"]["value"])),
+        ("DELTASHARD_RUNS", RUNS, said.runs),
+        ("DELTASHARD_RESTORE_FROM", RESTORE_FROM, sidecar_container.restore_from(said.restore_from)),
+    ]
+    if recipe.kind != "JobSet":
+        settings.append((_PODS, INJECTED, str(recipe.pods or "")))
+    if "every" in interval:
+        every = sidecar_container.number(duration.seconds_of(interval["every"]))
+        settings.append(("DELTASHARD_EVERY_S", INTERVAL, every))
+    if "encoding" in precision:
+        settings.append(("DELTASHARD_ENCODING", ENCODING, precision["encoding"]))
+    if "arenaSize" in said.spec:
+        arena = str(whole_blocks(quantity.bytes_of(said.spec["arenaSize"])))
+        settings.append(("DELTASHARD_ARENA_BYTES", ARENA_SIZE, arena))
+    for name, key, want in settings:
+        value = has.get(name, {}).get("value", "")
+        if value != want:
             raise _copied(key, f"the sidecar that is in it already has {name}={value[:80]!r}, not {want!r}")
 
 
-def _settings(annotations: Annotations, wants: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """(variable, annotation, value) of each setting that the annotations decide alone."""
-    settings = [
-        ("DELTASHARD_POLICY", POLICY, annotations.policy),
-        ("DELTASHARD_RUN_ID", RUN_ID, str(wants["DELTASHARD_RUN_ID"]["value"])),
-    ]
-    if annotations.every_s:
-        settings.append(("DELTASHARD_EVERY_S", INTERVAL, seconds(annotations.every_s)))
-    if annotations.encoding is not None:
-        settings.append(("DELTASHARD_ENCODING", ENCODING, annotations.encoding))
-    if annotations.arena_bytes is not None:
-        settings.append(("DELTASHARD_ARENA_BYTES", ARENA_SIZE, str(whole_blocks(annotations.arena_bytes))))
-    return settings
-
-
-def _bare(variable: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in variable.items() if value}
+def _source(variable: Mapping[str, Any]) -> tuple[Any, Any]:
+    return variable.get("value") or None, variable.get("valueFrom")
 
 
 def _copied(where: str, what: str) -> Refusal:
@@ -337,9 +301,9 @@ def _check_supported(spec: Mapping[str, Any]) -> None:
             raise Refusal("BadTemplate", "one of them has no name", where=f"spec.{key}")
 
 
-def _trainer(spec: Mapping[str, Any], name: str | None) -> Document:
+def _trainer(spec: Mapping[str, Any], name: str) -> Document:
     containers: list[Document] = spec.get("containers") or []
-    if name is None:
+    if not name:
         return next((each for each in containers if not is_mesh_proxy(each.get("name"))), containers[0])
     for container in containers:
         if container.get("name") == name:
@@ -352,85 +316,30 @@ def _trainer(spec: Mapping[str, Any], name: str | None) -> Document:
     )
 
 
-def _default_container(template: Mapping[str, Any]) -> str | None:
+def _default_container(template: Mapping[str, Any]) -> str:
     """The pod's main container where it says which one is: Argo's pods do, whose first is not."""
-    notes = (template.get("metadata") or {}).get("annotations") or {}
-    name = notes.get(DEFAULT_CONTAINER)
+    name = _notes(template).get(DEFAULT_CONTAINER, "")
     named = any(each.get("name") == name for each in template["spec"]["containers"])
-    return name if named and not is_mesh_proxy(name) else None
-
-
-def group_of(spec: Mapping[str, Any]) -> int:
-    """The group that shares the arena: the pod's first supplemental group, else its fsGroup, else ours."""
-    context = spec.get("securityContext") or {}
-    groups = context.get("supplementalGroups")
-    if groups:
-        return int(groups[0])
-    return int(context.get("fsGroup", USER_ID))
-
-
-def _share_group(spec: Document) -> None:
-    context = spec.get("securityContext") or {}
-    if not context.get("supplementalGroups") and "fsGroup" not in context:
-        spec["securityContext"] = {**context, "supplementalGroups": [USER_ID]}
-
-
-def _grace_s(spec: Mapping[str, Any], policy: Policy, *, keep: bool) -> int:
-    stated = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
-    if stated == DEFAULT_GRACE_S and not keep:
-        return policy.grace_s
-    return int(stated)
-
-
-def metrics_port(spec: Mapping[str, Any], policy: Policy) -> int:
-    """Port of the sidecar's metrics in this pod; 0 (off) where another container declares it."""
-    port = policy.host_network_metrics_port if spec.get("hostNetwork") else policy.metrics_port
-    declared = {
-        each.get("containerPort")
-        for key in ("containers", "initContainers")
-        for container in spec.get(key) or []
-        for each in container.get("ports") or []
-    }
-    return 0 if port in declared else port
+    return name if named and not is_mesh_proxy(name) else ""
 
 
 def _join(trainer: Document) -> None:
     """Give the training container the shared volume and the socket's path."""
-    mounts = trainer.get("volumeMounts") or []
-    for each in mounts:
-        if str(each.get("mountPath", "")).rstrip("/") == SHM_PATH:
-            if each.get("name") != SHM_VOLUME or each.get("readOnly") or each.get("subPath"):
-                raise Refusal(
-                    "MountTaken",
-                    f"volume {each.get('name')!r} is mounted at {SHM_PATH}",
-                    where=f"container {trainer.get('name')}",
-                    remedy=f"mount it elsewhere; {SHM_PATH} is where the sidecar and the trainer meet",
-                )
-            break
-    else:
-        trainer["volumeMounts"] = [*mounts, {"name": SHM_VOLUME, "mountPath": SHM_PATH}]
-    variables = trainer.get("env") or []
-    for each in variables:
-        if each.get("name") == SOCKET_VARIABLE:
-            if each.get("value") != SOCKET_PATH:
-                raise Refusal(
-                    "VariableTaken",
-                    f"{SOCKET_VARIABLE} is set to another value than {SOCKET_PATH}",
-                    where=f"container {trainer.get('name')}",
-                    remedy="remove it",
-                )
-            return
-    trainer["env"] = [*variables, {"name": SOCKET_VARIABLE, "value": SOCKET_PATH}]
-
-
-def _position(inits: list[Document]) -> int:
-    """Index of the sidecar among the init containers: first, but behind the meshes' own native sidecars."""
-    return max((n for n, each in enumerate(inits, 1) if is_mesh_proxy(each.get("name"))), default=0)
-
-
-def _add_named(spec: Document, key: str, wanted: tuple[Document, ...]) -> None:
-    present = spec.get(key) or []
-    names = {each.get("name") for each in present}
-    missing = [copy.deepcopy(each) for each in wanted if each["name"] not in names]
-    if missing:
-        spec[key] = [*present, *missing]
+    where, mount = f"container {trainer['name']}", {"name": SHM_VOLUME, "mountPath": SHM_PATH}
+    mounts, variables = trainer.get("volumeMounts") or [], trainer.get("env") or []
+    there = next((m for m in mounts if str(m.get("mountPath", "")).rstrip("/") == SHM_PATH), None)
+    if there is None:
+        trainer["volumeMounts"] = [*mounts, mount]
+    elif there.get("name") != SHM_VOLUME or there.get("readOnly") or there.get("subPath"):
+        raise Refusal(
+            "MountTaken",
+            f"volume {there.get('name')!r} is mounted at {SHM_PATH}",
+            where=where,
+            remedy=f"mount it elsewhere; {SHM_PATH} is where the sidecar and the trainer meet",
+        )
+    values = [each.get("value") for each in variables if each.get("name") == SOCKET_VARIABLE]
+    if not values:
+        trainer["env"] = [*variables, {"name": SOCKET_VARIABLE, "value": SOCKET_PATH}]
+    elif values != [SOCKET_PATH]:
+        what = f"{SOCKET_VARIABLE} is set to another value than {SOCKET_PATH}"
+        raise Refusal("VariableTaken", what, where=where, remedy="remove it")

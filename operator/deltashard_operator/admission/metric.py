@@ -6,7 +6,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from deltashard_operator import VERSION
 from deltashard_operator.api.refusal import CODES
-from deltashard_operator.tls.metric import CertificateMetrics
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -30,21 +29,10 @@ class WebhookMetrics:
         self.seconds = Histogram(
             "deltashard_webhook_admission_seconds", "Time to answer one", buckets=_BUCKETS, registry=r
         )
-        self.holder_looks = Counter(
-            "deltashard_webhook_run_id_looks",
-            "Looks whether a run id is held, by outcome",
-            ("outcome",),
-            registry=r,
+        self.unknown = Counter(
+            "deltashard_webhook_holders_unknown", "Admitted without knowing who holds the run", registry=r
         )
-        for outcome in ("held", "free", "unknown"):
-            self.holder_looks.labels(outcome)
-        self.looks = Counter("deltashard_webhook_policy_looks", "Live reads after a cache miss", registry=r)
-        self.watch_restarts = Counter(
-            "deltashard_webhook_policy_watch_restarts", "Times the policies had to be listed anew", registry=r
-        )
-        self.policies = Gauge("deltashard_webhook_policies", "Policies in the cache", registry=r)
         self.ready = Gauge("deltashard_webhook_ready", "1 when admissions can be answered", registry=r)
-        self.certificate = CertificateMetrics("webhook", r)
         for kind in ("Job", "JobSet", "Pod", "PyTorchJob", "other"):
             for outcome in ("injected", "unchanged", "failed", *CODES):
                 self.admissions.labels(kind, outcome)

@@ -8,8 +8,8 @@ A run is held by another workload that lives, as the API has it now:
   whether it ended or is gone, because Finished is the controller's word and comes late, or not at all while there is
   no controller. Of other kinds the controller's word counts, and the refusal says how to overrule it.
 
-Where each pod trains a run of its own its number stands at the end (`run_claim`), so `exp-1` is held, too, by such a
-workload of run id `exp` with a pod 1, and the other way round.
+Where each pod trains a run of its own, that is `{run}-{index}`, in a JobSet or a PyTorchJob `{run}-{replica}-{index}`.
+So `exp-1` is held, too, by such a workload of run id `exp`, and the other way round.
 
 Where a run's checkpoints are is looked at, too: a policy may name another store by now.
 
@@ -19,17 +19,17 @@ created in the same instant.
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, quote
 
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
-from deltashard_operator.admission import run_claim
-from deltashard_operator.admission.run_claim import Numbering, RunClaim
-from deltashard_operator.api.admission_deadline import Deadline
+from deltashard_operator.api.policy_cache import BUDGET_S
 from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.kube.call import Answer, ApiClient, NoReply, Requester
+from deltashard_operator.kube.call import ApiClient, NoReply, Requester
 from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload
@@ -47,120 +47,144 @@ UNKNOWN = (NoReply, NotTold, TimeoutError)
 """What it raises that nobody can know who holds a run."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunClaim:
+    """A run that may be there already: one that a workload asks for by `run-id`, or that of the workload itself."""
+
+    namespace: str
+    run_id: str = ""
+    """Empty: the workload's own, without a `run-id`."""
+    workload_uid: str = ""
+    """UID of the workload that asks, where it exists already (a JobSet, a StatefulSet)."""
+    per_pod: bool = False
+    """Whether each of its numbered pods trains a run of its own."""
+    source: bool = False
+    """Whether it is only read, for another run to begin with: who holds it does not matter, its store does."""
+
+    @property
+    def label(self) -> str:
+        """Selects the Jobs and CheckpointRuns that may be of this run."""
+        if self.source or not self.run_id:
+            mine = f"{WORKLOAD_UID}={self.workload_uid}"
+            return f"{RUN_ID}={run_label(self.run_id)}" if self.source else mine
+        if self.per_pod:
+            return RUN_ID
+        *words, last = self.run_id.split("-")
+        bases = ["-".join(words[: n + 1]) for n in range(len(words))] if last.isdecimal() else []
+        return f"{RUN_ID} in ({','.join(map(run_label, (self.run_id, *bases)))})"
+
+    def held_by(self, called: str, run_id: str, *, per_pod: bool, record: str = "") -> Refusal | None:
+        """The refusal for the sake of a workload that lives, where one run would be trained by both.
+
+        `record`: the CheckpointRun whose word alone says that it lives.
+        """
+        numbered = ""
+        if self.run_id != run_id:
+            if per_pod and _is_a_pods(self.run_id, run_id):
+                numbered, run_id = run_id, self.run_id
+            elif self.per_pod and _is_a_pods(run_id, self.run_id):
+                numbered = self.run_id
+            else:
+                return None
+        what = f"run {run_id!r} is held by {called}, which is not finished"
+        if numbered:
+            what += f": each pod of run {numbered!r} trains a run of its own, with its number at the end"
+        return _taken(what, "wait for its end, delete it, or choose another id", record)
+
+
+def _is_a_pods(run_id: str, base: str) -> bool:
+    """Whether a numbered pod of a workload with the run id `base` may train this run."""
+    return re.fullmatch(rf"{re.escape(base)}(-[a-z0-9-]+)?-[0-9]+", run_id) is not None
+
+
 class Holders:
     """Looks at Jobs, CheckpointRuns and their workloads. Thread-safe; blocks."""
 
     def __init__(self, api: ApiClient) -> None:
         self._request = Requester(api)
 
-    def refusal(self, claim: RunClaim, url: str, deadline: Deadline) -> Refusal | None:
+    def refusal(self, claim: RunClaim, url: str) -> Refusal | None:
         """Why a workload may not have the run it asks for in the store `url`, or None when it may.
 
         Raises one of `UNKNOWN` when the API cannot be asked.
         """
-        if not claim.run_id:
-            selector = f"{WORKLOAD_UID}={claim.workload_uid}"
-            records = self._selected(API_VERSION, PLURAL, claim, selector, deadline)
-            return next((found for each in records if (found := _moved(claim, each, url))), None)
-        if claim.source:
-            records = self._selected(
-                API_VERSION, PLURAL, claim, f"{RUN_ID}={run_label(claim.run_id)}", deadline
-            )
-            moved = [_moved(claim, each, url) for each in records]
-            return moved[0] if moved and all(moved) else None
-        for job in self._list("batch/v1", "jobs", claim, deadline):
-            refusal = _held_by_job(claim, job)
-            if refusal is not None:
+        if claim.source or not claim.run_id:
+            moved = [_moved(claim, each, url) for each in self._list(API_VERSION, PLURAL, claim)]
+            moved = [] if claim.source and None in moved else moved
+            return next(filter(None, moved), None)
+        for document in self._list("batch/v1", "jobs", claim):
+            job, run_id = observed_object.job_of(document), document["metadata"]["labels"][RUN_ID]
+            if job.outcome or job.workload.uid == claim.workload_uid:
+                continue
+            per_pod = job.wish.runs == RUN_PER_POD
+            if refusal := claim.held_by(job.workload.called, run_id, per_pod=per_pod):
                 return refusal
-        for record in self._list(API_VERSION, PLURAL, claim, deadline):
-            refusal = self._held_by_record(claim, record, deadline) or _moved(claim, record, url)
-            if refusal is not None:
+        for record in self._list(API_VERSION, PLURAL, claim):
+            if refusal := self._held_by_record(claim, record) or _moved(claim, record, url):
                 return refusal
         return None
 
-    def _held_by_record(self, claim: RunClaim, record: Document, deadline: Deadline) -> Refusal | None:
+    def _held_by_record(self, claim: RunClaim, record: Document) -> Refusal | None:
         """The refusal for the sake of a CheckpointRun's workload."""
-        workload, run_id = _workload_of(claim.namespace, record), record["spec"]["runId"]
-        status = record.get("status") or {}
-        finished = status.get("phase") == "Finished"
-        if run_id == claim.run_id and (status.get("reclaim") or {}).get("state") == ReclaimState.REMOVING:
-            return _taken(
-                f"the checkpoints of run {run_id!r} are being removed, since {workload.called} is finished",
-                "wait until its CheckpointRun says Removed, or choose another id",
-            )
-        if finished or workload.uid == claim.workload_uid:
+        spec, status, reference = record["spec"], record.get("status") or {}, record["spec"]["workload"]
+        workload = Workload(
+            namespace=claim.namespace,
+            kind=reference["kind"],
+            name=reference["name"],
+            uid=reference["uid"],
+            api_version=reference.get("apiVersion", ""),
+        )
+        if spec["runId"] == claim.run_id and _reclaim(record) == ReclaimState.REMOVING:
+            what = f"the checkpoints of run {claim.run_id!r} are being removed, since {workload.called} is finished"
+            return _taken(what, "wait until its CheckpointRun says Removed, or choose another id")
+        if status.get("phase") == "Finished" or workload.uid == claim.workload_uid:
             return None
-        same, is_job = run_id == claim.run_id, workload.native == "Job"
-        numbering = None
-        if record["spec"].get("runs") == RUN_PER_POD:
-            # A Job's own is asked for below.
-            numbering = Numbering() if is_job else run_claim.numbering_of_kind(workload.group_kind)
-        shared = claim.shared(run_id, numbering)
-        if not same and shared is None:
-            return None
-        name = record["metadata"]["name"]
-        if workload.native:
-            live = self._live(workload, deadline)
-            if live is None:
-                return None
-            name = ""
-            if is_job and not same:
-                shared = claim.shared(run_id, run_claim.numbering_of_job(live))
-        if same:
-            return _held(run_id, workload.called, name)
-        return _shares(shared, run_id, claim, workload.called, name) if shared is not None else None
+        name, per_pod = "" if workload.native else record["metadata"]["name"], spec.get("runs") == RUN_PER_POD
+        refusal = claim.held_by(workload.called, spec["runId"], per_pod=per_pod, record=name)
+        return refusal if refusal and (not workload.native or self._lives(workload)) else None
 
-    def _list(self, api_version: str, plural: str, claim: RunClaim, deadline: Deadline) -> list[Document]:
-        """Objects whose run may be the one that is asked for; of numbered pods any may."""
-        ids = ",".join(map(run_label, (claim.run_id, *run_claim.bases(claim.run_id))))
-        selector = RUN_ID if claim.numbering is not None else f"{RUN_ID} in ({ids})"
-        return self._selected(api_version, plural, claim, selector, deadline)
-
-    def _selected(
-        self, api_version: str, plural: str, claim: RunClaim, selector: str, deadline: Deadline
-    ) -> list[Document]:
+    def _list(self, api_version: str, plural: str, claim: RunClaim) -> list[Document]:
         path = f"/apis/{api_version}/namespaces/{claim.namespace}/{plural}"
-        page = self._request("GET", path, query={"labelSelector": selector}, timeout_s=deadline.left_s())
+        page = self._request("GET", path, query={"labelSelector": claim.label}, timeout_s=BUDGET_S)
         if not page.ok:
-            raise _not_told(page, path)
+            raise NotTold(f"the API answered {page.sentence}", where=path)
         return list(page.document["items"])
 
-    def _live(self, workload: Workload, deadline: Deadline) -> Document | None:
-        """This very Job or pod where it is there and has not ended."""
+    def _lives(self, workload: Workload) -> bool:
+        """Whether this very Job or pod is there and has not ended."""
         group, plural = ("/api/v1", "pods") if workload.native == "Pod" else ("/apis/batch/v1", "jobs")
         path = f"{group}/namespaces/{workload.namespace}/{plural}/{quote(workload.name, safe='')}"
-        answer = self._request("GET", path, timeout_s=deadline.left_s())
+        answer = self._request("GET", path, timeout_s=BUDGET_S)
         if answer.status == 404:
-            return None
+            return False
         if not answer.ok:
-            raise _not_told(answer, path)
+            raise NotTold(f"the API answered {answer.sentence}", where=path)
         document = answer.document
-        here = document["metadata"]["uid"] == workload.uid and not observed_object.is_over(document)
-        return document if here else None
+        return document["metadata"]["uid"] == workload.uid and not observed_object.is_over(document)
+
+
+def _reclaim(record: Document) -> str:
+    """Where the removal of a run's bytes stands."""
+    return str(((record.get("status") or {}).get("reclaim") or {}).get("state", ""))
 
 
 def _moved(claim: RunClaim, record: Document, url: str) -> Refusal | None:
     """The refusal where a run's checkpoints are in another store."""
-    status, run_id = record.get("status") or {}, record["spec"]["runId"]
-    store = status.get("store", "")
-    if (status.get("reclaim") or {}).get("state") == ReclaimState.REMOVED:
+    store, run_id = (record.get("status") or {}).get("store", ""), record["spec"]["runId"]
+    if not store or _place(store) == _place(url) or _reclaim(record) == ReclaimState.REMOVED:
         return None
-    if not store or _place(store) == _place(url) or claim.run_id not in ("", run_id):
+    if claim.run_id not in ("", run_id):
         return None
-    there, named = f"the checkpoints of run {run_id!r} are in {_place(store)}", f"the store {_place(url)}"
-    if claim.source:
-        what, remedy = (
-            f"{there}, and the policy names {named}",
-            "name that store in the policy; or copy the run",
-        )
-        return Refusal("StoreMoved", what, where=RESTORE_FROM, remedy=f"{remedy} (`deltashard cp`)")
-    return Refusal(
-        "StoreMoved",
-        f"it names {named}, and {there}",
-        where="spec.store.url of the CheckpointPolicy",
-        remedy="name that store; or copy the run (`deltashard cp`) and delete CheckpointRun "
-        + record["metadata"]["name"],
+    what = f"the policy names the store {_place(url)}, and the checkpoints of run {run_id!r} are in {_place(store)}"
+    where, remedy = (
+        "spec.store.url of the CheckpointPolicy",
+        "name that store; or copy the run (`deltashard cp`)",
     )
+    if claim.source:
+        where = RESTORE_FROM
+    else:
+        remedy += f" and delete CheckpointRun {record['metadata']['name']}"
+    return Refusal("StoreMoved", what, where=where, remedy=remedy)
 
 
 def _place(url: str) -> str:
@@ -170,49 +194,6 @@ def _place(url: str) -> str:
     return base.rstrip("/") + (f"?account={account}" if account else "")
 
 
-def _not_told(answer: Answer, path: str) -> NotTold:
-    return NotTold(f"the API answered {answer.sentence}", where=path)
-
-
-def _held_by_job(claim: RunClaim, document: Document) -> Refusal | None:
-    """The refusal for the sake of a Job with a run id's label."""
-    job = observed_object.job_of(document)
-    if job.outcome or job.workload.uid == claim.workload_uid:
-        return None
-    run_id = (document["metadata"].get("labels") or {}).get(RUN_ID, "")
-    if run_id == claim.run_id:
-        return _held(run_id, job.workload.called)
-    shared = claim.shared(run_id, run_claim.numbering_of_job(document))
-    return _shares(shared, run_id, claim, job.workload.called) if shared is not None else None
-
-
-def _workload_of(namespace: str, record: Document) -> Workload:
-    reference = record["spec"]["workload"]
-    return Workload(
-        namespace=namespace,
-        kind=reference["kind"],
-        name=reference["name"],
-        uid=reference["uid"],
-        api_version=reference.get("apiVersion", ""),
-    )
-
-
 def _taken(what: str, remedy: str, record: str = "") -> Refusal:
-    """`record`: the CheckpointRun whose word alone says so."""
     gone = f"; if it is gone, delete CheckpointRun {record}" if record else ""
     return Refusal("RunIdTaken", what, where=RUN_ID, remedy=remedy + gone)
-
-
-def _held(run_id: str, called: str, record: str = "") -> Refusal:
-    what = f"run {run_id!r} is held by {called}, which is not finished"
-    return _taken(what, "wait for its end, delete it, or choose another id", record)
-
-
-def _shares(shared: str, run_id: str, claim: RunClaim, called: str, record: str = "") -> Refusal:
-    numbered = run_id if shared == claim.run_id else claim.run_id
-    return _taken(
-        f"run {shared!r} would be shared with {called}, which is not finished: each pod of run {numbered!r} "
-        "trains a run of its own, with its number at the end",
-        "wait for its end, delete it, or choose an id that does not end with a number",
-        record,
-    )

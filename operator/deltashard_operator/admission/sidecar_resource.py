@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -28,7 +28,7 @@ from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import SIDECAR
 
-Document = dict[str, dict[str, str]]
+Amounts = dict[str, Fraction]
 STORAGE = "ephemeral-storage"
 STORAGE_SLACK_BYTES = 1 << 30
 """Room for the sidecar's log beside its cache, where it has a storage limit."""
@@ -36,47 +36,53 @@ STORAGE_SLACK_BYTES = 1 << 30
 
 def of_sidecar(
     spec: Mapping[str, Any], policy: Policy, *, cache_volume_bytes: int, queued: bool = False
-) -> Document:
+) -> dict[str, dict[str, str]]:
     """The sidecar's `resources` in a pod with this spec; raises `Refusal` (PodResourcesTooSmall, BadTemplate).
 
     `cache_volume_bytes` is what the cache may take of the node's disk, 0 when it does not lie there. `queued`: Kueue
     admits the workload.
     """
     try:
-        return _of_sidecar(spec, policy, cache_volume_bytes, queued=queued)
+        requests, limits = _amounts(spec, policy, Fraction(cache_volume_bytes), queued=queued)
+        _check_pod_level(spec, requests, limits)
     except ValueError as error:
         raise Refusal("BadTemplate", str(error), where="resources of the pod template") from None
-
-
-def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int, *, queued: bool) -> Document:
-    containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
-    limited = all(STORAGE in _part(each, "limits") for each in containers)
-    cpu_request, cpu_limit = policy.cpu_request_millis, policy.cpu_limit_millis
-    memory_request = policy.arena_bytes + policy.memory_request_bytes
-    memory_limit = policy.arena_bytes + policy.memory_limit_bytes
-    if all(_guaranteed(each) for each in containers):
-        cpu_request = cpu_limit = -(-cpu_limit // 1000) * 1000
-        memory_request = memory_limit
-    pod_limit = _part(spec, "limits").get("cpu")
-    if pod_limit is not None:  # a container's limit may not exceed the pod's
-        cpu_limit = max(cpu_request, min(cpu_limit, quantity.millis_of(pod_limit)))
-    storage_limit = cache_bytes + STORAGE_SLACK_BYTES if cache_bytes and limited else 0
-    if policy.storage_limit_bytes:
-        storage_limit = max(policy.storage_limit_bytes, policy.storage_request_bytes or 0, cache_bytes)
-    storage_request = policy.storage_request_bytes
-    if storage_request is None:  # beside a limit the API would request all of it
-        storage_request = cache_bytes if storage_limit or not queued else 0
-    ours = {
-        "requests": _stated(cpu_request, memory_request, storage_request),
-        "limits": _stated(cpu_limit, memory_limit, storage_limit),
+    return {
+        part: {name: _text(name, amount) for name, amount in amounts.items() if amount}
+        for part, amounts in (("requests", requests), ("limits", limits))
     }
-    _check_pod_level(spec, ours)
-    return ours
 
 
-def _stated(cpu_millis: int, memory_bytes: int, storage_bytes: int) -> dict[str, str]:
-    stated = {"cpu": quantity.format_millis(cpu_millis), "memory": quantity.format_bytes(memory_bytes)}
-    return stated | ({STORAGE: quantity.format_bytes(storage_bytes)} if storage_bytes else {})
+def _amounts(
+    spec: Mapping[str, Any], policy: Policy, cache: Fraction, *, queued: bool
+) -> tuple[Amounts, Amounts]:
+    stated = policy.sidecar["resources"]
+    requests, limits = (
+        {name: quantity.parse(amount) for name, amount in stated[part].items()}
+        for part in ("requests", "limits")
+    )
+    for name, arena in (("cpu", 0), ("memory", policy.arena_bytes)):
+        limits[name] = max(requests[name], limits[name]) + arena
+        requests[name] += arena
+    containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
+    if all(_guaranteed(each) for each in containers):
+        limits["cpu"] = Fraction(math.ceil(limits["cpu"]))
+        requests |= {name: limits[name] for name in ("cpu", "memory")}
+    if (pod_limit := _part(spec, "limits").get("cpu")) is not None:  # which a container's may not exceed
+        limits["cpu"] = max(requests["cpu"], min(limits["cpu"], quantity.parse(pod_limit)))
+    if limits.get(STORAGE):
+        limits[STORAGE] = max(limits[STORAGE], requests.get(STORAGE, cache), cache)
+    elif cache and all(STORAGE in _part(each, "limits") for each in containers):
+        limits[STORAGE] = cache + STORAGE_SLACK_BYTES
+    # Beside a limit the API would request all of it.
+    requests.setdefault(STORAGE, cache if limits.get(STORAGE) or not queued else Fraction(0))
+    return requests, limits
+
+
+def _text(name: str, amount: Fraction) -> str:
+    if name == "cpu":
+        return quantity.format_millis(math.ceil(amount * 1000))
+    return quantity.format_bytes(math.ceil(amount))
 
 
 def _part(container: Mapping[str, Any], part: str) -> Mapping[str, Any]:
@@ -94,43 +100,23 @@ def _guaranteed(container: Mapping[str, Any]) -> bool:
     )
 
 
-def requested(spec: Mapping[str, Any], name: str) -> Fraction:
-    """What the pod's containers request of a resource: at start or at work, whichever is more."""
-    beside, peak = Fraction(0), Fraction(0)
-    for each in spec.get("initContainers") or []:
-        asks = _request(each, name)
-        if each.get("restartPolicy") == "Always":
-            beside += asks
-            peak = max(peak, beside)
-        else:
-            peak = max(peak, beside + asks)
-    return max(peak, beside + sum(_request(each, name) for each in spec.get("containers") or []))
-
-
-def _request(container: Mapping[str, Any], name: str) -> Fraction:
-    return quantity.parse(_part(container, "requests").get(name, _part(container, "limits").get(name, "0")))
-
-
-def _check_pod_level(spec: Mapping[str, Any], ours: Document) -> None:
+def _check_pod_level(spec: Mapping[str, Any], requests: Amounts, limits: Amounts) -> None:
+    natives = [each for each in spec.get("initContainers") or [] if each.get("restartPolicy") == "Always"]
     for part, name in itertools.product(("requests", "limits"), ("cpu", "memory")):
         stated = _part(spec, part).get(name)
         if stated is None:
             continue
         # The sidecar's own limit of processors is above its request for bursts, which nobody has to leave room for.
-        ask = quantity.parse(ours["requests" if name == "cpu" else part][name])
-        theirs = requested(spec, name)
+        ask = limits[name] if (part, name) == ("limits", "memory") else requests[name]
+        theirs = sum(
+            quantity.parse(_part(each, "requests").get(name, _part(each, "limits").get(name, "0")))
+            for each in (*(spec.get("containers") or []), *natives)
+        )
         if theirs + ask > quantity.parse(stated):
-            text = _shown(name)
             raise Refusal(
                 "PodResourcesTooSmall",
-                f"it is {stated}, and {text(theirs)} that the containers request and {text(ask)} "
-                f"for {SIDECAR} make {text(theirs + ask)}",
+                f"it is {stated}, and {_text(name, Fraction(theirs))} that the containers request and "
+                f"{_text(name, ask)} for {SIDECAR} make {_text(name, theirs + ask)}",
                 where=f"spec.resources.{part}.{name}",
-                remedy=f"raise it to at least {text(theirs + ask)}",
+                remedy=f"raise it to at least {_text(name, theirs + ask)}",
             )
-
-
-def _shown(name: str) -> Callable[[Fraction], str]:
-    if name == "cpu":
-        return lambda n: quantity.format_millis(math.ceil(n * 1000))
-    return lambda n: quantity.format_bytes(math.ceil(n))

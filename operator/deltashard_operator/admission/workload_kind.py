@@ -12,19 +12,26 @@ import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from deltashard_operator.admission.injection import labelled
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import owner_reference, run_identity
-from deltashard_operator.kube.cluster_name import LEADER_WORKER_SET_LABEL, QUEUE_LABEL, RUN_ID
+from deltashard_operator.kube.cluster_name import LEADER_WORKER_SET_LABEL, RUN_ID
 from deltashard_operator.kube.run_identity import IdentityRecipe
 
 Document = dict[str, Any]
+Path = tuple[str | int, ...]
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 MIRROR = "kubernetes.io/config.mirror"
 """Annotation on the API's copy of a kubelet's static pod, which nobody can change."""
 GRACE = "terminationGracePeriodSeconds"
+TEMPLATED = frozenset({owner_reference.JOBSET, owner_reference.PYTORCH_JOB})
+"""Kinds whose Jobs' and pods' templates are injected at their CREATE."""
+ADMITTED = TEMPLATED | {owner_reference.JOB, owner_reference.POD}
+"""Kinds that are injected at their own CREATE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,38 +94,54 @@ class Target:
     """Job or Pod."""
     root: Mapping[str, Any]
     """The object."""
-    path: tuple[str | int, ...]
+    path: Path
     """Where in it the Job or pod lies."""
     document: Mapping[str, Any]
-    annotations: tuple[Mapping[str, str], ...]
-    """Every map that may hold ours."""
     template: Document
     """The pod template; a pod is its own."""
     recipe: IdentityRecipe
-    grace_path: tuple[str | int, ...]
-    """Keys under which the object states its grace period."""
 
     @property
-    def name(self) -> str:
-        """Which of an object's templates it is, whatever its place in a list."""
-        return ".".join(str(_named(self.root, self.path, n)) for n in range(len(self.path)))
+    def annotations(self) -> tuple[Mapping[str, str], ...]:
+        """Every map that may hold ours."""
+        return tuple((each.get("metadata") or {}).get("annotations") or {} for each in self._objects[1:])
 
-    def put(self, template: Document, run_id: str | None) -> Document:
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Of the object and of all that is in it."""
+        maps = [(each.get("metadata") or {}).get("labels") or {} for each in self._objects]
+        return {key: value for each in maps for key, value in each.items()}
+
+    @property
+    def _objects(self) -> tuple[Mapping[str, Any], ...]:
+        return self.root, self.document, self.template
+
+    @property
+    def owner(self) -> owner_reference.Owner | None:
+        """A pod's controller."""
+        return owner_reference.controller_of(self.document) if self.kind == "Pod" else None
+
+    @property
+    def states_grace(self) -> bool:
+        """Whether the user's own manifest is known to state a grace period.
+
+        The API's default cannot be told from a written 30 in the object. But an applied manifest leaves its trace:
+        kubectl's annotation, or the fields that a server-side apply owns. What was applied may not change, or applying
+        it again fails.
+        """
+        metadata = self.root.get("metadata") or {}
+        fields = [each for each in metadata.get("managedFields") or [] if each.get("operation") == "Apply"]
+        return GRACE in (metadata.get("annotations") or {}).get(LAST_APPLIED, "") + json.dumps(fields)
+
+    def put(self, template: Document, run_id: str) -> Document:
         """The Job or pod with this template in the place of its own, and the labels by which it is found."""
         document = self.document
         if self.kind == "Pod":
             return {**document, **template}
-        spec = {**document["spec"], "template": template}
         metadata = labelled(document.get("metadata") or {})
-        if run_id is not None:  # by which `run_holder` finds who has a run, without a controller
+        if run_id:  # by which `run_holder` finds who has a run, without a controller
             metadata["labels"][RUN_ID] = run_id
-        return {**document, "metadata": metadata, "spec": spec}
-
-
-TEMPLATED = frozenset({owner_reference.JOBSET, owner_reference.PYTORCH_JOB})
-"""Kinds whose Jobs' and pods' templates are injected at their CREATE."""
-ADMITTED = TEMPLATED | {owner_reference.JOB, owner_reference.POD}
-"""Kinds that are injected at their own CREATE."""
+        return {**document, "metadata": metadata, "spec": {**document["spec"], "template": template}}
 
 
 def targets(kind: str, document: Mapping[str, Any]) -> tuple[Target, ...]:
@@ -133,7 +156,7 @@ def targets(kind: str, document: Mapping[str, Any]) -> tuple[Target, ...]:
     )
 
 
-def _each(document: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def _each(document: Any, path: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
     """(keys, value) of all that lies under a path."""
     if not path:
         yield (), document
@@ -148,51 +171,26 @@ def _each(document: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str | in
             yield (key, *keys), inner
 
 
-def _target(
-    kind: Kind, root: Mapping[str, Any], path: tuple[str | int, ...], document: Mapping[str, Any]
-) -> Target:
-    own = (document.get("metadata") or {}).get("annotations") or {}
-    annotations: tuple[Mapping[str, str], ...]
-    inner: tuple[str, ...]
+def _target(kind: Kind, root: Mapping[str, Any], path: Path, document: Mapping[str, Any]) -> Target:
     if kind.injected_as == "Pod":
         template = {key: document[key] for key in ("metadata", "spec") if key in document}
-        annotations, inner = (own,), ("spec", GRACE)
-        recipe = (
-            run_identity.of_pod(document) if not path else run_identity.of_template(kind.kind, document, 1)
-        )
     else:
         template = dict((document.get("spec") or {}).get("template") or {})
-        annotations = (own, (template.get("metadata") or {}).get("annotations") or {})
-        inner = ("spec", "template", "spec", GRACE)
-        if not path:
-            recipe = run_identity.of_job(template, document)
-        else:
-            replicas = _at(root, path[:-1]).get("replicas")
-            recipe = run_identity.of_template(
-                kind.kind, document, replicas if isinstance(replicas, int) else 1
-            )
+    if path:
+        replicas = _at(root, path[:-1]).get("replicas")
+        count = replicas if isinstance(replicas, int) else 1
+        recipe = run_identity.of_template(kind.kind, document, count)
+    elif kind.injected_as == "Pod":
+        recipe = run_identity.of_pod(document)
+    else:
+        recipe = run_identity.of_job(template, document)
     return Target(
-        kind=kind.injected_as,
-        root=root,
-        path=path,
-        document=document,
-        annotations=annotations,
-        template=template,
-        recipe=recipe,
-        grace_path=(*path, *inner),
+        kind=kind.injected_as, root=root, path=path, document=document, template=template, recipe=recipe
     )
 
 
-def _at(document: Any, path: tuple[str | int, ...]) -> Any:
-    for key in path:
-        document = document[key]
-    return document
-
-
-def _named(root: Mapping[str, Any], path: tuple[str | int, ...], n: int) -> str | int:
-    """A path's nth key; the name of a list's element."""
-    key = path[n]
-    return _at(root, path[: n + 1]).get("name", key) if isinstance(key, int) else key
+def _at(document: Any, path: Path) -> Any:
+    return reduce(getitem, path, document)
 
 
 def with_each(root: Mapping[str, Any], parts: Iterable[tuple[Target, Mapping[str, Any]]]) -> Document:
@@ -207,62 +205,13 @@ def with_each(root: Mapping[str, Any], parts: Iterable[tuple[Target, Mapping[str
 
 def check(target: Target) -> None:
     """Raise `Refusal` (Unsupported) for a pod of a kind whose pods are nobody's continuation."""
-    owner = owner_reference.controller_of(target.document) if target.kind == "Pod" else None
+    owner = target.owner
     if owner is None:
         return
     where, why = f"{owner.kind} {owner.name}", owner_reference.UNFIT.get(owner.group_kind, "")
-    group = ((target.document.get("metadata") or {}).get("labels") or {}).get(LEADER_WORKER_SET_LABEL)
-    if group is not None:
+    if (group := target.labels.get(LEADER_WORKER_SET_LABEL)) is not None:
         where = f"LeaderWorkerSet {group}"
         why = "leader and workers of a group are pods of different StatefulSets, so each would train a run of its own"
     if why:
         known = f"use {', '.join(each.kind for each in KINDS[:-1])} or a bare {KINDS[-1].kind}"
         raise Refusal("Unsupported", why, where=where, remedy=known)
-
-
-def unknown_owner(target: Target) -> str:
-    """Kind and group of a pod's controller where that is none we know; empty elsewhere."""
-    owner = owner_reference.controller_of(target.document) if target.kind == "Pod" else None
-    if owner is None or owner.group_kind in owner_reference.KNOWN:
-        return ""
-    return f"{owner.kind} of {owner.api_version}"
-
-
-def is_queued(target: Target) -> bool:
-    """Whether Kueue admits the workload, by the resources that it requests."""
-    return any(
-        QUEUE_LABEL in ((each.get("metadata") or {}).get("labels") or {})
-        for each in (target.root, target.document, target.template)
-    )
-
-
-def states_grace(target: Target) -> bool:
-    """Whether the user's own manifest is known to state the grace period.
-
-    The API's default cannot be told from a written 30 in the object. But an applied manifest leaves its trace:
-    kubectl's annotation, or the fields that a server-side apply owns. What was applied may not change, or applying it
-    again fails.
-    """
-    metadata, path = target.root.get("metadata") or {}, target.grace_path
-    try:
-        applied = json.loads((metadata.get("annotations") or {}).get(LAST_APPLIED, "null"))
-    except ValueError:
-        applied = None
-    if _reaches(applied, path):
-        return True
-    owned = tuple(
-        f'k:{{"name":"{_named(target.root, path, n)}"}}' if isinstance(key, int) else f"f:{key}"
-        for n, key in enumerate(path)
-    )
-    return any(
-        entry.get("operation") == "Apply" and _reaches(entry.get("fieldsV1"), owned)
-        for entry in metadata.get("managedFields") or []
-    )
-
-
-def _reaches(document: Any, path: tuple[str | int, ...]) -> bool:
-    try:
-        _at(document, path)
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True

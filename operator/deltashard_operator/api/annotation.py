@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from deltashard_checkpoint.vocabulary import BITS_RULES, ENCODING_CHOICES, NO_BITS_RULE, ONE_RUN, RUN_PER_POD
 
@@ -18,7 +18,6 @@ from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
-    CHECKPOINT_TIME,
     CONTAINER,
     ENCODING,
     GOAL,
@@ -32,96 +31,25 @@ from deltashard_operator.kube.cluster_name import (
     RUNS,
 )
 
-_N = TypeVar("_N", int, float)
-MIN_ARENA_BYTES = 64 << 20
-MAX_ARENA_BYTES = 1 << 40
-MAX_INTERVAL_S = 7 * 86400.0
-NO_PRECISION = NO_BITS_RULE
-PRECISIONS = (*BITS_RULES, NO_PRECISION)
-"""What bits may be chosen for, and that they are not chosen."""
-
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _POLICY = r"(?!.{254})(cluster/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
 _SOURCE = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(@[!-#%-~]{1,256})?"
 """A pin without '$', which the kubelet would read."""
 
-TAKES = {
-    POLICY: "the name of a CheckpointPolicy in the workload's namespace, cluster/NAME of a ClusterCheckpointPolicy, "
-    "or 'default'",
-    CONTAINER: "the name of the container that trains; without it, the pod's default container, else the first one",
-    RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
-    RUNS: "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
-    ARENA_SIZE: "a quantity from 64Mi to 1Ti, such as 512Mi",
-    INTERVAL: "a duration up to 168h, such as 90s, 5m or 1h30m; 0s turns the timer off",
-    GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 168h), pls=0.02 or fixed",
-    ENCODING: f"one of {', '.join(ENCODING_CHOICES)}",
-    PRECISION: f"one of {', '.join(PRECISIONS)}",
-    RESTORE_FROM: "RUN or RUN@PIN: the run id of another run of the workload's namespace, in the same store",
-}
-"""Key -> what it takes, as every refusal says it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotations:
-    """The user's annotations, checked; None where a key is absent."""
+    """The user's annotations, checked; empty where a key is absent."""
 
     policy: str
-    container: str | None = None
-    run_id: str | None = None
-    runs: str | None = None
-    arena_bytes: int | None = None
-    every_s: float | None = None
-    encoding: str | None = None
-    goal: str | None = None
-    precision: str | None = None
-    restore_from: str | None = None
-
-
-def opted_in(*maps: Mapping[str, str] | None) -> bool:
-    """Whether any of these annotation maps holds the policy key."""
-    return any(POLICY in (each or {}) for each in maps)
-
-
-def read(*maps: Mapping[str, str] | None) -> Annotations:
-    """The annotations in these maps taken together; raises `Refusal` (BadAnnotation)."""
-    found: dict[str, str] = {}
-    for each in maps:
-        for key, value in (each or {}).items():
-            if not key.startswith(PREFIX) or key in {INJECTED, CHECKPOINT_TIME}:
-                continue
-            if key not in TAKES:
-                raise Refusal(
-                    "BadAnnotation",
-                    "there is no such annotation",
-                    where=key,
-                    remedy=f"known are {', '.join(TAKES)}",
-                )
-            if found.setdefault(key, value) != value:
-                raise Refusal(
-                    "BadAnnotation",
-                    f"the workload says {found[key]!r} and its pod template says {value!r}",
-                    where=key,
-                    remedy="say it once",
-                )
-    if POLICY not in found:
-        raise Refusal("BadAnnotation", "it is missing", where=POLICY, remedy=f"it takes {TAKES[POLICY]}")
-    said: dict[str, Any] = {}
-    for key, (name, reader) in _READERS.items():
-        if key in found:
-            try:
-                said[name] = reader(found[key])
-            except ValueError:
-                raise _wrong(key, found[key]) from None
-    source = found.get(RESTORE_FROM, "")
-    if source and source.partition("@")[0] == found.get(RUN_ID):
-        raise _wrong(RESTORE_FROM, source)
-    return Annotations(**said)
-
-
-def _wrong(key: str, value: str) -> Refusal:
-    return Refusal(
-        "BadAnnotation", f"{value[:80]!r} is not possible", where=key, remedy=f"it takes {TAKES[key]}"
-    )
+    container: str = ""
+    run_id: str = ""
+    runs: str = ""
+    """Whether the workload's pods are ranks of one run, or train a run each."""
+    restore_from: str = ""
+    """RUN or RUN@PIN that a run without a log begins with."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a policy's spec, which are laid over the policy."""
 
 
 def _matching(pattern: str) -> Callable[[str], str]:
@@ -133,30 +61,112 @@ def _matching(pattern: str) -> Callable[[str], str]:
     return read
 
 
-def _within(least: float, parse: Callable[[str], _N], most: float) -> Callable[[str], _N]:
-    def read(text: str) -> _N:
-        if not least <= (number := parse(text)) <= most:
+def _within(parse: Callable[[str], float], least: str, most: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if not parse(least) <= parse(text) <= parse(most):
             raise ValueError
-        return number
+        return text
 
     return read
 
 
-_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    POLICY: ("policy", _matching(_POLICY)),
-    CONTAINER: ("container", _matching(_LABEL)),
-    RUN_ID: ("run_id", _matching(_LABEL)),
-    RUNS: ("runs", _matching(f"{ONE_RUN}|{RUN_PER_POD}")),
-    ARENA_SIZE: ("arena_bytes", _within(MIN_ARENA_BYTES, quantity.bytes_of, MAX_ARENA_BYTES)),
-    INTERVAL: ("every_s", _within(0, duration.seconds_of, MAX_INTERVAL_S)),
-    GOAL: ("goal", duration.goal_of),
-    ENCODING: ("encoding", _matching("|".join(ENCODING_CHOICES))),
-    PRECISION: ("precision", _matching("|".join(PRECISIONS))),
-    RESTORE_FROM: ("restore_from", _matching(_SOURCE)),
+def _one_of(*words: str) -> Callable[[str], str]:
+    return _matching("|".join(words))
+
+
+KEYS: Mapping[str, tuple[str, Callable[[str], str], str]] = {
+    POLICY: (
+        "policy",
+        _matching(_POLICY),
+        (
+            "the name of a CheckpointPolicy in the workload's namespace, cluster/NAME of a ClusterCheckpointPolicy, "
+            "or 'default'"
+        ),
+    ),
+    CONTAINER: (
+        "container",
+        _matching(_LABEL),
+        "the name of the container that trains; without it, the pod's default container, else the first one",
+    ),
+    RUN_ID: (
+        "run_id",
+        _matching(_LABEL),
+        "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
+    ),
+    RUNS: (
+        "runs",
+        _one_of(ONE_RUN, RUN_PER_POD),
+        "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
+    ),
+    ARENA_SIZE: (
+        "spec.arenaSize",
+        _within(quantity.bytes_of, "64Mi", "1Ti"),
+        "a quantity from 64Mi to 1Ti, such as 512Mi",
+    ),
+    INTERVAL: (
+        "spec.interval.every",
+        _within(duration.seconds_of, "0s", "168h"),
+        "a duration up to 168h, such as 90s, 5m or 1h30m; 0s turns the timer off",
+    ),
+    GOAL: (
+        "spec.interval.goal",
+        duration.goal_of,
+        "auto, overhead=1% (at most 50%), lost-work=5m (at most 168h), pls=0.02 or fixed",
+    ),
+    ENCODING: (
+        "spec.precision.encoding",
+        _one_of(*ENCODING_CHOICES),
+        f"one of {', '.join(ENCODING_CHOICES)}",
+    ),
+    PRECISION: (
+        "spec.precision.goal",
+        _one_of(*BITS_RULES, NO_BITS_RULE),
+        f"one of {', '.join((*BITS_RULES, NO_BITS_RULE))}",
+    ),
+    RESTORE_FROM: (
+        "restore_from",
+        _matching(_SOURCE),
+        "RUN or RUN@PIN: the run id of another run of the workload's namespace, in the same store",
+    ),
 }
-"""Key -> the field of `Annotations`, and what reads it; a `ValueError`: it is none."""
+"""Key -> the field of `Annotations`, what reads it (a `ValueError`: it is none), what it takes as refusals say it."""
 
 
-def seconds(value: float) -> str:
-    """An interval as a variable has it: with all its milliseconds, and no more digits than it needs."""
-    return f"{value:.10g}"
+def opted_in(*maps: Mapping[str, str] | None) -> bool:
+    """Whether any of these annotation maps holds the policy key."""
+    return any(POLICY in (each or {}) for each in maps)
+
+
+def read(*maps: Mapping[str, str] | None) -> Annotations:
+    """The annotations in these maps taken together; raises `Refusal` (BadAnnotation)."""
+    found: dict[str, str] = {}
+    for key, value in (item for each in maps for item in (each or {}).items()):
+        if not key.startswith(PREFIX) or key == INJECTED:
+            continue
+        if key not in KEYS:
+            raise _wrong(key, "there is no such annotation", f"known are {', '.join(KEYS)}")
+        if found.setdefault(key, value) != value:
+            what = f"the workload says {found[key]!r} and its pod template says {value!r}"
+            raise _wrong(key, what, "say it once")
+    if POLICY not in found:
+        raise _wrong(POLICY, "it is missing", f"it takes {KEYS[POLICY][2]}")
+    said: dict[str, Any] = {"spec": {}}
+    for key, (name, reader, takes) in KEYS.items():
+        if key not in found:
+            continue
+        *path, last = name.split(".")
+        place = said
+        for each in path:
+            place = place.setdefault(each, {})
+        try:
+            place[last] = reader(found[key])
+        except ValueError:
+            place[last] = ""
+        own = key == RESTORE_FROM and found[key].partition("@")[0] == found.get(RUN_ID)
+        if not place[last] or own:
+            raise _wrong(key, f"{found[key][:80]!r} is not possible", f"it takes {takes}")
+    return Annotations(**said)
+
+
+def _wrong(key: str, what: str, remedy: str) -> Refusal:
+    return Refusal("BadAnnotation", what, where=key, remedy=remedy)

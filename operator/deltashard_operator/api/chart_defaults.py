@@ -1,7 +1,7 @@
 """The chart's default policy: a YAML file of a CheckpointPolicy's `spec`, under every policy of the cluster.
 
 It also says what no namespace should have to: the sidecar's image, and where the controller listens. The authority
-that vouches for the controller is a file of its own, read again when it changed, since it outlives no rotation.
+that vouches for the controller is a file of its own, read anew for each admission, since it changes while we serve.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ class Defaults:
     def __init__(self, path: Path | None, fleet_ca: Path | None) -> None:
         self._spec = {} if path is None else _read(path)
         self._fleet_ca = fleet_ca
-        self._seen: tuple[int, int, int] | None = None
         self._pem = ""
 
     def spec(self) -> dict[str, Any]:
         """The default spec, with the authority's PEM in `fleet.ca`; raises `FleetAuthorityMissing`."""
-        fleet = self._spec.get("fleet")
-        if self._fleet_ca is None or not isinstance(fleet, dict):
+        if self._fleet_ca is None or "fleet" not in self._spec:
             return self._spec
-        return {**self._spec, "fleet": {**fleet, "ca": self._authority(self._fleet_ca)}}
+        try:
+            self._pem = self._fleet_ca.read_text(encoding="ascii")
+        except (OSError, ValueError) as error:
+            if not self._pem:
+                raise FleetAuthorityMissing(
+                    f"the controller's authority cannot be read: {error}",
+                    where=str(self._fleet_ca),
+                    remedy="is the controller running? It issues it",
+                ) from None
+        return {**self._spec, "fleet": {**self._spec["fleet"], "ca": self._pem}}
 
     def has_store(self) -> bool:
         """Whether the default can serve by itself, without a CheckpointPolicy."""
@@ -48,22 +55,6 @@ class Defaults:
         except FleetAuthorityMissing as error:
             return [error.what]
         return []
-
-    def _authority(self, path: Path) -> str:
-        try:
-            status = path.stat()
-            state = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if state != self._seen:
-                self._pem = path.read_text(encoding="ascii")
-                self._seen = state
-        except (OSError, ValueError) as error:
-            if not self._pem:
-                raise FleetAuthorityMissing(
-                    f"the controller's authority cannot be read: {error}",
-                    where=str(path),
-                    remedy="is the controller running? It issues it",
-                ) from None
-        return self._pem
 
 
 def _read(path: Path) -> dict[str, Any]:

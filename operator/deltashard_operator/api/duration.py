@@ -7,29 +7,26 @@ import re
 from deltashard_checkpoint.deciding import goal
 
 PATTERN = "([0-9]{1,5}(h|m|s|ms)){1,4}"
-_WHOLE = re.compile(PATTERN, re.ASCII)
-_PART = re.compile("([0-9]+)(h|ms|m|s)", re.ASCII)
 _UNITS_MS = {"h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
 
 
 def seconds_of(text: object) -> float:
     """Seconds of a duration; raises `ValueError`."""
-    if not isinstance(text, str) or not _WHOLE.fullmatch(text):
+    if not isinstance(text, str) or not re.fullmatch(PATTERN, text, re.ASCII):
         raise ValueError(f"{str(text)[:80]!r} is no duration such as 90s, 5m or 1h30m")
-    return sum(int(number) * _UNITS_MS[unit] for number, unit in _PART.findall(text)) / 1000
-
-
-def text_of(seconds: float) -> str:
-    """A number of seconds as a duration of one unit, to the millisecond."""
-    whole = round(seconds * 1000)
-    unit = next(unit for unit, length in _UNITS_MS.items() if whole % length == 0)
-    return f"{whole // _UNITS_MS[unit]}{unit}" if whole else "0s"
+    return (
+        sum(int(number) * _UNITS_MS[unit] for number, unit in re.findall("([0-9]+)(h|ms|m|s)", text)) / 1000
+    )
 
 
 def goal_of(text: str) -> str:
     """A goal as the sidecar takes it, whose time is of one unit; raises `ValueError`."""
     aim, _, amount = text.partition("=")
-    said = f"{aim}={text_of(seconds_of(amount))}" if aim == "lost-work" else text
+    said = text
+    if aim == "lost-work":
+        whole = round(seconds_of(amount) * 1000)
+        unit = next(unit for unit, length in _UNITS_MS.items() if whole % length == 0)
+        said = f"{aim}={whole // _UNITS_MS[unit]}{unit}"
     try:
         goal.goal(said)
     except goal.BadGoal as error:

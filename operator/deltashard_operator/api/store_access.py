@@ -1,19 +1,17 @@
-"""How a container reaches a policy's store: the variables it needs, and the files they name. Pure.
+"""How a container reaches a policy's store: the URL, the variables it needs, and the files they name. Pure.
 
 The same for the sidecar and for a Job that removes a run's bytes: a Secret of the namespace (optional: its absence must
 not keep a pod from starting) or a claim (without it there is no store), a projected token, the authorities of
-`network.caBundle` (which a pod waits for: without, nothing could be trusted), and what the policy adds.
+`network.caBundle` (which a pod waits for: without, nothing could be trusted), and the volumes that the policy adds,
+which bring files and no more. A claim is reached by no network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
-from deltashard_operator.api import store_spec
-from deltashard_operator.api.extension import TOKEN_S
-from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube.cluster_name import (
     CA_PATH,
     CA_VOLUME,
@@ -23,69 +21,129 @@ from deltashard_operator.kube.cluster_name import (
     TOKEN_VOLUME,
 )
 
-_SECRET_VARIABLES = {
-    "s3": "AWS_SHARED_CREDENTIALS_FILE",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_CONNECTION_STRING_FILE",
+if TYPE_CHECKING:
+    from deltashard_operator.api.workload_policy import Policy
+
+Document = dict[str, Any]
+NO_PROXY = (
+    "localhost,127.0.0.1,::1,169.254.169.254,fd00:ec2::254,169.254.170.2,169.254.170.23,[fd00:ec2::23],"
+    "100.100.100.200,metadata.google.internal,.svc,.cluster.local"
+)
+"""What never goes through a policy's proxy: this pod, the services that give a machine its credentials, the cluster."""
+CA_FILE = f"{CA_PATH}/ca.crt"
+TOKEN_S = 3600
+_ENCRYPTIONS = {"SSE-S3": "AES256", "SSE-KMS": "aws:kms"}
+
+
+class _Kind(NamedTuple):
+    """Variables that one kind of store knows."""
+
+    secret: str
+    """Names the file of the store's Secret."""
+    token: str = ""
+    """Names the file of the service account's token."""
+    audience: str = ""
+    """The token's, unless the policy names another."""
+    identity: Mapping[str, str] = {}
+    """Say whose token it is, by the fields that they have it of."""
+
+
+_KINDS = {
+    "s3": _Kind(
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "sts.amazonaws.com",
+        {"roleArn": "AWS_ROLE_ARN", "stsEndpoint": "AWS_ENDPOINT_URL_STS"},
+    ),
+    "gs": _Kind("GOOGLE_APPLICATION_CREDENTIALS"),
+    "az": _Kind(
+        "AZURE_STORAGE_CONNECTION_STRING_FILE",
+        "AZURE_FEDERATED_TOKEN_FILE",
+        "api://AzureADTokenExchange",
+        {
+            "clientId": "AZURE_CLIENT_ID",
+            "tenantId": "AZURE_TENANT_ID",
+            "authorityHost": "AZURE_AUTHORITY_HOST",
+        },
+    ),
+    "file": _Kind(""),
 }
-"""Which variable names the file of the store's Secret, by the URL's scheme."""
-_TOKEN_VARIABLES = {"s3": "AWS_WEB_IDENTITY_TOKEN_FILE", "az": "AZURE_FEDERATED_TOKEN_FILE"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    """Volumes of a pod, and a container's mounts of them."""
+def _kind(policy: Policy) -> _Kind:
+    return _KINDS[policy.url.partition(":")[0]]
 
-    volumes: tuple[dict[str, Any], ...]
-    mounts: tuple[dict[str, Any], ...]
+
+def url_of(store: Mapping[str, Any]) -> str:
+    """The store's URL with its options; never with credentials."""
+    addressing, encryption = store.get("addressing"), store.get("encryption", {})
+    options = {
+        "endpoint": store.get("endpoint"),
+        "region": store.get("region"),
+        "account": store.get("account"),
+        "addressing": addressing if addressing != "auto" else None,
+        "sse": _ENCRYPTIONS.get(encryption.get("kind", "")),
+        "kms-key-id": encryption.get("keyId"),
+    }
+    said = [f"{key}={quote(value, safe=':/')}" for key, value in options.items() if value]
+    return str(store["url"]) + ("?" + "&".join(said) if said else "")
 
 
 def settings(policy: Policy) -> dict[str, str]:
-    """Variables of the credentials and of the way to the network; an empty one is not set."""
-    scheme, found = policy.url.partition(":")[0], {}
-    if policy.secret_name:
-        found[_SECRET_VARIABLES[scheme]] = f"{STORE_PATH}/{policy.secret_key}"
-    if (identity := policy.web_identity) is not None:
-        found |= {_TOKEN_VARIABLES[scheme]: TOKEN_PATH + "/store", **identity.settings}
-    return found | dict(policy.extension.settings)
+    """Variables of the credentials and of the way to the network."""
+    store, network, kind = policy.store, policy.network, _kind(policy)
+    found: dict[str, str] = {}
+    if secret := store.get("secretRef"):
+        found[kind.secret] = f"{STORE_PATH}/{secret.get('key', 'credentials')}"
+    if (identity := store.get("webIdentity")) is not None:
+        found[kind.token] = f"{TOKEN_PATH}/store"
+        found |= {name: identity.get(field, "") for field, name in kind.identity.items()}
+    if network.get("httpsProxy") or network.get("httpProxy"):
+        found |= {"HTTPS_PROXY": network.get("httpsProxy", ""), "HTTP_PROXY": network.get("httpProxy", "")}
+        found["NO_PROXY"] = ",".join(filter(None, [NO_PROXY, network.get("noProxy")]))
+    if "caBundle" in network:
+        found |= {"AWS_CA_BUNDLE": CA_FILE, "SSL_CERT_FILE": CA_FILE}
+    return {name: value for name, value in found.items() if value}
 
 
 def files(
     policy: Policy, tokens: Sequence[tuple[str, str]] = (), *, claim_volume: str = STORE_VOLUME
-) -> Files:
-    """The files.
+) -> tuple[list[Document], list[Document]]:
+    """(volumes of the pod, the container's mounts of them).
 
     Args:
         policy: whose store it is.
         tokens: others than the store's, (audience, file name), each.
         claim_volume: name of the volume of the store's claim.
     """
-    volumes: list[Mapping[str, Any]] = []
-    mounts: list[Mapping[str, Any]] = []
-    if policy.secret_name:
-        secret = {"secretName": policy.secret_name, "optional": True}
-        volumes.append({"name": STORE_VOLUME, "secret": secret})
-        mounts.append({"name": STORE_VOLUME, "mountPath": STORE_PATH, "readOnly": True})
-    if policy.claim:
-        volumes.append({"name": claim_volume, "persistentVolumeClaim": {"claimName": policy.claim}})
-        mounts.append({"name": claim_volume, "mountPath": store_spec.mount_of(policy.url)})
-    wanted = [
-        *tokens,
-        *([(policy.web_identity.audience, "store")] if policy.web_identity is not None else []),
-    ]
+    store, found = policy.store, list[tuple[Document, str]]()
+    if secret := store.get("secretRef"):
+        source = {"secretName": secret["name"], "optional": True}
+        found.append(({"name": STORE_VOLUME, "secret": source}, STORE_PATH))
+    if claim := store.get("claim"):
+        mount = "/".join(policy.url.removeprefix("file://").split("/", 3)[:3])
+        found.append(({"name": claim_volume, "persistentVolumeClaim": {"claimName": claim}}, mount))
+    wanted = list(tokens)
+    if (identity := store.get("webIdentity")) is not None:
+        wanted.append((identity.get("audience") or _kind(policy).audience, "store"))
     if wanted:
-        volumes.append({"name": TOKEN_VOLUME, "projected": {"sources": list(map(_token, wanted))}})
-        mounts.append({"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True})
-    extension = policy.extension
-    if extension.ca_config_map:
-        items = [{"key": extension.ca_key, "path": "ca.crt"}]
-        volumes.append({"name": CA_VOLUME, "configMap": {"name": extension.ca_config_map, "items": items}})
-        mounts.append({"name": CA_VOLUME, "mountPath": CA_PATH, "readOnly": True})
-    volumes += extension.volumes
-    mounts += extension.mounts
-    return Files(volumes=tuple(map(dict, volumes)), mounts=tuple(map(dict, mounts)))
-
-
-def _token(wanted: tuple[str, str]) -> dict[str, Any]:
-    audience, path = wanted
-    return {"serviceAccountToken": {"audience": audience, "expirationSeconds": TOKEN_S, "path": path}}
+        sources = [
+            {"serviceAccountToken": {"audience": audience, "expirationSeconds": TOKEN_S, "path": path}}
+            for audience, path in wanted
+        ]
+        found.append(({"name": TOKEN_VOLUME, "projected": {"sources": sources}}, TOKEN_PATH))
+    if bundle := policy.network.get("caBundle"):
+        items = [{"key": bundle.get("key", "ca.crt"), "path": "ca.crt"}]
+        authorities = {"name": bundle["configMap"], "items": items}
+        found.append(({"name": CA_VOLUME, "configMap": authorities}, CA_PATH))
+    for each in policy.sidecar["volumes"]:
+        volume = {key: value for key, value in each.items() if key != "mountPath"}
+        if "csi" in volume:
+            volume["csi"] = {**volume["csi"], "readOnly": True}
+        found.append((volume, each["mountPath"]))
+    mounts = [
+        {"name": volume["name"], "mountPath": path}
+        | ({} if "persistentVolumeClaim" in volume else {"readOnly": True})
+        for volume, path in found
+    ]
+    return [volume for volume, _ in found], mounts

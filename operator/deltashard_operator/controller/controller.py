@@ -1,14 +1,11 @@
 """The controller: what the watches and the sidecars say goes in, CheckpointRuns, Events and answers come out.
 
-Everything here runs on one asyncio loop and nothing waits: handlers (`watch`) and the ledger put facts into the run
-they are of and mark it (`run_book`); `pump` draws conclusions from marked runs a few times a second and offers what is
-to be written (`writer`, `write_queue`). So a burst of a thousand reports costs a thousand small updates and as many
-judgements as there are runs.
-
-What was counted survives in the CheckpointRuns, which are read before anything else. A sidecar is told that an incident
-is taken when the status that counts it is written and its Event is recorded, so that a controller that dies in between
-hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none is directed: a
-policy that was not seen yet is not one that is not there.
+Everything is on one asyncio loop and nothing waits: handlers (`watch`) and reports put facts into the run they are of
+and mark it (`run_book`); `pump` judges the marked runs a few times a second and offers what is to be written (`writer`,
+`write_queue`). What was counted survives in the CheckpointRuns, which are read before anything else. A sidecar is told
+that an incident is taken when the status that counts it is written and its Event is recorded, so that a controller that
+dies in between hears it again. Before all that there is was seen, no run of an earlier controller's is judged and none
+is directed: a policy that was not seen yet is not one that is not there.
 """
 
 from __future__ import annotations
@@ -17,25 +14,20 @@ import asyncio
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
-from deltashard_checkpoint.errors import DeltashardError
-from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_operator.api.chart_defaults import Defaults
-from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.controller import status
-from deltashard_operator.controller.event import Teller
+from deltashard_operator.api.workload_policy import Policy
+from deltashard_operator.controller import policy_writer, status
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.controller.pod_note import PodNotes
-from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.status import served
 from deltashard_operator.controller.watch import NOBODYS, TICK_S, Watches
 from deltashard_operator.controller.write_queue import WriteQueue
-from deltashard_operator.controller.writer import Writes, compact
+from deltashard_operator.controller.writer import Writes
 from deltashard_operator.fleet.report import Directive, Refused, Reply, Report, Unknown, Who
 from deltashard_operator.kube.call import Caller
 from deltashard_operator.run import (
@@ -52,6 +44,8 @@ from deltashard_operator.run.watched_run import Run
 
 JUDGE_S = 10.0
 """Time alone changes a run (stale, stuck, settled): every run is judged so often."""
+LOOK_S = 1.0
+"""Policies, removals and requests are looked at so often, all of them."""
 SLICE_S = 0.05
 """Judging keeps the loop from others no longer than this at once."""
 YIELD_S = 0.01
@@ -62,54 +56,43 @@ _log = structlog.get_logger("deltashard.controller")
 class Controller:
     """All runs. Implements `report.Ledger`."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
         call: Caller,
-        teller: Teller,
         defaults: Defaults,
         metrics: ControllerMetrics,
         keep_finished_s: float,
         status_interval_s: float,
         namespaces: Sequence[str] = (),
         disruption_taints: Container[str] = (),
-        annotate_pods: bool = False,
-        leads: Callable[[], bool] = lambda: True,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the runs of these namespaces (none named: of all).
-
-        `annotate_pods` with the time of their newest checkpoint. `leads`: whether this controller may write; while it
-        may not, facts are taken and nothing comes of them.
-        """
-        self._leads = leads
+        """Keep the runs of these namespaces (none named: of all)."""
         self._namespaces = namespaces
-        self._teller = teller
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
         self._wall = wall
-        self.queue = WriteQueue(commit_s=status_interval_s, wall=wall)
-        self._books = books = Entries(
-            call=call, defaults=defaults, metrics=metrics, queue=self.queue, wall=wall
+        self.queue = queue = WriteQueue(
+            commit_s=status_interval_s, wall=wall, count=lambda outcome: metrics.writes.labels(outcome).inc()
         )
+        self._books = books = Entries(call=call, defaults=defaults, metrics=metrics, queue=queue, wall=wall)
         self._requests = CheckpointRequests(books, keep_finished_s=keep_finished_s)
-        self._notes = PodNotes(books) if annotate_pods else None
         self.watches = Watches(
             books,
             keep_finished_s=keep_finished_s,
             disruption_taints=disruption_taints,
             more=(self._requests.kind,),
         )
-        self._writes = Writes(books, teller=teller)
-        self._policies = PolicyWriter(books)
-        self._reclaims = Reclaimer(books)
-        self._judged_all_s = 0.0
+        self._writes = Writes(books)
+        self._lookers = partial(policy_writer.look, books), Reclaimer(books).look, self._requests.look
+        self._looked_s = self._judged_all_s = 0.0
         self._sidecars = 0
         """How many are heard, as counted last."""
         self._gathered = False
         self.loaded = False
         metrics.follow(self.runs)
-        metrics.queue.set_function(lambda: len(self.queue))
+        metrics.queue.set_function(lambda: len(queue))
 
     def runs(self) -> Iterator[Run]:
         return (each.run for each in self._books)
@@ -121,24 +104,20 @@ class Controller:
     def follow(self, nudger: Callable[[str], None]) -> None:
         self._books.nudger = nudger
 
-    # -- what was known before ---------------------------------------------------------------------------------------
-
     async def load(self) -> None:
-        """Read the CheckpointRuns; raises `ApiUnavailable`."""
+        """Read the CheckpointRuns, what was known before; raises `ApiUnavailable`."""
         for found in await status.listed(self._books.call, self._namespaces):
             try:
                 run = run_record.run_of(found)
             except Exception:  # noqa: BLE001 - of a newer version, say: that run begins anew, the others go on
                 self.metrics.judge_errors.inc()
-                _log.exception("run.not_read", name=(found.get("metadata") or {}).get("name", ""))
+                _log.exception("run.not_read", name=found["metadata"]["name"])
                 continue
             entry = self._books.enter(run)
-            entry.served, entry.written, entry.durable = served(found), compact(found), run.ledger
-            entry.born = entry.served.created
+            self._writes.adopt(entry, found)
+            entry.durable, entry.born = run.ledger, found["metadata"].get("creationTimestamp", "")
         self.loaded = True
         _log.info("controller.loaded", runs=len(self._books.by_key))
-
-    # -- what the sidecars say ---------------------------------------------------------------------------------------
 
     def report(self, report: Report) -> Reply:
         """Take a report and answer it, see `report.Ledger`."""
@@ -160,7 +139,7 @@ class Controller:
             speaks=speaks,
             directive=self._needed(entry, uid),
             saves=saves,
-            told=ledger.told(entry.durable, self._teller.recorded, report, part),
+            told=ledger.told(entry.durable, self._writes.recorded, report, part),
         )
 
     def _entry_of(self, who: Who) -> Entry:
@@ -174,7 +153,11 @@ class Controller:
             raise Refused(said, where=where)
         holder = self._books.holder(entry)
         if holder is not entry:
-            sentence = _taken_sentence(holder.run)
+            run = holder.run
+            sentence = (
+                f"run id {run.run_id} is held by {run.workload.called} (CheckpointRun {run.name}, {run.phase.value}): "
+                "wait for its end, delete it, or choose another run id"
+            )
             self._books.set(entry, replace(entry.run, taken_by=sentence))
             raise Refused(sentence, where=where)
         return entry
@@ -182,14 +165,12 @@ class Controller:
     def _needed(self, entry: Entry, pod_uid: str) -> Directive | None:
         """What a sidecar is to be told; None: what it does is what its run shall do, or that is not known yet."""
         run = entry.run
-        wanted = self._decide(entry) if self.synced and not run.finished else None
-        if wanted is None:
+        policy = self._books.policy_of(run) if self.synced and not run.finished else None
+        if not isinstance(policy, Policy):
             return None
         told = run.heard[pod_uid].pod
         in_force = watched_run.policy_in_force(run, watched_run.part_of(run, pod_uid, told.run))
-        return directive.due(wanted, told.directive, in_force)
-
-    # -- conclusions -------------------------------------------------------------------------------------------------
+        return directive.due(policy.saving, told.directive, in_force)
 
     async def pump(self) -> None:
         while True:
@@ -201,23 +182,20 @@ class Controller:
 
         Returns whether it got through: a slice is of time as it passes, and on a busy machine little is done in one.
         """
-        if not self._leads():
-            return True
         now_s = self._wall()
         if self.synced:
             if not self._gathered:
                 self._gathered = True
                 for entry in self._books:
                     self._books.nudge(entry, every=entry.run.phase not in TRAINS)
-            self._policies.tick()
-            self._reclaims.tick()
-            self._requests.tick()
-            if self._notes is not None:
-                self._notes.tick()
-        if now_s - self._judged_all_s >= JUDGE_S or now_s < self._judged_all_s:
+            if abs(now_s - self._looked_s) >= LOOK_S:
+                self._looked_s = now_s
+                for look in self._lookers:
+                    look(now_s)
+        if abs(now_s - self._judged_all_s) >= JUDGE_S:
             self._judged_all_s = now_s
             self._sidecars = sum(len(each.run.heard) for each in self._books)
-            self._books.marked.update(dict.fromkeys(self._books.by_key))
+            self._books.mark_all()
         done = self._judge_marked(now_s)
         self.queue.tick()
         return done
@@ -231,7 +209,7 @@ class Controller:
             entry = self._books.by_key.get(key)
             if entry is None or (entry.run.reloaded_s and not self.synced):
                 continue  # all are marked every few seconds
-            if self._expired(entry, now_s):
+            if self._expired(entry.run, now_s):
                 self._writes.remove(entry)
                 continue
             try:
@@ -242,63 +220,35 @@ class Controller:
                 _log.exception("run.not_judged", namespace=key[0], run=entry.run.name)
         return True
 
-    def _expired(self, entry: Entry, now_s: float) -> bool:
-        run = entry.run
-        ended_at_s = run.finished_at_s
-        if run.reclaim is not None:
-            if run.reclaim.pending:
-                return False
-            ended_at_s = max(ended_at_s, run.reclaim.since_s)  # what came of its bytes is to be read, too
-        return bool(run.finished) and now_s - ended_at_s > self._keep_finished_s
+    def _expired(self, run: Run, now_s: float) -> bool:
+        if not run.finished or (run.reclaim is not None and run.reclaim.pending):
+            return False
+        due_s = (
+            run.reclaim.due_s if run.reclaim is not None else 0.0
+        )  # what came of its bytes is to be read, too
+        return now_s - max(run.finished_at_s, due_s) > self._keep_finished_s
 
     def _judge(self, entry: Entry, now_s: float) -> None:
         if entry.run.taken_by and self._books.holder(entry) is entry:
             entry.run = replace(entry.run, taken_by="")
         entry.run, notices = judgement.judged(entry.run, self._books.nodes, now_s)
         entry.notices.extend(notices)
-        self._count_nodes(entry)
+        for node, n in entry.run.node_failures.items():
+            if n > entry.nodes.get(node, 0) and node in self._books.nodes:
+                self.metrics.node_failures.labels(node).inc(n - entry.nodes.get(node, 0))
+        entry.nodes = entry.run.node_failures
         for uid in self._books.speakers(entry):
             wanted = self._needed(entry, uid)
             if wanted is not None and wanted.id != entry.nudged:
                 entry.nudged = wanted.id
                 # All of them: ranks of one run should not encode differently for minutes.
                 self._books.nudge(entry, every=True)
-                self.metrics.directives.inc()
                 _log.info("run.directed", namespace=entry.run.workload.namespace, run=entry.run.name)
-
-    def _count_nodes(self, entry: Entry) -> None:
-        seen = entry.run.node_failures
-        if seen is entry.nodes:
-            return
-        for node, n in seen.items():
-            if n > entry.nodes.get(node, 0) and node in self._books.nodes:
-                self.metrics.node_failures.labels(node).inc(n - entry.nodes.get(node, 0))
-        entry.nodes = seen
-
-    def _decide(self, entry: Entry) -> pb.Policy | None:
-        """What it shall do, computed when a policy or a wish changed."""
-        run = entry.run
-        if entry.decided is not None and entry.decided[:2] == (self._books.serial, run.wish):
-            return entry.decided[2]
-        wanted: pb.Policy | None = None
-        spec = self._books.spec_of(run)
-        if spec is not None:
-            try:
-                wanted = directive.decided(spec, self._books.defaults.spec(), run.wish)
-            except (Refusal, DeltashardError) as error:
-                self.metrics.undecided.inc()
-                _log.warning(
-                    "run.undecided", namespace=run.workload.namespace, run=run.name, error=str(error)
-                )
-        entry.decided = (self._books.serial, run.wish, wanted)
-        return wanted
 
     async def drain(self, timeout_s: float) -> None:
         """Write what is not written yet, for at most so long."""
-        if not self._leads():
-            return
         self.queue.hurry()
-        self._books.marked.update(dict.fromkeys(self._books.by_key))
+        self._books.mark_all()
         try:
             async with asyncio.timeout(timeout_s):
                 while self._books.marked or not self.queue.idle:
@@ -306,11 +256,3 @@ class Controller:
                     await asyncio.sleep(TICK_S / 5)
         except TimeoutError:
             _log.warning("controller.not_drained", runs=len(self.queue))
-        await self._teller.drain(1.0)
-
-
-def _taken_sentence(holder: Run) -> str:
-    return (
-        f"run id {holder.run_id} is held by {holder.workload.called} "
-        f"(CheckpointRun {holder.name}, {holder.phase.value}): wait for its end, delete it, or choose another run id"
-    )

@@ -7,28 +7,22 @@ workloads of one name (a Job and a pod, say) that train at one time, the second 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from deltashard_proto.v1.fleet_pb2 import Decision
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from deltashard_operator import VERSION
-from deltashard_operator.controller import event
+from deltashard_operator.controller import write_queue
 from deltashard_operator.kube import call
 from deltashard_operator.run import condition
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
 
-LABELS = ("namespace", "run")
-MAX_WHY = 200
-"""Characters of a sentence in a label."""
-WRITES = ("written", "conflict", "lost", "failed")
-HANDLERS = ("jobs", "pods", "nodes", "policies", "cluster policies", "runs", "requests")
+EVENTS = ("told", "repeated", "refused", "dropped")
 
 
 class ControllerMetrics:
@@ -53,33 +47,23 @@ class ControllerMetrics:
 
         self.calls = counter("api_calls", "Answers of the API", verb=call.VERBS, outcome=call.OUTCOMES)
         self.leading = gauge("leading", "1 when it may write, 0 when another controller leads")
-        self.writes = counter(
-            "status_writes", "Statuses of runs and policies written, by outcome", outcome=WRITES
-        )
-        self.write_seconds = Histogram(
-            "deltashard_controller_status_write_seconds", "Time to write one", registry=r
-        )
+        self.writes = counter("writes", "What was written, by outcome", outcome=write_queue.OUTCOMES)
         self.queue = gauge("queue", "Writes that are due or under way")
-        self.events = counter("events", "Kubernetes Events, by outcome", outcome=event.OUTCOMES)
-        self.events_waiting = gauge("events_waiting", "Events to be told")
-        self.handled = counter("watch_events", "Events of watches, by resource", resource=HANDLERS)
-        self.handler_errors = counter(
-            "watch_event_errors", "Events of watches that could not be understood", resource=HANDLERS
+        self.events = counter("events", "Kubernetes Events, by outcome", outcome=EVENTS)
+        self.watched = Counter(
+            "deltashard_controller_watch_events",
+            "Events of watches (told, not_understood) and watches that failed and begin anew (failed)",
+            ("outcome", "resource"),
+            registry=r,
         )
-        self.watch_restarts = counter("watch_restarts", "Times a watch began, by resource", resource=HANDLERS)
-        self.kopf_restarts = counter("watcher_failures", "Times all watches failed and began anew")
         self.watch_age = gauge("watch_age_seconds", "Since the least fresh watch brought anything")
         self.loop_lag = gauge("loop_lag_seconds", "How late the loop was, at worst of a minute")
-        self.sweeps = counter("sweeps", "Looks for what went unseen")
-        self.removed = counter("runs_removed", "CheckpointRuns removed")
         self.reclaims = counter(
             "reclaims",
             "Removals of finished runs' bytes that came to an end, by state",
             outcome=("removed", "kept", "failed"),
         )
-        self.directives = counter("directives", "Directives given")
         self.judge_errors = counter("judge_errors", "Runs that could not be read or judged: a fault of ours")
-        self.undecided = counter("undecided", "Policies that could not be read for a run")
         self.node_failures = Counter(
             "deltashard_node_failures",
             "Interruptions of training, by the node whose pod was lost; not those of a crash loop",
@@ -87,155 +71,76 @@ class ControllerMetrics:
             registry=r,
         )
 
-    def watched(self, what: str, kind: str) -> None:
-        """Count what `ObjectWatch` says."""
-        if what == "failure":
-            self.kopf_restarts.inc()
-        else:
-            {"event": self.handled, "error": self.handler_errors, "watch": self.watch_restarts}[what].labels(
-                kind
-            ).inc()
-
-    def without_node(self, node: str) -> None:
-        with contextlib.suppress(KeyError):  # it never failed
-            self.node_failures.remove(node)
-
     def follow(self, runs: Callable[[], Iterable[Run]]) -> None:
         """Say what there is to say of these runs at every scrape."""
         self.registry.register(_OfRuns(runs))
 
 
-class Whys:
-    """Why each decision of a run holds, as a label may say it.
-
-    The sentence has figures that every save measures anew, and a label that changes is a new series. So it is kept as
-    it was when what is decided changed last.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str, str], tuple[Decision, str]] = {}
-
-    def of(self, run: Run, made: Decision) -> str:
-        """The sentence, no longer than a label should be."""
-        key = run.workload.namespace, run.name, made.subject
-        before, why = self._known.get(key, (None, ""))
-        if before is None or _decided(before) != _decided(made):
-            why = ", ".join(filter(None, (made.why, made.bound)))
-            why = why if len(why) <= MAX_WHY else why[: MAX_WHY - 3] + "..."
-            self._known[key] = made, why
-        return why
-
-    def keep(self, live: Iterable[Run]) -> None:
-        there = {(run.workload.namespace, run.name) for run in live}
-        self._known = {key: known for key, known in self._known.items() if key[:2] in there}
-
-
-def _decided(made: Decision) -> tuple[str, ...]:
-    return made.goal, made.value, made.would, str(bool(made.unreachable))
-
-
-_GAUGES = (
-    (
-        "last_commit_timestamp_seconds",
-        "progress.last_commit_at_s",
-        "When the newest checkpoint was committed",
-    ),
-    ("last_committed_step", "progress.last_step", "Training step of the newest checkpoint"),
-    ("step", "progress.step", "Training step reached"),
-    ("ranks_expected", "progress.world_size", "Ranks of the newest attempt"),
-    ("ranks_present", "progress.ranks_present", "Ranks that are attached to a sidecar which is heard"),
-    ("stall_seconds", "progress.stall_s", "The longest that a rank stood still for the newest checkpoint"),
-    ("lost_samples_share", "progress.lost_share", "Portion of samples lost by partial recoveries"),
-    ("interval_seconds", "progress.policy.every_s", "Between checkpoints; 0: off"),
-    ("stored_bytes", "progress.stored_bytes", "Size in the store"),
-    ("save_cost_seconds", "progress.measured.cost_s", "Training time that a save costs, as measured"),
-    (
-        "save_durable_seconds",
-        "progress.measured.durable_s",
-        "From a save's begin until durable, 95 of 100 times",
-    ),
-    ("step_seconds", "progress.measured.step_s", "Training time of a step, as measured"),
-    ("restore_seconds", "progress.measured.restore_s", "From open to the first step, as measured"),
-    ("training_since_timestamp_seconds", "trains_since_s", "Since when steps are made, Unix time"),
-)
-"""(name, attribute of the run, help); absent while it is 0, but for those in `_ALWAYS`."""
-_ALWAYS = frozenset({"step", "ranks_present", "lost_samples_share", "interval_seconds", "stored_bytes"})
-_COUNTERS = (
-    ("failures", "failures", "Interruptions of training that nobody wanted"),
-    ("restores", "ledger.restores", "Restores"),
-    ("lost_steps", "ledger.lost_steps", "Steps trained again after restores"),
-    ("trained_seconds", "trained_s", "Time in phases that train"),
-)
-
-
-def _families(live: Mapping[tuple[str, str], Run]) -> Iterable[Metric]:
-    """What is a number of each run."""
-    for name, path, text in _GAUGES + _COUNTERS:
-        counts = (name, path, text) in _COUNTERS
-        family = (CounterMetricFamily if counts else GaugeMetricFamily)(
-            f"deltashard_run_{name}", text, labels=LABELS
-        )
-        for labels, run in live.items():
-            value: Any = run
-            for attribute in path.split("."):
-                value = getattr(value, attribute, 0)  # not measured yet
-            if value or counts or name in _ALWAYS:
-                family.add_metric(labels, value)
-        yield family
-
-
 class _OfRuns(Collector):
     def __init__(self, runs: Callable[[], Iterable[Run]]) -> None:
         self._runs = runs
-        self._whys = Whys()
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        by_phase = dict.fromkeys(Phase, 0)
-        live: dict[tuple[str, str], Run] = {}
-        for run in self._runs():
-            by_phase[run.phase] += 1
-            if not run.finished:
-                mine = run.workload.namespace, run.workload.name
-                live[mine if mine not in live else (run.workload.namespace, run.name)] = run
-        phase = GaugeMetricFamily(
-            "deltashard_run_phase", "1 for the phase it is in", labels=(*LABELS, "phase")
-        )
-        trouble = GaugeMetricFamily(
-            "deltashard_run_condition", "1 for each trouble it has", labels=(*LABELS, "condition")
-        )
-        interruptions = CounterMetricFamily(
-            "deltashard_run_interruptions",
-            "Interruptions after which training was opened again, a crash loop once",
-            labels=(*LABELS, "cause"),
-        )
-        decision = GaugeMetricFamily(
-            "deltashard_run_decision_info",
-            "1 for each decision of the run; why it holds, with the figures of the moment at which it came to",
-            labels=(*LABELS, "subject", "goal", "reachable", "value", "would", "why"),
-        )
         total = GaugeMetricFamily("deltashard_runs", "Runs, by phase", labels=("phase",))
-        for each, n in by_phase.items():
-            total.add_metric((each.value,), n)
-        for labels, run in live.items():
-            for cause, n in run.ledger.causes.items():
-                interruptions.add_metric((*labels, cause), n)
-            for made in run.progress.decisions:
-                reachable = str(not made.unreachable).lower()
-                why = self._whys.of(run, made)
-                decision.add_metric(
-                    (*labels, made.subject, made.goal, reachable, made.value, made.would, why), 1
-                )
-            phase.add_metric((*labels, run.phase.value), 1)
-            for found in run.conditions:
-                if found.type != condition.READY and found.status == "True":
-                    trouble.add_metric((*labels, found.type), 1)
-        self._whys.keep(live.values())
-        yield from _families(live)
-        yield phase
-        yield trouble
-        yield interruptions
-        yield decision
-        yield total
+        phases = Counts(run.phase for run in self._runs())
+        for phase in Phase:
+            total.add_metric((phase.value,), phases[phase])
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {"": total}
+        names: set[tuple[str, str]] = set()
+        for run in self._runs():
+            if run.finished:
+                continue
+            mine = run.workload.namespace, run.workload.name
+            mine = mine if mine not in names else (run.workload.namespace, run.name)
+            names.add(mine)
+            for name, text, labels, value in _said(run):
+                if name not in families:
+                    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                    families[name] = kind(
+                        f"deltashard_run_{name}", text, labels=("namespace", "run", *labels)
+                    )
+                families[name].add_metric((*mine, *labels.values()), value)
+        yield from families.values()
+
+
+def _said(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
+    """(name, help, labels, value) of all that there is to say of a run; what is not known yet is 0, and left out."""
+    now, measured = run.progress, run.progress.measured
+    yield "phase", "1 for the phase it is in", {"phase": run.phase.value}, 1
+    for trouble in run.conditions:
+        if trouble.type != condition.READY and trouble.status == "True":
+            yield "condition", "1 for each trouble it has", {"condition": trouble.type}, 1
+    for cause, n in run.ledger.causes.items():
+        yield (
+            "interruptions_total",
+            "Interruptions after which training was opened again",
+            {"cause": cause},
+            n,
+        )
+    for each in now.decisions:
+        decision = {
+            "subject": each.subject,
+            "goal": each.goal,
+            "reachable": str(not each.unreachable).lower(),
+        }
+        decision |= {"value": each.value, "would": each.would}
+        yield "decision_info", "1 for each decision of the run", decision, 1
+    yield "failures_total", "Interruptions of training that nobody wanted", {}, run.failures
+    yield "restores_total", "Restores", {}, run.ledger.restores
+    yield "lost_steps_total", "Steps trained again after restores", {}, run.ledger.lost_steps
+    yield "trained_seconds_total", "Time in phases that train", {}, run.trained_s
+    yield "step", "Training step reached", {}, now.step
+    yield "interval_seconds", "Between checkpoints; 0: off", {}, now.policy.every_s
+    yield "stored_bytes", "Size in the store", {}, now.stored_bytes
+    for name, text, value in (
+        ("last_commit_timestamp_seconds", "When the newest checkpoint was committed", now.last_commit_at_s),
+        ("last_committed_step", "Training step of the newest checkpoint", now.last_step),
+        ("save_cost_seconds", "Training time that a save costs", measured.cost_s if measured else 0),
+        ("step_seconds", "Training time of a step", measured.step_s if measured else 0),
+        ("training_since_timestamp_seconds", "Since when steps are made, Unix time", run.trains_since_s),
+    ):
+        if value:
+            yield name, text, {}, value

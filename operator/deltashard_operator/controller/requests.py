@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import structlog
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
 from deltashard_operator.controller import status
 from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.status import ROOT, Conflict, Served
+from deltashard_operator.controller.status import ROOT, Served
 from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.fleet.report import RunKey, SaveOver
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
@@ -25,18 +24,16 @@ from deltashard_operator.run import run_record
 from deltashard_operator.run.request import CheckpointRequest, RequestFacts, RequestPhase
 
 PLURAL = "checkpointrequests"
-LOOK_S = 1.0
 Document = Mapping[str, Any]
-_log = structlog.get_logger("deltashard.requests")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Known:
     """A request, and what the API has of it."""
 
     request: CheckpointRequest
     served: Served
-    written: Mapping[str, Any]
+    written: Document
     ordered: RunKey | None = None
     """The run of which its save is ordered."""
     over: dict[RunKey, SaveOver] = field(default_factory=dict)
@@ -52,26 +49,14 @@ class CheckpointRequests:
         self._keep_finished_s = keep_finished_s
         self._known: dict[str, _Known] = {}
         """By UID."""
-        self._looked_s = float("-inf")
         self.kind = WatchedKind("requests", f"{ROOT}/{PLURAL}", self.on_request, self.request_gone)
         """What is to be watched."""
 
     def on_request(self, document: Document) -> None:
         """A request is there, or changed. Its spec never does, and its status is ours."""
-        if document["metadata"]["uid"] not in self._known:
-            self._read(document)
-
-    def _read(self, document: Document) -> None:
-        metadata = document["metadata"]
-        known = self._known.get(metadata["uid"])
-        self._known[metadata["uid"]] = _Known(
-            request=requests.request_of(document),
-            served=status.served(document),
-            written=document.get("status") or {},
-            ordered=known.ordered if known is not None else None,
-            over=known.over if known is not None else {},
-        )
-        self._looked_s = float("-inf")
+        uid = document["metadata"]["uid"]
+        if uid not in self._known:
+            self._known[uid] = _Known(*_read(document))
 
     def request_gone(self, key: ObjectKey, _last: Document | None) -> None:
         self._known.pop(key.uid, None)
@@ -85,35 +70,29 @@ class CheckpointRequests:
             self._books.orders.close(said.id, run_key)
         elif known.request.open and known.request.namespace == run_key[0]:
             known.over[run_key] = said
-            self._looked_s = float("-inf")
 
-    def tick(self) -> None:
-        """Draw conclusions, when it is time; to be called when everything that there is was seen."""
-        now_s = self._books.wall()
-        if abs(now_s - self._looked_s) < LOOK_S:
+    def look(self, now_s: float) -> None:
+        """Draw conclusions; to be called when everything that there is was seen."""
+        if not self._known:
             return
-        self._looked_s = now_s
-        open_ = [each for each in self._known.values() if each.request.open]
-        by_id = self._books.newest_by_id() if open_ else {}
-        by_name = {(each.run.workload.namespace, each.run.name): each for each in self._books if open_}
+        named = self._books.newest_by_id()
+        named |= {(each.run.workload.namespace, each.run.name): each for each in self._books}
         for known in self._known.values():
             if known.request.open:
-                key = known.request.namespace, known.request.run
-                entry = by_name.get(key) or by_id.get(key)
+                entry = named.get((known.request.namespace, known.request.run))
                 self._judge(known, self._books.holder(entry) if entry is not None else None, now_s)
             self._offer(known, now_s)
 
     def _judge(self, known: _Known, entry: Entry | None, now_s: float) -> None:
         request, orders, facts = known.request, self._books.orders, RequestFacts(now_s=now_s)
         if entry is not None:
-            run = entry.run
             facts = RequestFacts(
                 now_s=now_s,
-                run=run.name,
-                finished=run.finished,
-                per_pod=run.wish.runs == RUN_PER_POD,
-                room=orders.has_room(run.key, request.uid),
-                over=known.over.get(run.key),
+                run=entry.run.name,
+                finished=entry.run.finished,
+                per_pod=entry.run.wish.runs == RUN_PER_POD,
+                room=orders.has_room(entry.run.key, request.uid),
+                over=known.over.get(entry.run.key),
             )
         known.request = found = requests.judged(request, facts)
         if entry is not None and found.phase is RequestPhase.ORDERED and known.ordered != entry.run.key:
@@ -121,40 +100,31 @@ class CheckpointRequests:
             known.ordered = entry.run.key
             orders.open(entry.run.key, found.order, found.until_s)
             self._books.nudge(entry)
-        if found.phase is not request.phase:
-            _log.info(
-                "request.moved",
-                namespace=found.namespace,
-                request=found.name,
-                phase=found.phase.value,
-                why=found.message,
-            )
 
     def _offer(self, known: _Known, now_s: float) -> None:
         key, request = (PLURAL, known.request.uid), known.request
         if requests.status(request) != known.written:
             self._books.queue.offer(key, Rank.ORDER, partial(self._write, known))
-            return
-        if known.ordered is not None and not request.open:
-            self._books.orders.close(request.uid)
-            known.ordered = None
-        if not request.open and now_s - request.finished_s > self._keep_finished_s:
-            self._books.queue.offer(key, Rank.COMMIT, partial(self._remove, known))
+        elif not request.open:
+            if known.ordered is not None:
+                self._books.orders.close(request.uid)
+                known.ordered = None
+            if now_s - request.finished_s > self._keep_finished_s:
+                remove = partial(status.remove, self._books.call, _path(request), request.uid)
+                self._books.queue.offer(key, Rank.COMMIT, remove)
 
     async def _write(self, known: _Known) -> None:
-        request = known.request
-        wanted = requests.status(request)
+        wanted = requests.status(known.request)
         change = run_record.patch(known.written, wanted)
-        try:
-            after = await status.write(self._books.call, _path(request), known.served, change)
-        except Conflict as conflict:  # what is known is judged again
-            self._read(conflict.document)
-            return
-        if after is not None:
+        after, done = await status.write(self._books.call, _path(known.request), known.served, change)
+        if after is not None and done:
             known.written, known.served = wanted, status.served(after)
+        elif after is not None:  # what is known is judged again
+            known.request, known.served, known.written = _read(after)
 
-    async def _remove(self, known: _Known) -> None:
-        await status.remove(self._books.call, _path(known.request), known.request.uid)
+
+def _read(document: Document) -> tuple[CheckpointRequest, Served, Document]:
+    return requests.request_of(document), status.served(document), document.get("status") or {}
 
 
 def _path(request: CheckpointRequest) -> str:

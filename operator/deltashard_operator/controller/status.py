@@ -1,14 +1,13 @@
 """CheckpointRuns and CheckpointRequests in the API: made, their status kept, removed.
 
-What is given is written; when, `write_queue` says. A merge patch carries the object's UID and the version that it was
-made from, which is the API's last answer to us: nothing that somebody else wrote is overwritten unseen, and an object
-that was deleted and made again is never taken for the old one.
+A merge patch carries the object's UID and the version that it was made from, which is the API's last answer to us:
+nothing that somebody else wrote is overwritten unseen, and an object that was deleted and made again is never taken for
+the old one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -21,36 +20,17 @@ _log = structlog.get_logger("deltashard.controller")
 ROOT = f"/apis/{GROUP}/{VERSION}"
 ALL = f"{ROOT}/{PLURAL}"
 Document = dict[str, Any]
+Served = Mapping[str, str]
+"""Which object the API has, and in which version: the metadata of a patch of it."""
 
 
 class StatusRefused(EnvironmentFault):
     """The API does not take what is written: rights or schema."""
 
 
-class Conflict(Exception):
-    """Somebody else wrote it since our last answer; `document` is what it is now."""
-
-    def __init__(self, document: Document) -> None:
-        super().__init__("the object has changed")
-        self.document = document
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """An object as the API has it, but for its status."""
-
-    uid: str
-    version: str
-    created: str
-
-
 def served(document: Mapping[str, Any]) -> Served:
     metadata = document["metadata"]
-    return Served(
-        uid=metadata["uid"],
-        version=metadata.get("resourceVersion", ""),
-        created=metadata.get("creationTimestamp", ""),
-    )
+    return {"uid": metadata["uid"], "resourceVersion": metadata.get("resourceVersion", "")}
 
 
 def path_of(namespace: str, plural: str, name: str) -> str:
@@ -64,24 +44,22 @@ async def listed(call: Caller, namespaces: Sequence[str]) -> list[Document]:
     """
     paths = [f"{ROOT}/namespaces/{each}/{PLURAL}" for each in namespaces] or [ALL]
     found: list[Document] = []
-    refused: list[Forbidden] = []
+    refused = 0
     for path in paths:
         try:
             found += await call.every(path)
         except Forbidden as error:
-            refused.append(error)
+            refused += 1
+            if refused == len(paths):
+                raise
             _log.warning("runs.not_listed", path=path, error=str(error))
-    if len(refused) == len(paths):
-        raise refused[0]
     return found
 
 
 async def create(call: Caller, document: Mapping[str, Any]) -> tuple[Document, bool]:
     """Make a CheckpointRun; (it, whether it is new). One that exists is taken as it is.
 
-    Raises:
-        ApiUnavailable: try later.
-        StatusRefused: the API does not take it.
+    Raises `ApiUnavailable`, or `StatusRefused` when the API does not take it.
     """
     path = path_of(document["metadata"]["namespace"], PLURAL, document["metadata"]["name"])
     answer = await call("POST", path.rpartition("/")[0], document)
@@ -94,25 +72,24 @@ async def create(call: Caller, document: Mapping[str, Any]) -> tuple[Document, b
     raise StatusRefused(answer.sentence, where=path)
 
 
-async def write(call: Caller, path: str, known: Served, change: Mapping[str, Any]) -> Document | None:
-    """Merge this into the status of an object; the object after it, or None when it is gone.
+async def write(
+    call: Caller, path: str, known: Served, change: Mapping[str, Any]
+) -> tuple[Document | None, bool]:
+    """Merge this into the status of an object; (the object as it is now, whether that was done).
 
-    Raises:
-        Conflict: somebody else wrote it.
-        ApiUnavailable: try later.
-        StatusRefused: the API does not take it.
+    None: the object is gone. Not done: somebody else wrote it. Raises `ApiUnavailable`, or `StatusRefused` when the API
+    does not take it.
     """
-    body = {"metadata": {"uid": known.uid, "resourceVersion": known.version}, "status": change}
+    body = {"metadata": known, "status": change}
     answer = await call("PATCH", f"{path}/status", body, content=MERGE, tries=2)
-    if answer.status == 409:
+    done = answer.status != 409
+    if not done:
         answer = await call("GET", path)
-        if answer.ok and answer.document["metadata"]["uid"] == known.uid:
-            raise Conflict(answer.document)
-    elif answer.ok:
-        return answer.document
-    if answer.ok or answer.status == 404:
-        return None
-    raise StatusRefused(answer.sentence, where=path)
+    if answer.status == 404 or (answer.ok and answer.document["metadata"]["uid"] != known["uid"]):
+        return None, done
+    if not answer.ok:
+        raise StatusRefused(answer.sentence, where=path)
+    return answer.document, done
 
 
 async def remove(call: Caller, path: str, uid: str) -> None:

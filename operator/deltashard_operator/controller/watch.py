@@ -1,62 +1,42 @@
 """What the API says: watched objects become facts of runs, and what is not listed any more is gone.
 
 Handlers put facts into the run they are of, which marks it; they draw no conclusions and never wait.
-
-Whose a pod is, its ownerReference says; whose the Job is that it names, the Job. A pod that is seen before its Job
-waits for it, unless the API says that no such Job is to come: one that was made before the webhook has not our label,
-and one that ended long ago is nobody's any more. Of pods that nobody comes for, only the living are kept.
-Once known, a pod stays with its run.
-
-A watch that begins anew lists what is there, and what is not among it is dropped. When all kinds are listed, and every
-ten minutes, it is settled whose the waiting pods are and which runs are over unseen; from the first time on a new
-controller has seen all that there is, policies included.
+A pod that is seen before its Job waits for it, since only the Job says whose it is, unless the API says that no such
+Job is to come: one that was made before the webhook has not our label, and one that ended long ago is nobody's any
+more. Then only living pods are kept. Once known, a pod stays with its run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
-from deltashard_operator.api import workload_policy
 from deltashard_operator.api.policy_cache import policy_kinds
-from deltashard_operator.controller.run_book import Entries, SeenPolicy
+from deltashard_operator.controller.run_book import Entries
+from deltashard_operator.controller.status import ALL
 from deltashard_operator.fleet.report import SaveOrder
 from deltashard_operator.kube.call import ApiUnavailable
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import observed_object, watched_run
-from deltashard_operator.run.observed_object import JobView, PodView, Workload
+from deltashard_operator.run.observed_object import ABSENT_S, JobView, PodView, Workload
 from deltashard_operator.run.watched_run import Run
 
 SELECTOR = f"{MANAGED_BY}={MANAGED_BY_VALUE}"
 TICK_S = 0.25
-SETTLE_S = 600.0
-SETTLE_SOON_S = 1.5
-MAX_PAUSE_S = 60.0
-"""A Job that is still to come, or could not be read, is asked for again after pauses that double up to this."""
-OURS = "/apis/deltashard.io/v1alpha1"
+SETTLE_S = 5.0
+NOT_TO_COME_S = 600.0
+"""So long nobody asks again for a Job that is not to come."""
 DRAIN_S = 60.0
 """So long a save is ordered before a node's end."""
 NOBODYS = ("", "")
 Document = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.controller")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Wait:
-    """Pods that came before their Job."""
-
-    job: Workload
-    pods: dict[str, Document] = field(default_factory=dict)
-    """By UID."""
-    again_s: float = 0.0
-    """The Job is not to be asked for before."""
-    pause_s: float = SETTLE_SOON_S
 
 
 class Watches:
@@ -75,20 +55,17 @@ class Watches:
         self._wall = books.wall
         self._keep_finished_s = keep_finished_s
         self._disruption_taints = disruption_taints
-        self._waiting: dict[str, _Wait] = {}
-        """By the Job's UID."""
+        self._waiting: dict[str, dict[str, PodView]] = {}
+        """Pods that came before their Job, by the Job's UID and their own."""
         self._not_to_come: dict[str, float] = {}
         """UID of a Job that the watch does not bring -> until when nobody asks for it again."""
-        self._settle_at_s = math.inf
         self._listed = False
         self.kinds = (
             WatchedKind("jobs", "/apis/batch/v1/jobs", self.on_job, self.job_gone, SELECTOR),
             WatchedKind("pods", "/api/v1/pods", self.on_pod, self.pod_gone, SELECTOR),
-            WatchedKind(
-                "nodes", "/api/v1/nodes", self.on_node, self.node_gone, by_name=True, namespaced=False
-            ),
-            *policy_kinds(self.on_policy, self.policy_gone),
-            WatchedKind("runs", f"{OURS}/checkpointruns", lambda _run: None, self.run_gone),
+            WatchedKind("nodes", "/api/v1/nodes", self.on_node, self.node_gone, namespaced=False),
+            *policy_kinds(self.on_policy, lambda key, _last: self._books.set_policy(key[:2], None)),
+            WatchedKind("runs", ALL, lambda _run: None, self.run_gone),
             *more,
         )
         """What is to be watched."""
@@ -97,56 +74,48 @@ class Watches:
 
     def on_job(self, document: Document) -> None:
         """A Job is there, or changed."""
-        now_s = self._wall()
         job = observed_object.job_of(document)
-        key = job.workload.key
-        entry = self._books.by_key.get(key)
+        entry = self._books.by_key.get(job.workload.key)
         if entry is None:
             if self._is_over(job):
                 self._without_job(job.uid)
                 return
             entry = self._books.enter(Run(workload=job.workload, wish=job.wish))
-        self._books.jobs[job.uid] = key
-        self._books.set(entry, watched_run.with_job(entry.run, job, now_s))
-        wait = self._waiting.pop(job.uid, None)
-        for pod in wait.pods.values() if wait is not None else ():
-            self.on_pod(pod)
+        self._books.jobs[job.uid] = job.workload.key
+        self._books.set(entry, watched_run.with_job(entry.run, job, self._wall()))
+        for pod in self._waiting.pop(job.uid, {}).values():
+            self._take_pod(pod)
 
     def job_gone(self, job: ObjectKey, last: Document | None) -> None:
         entry = self._books.by_key.get(self._books.jobs.pop(job.uid, NOBODYS))
         if entry is None:
             return
-        now_s = self._wall()
+        run, now_s = entry.run, self._wall()
         if last is not None:  # it says how it ended
-            self._books.set(entry, watched_run.with_job(entry.run, observed_object.job_of(last), now_s))
-        self._books.set(entry, watched_run.without_job(entry.run, job.uid, now_s))
-
-    def _is_old(self, ended_at_s: float, now_s: float) -> bool:
-        """Whether something that nobody knows ended so long ago that its CheckpointRun is removed already."""
-        return now_s - ended_at_s > self._keep_finished_s
+            run = watched_run.with_job(run, observed_object.job_of(last), now_s)
+        self._books.set(entry, watched_run.without_job(run, job.uid, now_s))
 
     def _is_over(self, job: JobView) -> bool:
-        return bool(job.outcome) and self._is_old(job.ended_at_s, self._wall())
+        """Whether a Job that nobody knows ended so long ago that its CheckpointRun is removed already."""
+        return bool(job.outcome) and self._wall() - job.ended_at_s > self._keep_finished_s
 
     def on_pod(self, document: Document) -> None:
         """A pod is there, or changed."""
-        seen = observed_object.pod_of(document)
+        self._take_pod(observed_object.pod_of(document))
+
+    def _take_pod(self, seen: PodView) -> None:
         pod = self._owned(seen)
         if pod is not None:
             self._set_pod(pod)
-        elif self._wall() < self._not_to_come.get(seen.job_uid, 0.0):
-            self._set_if_alive(seen)
-        else:
-            if seen.job_uid not in self._waiting:
-                self._waiting[seen.job_uid] = _Wait(job=seen.workload)
-                self._settle_at_s = min(self._settle_at_s, self._wall() + SETTLE_SOON_S)
-            self._waiting[seen.job_uid].pods[seen.uid] = document
+        elif self._wall() >= self._not_to_come.get(seen.job_uid, 0.0):
+            self._waiting.setdefault(seen.job_uid, {})[seen.uid] = seen
+        elif seen.alive:
+            self._set_pod(seen)
 
     def _owned(self, pod: PodView) -> PodView | None:
         """The pod as its run's; None while its Job is not known."""
         known = self._books.pods.get(pod.uid)
-        job_known = self._books.jobs.get(pod.job_uid)
-        entry = self._books.by_key.get(known or job_known or NOBODYS)
+        entry = self._books.by_key.get(known or self._books.jobs.get(pod.job_uid, NOBODYS))
         job = entry.run.jobs.get(pod.job_uid) if entry is not None else None
         if job is not None:
             return observed_object.of_job_pod(pod, job)
@@ -155,108 +124,73 @@ class Watches:
             return replace(pod, workload=entry.run.workload, index=before.index)
         return None if pod.job_uid and pod.workload.key not in self._books.by_key else pod
 
-    def _set_if_alive(self, pod: PodView) -> None:
-        if pod.alive:
-            self._set_pod(pod)
-
     def _set_pod(self, pod: PodView) -> None:
         now_s = self._wall()
-        key = pod.workload.key
-        entry = self._books.by_key.get(key)
+        entry = self._books.by_key.get(pod.workload.key)
         if entry is None:
             ended_at_s = pod.ending.at_s if pod.ending is not None and not pod.alive else now_s
-            if self._is_old(ended_at_s, now_s):
+            if now_s - ended_at_s > self._keep_finished_s:
                 return
             entry = self._books.enter(Run(workload=pod.workload, wish=pod.wish))
-        self._books.pods[pod.uid] = key
+        self._books.pods[pod.uid] = pod.workload.key
         ready = self._node_ready(pod)
         self._books.set(entry, watched_run.with_pod(entry.run, pod, node_ready=ready, now_s=now_s))
 
     def pod_gone(self, key: ObjectKey, last: Document | None) -> None:
-        for wait in self._waiting.values():
-            wait.pods.pop(key.uid, None)
+        for pods in self._waiting.values():
+            pods.pop(key.uid, None)
         if last is not None and key.uid in self._books.pods:  # it says how it went
             self.on_pod(last)
         entry = self._books.by_key.get(self._books.pods.pop(key.uid, NOBODYS))
         pod = entry.run.pods.get(key.uid) if entry is not None else None
-        if entry is None or pod is None:
-            return
-        ready, now_s = self._node_ready(pod), self._wall()
-        self._books.set(entry, watched_run.without_pod(entry.run, key.uid, node_ready=ready, now_s=now_s))
+        if entry is not None and pod is not None:
+            ready, now_s = self._node_ready(pod), self._wall()
+            self._books.set(entry, watched_run.without_pod(entry.run, key.uid, node_ready=ready, now_s=now_s))
 
     def _node_ready(self, pod: PodView) -> bool:
         node = self._books.nodes.get(pod.node)
         return node is not None and node.ready
 
     def on_node(self, document: Document) -> None:
-        """A node is there, or changed."""
+        """A node is there, or changed. Before its end, and its evictions, runs that have pods there are to save."""
         node = observed_object.node_of(document, self._disruption_taints)
         before = self._books.nodes.get(node.name)
         self._books.nodes[node.name] = node
-        if node.ending and before is not None and not before.ending:
-            self._save_before_drain(node.name)
-
-    def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
-        self._books.nodes.pop(node.name, None)
-        self._books.metrics.without_node(node.name)
-
-    def _save_before_drain(self, node: str) -> None:
-        """Its evictions are to come: a checkpoint now leaves them less to save within the grace period."""
+        if not node.ending or before is None or before.ending:
+            return
         now_s = self._wall()
-        order = SaveOrder(id=f"drain/{node}/{now_s:.0f}", reason="drain")
+        order = SaveOrder(id=f"drain/{node.name}/{now_s:.0f}", reason="drain")
         for entry in self._books:
-            there = any(each.node == node and each.alive for each in entry.run.pods.values())
+            there = any(each.node == node.name and each.alive for each in entry.run.pods.values())
             if there and not entry.run.finished:
                 self._books.orders.open(entry.run.key, order, now_s + DRAIN_S)
                 self._books.nudge(entry)
-                _log.info("run.save_before_drain", namespace=entry.run.workload.namespace, node=node)
+                _log.info("run.save_before_drain", namespace=entry.run.workload.namespace, node=node.name)
+
+    def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
+        self._books.nodes.pop(node.name, None)
+        with contextlib.suppress(KeyError):  # it never failed
+            self._books.metrics.node_failures.remove(node.name)
 
     def on_policy(self, document: Document) -> None:
         """A policy of a namespace or of the cluster is there, or changed."""
         metadata = document["metadata"]
-        seen = SeenPolicy(
-            uid=metadata["uid"],
-            generation=int(metadata.get("generation") or 0),
-            spec=document.get("spec") or {},
-            status=document.get("status") or {},
-        )
-        self._set_policy((metadata.get("namespace", ""), metadata["name"]), seen)
-
-    def policy_gone(self, policy: ObjectKey, _last: Document | None) -> None:
-        self._set_policy(policy[:2], None)
-
-    def _set_policy(self, key: tuple[str, str], seen: SeenPolicy | None) -> None:
-        before = self._books.policies.pop(key, None)
-        if seen is not None:
-            self._books.policies[key] = seen
-        if before is not None and seen is not None and before.spec == seen.spec:
-            return
-        self._books.serial += 1
-        for each in self._books:
-            if workload_policy.key_of(each.run.workload.namespace, each.run.wish.policy) == key:
-                self._books.mark(each.run.key)
+        self._books.set_policy((metadata.get("namespace", ""), metadata["name"]), document)
 
     def run_gone(self, record: ObjectKey, _last: Document | None) -> None:
         for entry in list(self._books):
-            if entry.served is None or entry.served.uid != record.uid:
-                continue
-            if entry.run.finished:
-                self._books.drop(entry.run.key)
-            else:
-                self._books.lost(entry)
-
-    # -- whose pods are whose Job is not known, and what is over unseen -----------------------------------------------
+            if entry.served is not None and entry.served["uid"] == record.uid:
+                if entry.run.finished:
+                    self._books.drop(entry.run.key)
+                else:
+                    self._books.lost(entry)
 
     def on_list(self) -> None:
         self._listed = True
-        self._settle_at_s = self._wall()
 
     async def settle_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            if self._wall() < self._settle_at_s:
-                continue
-            self._settle_at_s = self._wall() + SETTLE_S
+            await asyncio.sleep(SETTLE_S if self.synced else TICK_S)
             await self.settle()
 
     async def settle(self) -> None:
@@ -265,40 +199,25 @@ class Watches:
             return
         now_s = self._wall()
         self._not_to_come = {uid: until_s for uid, until_s in self._not_to_come.items() if now_s < until_s}
-        for uid, wait in list(self._waiting.items()):
-            if self._waiting.get(uid) is wait and self._wall() >= wait.again_s:
-                await self._ask(wait)
-            if uid in self._waiting:
-                self._settle_at_s = min(self._settle_at_s, wait.again_s)
+        for uid, pods in list(self._waiting.items()):
+            pod = next(iter(pods.values()), None)
+            try:
+                if pod is None or not await self._is_to_come(pod.workload):
+                    self._without_job(uid)
+            except ApiUnavailable as error:  # that stops no other Job's
+                _log.warning("controller.not_settled", error=str(error))
         there = {"Job": self._books.jobs, "Pod": self._books.pods}
         for entry in list(self._books):
-            run, uid = entry.run, entry.run.workload.uid
-            known = run.jobs or any(each.alive for each in run.pods.values())
-            if run.workload.native not in there or run.finished or known or uid in self._waiting:
+            run, workload = entry.run, entry.run.workload
+            known = run.jobs or workload.uid in self._waiting or any(each.alive for each in run.pods.values())
+            if run.finished or known or (self.synced and self._wall() - run.seen_s < ABSENT_S):
                 continue
-            if uid not in there[run.workload.native]:
+            if workload.native in there and workload.uid not in there[workload.native]:
                 self._books.set(entry, watched_run.finished(run, "Deleted", self._wall()))
-        self._books.metrics.sweeps.inc()
         self.synced = True
 
-    async def _ask(self, wait: _Wait) -> None:
-        """Ask the API for their Job: the pods wait on while it is to come, and while it cannot be read."""
-        try:
-            to_come = bool(wait.pods) and await self._is_to_come(wait.job)
-        except ApiUnavailable as error:  # that stops no other Job's
-            to_come = True
-            _log.warning("controller.not_settled", error=str(error), pause_s=wait.pause_s)
-        if not to_come:
-            self._without_job(wait.job.uid)
-            return
-        wait.again_s = self._wall() + wait.pause_s
-        wait.pause_s = min(2 * wait.pause_s, MAX_PAUSE_S)
-
     async def _is_to_come(self, job: Workload) -> bool:
-        """Whether the watch will bring this Job: whether it is there, with our label, and not over for long.
-
-        Raises `ApiUnavailable`.
-        """
+        """Whether the watch will bring this Job: it is there, with our label, and not over for long."""
         path = f"/apis/batch/v1/namespaces/{job.namespace}/jobs/{job.name}"
         answer = await self._books.call("GET", path)
         if not answer.ok and answer.status != 404:
@@ -311,7 +230,7 @@ class Watches:
 
     def _without_job(self, uid: str) -> None:
         """The Job of this UID is not to come: its pods do not wait for it, now and for a while."""
-        self._not_to_come[uid] = self._wall() + SETTLE_S
-        wait = self._waiting.pop(uid, None)
-        for pod in wait.pods.values() if wait is not None else ():
-            self._set_if_alive(observed_object.pod_of(pod))
+        self._not_to_come[uid] = self._wall() + NOT_TO_COME_S
+        for pod in self._waiting.pop(uid, {}).values():
+            if pod.alive:
+                self._set_pod(pod)

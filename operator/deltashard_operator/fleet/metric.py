@@ -16,31 +16,19 @@ class FleetMetrics:
         self.registry = r = CollectorRegistry() if registry is None else registry
         self.sidecars = Gauge("deltashard_fleet_sidecars", "Sidecars that are heard", registry=r)
         self.serving = Gauge("deltashard_fleet_serving", "1 while reports are taken here", registry=r)
-        self.reports = Counter("deltashard_fleet_reports", "Reports, by outcome", ("outcome",), registry=r)
         self.seconds = Histogram(
             "deltashard_fleet_report_seconds",
             "Seconds from a report's head to its answer",
             buckets=SECONDS,
             registry=r,
         )
-        self.reviews = Counter(
-            "deltashard_fleet_token_reviews",
-            "Answers about tokens, by outcome and by where they came from",
-            ("outcome", "source"),
-            registry=r,
-        )
-        self.nudges = Counter(
-            "deltashard_fleet_nudges",
-            "Sidecars asked to report at once, by outcome",
-            ("outcome",),
-            registry=r,
-        )
-        for outcome in ("sent", "failed"):
-            self.nudges.labels(outcome)
-        for outcome in token_review.OUTCOMES:
-            for source in token_review.SOURCES:
-                self.reviews.labels(outcome, source)
 
-    def reviewed(self, outcome: str, source: str) -> None:
-        """Count an answer about a token, as `Reviewer(count=...)` has it."""
-        self.reviews.labels(outcome, source).inc()
+        def outcomes(name: str, text: str, *known: str) -> Counter:
+            made = Counter(f"deltashard_fleet_{name}", f"{text}, by outcome", ("outcome",), registry=r)
+            for outcome in known:
+                made.labels(outcome)
+            return made
+
+        self.reports = outcomes("reports", "Reports")
+        self.reviews = outcomes("token_reviews", "Answers about tokens", *token_review.OUTCOMES)
+        self.nudges = outcomes("nudges", "Sidecars asked to report at once", "sent", "failed")

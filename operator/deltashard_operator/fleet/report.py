@@ -4,10 +4,6 @@
 one is a `BadReport`; texts are clipped and hold no control characters; numbers are finite, not negative and fit the
 API's int64 (what does not becomes 0, "not known" all over the contract); lists are bounded; a phase or kind of a newer
 sidecar is UNKNOWN. So whatever arrives can be logged, counted and written to a status.
-
-The server (`service`) calls a `Ledger`, which the controller is, on the asyncio loop: it must not block. The server has
-proven namespace, pod and pod UID by the pod's token; that the pod is of the workload that the report names is for the
-ledger to check against the API's pods.
 """
 
 from __future__ import annotations
@@ -16,9 +12,10 @@ import enum
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
 
 from deltashard_checkpoint.deciding.precision import MAX_TABLES
 from deltashard_checkpoint.errors import UserError
@@ -27,40 +24,24 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 from google.protobuf.message import Message
 
-# What is answered goes out as it is.
+# What is answered goes out as it is, and these have nothing that needs a value of its own.
 Directive = wire.Directive
+KeptCheckpoint = wire.KeptCheckpoint
+Rank = wire.Rank
 SaveOrder = wire.SaveOrder
 Reply = wire.ReportReply
-T = TypeVar("T")
-M = TypeVar("M", bound=Message)
-W = TypeVar("W", bound=enum.StrEnum)
 RunKey = tuple[str, str]
 """(namespace, workload UID): the pods that train together, and what one directive is for."""
 
-MAX_COUNT = (1 << 63) - 1
-"""Integers of the Kubernetes API are signed."""
+MAX_COUNT = (1 << 63) - 1  # integers of the Kubernetes API are signed
 MAX_NAME = 253
-MAX_WORD = 64
 MAX_TEXT = 1024
-MAX_RANKS = 256
-"""Ranks attached to a sidecar; a node has far fewer accelerators."""
-MAX_INCIDENTS = 64
-"""Incidents in a report; the sidecar keeps as many."""
+MAX_RANKS = 256  # ranks attached to a sidecar; a node has far fewer accelerators
+MAX_INCIDENTS = 64  # incidents in a report; the sidecar keeps as many
 MAX_CHECKPOINTS = 10
 MAX_PINS = 4
 MAX_ORDERS = 8
-MAX_REASON = 512
-"""Characters of each text of a decision."""
 SUBJECTS = ("interval", "bits")
-_LIMITS: Mapping[str, int] = {
-    "run": 2 * MAX_NAME,
-    **dict.fromkeys(("node", "save_blocked"), MAX_NAME),
-    **dict.fromkeys(("url", "message"), MAX_TEXT),
-    **dict.fromkeys(("value", "would", "why", "bound", "evidence", "unreachable"), MAX_REASON),
-    "cause": MAX_REASON,
-    "tables": MAX_TABLES,
-}
-"""Characters of a text, by its field; `MAX_WORD` of others."""
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._:]*\Z")
@@ -131,15 +112,6 @@ class Who:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """Trainer process."""
-
-    rank: int
-    world_size: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
     """Something people should hear of; ids rise within a process of the sidecar."""
 
@@ -148,9 +120,7 @@ class Incident:
     at_s: float = 0.0
     cause: str = ""
     message: str = ""
-    step: int = 0
     lost_steps: int = 0
-    seconds: float = 0.0
     attempt: int = 0
     count: int = 1
 
@@ -166,23 +136,11 @@ class PodState:
     attempt: int = 0
     saves_failed_in_a_row: int = 0
     store_ok: bool = True
-    store_proven: bool = False
     credentials_ok: bool = True
     save_blocked: str = ""
     """Why a save that is due does not happen; empty: none is blocked."""
     directive: int = 0
     """Id of the directive in force; 0: none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptCheckpoint:
-    """A checkpoint that can be restored."""
-
-    seq: int
-    step: int
-    age_s: float = 0.0
-    bytes: int = 0
-    pins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +181,6 @@ class Report:
     process: str
     """Names the process of the sidecar: changes when the container restarts."""
     sequence: int
-    now_s: float = 0.0
-    """The pod's clock."""
     pod: PodState = PodState()
     run: RunReport | None = None
     incidents: tuple[Incident, ...] = ()
@@ -232,146 +188,112 @@ class Report:
     saves_over: tuple[SaveOver, ...] = ()
 
 
-class Ledger(Protocol):
-    """Who keeps what sidecars report."""
+Ledger = Callable[[Report], Reply]
+"""Who keeps what sidecars report. Of a report the pod is proven by its token, and its workload is not.
 
-    def report(self, report: Report) -> Reply:
-        """Take a report of a pod that is proven; its workload is not.
-
-        Raises:
-            Unknown: the pod is not known, perhaps not yet.
-            Refused: it may not report: the pod is of another workload, or its run id is held by another one.
-        """
+It is called on the asyncio loop and must not block. It raises `Unknown`: the pod is not known, perhaps not yet; and
+`Refused`: the pod is of another workload, or its run id is held by another one.
+"""
 
 
 def report_of(message: wire.ReportRequest) -> Report:
     """Value of a report that came; raises `BadReport`: a name or UID cannot be one, or a part is missing."""
     if not message.HasField("who") or not message.HasField("pod") or not message.sequence:
         raise BadReport("who, pod or sequence is missing", where="report")
-    return Report(
-        who=_value(
-            Who,
-            message.who,
-            namespace=_identity(message.who.namespace, _NAME, "namespace"),
-            pod=_identity(message.who.pod, _NAME, "pod"),
-            pod_uid=_identity(message.who.pod_uid, _UID, "pod_uid"),
-            workload_uid=_identity(message.who.workload_uid, _UID, "workload_uid"),
-        ),
-        process=_identity(message.process, _UID, "process"),
-        sequence=_count(message.sequence),
-        now_s=_number(message.now_s),
-        pod=_value(
-            PodState,
-            message.pod,
-            phase=_word(Phase, wire.Phase, "PHASE_", message.pod.phase),
-            ranks=tuple(_value(Rank, each) for each in message.pod.ranks[:MAX_RANKS]),
-            directive=message.pod.directive,
-        ),
-        run=_run(message.run) if message.HasField("run") else None,
-        incidents=_incidents(message.incidents),
-        saves_over=tuple(
-            _value(
-                SaveOver,
-                each,
-                outcome=_word(Outcome, wire.SaveOver.Outcome, "OUTCOME_", each.outcome),
-                id=_text(each.id, 2 * MAX_NAME),
-            )
-            for each in message.saves_over[:MAX_ORDERS]
-        ),
-    )
+    who = message.who
+    for name, value in (("namespace", who.namespace), ("pod", who.pod)):
+        _check(name, value, _NAME)
+    for name, value in (
+        ("pod_uid", who.pod_uid),
+        ("workload_uid", who.workload_uid),
+        ("process", message.process),
+    ):
+        _check(name, value, _UID)
+    found: Report = _value("report", message)
+    return found
 
 
-def _run(message: wire.RunState) -> RunReport:
-    return _value(
-        RunReport,
-        message,
-        newest=_clean(message.newest) if message.HasField("newest") else None,
-        checkpoints=tuple(
-            _value(KeptCheckpoint, each, pins=tuple(_text(pin, MAX_NAME) for pin in each.pins[:MAX_PINS]))
-            for each in message.checkpoints[:MAX_CHECKPOINTS]
-        ),
-        measured=_clean(message.measured) if message.HasField("measured") else None,
-        decisions=_decisions(message.decisions),
-        policy=_policy(message.policy),
-    )
+def _check(name: str, value: str, pattern: re.Pattern[str]) -> None:
+    if len(value) > MAX_NAME or not pattern.match(value):
+        raise BadReport(f"{name} is no name: {_text(value, MAX_NAME)!r}", where="report")
 
 
-def _value(kind: type[T], message: Any, /, **found: Any) -> T:
-    """A dataclass of a message whose fields have the same names, but for those that were `found`."""
-    plain = {
-        each.name: _plain(each.name, getattr(message, each.name))
-        for each in fields(kind)  # type: ignore[arg-type]
-        if each.name not in found
-    }
-    return kind(**plain, **found)
-
-
-def _clean(message: M) -> M:
-    """The message with each of its plain fields within bounds."""
-    return type(message)(**{each.name: _plain(each.name, value) for each, value in message.ListFields()})
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A field's value within its bounds."""
+def _value(name: str, value: Any) -> Any:
+    """A field's value within its bounds; of a message that has a class here, one of it."""
     if isinstance(value, str):
-        return _text(value, _LIMITS.get(name, MAX_WORD))
+        return _text(value, MAX_TABLES if name == "tables" else MAX_TEXT)
     if isinstance(value, float):
-        return _number(value)
-    return value if isinstance(value, bool) else _count(value)
+        return value if math.isfinite(value) and value >= 0 else 0.0
+    if name in _WORDS:
+        return _WORDS[name].get(value) or _WORDS[name][0]
+    if isinstance(value, bool | int):
+        return value if value <= MAX_COUNT or name == "directive" else 0
+    if name in _LISTS:
+        return _LISTS[name](value)
+    kind = _KINDS.get(type(value))
+    if kind is None:
+        found = {each.name: _value(each.name, item) for each, item in value.ListFields()}
+        if isinstance(value, trainer_wire.Policy):  # the other word for no goal
+            found = {field: text for field, text in found.items() if text != NO_BITS_RULE}
+        return type(value)(**found)
+    fields_of = value.DESCRIPTOR.fields_by_name
+    return kind(
+        **{
+            each.name: _value(each.name, getattr(value, each.name))
+            for each in fields(kind)
+            if not fields_of[each.name].has_presence or value.HasField(each.name)
+        }
+    )
 
 
-def _decisions(messages: Sequence[wire.Decision]) -> tuple[wire.Decision, ...]:
-    """The first of each subject; a subject that is not known is skipped."""
-    found: dict[str, wire.Decision] = {}
-    for each in messages[:MAX_INCIDENTS]:
-        if each.subject in SUBJECTS and each.subject not in found:
-            found[each.subject] = _clean(each)
-    return tuple(found.values())
+def _list(name: str, most: int) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda values: tuple(_value(name, each) for each in values[:most])
 
 
 def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
     # The lowest ids of too many: what is told must have been seen, and the others come again.
-    by_id = {_count(each.id): each for each in messages}
+    by_id: dict[int, Incident] = {each.id: each for each in map(partial(_value, ""), messages)}
     return tuple(
-        _value(
-            Incident,
-            by_id[number],
-            id=number,
-            kind=_word(IncidentKind, wire.IncidentKind, "INCIDENT_KIND_", by_id[number].kind),
-            count=max(_count(by_id[number].count), 1),
-        )
-        for number in sorted(by_id)[:MAX_INCIDENTS]
+        replace(by_id[number], count=max(by_id[number].count, 1)) for number in sorted(by_id)[:MAX_INCIDENTS]
     )
 
 
-def _policy(message: trainer_wire.Policy) -> trainer_wire.Policy:
-    found = {each.name: _plain(each.name, value) for each, value in message.ListFields()}
-    # The other word for no goal.
-    return trainer_wire.Policy(**{name: value for name, value in found.items() if value != NO_BITS_RULE})
+def _decisions(messages: Sequence[wire.Decision]) -> tuple[wire.Decision, ...]:
+    """The first of each subject; a subject that is not known is skipped."""
+    found = {each.subject: _value("", each) for each in reversed(messages[:MAX_INCIDENTS])}
+    return tuple(found[subject] for subject in SUBJECTS if subject in found)
 
 
-def _word(kind: type[W], words: Any, prefix: str, number: int) -> W:
-    """The word for an enum's number; UNKNOWN for one of a newer sidecar, and where nothing was said."""
-    try:
-        return kind[words.Name(number).removeprefix(prefix)]
-    except (ValueError, KeyError):
-        return kind("unknown")
+def _words(kind: type[enum.StrEnum], words: Any, prefix: str) -> dict[int, enum.StrEnum]:
+    """Number -> word; 0 for what was not said, and for one of a newer sidecar."""
+    return {number: kind(name.removeprefix(prefix).lower()) for name, number in words.items() if number} | {
+        0: kind("unknown")
+    }
 
 
-def _identity(value: str, pattern: re.Pattern[str], name: str) -> str:
-    if len(value) > MAX_NAME or not pattern.match(value):
-        raise BadReport(f"{name} is no name: {_text(value, MAX_WORD)!r}", where="report")
-    return value
+_WORDS = {
+    "phase": _words(Phase, wire.Phase, "PHASE_"),
+    "kind": _words(IncidentKind, wire.IncidentKind, "INCIDENT_KIND_"),
+    "outcome": _words(Outcome, wire.SaveOver.Outcome, "OUTCOME_"),
+}
+_KINDS: Mapping[type[Message], type[Any]] = {
+    wire.ReportRequest: Report,
+    wire.Who: Who,
+    wire.PodState: PodState,
+    wire.RunState: RunReport,
+    wire.Incident: Incident,
+    wire.SaveOver: SaveOver,
+}
+_LISTS: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
+    "ranks": _list("", MAX_RANKS),
+    "checkpoints": _list("", MAX_CHECKPOINTS),
+    "pins": _list("", MAX_PINS),
+    "saves_over": _list("", MAX_ORDERS),
+    "incidents": _incidents,
+    "decisions": _decisions,
+}
 
 
 def _text(value: str, limit: int) -> str:
     clean = _CONTROL.sub(" ", value[: limit + 1])
     return sys.intern(clean if len(clean) <= limit else clean[: limit - 1] + "…")
-
-
-def _number(value: float) -> float:
-    return value if math.isfinite(value) and value >= 0 else 0.0
-
-
-def _count(value: int) -> int:
-    return value if value <= MAX_COUNT else 0

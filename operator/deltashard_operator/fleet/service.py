@@ -1,10 +1,8 @@
-"""The HTTPS server that sidecars report to: one short connection per report, nothing kept between two of them.
+"""The HTTPS application that sidecars report to: one short connection per report, nothing kept between two of them.
 
 `POST /v1/report` with the pod's projected token; fleet.proto has the messages and the answers. The replica that does
 not lead answers 421 before it looks at anything. Namespace, pod and UID of a report must be those of its token; what
 else it says is for the `Ledger` to judge. Everything runs on the caller's loop, and nothing blocks it.
-
-A connection that lasts longer than any report needs is closed, so that silent peers cannot pile up.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from collections.abc import Callable, Mapping
 
 import structlog
 from aiohttp import web
-from deltashard_checkpoint.process import listen
 from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
 from deltashard_proto.v1 import fleet_pb2 as wire
 from google.protobuf.message import DecodeError
@@ -30,16 +27,11 @@ from deltashard_operator.tls.certificate import Certificate
 
 PATH = "/v1/report"
 CONTENT_TYPE = "application/x-protobuf"
-MAX_BODY_BYTES = 128 << 10
-"""A report with 64 incidents of 1,024 characters has 70 KiB."""
-BODY_S = 10.0
-"""Seconds that a body may take."""
-CONNECTION_S = 30.0
-"""Seconds that a connection may last: up to twice as long."""
-HEARD_BEATS = 2.5
-"""A sidecar counts as heard for so many of the beats that it was told."""
-STOP_S = 2.0
-STATUS: Mapping[str, int] = {
+MAX_BODY_BYTES = 128 << 10  # a report with 64 incidents of 1,024 characters has 70 KiB
+BODY_S = 10.0  # seconds that a body may take
+CONNECTION_S = 30.0  # seconds that a connection may last: up to twice as long
+HEARD_BEATS = 2.5  # a sidecar counts as heard for so many of the beats that it was told
+OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
     "no_token": 401,
     "not_authentic": 401,
@@ -55,13 +47,18 @@ STATUS: Mapping[str, int] = {
     "failed": 500,
 }
 """Status of each refusal, by its outcome in the metrics."""
-OUTCOMES: Mapping[type[Exception], str] = {
+ERRORS: Mapping[type[Exception], str] = {
     NotAuthentic: "not_authentic",
     TooManyReviews: "too_many_reviews",
     ReviewUnavailable: "review_unavailable",
     BadReport: "bad_report",
     Unknown: "unknown_pod",
     Refused: "refused",
+    web.HTTPRequestEntityTooLarge: "too_large",
+    TimeoutError: "incomplete",
+    ConnectionError: "incomplete",
+    web.RequestPayloadError: "incomplete",
+    DecodeError: "bad_report",
 }
 """Outcome of the errors that others raise."""
 # asyncio reads TLS into a buffer of 256 KiB per connection: a crowd of a thousand would be 300 MiB for a moment.
@@ -73,11 +70,8 @@ class _Rejection(Exception):
     """A report that is not taken; `args` are the outcome and the sentence for the sidecar."""
 
 
-_REFUSALS: tuple[type[Exception], ...] = (_Rejection, *OUTCOMES)
-
-
 class ReportServer:
-    """The server. Build, `start` and use it on one asyncio loop."""
+    """Takes reports. Serve its `application` with the certificate, and run `close_old` as a task."""
 
     def __init__(
         self,
@@ -90,51 +84,16 @@ class ReportServer:
     ) -> None:
         self._ledger = ledger
         self._reviewer = reviewer
-        self._certificate = certificate
         self._metrics = metrics
         self._leads = leads
         self._heard: dict[str, float] = {}
         """Pod UID -> when it no longer counts as heard (monotonic seconds)."""
-        self._runner: web.AppRunner | None = None
-        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self.application = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.application.router.add_post(PATH, self._report)
         metrics.sidecars.set_function(self.live)
         metrics.serving.set_function(lambda: int(leads() and certificate.loaded is not None))
-        for outcome in ("taken", *STATUS):
+        for outcome in ("taken", *OUTCOMES):
             metrics.reports.labels(outcome)
-
-    @property
-    def port(self) -> int:
-        """The open port; 0: none."""
-        return self._runner.addresses[0][1] if self._runner is not None and self._runner.addresses else 0
-
-    async def start(self, host: str, port: int) -> None:
-        """Open the port; handshakes fail until there is a certificate. Raises `OSError`: it cannot be opened."""
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
-        application.router.add_post(PATH, self._report)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_S)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listen(host, port), ssl_context=self._certificate.front).start()
-        self._tasks = (
-            asyncio.create_task(self._certificate.watch(), name="fleet-certificate"),
-            asyncio.create_task(self._close_old(), name="fleet-connections"),
-        )
-
-    async def stop(self) -> None:
-        """Close the port and, after at most `STOP_S`, all connections."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = ()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-
-    def unready(self) -> list[str]:
-        """Why sidecars cannot report here; empty when they can."""
-        reasons = [f"the task {task.get_name()} ended" for task in self._tasks if task.done()]
-        if self._certificate.loaded is None:
-            reasons.append("the fleet service has no certificate yet")
-        return reasons
 
     def live(self) -> int:
         """How many sidecars are heard."""
@@ -142,12 +101,12 @@ class ReportServer:
         self._heard = {uid: until_s for uid, until_s in self._heard.items() if now_s < until_s}
         return len(self._heard)
 
-    async def _close_old(self) -> None:
+    async def close_old(self, runner: web.AppRunner) -> None:
+        """Close connections that last longer than any report needs, for ever."""
         before: set[object] = set()
         while True:
             await asyncio.sleep(CONNECTION_S)
-            server = self._runner.server if self._runner is not None else None
-            connections = server.connections if server is not None else []
+            connections = runner.server.connections if runner.server is not None else []
             for each in connections:
                 if each in before:
                     each.force_close()
@@ -159,51 +118,45 @@ class ReportServer:
             reply = await self._reply(request)
             outcome, response = "taken", web.Response(body=reply.SerializeToString())
             response.content_type = CONTENT_TYPE
-        except _REFUSALS as error:
-            outcome, sentence = (
-                error.args if isinstance(error, _Rejection) else (OUTCOMES[type(error)], str(error))
-            )
-            response = web.Response(status=STATUS[outcome], text=sentence)
+        except Exception as error:  # noqa: BLE001 - one sidecar's trouble; the server goes on
+            outcome, sentence = _refusal(error)
+            if outcome == "failed":
+                _log.exception("fleet.report_failed", peer=request.remote)
+            response = web.Response(status=OUTCOMES[outcome], text=sentence)
             if response.status in {429, 503}:
                 response.headers["Retry-After"] = str(random.randint(1, 10))  # noqa: S311 - spread, not secret
-        except Exception:  # noqa: BLE001 - one sidecar's trouble; the server goes on
-            outcome = "failed"
-            response = web.Response(status=STATUS[outcome], text="the controller could not take this report")
-            _log.exception("fleet.report_failed", peer=request.remote)
         response.force_close()
         self._metrics.reports.labels(outcome).inc()
         self._metrics.seconds.observe(time.perf_counter() - begun_s)
         return response
 
     async def _reply(self, request: web.Request) -> Reply:
-        """The ledger's reply; raises `_Rejection` or one of `OUTCOMES`."""
+        """The ledger's reply; raises `_Rejection` or one of `ERRORS`."""
         if not self._leads():
             raise _Rejection("not_leading", "this replica does not lead: try a new connection")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")
-        identity = await self._reviewer.review(token, request.remote or "")
-        value = reports.report_of(await _message(request))
+        identity = await self._reviewer.review(token)
+        async with asyncio.timeout(BODY_S):
+            message = wire.ReportRequest.FromString(await request.read())
+        least, most = FLEET_PROTOCOL
+        if not least <= message.protocol <= most:
+            raise _Rejection("no_protocol", f"protocols {least} to {most} are spoken, not {message.protocol}")
+        value = reports.report_of(message)
         who = value.who
-        if (who.namespace, who.pod, who.pod_uid) != (identity.namespace, identity.pod, identity.pod_uid):
+        if (who.namespace, who.pod, who.pod_uid) != identity:
             raise _Rejection("wrong_pod", f"the token is of pod {identity.namespace}/{identity.pod}")
-        reply = self._ledger.report(value)
+        reply = self._ledger(value)
         self._heard[who.pod_uid] = time.monotonic() + HEARD_BEATS * reply.next_s
         return reply
 
 
-async def _message(request: web.Request) -> wire.ReportRequest:
-    """The message in the body, of a protocol that is spoken here; raises `_Rejection`."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            message = wire.ReportRequest.FromString(await request.read())
-    except web.HTTPRequestEntityTooLarge:
-        raise _Rejection("too_large", f"a report has at most {MAX_BODY_BYTES} bytes") from None
-    except (TimeoutError, ConnectionError, web.RequestPayloadError):
-        raise _Rejection("incomplete", "the body did not come whole in time") from None
-    except DecodeError as error:
-        raise _Rejection("bad_report", f"not a ReportRequest: {error}") from None
-    least, most = FLEET_PROTOCOL
-    if not least <= message.protocol <= most:
-        raise _Rejection("no_protocol", f"protocols {least} to {most} are spoken, not {message.protocol}")
-    return message
+def _refusal(error: Exception) -> tuple[str, str]:
+    """Outcome of an error, and the sentence for the sidecar."""
+    if isinstance(error, _Rejection):
+        return error.args[0], error.args[1]
+    for kind, outcome in ERRORS.items():
+        if isinstance(error, kind):
+            return outcome, str(error) or "the body did not come whole in time"
+    return "failed", "the controller could not take this report"

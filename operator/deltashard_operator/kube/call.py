@@ -4,8 +4,7 @@ Objects are documents here: the client's model classes of the core API alone wou
 
 A `Caller` never blocks the loop, and nothing waits for ever: a call has a connect and a read timeout, at most `THREADS`
 run at once, and one that failed for a passing reason (429, 5xx, no connection) is tried again at most `TRIES` times
-with the pause that the server asks for, else a doubling, jittered one. What the API says otherwise (404, 409, 403, 422)
-is the answer. Every answer is counted by verb and outcome.
+with the pause that the server asks for, else a doubling, jittered one. What the API says otherwise is the answer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ MERGE = "application/merge-patch+json"
 VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
 OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
 ApiClient = client.ApiClient
-"""The client: where the API is, and who calls."""
 
 
 class NoReply(EnvironmentFault):
@@ -117,10 +115,12 @@ class Caller:
         api: ApiClient,
         *,
         count: Callable[[str, str], None] = lambda _verb, _outcome: None,
+        may_write: Callable[[], bool] = lambda: True,
         threads: int = THREADS,
     ) -> None:
         self._request = Requester(api)
         self._count = count
+        self._may_write = may_write
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="calls")
         self._slots = asyncio.Semaphore(threads)
 
@@ -138,29 +138,29 @@ class Caller:
         content: str = "application/json",
         tries: int = TRIES,
     ) -> Answer:
-        """One request, tried again while the reason may pass; raises `ApiUnavailable`."""
+        """One request, tried again while the reason may pass; raises `ApiUnavailable`, also where it may not write."""
+        if method != "GET" and not self._may_write():
+            raise ApiUnavailable("this controller does not lead (any more)", where=path)
         verb = "LIST" if query and "limit" in query else method
         request = partial(self._request, method, path, body, query=query, content=content)
-        pause_s = PAUSE_S
-        for last in range(1, tries + 1):
-            found = await self._once(request)
-            self._count(verb, _outcome(found))
-            if isinstance(found, Answer) and found.status != 429 and found.status < 500:
-                return found
-            if last == tries:
-                break
-            asked_s = found.retry_after_s if isinstance(found, Answer) else 0.0
-            await asyncio.sleep(min(MAX_PAUSE_S, max(asked_s, pause_s * random.uniform(0.5, 1.0))))  # noqa: S311
-            pause_s *= 2
-        why = found.sentence if isinstance(found, Answer) else found
-        raise ApiUnavailable(f"{method} did not succeed in {tries} tries: {why}", where=path)
-
-    async def _once(self, request: Callable[[], Answer]) -> Answer | str:
-        async with self._slots:
+        pause_s, why = PAUSE_S, ""
+        for left in reversed(range(tries)):
+            asked_s = 0.0
             try:
-                return await asyncio.get_running_loop().run_in_executor(self._pool, request)
+                async with self._slots:
+                    found = await asyncio.get_running_loop().run_in_executor(self._pool, request)
             except NoReply as error:
-                return error.what
+                why = error.what
+                self._count(verb, "unavailable")
+            else:
+                self._count(verb, _outcome(found))
+                if found.status != 429 and found.status < 500:
+                    return found
+                why, asked_s = found.sentence, found.retry_after_s
+            if left:
+                await asyncio.sleep(min(MAX_PAUSE_S, max(asked_s, pause_s * random.uniform(0.5, 1.0))))  # noqa: S311
+                pause_s *= 2
+        raise ApiUnavailable(f"{method} did not succeed in {tries} tries: {why}", where=path)
 
     async def every(self, path: str, *, selector: str = "") -> list[dict[str, Any]]:
         """All objects of a collection, page by page; raises `ApiUnavailable`."""
@@ -182,9 +182,6 @@ class Caller:
             query["continue"] = following
 
 
-def _outcome(found: Answer | str) -> str:
-    if isinstance(found, str) or found.status >= 500:
-        return "unavailable"
-    return {404: "not_found", 409: "conflict", 429: "throttled"}.get(
-        found.status, "ok" if found.ok else "refused"
-    )
+def _outcome(found: Answer) -> str:
+    known = {404: "not_found", 409: "conflict", 429: "throttled"}
+    return known.get(found.status, "ok" if found.ok else "refused" if found.status < 500 else "unavailable")

@@ -19,16 +19,11 @@ PRECISION = PREFIX + "precision"
 RESTORE_FROM = PREFIX + "restore-from"
 INJECTED = PREFIX + "injected"
 """Marker on an injected template; its value is the version that injected and is never compared."""
-CHECKPOINT_TIME = PREFIX + "checkpoint-time"
-"""Annotation of a pod: when the newest checkpoint of its run was committed, where the chart has it written."""
 MANAGED_BY = PREFIX + "managed-by"
 MANAGED_BY_VALUE = "deltashard"
 
 WORKLOAD_UID = PREFIX + "workload-uid"
 """Label of a CheckpointRun: the workload it is of. Its label `deltashard.io/run-id` is the run's."""
-
-FINISHED_AT = PREFIX + "finished-at"
-"""Annotation of a Job that removes a run's bytes: which end of the workload it was made for."""
 
 SIDECAR = "deltashard-sidecar"
 MESH_PROXIES = frozenset(

@@ -1,10 +1,8 @@
 """A JSON patch (RFC 6902) from two documents, of `add` operations only.
 
-Injection only adds. That is not believed but computed: a patch is made from before and after; an object that lost a
-key, or a list that lost or reordered an element, has no such patch, and asking for one raises `NotAnAddition`. `add`
-on a member that exists replaces it (RFC 6902, 4.1), which is how the grace period is set.
-
-Elements of a list are the same when they are equal or bear the same `name`.
+Injection only adds. That is not believed but computed: an object that lost a key, or a list that lost or reordered an
+element, has no such patch. `add` on a member that exists replaces it (RFC 6902, 4.1), which is how the grace period is
+set. Elements of a list are the same when they are equal or bear the same `name`.
 """
 
 from __future__ import annotations
@@ -23,61 +21,41 @@ class NotAnAddition(InternalBug):
     """The second document lacks something the first one has."""
 
 
-def additions(before: Any, after: Any) -> list[Operation]:
-    """Operations that, applied in order to `before`, give `after`; raises `NotAnAddition`."""
-    operations: list[Operation] = []
-    _walk(before, after, "", operations)
-    return operations
-
-
 def encoded(operations: Sequence[Operation]) -> str:
     return base64.b64encode(json.dumps(list(operations), separators=(",", ":")).encode()).decode()
 
 
-def _walk(before: Any, after: Any, path: str, operations: list[Operation]) -> None:
-    if before == after and type(before) is type(after):
-        return
+def additions(before: Any, after: Any, path: str = "") -> list[Operation]:
+    """Operations that, applied in order to `before`, give `after`; raises `NotAnAddition`."""
+    found: list[Operation] = []
     if isinstance(before, Mapping) and isinstance(after, Mapping):
-        _walk_object(before, after, path, operations)
+        if lost := before.keys() - after.keys():
+            raise NotAnAddition(f"{min(lost)!r} was removed", where=path)
+        for key, value in after.items():
+            inner = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+            found += additions(before[key], value, inner) if key in before else [_add(inner, value)]
     elif isinstance(before, list) and isinstance(after, list):
-        _walk_list(before, after, path, operations)
+        known = 0
+        for index, value in enumerate(after):
+            inner = f"{path}/{index}"
+            if known < len(before) and _same(before[known], value):
+                found += additions(before[known], value, inner)
+                known += 1
+            else:
+                found.append(_add(inner, value))
+        if known != len(before):
+            raise NotAnAddition(f"element {known} was removed or moved", where=path)
     elif isinstance(before, (Mapping, list)):
         raise NotAnAddition("an object or a list was replaced", where=path)
-    else:
-        operations.append({"op": "add", "path": path, "value": after})
+    elif before != after or type(before) is not type(after):
+        found.append(_add(path, after))
+    return found
 
 
-def _walk_object(
-    before: Mapping[str, Any], after: Mapping[str, Any], path: str, operations: list[Operation]
-) -> None:
-    lost = before.keys() - after.keys()
-    if lost:
-        raise NotAnAddition(f"{min(lost)!r} was removed", where=path)
-    for key, value in after.items():
-        inner = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
-        if key in before:
-            _walk(before[key], value, inner, operations)
-        else:
-            operations.append({"op": "add", "path": inner, "value": value})
-
-
-def _walk_list(before: list[Any], after: list[Any], path: str, operations: list[Operation]) -> None:
-    known = 0
-    for index, value in enumerate(after):
-        if known < len(before) and _same(before[known], value):
-            _walk(before[known], value, f"{path}/{index}", operations)
-            known += 1
-        else:
-            operations.append({"op": "add", "path": f"{path}/{index}", "value": value})
-    if known != len(before):
-        raise NotAnAddition(f"element {known} was removed or moved", where=path)
+def _add(path: str, value: Any) -> Operation:
+    return {"op": "add", "path": path, "value": value}
 
 
 def _same(left: Any, right: Any) -> bool:
-    if left == right:
-        return True
-    return (
-        isinstance(left, Mapping)
-        and isinstance(right, Mapping)
-        and left.get("name", 0) == right.get("name", 1)
-    )
+    named = isinstance(left, Mapping) and isinstance(right, Mapping) and "name" in left
+    return left == right or (named and left["name"] == right.get("name"))

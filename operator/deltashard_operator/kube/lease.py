@@ -1,13 +1,9 @@
 """A Lease: of two controllers that live at one time (one on a node that was cut off), one writes.
 
-As client-go does it. The holder writes its name and a time into the Lease every `RENEW_S`; others look whether it
-changes, and take it when it did not for so long (`DURATION_S`) by their own clock, so that no two clocks are ever
-compared. Every write is of the version that was read, so of two that write at once one is refused. A holder that cannot
-write calls itself none `MARGIN_S` before anybody may take it. At its end it lets go, and the next one need not wait.
-
-Who finds another's name in the Lease that it held knows that what it counted is old: `LeaseLost`, and the process ends
-for a fresh one. An API that is away is no such reason: nothing can be written then, and the Lease is still there later.
-Who finds no Lease makes it. Where none can be had (its right is missing) nobody leads, and `refused` says why.
+As client-go does it, but that nobody compares two clocks: others take the Lease when it did not change for `DURATION_S`
+by their own. Every write is of the version that was read, so of two that write at once one is refused. A holder that
+cannot write calls itself none `MARGIN_S` before anybody may take it. Who finds another's name in the Lease that it held
+ends for a fresh process: what it counted is old. An API that is away is no such reason.
 """
 
 from __future__ import annotations
@@ -74,11 +70,8 @@ class Lease:
 
     async def acquire(self) -> None:
         """Wait until it is ours."""
-        said = False
+        _log.info("lease.waiting", lease=NAME)
         while not await self._try():
-            if not said:
-                _log.info("lease.waiting", lease=NAME)
-            said = True
             await self._sleep(RENEW_S)
         _log.info("lease.acquired", lease=NAME, identity=self._identity)
 
@@ -159,21 +152,3 @@ class Lease:
 
 def _holder(lease: Mapping[str, Any]) -> str:
     return str((lease.get("spec") or {}).get("holderIdentity") or "")
-
-
-class LeaderOnly:
-    """A `Caller` that changes nothing while another controller leads."""
-
-    def __init__(self, call: Caller, leads: Callable[[], bool]) -> None:
-        self._call = call
-        self._leads = leads
-
-    async def __call__(self, method: str, path: str, *args: Any, **more: Any) -> Answer:
-        """A request, as `Caller` has it; raises `ApiUnavailable` for a write of one that does not lead."""
-        if method != "GET" and not self._leads():
-            raise ApiUnavailable("this controller does not lead (any more)", where=path)
-        return await self._call(method, path, *args, **more)
-
-    async def every(self, path: str, **more: Any) -> list[Document]:
-        """All objects of a collection, as `Caller` has it."""
-        return await self._call.every(path, **more)

@@ -1,15 +1,13 @@
 """Who owns an object: its controller's ownerReference, and which kinds are the ones we know. Pure.
 
 A kind is its API group and its name: `Job` of batch is not `Job` of batch.volcano.sh. Labels say nothing of owners:
-whoever makes an object may write them. (An ownerReference, too, but the garbage collector deletes what names an owner
-that is not there, and it never leaves its namespace.)
+whoever makes an object may write them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 JOB = ("batch", "Job")
 POD = ("", "Pod")
@@ -34,8 +32,7 @@ UNFIT: Mapping[GroupKind, str] = {
 """Controllers whose pods are refused, and why: the next pod would be another run, or fence the one that trains."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class Owner(NamedTuple):
     """A controller, as an ownerReference names it."""
 
     api_version: str
@@ -59,12 +56,7 @@ def controller_of(document: Mapping[str, Any]) -> Owner | None:
     """Who controls an object; None for one that stands for itself."""
     for each in (document.get("metadata") or {}).get("ownerReferences") or ():
         if each.get("controller"):
-            return Owner(
-                api_version=str(each.get("apiVersion", "")),
-                kind=str(each["kind"]),
-                name=str(each["name"]),
-                uid=str(each["uid"]),
-            )
+            return Owner(*(str(each.get(key, "")) for key in ("apiVersion", "kind", "name", "uid")))
     return None
 
 

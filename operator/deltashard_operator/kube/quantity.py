@@ -34,17 +34,11 @@ def bytes_of(value: str | float) -> int:
     return math.ceil(parse(value))
 
 
-def millis_of(value: str | float) -> int:
-    """Thousandths (millicores), rounded up."""
-    return math.ceil(parse(value) * 1000)
-
-
 def format_bytes(n: int) -> str:
     """Bytes in the largest binary unit that divides them."""
-    for suffix in ("Gi", "Mi", "Ki"):
-        unit = int(_UNITS[suffix])
-        if n >= unit and n % unit == 0:
-            return f"{n // unit}{suffix}"
+    for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
+        if n and n % (1 << shift) == 0:
+            return f"{n >> shift}{suffix}"
     return str(n)
 
 

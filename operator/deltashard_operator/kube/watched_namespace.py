@@ -7,6 +7,7 @@ and told so: it would train without checkpoints.
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 
 from deltashard_operator.kube.cluster_name import POLICY
 
@@ -16,13 +17,13 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """Names, by commas; none: all namespaces. Raises `ValueError`."""
+    """Names, by commas; none: all namespaces. For argparse, which hides what a `ValueError` says."""
     names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
         if not _LABEL.fullmatch(name):
-            raise ValueError(f"{name!r} is no namespace: a DNS label, at most 63 of a-z, 0-9 and -")
+            raise ArgumentTypeError(f"{name!r} is no namespace: a DNS label, at most 63 of a-z, 0-9 and -")
     if len(names) > MOST:
-        raise ValueError(f"{len(names)} namespaces are more than {MOST}: name none, which watches all")
+        raise ArgumentTypeError(f"{len(names)} namespaces are more than {MOST}: name none, which watches all")
     return names
 
 

@@ -10,32 +10,19 @@ switches saving off from afar.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
 
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_operator.api import annotation as notes
-from deltashard_operator.api import workload_policy
 from deltashard_operator.api.workload_policy import OFFERED
 from deltashard_operator.fleet.report import Directive
-from deltashard_operator.kube.cluster_name import POLICY
-from deltashard_operator.run.observed_object import Wish
 
 TIMERS = ("every_s", "every_steps")
 KEPT = ("encoding", "differential")
 """Fields of a policy that a directive leaves as the pod was started with, where they are empty."""
 
 
-def decided(spec: Mapping[str, Any], defaults: Mapping[str, Any], wish: Wish) -> pb.Policy:
-    """What a run with these wishes shall do under a policy's spec; raises `Refusal` when it cannot be read."""
-    said = notes.read({POLICY: wish.policy, **dict(wish.overrides)})
-    policy = workload_policy.resolve(wish.policy, workload_policy.merged(spec, defaults), said)
-    return policy.saving
-
-
-def whole(policy: pb.Policy) -> tuple[str, ...]:
+def _stated(policy: pb.Policy) -> tuple[str, ...]:
     """Fields that a directive with this policy states, zero and empty too: without a timer it states none of them."""
     silent = KEPT if policy.every_s or policy.every_steps else (*KEPT, *TIMERS)
     return tuple(sorted(OFFERED.difference(silent)))
@@ -43,15 +30,15 @@ def whole(policy: pb.Policy) -> tuple[str, ...]:
 
 def directive_of(policy: pb.Policy) -> Directive:
     """The directive with this policy; the id is a hash of its content."""
-    stated = whole(policy)
-    content = wire.Directive(policy=policy, whole=stated).SerializeToString(deterministic=True)
-    number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
-    return Directive(id=number or 1, policy=policy, whole=stated)
+    found = wire.Directive(policy=policy, whole=_stated(policy))
+    content = found.SerializeToString(deterministic=True)
+    found.id = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") or 1
+    return found
 
 
 def differs(wanted: pb.Policy, in_force: pb.Policy) -> bool:
     """Whether a directive with `wanted` would change anything."""
-    names = set(whole(wanted)) | {name for name in KEPT if getattr(wanted, name)}
+    names = set(_stated(wanted)) | {name for name in KEPT if getattr(wanted, name)}
     if wanted.goal:  # a chosen interval is in force, and only began as the policy says
         names -= set(TIMERS)
     if wanted.bits_goal:
@@ -62,10 +49,7 @@ def differs(wanted: pb.Policy, in_force: pb.Policy) -> bool:
 def due(wanted: pb.Policy, given: int, in_force: pb.Policy) -> Directive | None:
     """The directive that a pod needs; None: what is in force is what is wanted, or is not known.
 
-    Args:
-        wanted: by its policy.
-        given: id of the directive in force in the pod; 0: none.
-        in_force: policy in force in the run, which counts where no directive was given.
+    `given`: id of the directive in force in the pod; 0: none, and `in_force` counts, the policy in force in the run.
     """
     if not given and (not in_force.encoding or not differs(wanted, in_force)):
         return None

@@ -5,8 +5,8 @@ run, attempt), failures by how often the log says that training was opened, and 
 (the end of a pod, a container's restart, a trainer that went) by a hash. Of the keys the newest are kept; what is older
 than all of them counts as counted.
 
-`status.ledger` is base64 of deflated canonical JSON, `MAX_BYTES` at most: of what does not fit the newest stays. The
-failures of a part that is not kept stay in the sum.
+`status.ledger` is base64 of deflated JSON, `MAX_BYTES` at most: of what does not fit the newest stays. The failures of
+a part that is not kept stay in the sum.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import hashlib
 import json
 import zlib
 from collections.abc import Container, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from deltashard_operator.fleet.report import Incident, IncidentKind, Report
-from deltashard_operator.run.failure import MAX_LOSSES, LossCause, Tally
+from deltashard_operator.run.failure import MAX_LOSSES, Crash, Loss, Tally
 
-V = TypeVar("V")
+T = TypeVar("T")
 MAX_BYTES = 16384
 MAX_ATTEMPTS = 32
 """Restored attempts of a part whose keys are kept."""
 MAX_KEYS = 256
 MAX_PARTS = 256
-VERSION = 1
+VERSION = 2
 _MAX_JSON = 1 << 20
 
 
@@ -40,13 +40,13 @@ class Ledger:
     restores: int = 0
     lost_steps: int = 0
     restored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Newest attempts that are counted as restored, rising, by part of the run (see `Loss.run`)."""
+    """Newest attempts that are counted as restored, rising, by part of the run."""
     tallies: Mapping[str, Tally] = field(default_factory=dict)
     """Failures, by part; the one that changed last is last."""
     others: int = 0
     """Failures of parts that are not in `tallies` any more."""
     causes: Mapping[str, int] = field(default_factory=dict)
-    """Interruptions that are over, by `LossCause`; a crash loop is one."""
+    """Interruptions that are over, by cause."""
     counted: Mapping[str, float] = field(default_factory=dict)
     """Newest keys of what is counted once, and when it happened, oldest first."""
     counted_until_s: float = 0.0
@@ -64,22 +64,19 @@ class Ledger:
         return self.others + sum(each.failures for each in self.tallies.values())
 
     def has_restored(self, part: str, attempt: int) -> bool:
+        """Whether the restore by this attempt is counted; one without an attempt (0) never needs to be."""
         known = self.restored.get(part, ())
-        return attempt in known or (len(known) >= MAX_ATTEMPTS and attempt < known[0])
+        return not attempt or attempt in known or (len(known) >= MAX_ATTEMPTS and attempt < known[0])
 
     def has(self, key: str, at_s: float) -> bool:
         """Whether what has this key and happened then is counted."""
         return key in self.counted or 0.0 < at_s <= self.counted_until_s
 
     def with_restored(self, part: str, attempt: int, lost_steps: int) -> Ledger:
-        """With a restore, be it by an attempt (not 0) whose key is kept."""
-        known = tuple(sorted({*self.restored.get(part, ()), attempt} - {0}))[-MAX_ATTEMPTS:]
-        return replace(
-            self,
-            restores=self.restores + 1,
-            lost_steps=self.lost_steps + lost_steps,
-            restored={**{key: each for key, each in self.restored.items() if key != part}, part: known},
-        )
+        known = tuple(sorted({*self.restored.get(part, ()), attempt}))[-MAX_ATTEMPTS:]
+        others = {key: each for key, each in self.restored.items() if key != part}
+        restores, steps = self.restores + 1, self.lost_steps + lost_steps
+        return replace(self, restores=restores, lost_steps=steps, restored={**others, part: known})
 
     def with_key(self, key: str, at_s: float) -> Ledger:
         counted, until_s = {**self.counted, key: at_s}, self.counted_until_s
@@ -108,43 +105,29 @@ def incident_key(report: Report, said: Incident, part: str) -> str:
 def told(durable: Ledger, recorded: Container[str], report: Report, part: str) -> int:
     """Up to which of the report's incidents the sidecar need tell none again; 0: none.
 
-    Args:
-        durable: as it is in the written status.
-        recorded: keys of incidents whose Events are recorded (see `Notice.key`).
-        report: that has them.
-        part: of the run, that the pod is of.
+    `durable`: as it is in the written status; `recorded`: keys of incidents whose Events are (see `Notice.key`).
     """
     newest = 0
     for each in report.incidents:
-        if not _is_kept(durable, recorded, each, incident_key(report, each, part), part):
+        key, kind = incident_key(report, each, part), each.kind
+        if kind is IncidentKind.TRAINER_LOST:
+            done = durable.has(key, each.at_s)
+        else:  # nobody can tell what a newer sidecar calls UNKNOWN here
+            done = kind is IncidentKind.UNKNOWN or key in recorded
+        if not done or (kind is IncidentKind.RESTORED and not durable.has_restored(part, each.attempt)):
             break
         newest = each.id
     return newest
 
 
-def _is_kept(durable: Ledger, recorded: Container[str], said: Incident, key: str, part: str) -> bool:
-    match said.kind:
-        case IncidentKind.UNKNOWN:
-            return True  # a newer sidecar's, that nobody can tell
-        case IncidentKind.TRAINER_LOST:
-            return durable.has(key, said.at_s)
-        case IncidentKind.RESTORED:
-            counted = (
-                durable.has_restored(part, said.attempt) if said.attempt else durable.has(key, said.at_s)
-            )
-            return counted and key in recorded
-        case _:
-            return key in recorded
-
-
 def encoded(ledger: Ledger) -> str:
     """Its text, empty for one that counts nothing."""
-    if ledger == _NOTHING:
+    if ledger == Ledger():
         return ""
     parts = MAX_PARTS
     while True:
         kept = {"version": VERSION, **_plain(_clipped(ledger, parts))}
-        text = json.dumps(kept, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+        text = json.dumps(kept, default=_plain, separators=(",", ":"), ensure_ascii=False)
         found = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
         if len(found) <= MAX_BYTES or not parts:
             return found
@@ -154,22 +137,33 @@ def encoded(ledger: Ledger) -> str:
 def decoded(text: str) -> Ledger:
     """The ledger of a text; raises `ValueError`: it is none, or of a newer controller."""
     if not text:
-        return _NOTHING
+        return Ledger()
     deflated = zlib.decompressobj()
     try:
         found = json.loads(deflated.decompress(base64.b64decode(text, validate=True), _MAX_JSON))
-        if deflated.eof and found["version"] == VERSION:
-            value = _value(Ledger, found)
-            assert isinstance(value, Ledger)
-            return value
-    except (zlib.error, KeyError, TypeError) as error:
+        if not deflated.eof or found["version"] != VERSION:
+            raise ValueError("ledger is cut short, or of a newer controller")
+        found["restored"] = {part: tuple(each) for part, each in found["restored"].items()}
+        found["tallies"] = {part: _tally(each) for part, each in found["tallies"].items()}
+        return _value(Ledger, found)
+    except (zlib.error, KeyError, TypeError, AttributeError) as error:
         raise ValueError("this is no ledger") from error
-    raise ValueError("ledger is cut short, or of a newer controller")
+
+
+def _tally(found: dict[str, Any]) -> Tally:
+    losses = tuple(_value(Loss, each) for each in found.get("losses", ()))
+    crash = _value(Crash, found["crash"]) if "crash" in found else None
+    return _value(Tally, {**found, "losses": losses, "crash": crash})
 
 
 def _clipped(ledger: Ledger, parts: int) -> Ledger:
     """The newest of it: of so many parts, and of losses in proportion. What only this controller knows is left out."""
-    told = {part: each for part, each in ledger.tallies.items() if not (part and _begins(each))}
+    # A controller that knows nothing of a part that was opened once comes to the same.
+    told = {
+        part: each
+        for part, each in ledger.tallies.items()
+        if not part or replace(each, openings=max(each.openings, 1), rose_at_s=0.0) != Tally(openings=1)
+    }
     kept = _newest(told, parts)
     losses = sorted(loss.at_s for each in kept.values() for loss in each.losses)
     since_s = next(iter(losses[-max(MAX_LOSSES * parts // MAX_PARTS, 1) :]), 0.0)
@@ -187,45 +181,17 @@ def _clipped(ledger: Ledger, parts: int) -> Ledger:
     )
 
 
-def _newest(mapping: Mapping[str, V], n: int) -> dict[str, V]:
+def _newest(mapping: Mapping[str, T], n: int) -> dict[str, T]:
     return dict(list(mapping.items())[max(len(mapping) - n, 0) :])
 
 
-def _begins(tally: Tally) -> bool:
-    """Whether a controller that knows nothing of a part comes to the same."""
-    return tally.openings <= 1 and replace(tally, openings=0, opened_at_s=0.0, rose_at_s=0.0) == Tally()
+def _plain(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their defaults, by name."""
+    return {
+        each.name: found for each in fields(value) if (found := getattr(value, each.name)) != each.default
+    }
 
 
-def _plain(value: Any) -> Any:
-    """JSON of a value: of a dataclass the fields that are not at their defaults, by name."""
-    if is_dataclass(value):
-        return {
-            each.name: _plain(found)
-            for each in fields(value)
-            if (found := getattr(value, each.name)) != each.default
-            and (each.default_factory is MISSING or found != each.default_factory())
-        }
-    if isinstance(value, Mapping):
-        return [[key, _plain(each)] for key, each in value.items()]  # in order: the newest is last
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _value(kind: Any, found: Any) -> Any:
-    """The value of this type that `_plain` made JSON of; what a newer controller added is left out."""
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        named = {each.name: hints[each.name] for each in fields(kind) if each.name in found}
-        return kind(**{name: _value(hint, found[name]) for name, hint in named.items()})  # type: ignore[operator]
-    arguments = get_args(kind)
-    if get_origin(kind) is Mapping:
-        return {key: _value(arguments[1], each) for key, each in found}
-    if get_origin(kind) is tuple:
-        return tuple(_value(arguments[0], each) for each in found)
-    if arguments:  # or None
-        return None if found is None else _value(arguments[0], found)
-    if kind is LossCause:
-        return LossCause(found) if found in set(LossCause) else LossCause.FAILED
-    return kind(found)
-
-
-_NOTHING = Ledger()
+def _value(kind: type[T], found: Mapping[str, Any]) -> T:
+    """The dataclass whose fields these are; what a newer controller added is left out."""
+    return kind(**{each.name: found[each.name] for each in fields(kind) if each.name in found})  # type: ignore[arg-type]

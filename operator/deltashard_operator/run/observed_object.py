@@ -1,10 +1,8 @@
 """What the controller sees of users' objects: jobs, pods and nodes of the API, read into small values. Pure.
 
-Only what a run's phase, its losses and its identity depend on is kept; a pod of 20 KiB becomes a few hundred bytes.
 Whose an object is, its controller's ownerReference says: a Job's pod is of that Job, or of the JobSet that owns the
 Job (which only the Job tells; `watch` puts the two together); one without a controller stands for itself. Labels
-do not count, since a tenant may write what he likes there. A key is (namespace, workload UID), so a workload that is
-created again under an old name is another one.
+do not count, since a tenant may write what he likes there.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from deltashard_operator.kube.cluster_name import (
     INTERVAL,
     POLICY,
     PRECISION,
-    PREFIX,
     RUN_ID,
     RUNS,
     SIDECAR,
@@ -55,16 +52,13 @@ class Workload:
 
     @property
     def group_kind(self) -> owner_reference.GroupKind:
-        """(API group, kind)."""
         return owner_reference.group_kind(self.api_version, self.kind)
 
     @property
     def native(self) -> str:
         """Job or Pod for Kubernetes' own, which are watched themselves; empty for any other, whatever it is called."""
-        known = owner_reference.JOB, owner_reference.POD
-        if not self.api_version:  # a CheckpointRun that does not say
-            return self.kind if self.kind in {kind for _, kind in known} else ""
-        return self.kind if self.group_kind in known else ""
+        known = self.group_kind in {owner_reference.JOB, owner_reference.POD}
+        return self.kind if known or (not self.api_version and self.kind in {"Job", "Pod"}) else ""
 
     @property
     def called(self) -> str:
@@ -88,7 +82,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """Job, as far as the controller depends on it."""
+    """What is kept of a Job."""
 
     uid: str
     name: str
@@ -116,7 +110,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """Pod, as far as the controller depends on it."""
+    """What is kept of a Pod."""
 
     uid: str
     name: str
@@ -126,8 +120,6 @@ class PodView:
     node: str = ""
     index: str = ""
     phase: str = "Pending"
-    reason: str = ""
-    """`status.reason`, such as Evicted or NodeShutdown."""
     disruption: str = ""
     """Reason of the condition DisruptionTarget."""
     disruption_message: str = ""
@@ -136,7 +128,7 @@ class PodView:
     terminating_at_s: float = 0.0
     """End of its grace period once it is being deleted; 0: it is not."""
     restarts: int = 0
-    """Restarts of its training containers."""
+    """Of its training containers."""
     ending: Ending | None = None
     report_address: str = ""
     """Where its sidecar can be asked to report, as `address:port`; empty: not known, or its metrics are off."""
@@ -150,6 +142,11 @@ class PodView:
         return not self.over and not self.terminating_at_s
 
     @property
+    def ends(self) -> bool:
+        """Whether its end has begun, or comes for sure, after a training container ran in it."""
+        return self.started and self.phase != "Succeeded" and bool(self.disruption or not self.alive)
+
+    @property
     def shown_phase(self) -> str:
         """Phase as kubectl shows it, near enough."""
         return "Terminating" if self.terminating_at_s and self.phase == "Running" else self.phase
@@ -157,7 +154,7 @@ class PodView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """Node, as far as the controller depends on it."""
+    """What is kept of a Node."""
 
     name: str
     ready: bool
@@ -169,10 +166,8 @@ class NodeView:
 
 def seconds_of(text: object) -> float:
     """Unix time of the API's timestamp; 0 for none."""
-    if not isinstance(text, str) or not text:
-        return 0.0
     try:
-        return dt.datetime.fromisoformat(text).timestamp()
+        return dt.datetime.fromisoformat(str(text)).timestamp()
     except ValueError:
         return 0.0
 
@@ -184,11 +179,7 @@ def timestamp(at_s: float) -> str:
 
 def wish_of(*maps: Mapping[str, str] | None) -> Wish:
     """What these annotation maps say; the first to say a thing counts. Admission has checked them."""
-    found: dict[str, str] = {}
-    for each in maps:
-        for key, value in (each or {}).items():
-            if key.startswith(PREFIX):
-                found.setdefault(key, value)
+    found = {key: value for each in reversed(maps) for key, value in (each or {}).items()}
     return Wish(
         policy=found.get(POLICY) or DEFAULT_POLICY,
         run_id=found.get(RUN_ID, ""),
@@ -229,29 +220,15 @@ def job_of(document: Document) -> JobView:
 
 def _workload(metadata: Document, owner: Owner | None, kind: str, api_version: str) -> Workload:
     """The owner, or the object of this kind itself."""
-    if owner is None:
-        owner = Owner(kind=kind, name=metadata["name"], uid=metadata["uid"], api_version=api_version)
-    return Workload(
-        namespace=metadata["namespace"],
-        kind=owner.kind,
-        name=owner.name,
-        uid=owner.uid,
-        api_version=owner.api_version,
-    )
+    owner = owner or Owner(api_version, kind, metadata["name"], metadata["uid"])
+    return Workload(namespace=metadata["namespace"], **owner._asdict())
 
 
 def pod_of(document: Document) -> PodView:
     metadata, spec = document["metadata"], document.get("spec") or {}
     status = document.get("status") or {}
-    notes = metadata.get("annotations") or {}
-    disruption: Document = next(
-        (
-            each
-            for each in status.get("conditions") or ()
-            if each.get("type") == "DisruptionTarget" and each.get("status") == "True"
-        ),
-        {},
-    )
+    disruption = _condition(status, "DisruptionTarget")
+    disruption = disruption if disruption.get("status") == "True" else {}
     containers = [
         each
         for each in status.get("containerStatuses") or ()
@@ -263,12 +240,11 @@ def pod_of(document: Document) -> PodView:
         uid=metadata["uid"],
         name=metadata["name"],
         workload=workload,
-        wish=wish_of(notes),
+        wish=wish_of(metadata.get("annotations")),
         job_uid=workload.uid if workload.native == "Job" else "",
         node=spec.get("nodeName") or "",
         index=run_identity.index_of_pod(document),
         phase=status.get("phase") or "Pending",
-        reason=status.get("reason") or "",
         disruption=disruption.get("reason") or "",
         disruption_message=disruption.get("message") or "",
         started=status.get("phase") in {"Running", "Succeeded"} or any(map(_ran, containers)),
@@ -279,14 +255,14 @@ def pod_of(document: Document) -> PodView:
     )
 
 
+def _condition(status: Document, type_: str) -> Document:
+    return next((each for each in status.get("conditions") or () if each.get("type") == type_), {})
+
+
 def _report_address(spec: Document, address: str) -> str:
     """The pod's address with the port of its sidecar's metrics."""
-    settings = (
-        setting
-        for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
-        if container.get("name") == SIDECAR
-        for setting in container.get("env") or ()
-    )
+    containers = (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
+    settings = (each for one in containers if one.get("name") == SIDECAR for each in one.get("env") or ())
     port = next((str(each.get("value")) for each in settings if each.get("name") == METRICS_SETTING), "")
     if not address or not port.isdecimal():
         return ""
@@ -306,32 +282,27 @@ def _ran(container: Document) -> bool:
 
 def _ending_of(containers: list[Document]) -> Ending | None:
     """The newest end of a training container; of those that ended at once, one that failed."""
-    found: list[Ending] = []
-    for each in containers:
-        for key in ("state", "lastState"):
-            ended = (each.get(key) or {}).get("terminated")
-            if ended:
-                found.append(
-                    Ending(
-                        container=each.get("name") or "",
-                        reason=ended.get("reason") or "Error",
-                        exit_code=int(ended.get("exitCode") or 0),
-                        at_s=seconds_of(ended.get("finishedAt")),
-                    )
-                )
+    found = [
+        Ending(
+            container=each.get("name") or "",
+            reason=ended.get("reason") or "Error",
+            exit_code=int(ended.get("exitCode") or 0),
+            at_s=seconds_of(ended.get("finishedAt")),
+        )
+        for each in containers
+        for key in ("state", "lastState")
+        if (ended := (each.get(key) or {}).get("terminated"))
+    ]
     return max(found, key=lambda each: (each.at_s, each.exit_code != 0), default=None)
 
 
 def node_of(document: Document, disruption_taints: Container[str] = ()) -> NodeView:
     """A node; one with such a taint is about to end."""
-    conditions = (document.get("status") or {}).get("conditions") or ()
-    readiness: Document = next((each for each in conditions if each.get("type") == "Ready"), {})
-    spec = document.get("spec") or {}
+    readiness, spec = _condition(document.get("status") or {}, "Ready"), document.get("spec") or {}
     tainted = any(each.get("key") in disruption_taints for each in spec.get("taints") or ())
-    ending = bool(spec.get("unschedulable")) or tainted
     return NodeView(
         name=document["metadata"]["name"],
         ready=readiness.get("status") == "True",
-        ending=ending,
+        ending=tainted or bool(spec.get("unschedulable")),
         since_s=seconds_of(readiness.get("lastTransitionTime")),
     )

@@ -19,9 +19,6 @@ class OpenOrders:
     def __init__(self) -> None:
         self._open: dict[RunKey, dict[str, tuple[SaveOrder, float]]] = {}
 
-    def __len__(self) -> int:
-        return sum(len(each) for each in self._open.values())
-
     def open(self, run_key: RunKey, order: SaveOrder, until_s: float) -> bool:
         """Order this save until then, or change the order of this id; False: there are too many."""
         if not self.has_room(run_key, order.id):
@@ -31,11 +28,10 @@ class OpenOrders:
 
     def close(self, order_id: str, run_key: RunKey | None = None) -> None:
         """The order is over, for this run or for all that have it."""
-        for key in [run_key] if run_key is not None else list(self._open):
-            orders = self._open.get(key, {})
-            orders.pop(order_id, None)
-            if not orders:
-                self._open.pop(key, None)
+        for key in list(self._open) if run_key is None else [run_key]:
+            self._open.get(key, {}).pop(order_id, None)
+            if not self._open.get(key):
+                self.forget(key)
 
     def has_room(self, run_key: RunKey, order_id: str) -> bool:
         """Whether the run takes this order now, or has it."""
@@ -50,11 +46,11 @@ class OpenOrders:
 
     def of(self, run_key: RunKey, now_s: float) -> tuple[SaveOrder, ...]:
         """The run's open orders, the oldest first, with the time each has left; those whose time is over are closed."""
-        for order_id, (_, until_s) in list(self._open.get(run_key, {}).items()):
+        found = []
+        for order_id, (order, until_s) in list(self._open.get(run_key, {}).items()):
             if until_s <= now_s:
                 self.close(order_id, run_key)
-        found = []
-        for order, until_s in self._open.get(run_key, {}).values():
-            found.append(SaveOrder(deadline_s=until_s - now_s))
-            found[-1].MergeFrom(order)
+            else:
+                found.append(SaveOrder(deadline_s=until_s - now_s))
+                found[-1].MergeFrom(order)
         return tuple(found)

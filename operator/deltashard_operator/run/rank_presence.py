@@ -8,49 +8,36 @@ of its own nobody is expected.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from deltashard_operator.fleet import report
 from deltashard_operator.run.observed_object import NodeView, PodView
 from deltashard_operator.run.watched_run import NO_NODES, OTHERS_BEAT_S, SILENT_BEATS, Heard, Run, heard
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPresence:
-    """The ranks of a run."""
+def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> tuple[int, int, bool]:
+    """(How many ranks there should be, 0 for not known; how many are heard; whether some are known to be away).
 
-    expected: int = 0
-    """How many there should be; 0: not known."""
-    present: int = 0
-    """How many are attached to a sidecar that is heard."""
-    missing: bool = False
-    """Whether some are known to be away."""
-
-    @property
-    def complete(self) -> bool:
-        return 0 < self.expected <= self.present
-
-
-def of_run(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> RankPresence:
-    """Ranks of a run by the reports that are heard; `nodes`: those that are not ready hold no rank."""
+    `nodes`: those that are not ready hold no rank.
+    """
     if run.per_pod:
-        return RankPresence()
+        return 0, 0, False
     live = {uid: each.pod for uid, each in heard(run, now_s, nodes).items() if run.pods[uid].alive}
     newest = max((pod.attempt for pod in live.values() if pod.ranks), default=0)
     group = [pod for pod in live.values() if pod.attempt in (0, newest)]  # 0: it is being opened
     sizes = [rank.world_size for pod in group if pod.attempt == newest for rank in pod.ranks]
     expected = max(sizes, default=run.progress.world_size)
-    there = {
-        rank.rank
-        for pod in group
-        for rank in pod.ranks
-        if rank.world_size == expected and rank.rank < expected
-    }
+    ranks = [rank for pod in group for rank in pod.ranks]
+    there = {each.rank for each in ranks if each.world_size == expected and each.rank < expected}
     present = len(there)
     if expected == run.progress.world_size and not is_known(run, now_s, nodes):
         present = max(present, run.progress.ranks_present)  # nobody is gone because a controller starts
-    away = expected > 1 and len(there) < expected and _all_open(run, live, nodes)
-    return RankPresence(expected=expected, present=present, missing=away)
+    # Trainers that closed in good order are not missed, and who is not heard may be there.
+    all_open = all(
+        uid in live and live[uid].phase is not report.Phase.CLOSED
+        for uid, pod in run.pods.items()
+        if _can_hold(pod, nodes)
+    )
+    return expected, present, 1 < expected > len(there) and all_open
 
 
 def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> bool:
@@ -60,24 +47,13 @@ def is_known(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -
     return all(uid in run.heard for uid, pod in run.pods.items() if _can_hold(pod, nodes))
 
 
-def phases(
-    run: Run, live: Mapping[str, Heard], presence: RankPresence, *, known: bool
-) -> frozenset[report.Phase]:
+def phases(run: Run, live: Mapping[str, Heard], *, known: bool) -> frozenset[report.Phase]:
     """Phases of the sidecars that count: one without a trainer does only where ranks are known to be missing."""
     every = frozenset(each.pod.phase for each in live.values())
     holding = frozenset(each.pod.phase for each in live.values() if each.pod.ranks)
     if not known:
         return frozenset() if run.per_pod else holding
-    return (holding or every) if presence.complete else every
-
-
-def _all_open(run: Run, live: Mapping[str, report.PodState], nodes: Mapping[str, NodeView]) -> bool:
-    """Whether every pod that can hold a rank is heard, and none of their trainers has closed in good order."""
-    return all(
-        uid in live and live[uid].phase is not report.Phase.CLOSED
-        for uid, pod in run.pods.items()
-        if _can_hold(pod, nodes)
-    )
+    return (holding or every) if 0 < run.progress.world_size <= run.progress.ranks_present else every
 
 
 def _can_hold(pod: PodView, nodes: Mapping[str, NodeView]) -> bool:

@@ -34,7 +34,6 @@ class RequestPhase(StrEnum):
 
 
 PENDING, ORDERED, COMPLETED, FAILED = RequestPhase
-OPEN = frozenset({PENDING, ORDERED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +45,8 @@ class CheckpointRequest:
     uid: str
     run: str
     """Name of a CheckpointRun, or a run id."""
-    until_s: float
-    """Its deadline."""
+    created_s: float
     deadline: str = "10m"
-    """The same as it is written."""
     urgent: bool = False
     pin: str = ""
     generation: int = 0
@@ -58,23 +55,19 @@ class CheckpointRequest:
     message: str = ""
     step: int = 0
     seq: int = 0
-    since_s: float = 0.0
-    """When the condition's status last changed."""
-    started_s: float = 0.0
     finished_s: float = 0.0
 
     @property
     def open(self) -> bool:
-        return self.phase in OPEN
+        return self.phase in {PENDING, ORDERED}
+
+    @property
+    def until_s(self) -> float:
+        return self.created_s + duration.seconds_of(self.deadline)
 
     @property
     def order(self) -> SaveOrder:
         return SaveOrder(id=self.uid, reason="request", urgent=self.urgent, pin=self.pin)
-
-    @property
-    def answer_until_s(self) -> float:
-        """Until when a sidecar is heard that made the save in time."""
-        return self.until_s + ANSWER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,37 +90,35 @@ class RequestFacts:
 _LATE = "DeadlineExceeded"
 
 
-def _saved(request: CheckpointRequest, over: SaveOver) -> tuple[RequestPhase, str, str]:
-    cause = over.cause or "the sidecar gave no reason"
-    if over.outcome is Outcome.COMMITTED:
-        pinned = f", pinned as {request.pin}" if request.pin else ""
-        return COMPLETED, "Saved", f"saved at step {over.step}{pinned}"
-    if over.outcome is Outcome.EXPIRED:
-        return FAILED, _LATE, f"nothing was saved in {request.deadline}: {cause}"
-    return FAILED, "SaveFailed", f"the save failed: {cause}"
-
-
 def _next(request: CheckpointRequest, facts: RequestFacts) -> tuple[RequestPhase, str, str] | None:
     """The phase that an open request comes to, why in one word, and in a sentence; None: nothing changes."""
-    run, deadline, asked = facts.run, request.deadline, request.phase is ORDERED
-    late = facts.now_s >= request.until_s
-    if asked and facts.over is not None:
-        return _saved(request, facts.over)
+    run, deadline, ordered = facts.run, request.deadline, request.phase is ORDERED
+    late = facts.now_s - request.until_s
+    if ordered and facts.over is not None:
+        cause = facts.over.cause or "the sidecar gave no reason"
+        if facts.over.outcome is Outcome.COMMITTED:
+            pinned = f", pinned as {request.pin}" if request.pin else ""
+            return COMPLETED, "Saved", f"saved at step {facts.over.step}{pinned}"
+        if facts.over.outcome is Outcome.EXPIRED:
+            return FAILED, _LATE, f"nothing was saved in {deadline}: {cause}"
+        return FAILED, "SaveFailed", f"the save failed: {cause}"
     if facts.finished:
         return FAILED, "RunFinished", f"run {run} is finished ({facts.finished})"
-    if asked:
-        if facts.now_s >= request.answer_until_s:
+    if ordered:
+        if late >= ANSWER_S:
             return FAILED, _LATE, f"no sidecar of the run reported a save in {deadline}"
         return None if run else (FAILED, "RunGone", f"run {request.run} is gone")
     if facts.per_pod:
         return FAILED, "RunPerPod", f"each pod of {run} trains a run of its own"
+    if late >= 0:
+        why = f"run {run} took no order" if run else f"there was no run {request.run} in this namespace"
+        return FAILED, _LATE, f"in {deadline} {why}"
     if not run:
-        nowhere = f"no CheckpointRun and no run id {request.run} in this namespace"
-        if late:
-            return FAILED, _LATE, f"in {deadline} there was {nowhere}"
-        return PENDING, "RunNotFound", f"there is {nowhere} yet"
-    if late:
-        return FAILED, _LATE, f"run {run} took no order in {deadline}"
+        return (
+            PENDING,
+            "RunNotFound",
+            f"no CheckpointRun and no run id is {request.run} in this namespace yet",
+        )
     if facts.room:
         return ORDERED, "Ordered", f"the sidecars of {run} are told to save"
     return PENDING, "TooManyOrders", f"run {run} has too many open orders"
@@ -142,26 +133,20 @@ def judged(request: CheckpointRequest, facts: RequestFacts) -> CheckpointRequest
     request = replace(request, phase=phase, reason=reason, message=message[:MAX_MESSAGE])
     if phase is COMPLETED and facts.over is not None:
         request = replace(request, step=facts.over.step, seq=facts.over.seq)
-    return replace(
-        request,
-        since_s=request.since_s if request.open and request.since_s else facts.now_s,
-        started_s=request.started_s or (facts.now_s if phase is ORDERED else 0.0),
-        finished_s=0.0 if request.open else facts.now_s,
-    )
+    return request if request.open else replace(request, finished_s=facts.now_s)
 
 
 def request_of(document: Mapping[str, Any]) -> CheckpointRequest:
     """A CheckpointRequest as the API has it; one without a status is Pending."""
     metadata, spec, status = document["metadata"], document["spec"], document.get("status") or {}
     condition: Mapping[str, Any] = next(iter(status.get("conditions") or ()), {})
-    deadline = spec.get("deadline", "10m")
     return CheckpointRequest(
         namespace=metadata["namespace"],
         name=metadata["name"],
         uid=metadata["uid"],
         run=spec["runRef"]["name"],
-        until_s=seconds_of(metadata["creationTimestamp"]) + duration.seconds_of(deadline),
-        deadline=deadline,
+        created_s=seconds_of(metadata["creationTimestamp"]),
+        deadline=spec.get("deadline", "10m"),
         urgent=spec.get("urgent", False),
         pin=spec.get("pin", ""),
         generation=metadata.get("generation", 0),
@@ -170,8 +155,6 @@ def request_of(document: Mapping[str, Any]) -> CheckpointRequest:
         message=condition.get("message", ""),
         step=status.get("step", 0),
         seq=status.get("seq", 0),
-        since_s=seconds_of(condition.get("lastTransitionTime")),
-        started_s=seconds_of(status.get("startedAt")),
         finished_s=seconds_of(status.get("finishedAt")),
     )
 
@@ -179,8 +162,6 @@ def request_of(document: Mapping[str, Any]) -> CheckpointRequest:
 def status(request: CheckpointRequest) -> Document:
     """The whole status; a field without a value is left out."""
     found: Document = {"observedGeneration": request.generation, "phase": request.phase.value}
-    if request.started_s:
-        found["startedAt"] = timestamp(request.started_s)
     if request.finished_s:
         found["finishedAt"] = timestamp(request.finished_s)
     if request.phase is COMPLETED:
@@ -190,7 +171,7 @@ def status(request: CheckpointRequest) -> Document:
             "type": COMPLETE,
             "status": {COMPLETED: "True", FAILED: "False"}.get(request.phase, "Unknown"),
             "observedGeneration": request.generation,
-            "lastTransitionTime": timestamp(request.since_s),
+            "lastTransitionTime": timestamp(request.finished_s or request.created_s),
             "reason": request.reason,
             "message": request.message,
         }

@@ -1,32 +1,29 @@
 """One run as the controller knows it: the workload, its pods, what their sidecars say, and what has come of it. Pure.
 
-A `Run` is a value; what happens to it are functions from a run to a run. Facts come in by three ways that know nothing
-of each other and may be late: the API's watches (`with_job`, `with_pod`), the sidecars' reports (`report_change`) and
-the CheckpointRun's own status, read back when the controller starts (`run_record`). `judgement` then draws the
-conclusions. Nothing is counted twice: the run's `Ledger` holds the keys of what was counted.
+A `Run` is a value. Facts come in by three ways that know nothing of each other and may be late: the API's watches
+(`with_job`, `with_pod`), the sidecars' reports (`report_change`) and the CheckpointRun's own status, read back when the
+controller starts (`run_record`). `judgement` then draws the conclusions.
 
-A run has any number of pods, and a pod any number of ranks. Where every pod of an Indexed Job is a run of its own in
-the store, each of these is a **part** of the run, by the pod's number, and the CheckpointRun of the Job shows the one
-whose newest checkpoint is the oldest. Else the run has the one part "".
-
-One sidecar speaks for a part: the one with rank 0, or the only one. Where that one is not heard, the next that reports
-is asked to, until rank 0 is heard again.
+Where every pod of an Indexed Job is a run of its own in the store, each of these is a **part** of the run, by the pod's
+number, and the CheckpointRun of the Job shows the one whose newest checkpoint is the oldest. Else the run has the one
+part "". One sidecar speaks for a part: the one with rank 0, or the only one. Where that one is not heard, the next that
+reports is asked to, until rank 0 is heard again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 
-from deltashard_operator.fleet.report import PodState, RunReport
+from deltashard_operator.fleet.report import PodState, Report, RunReport
 from deltashard_operator.run import failure
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Interruption, Loss, Point, Tally
+from deltashard_operator.run.failure import Loss, Tally
 from deltashard_operator.run.ledger import Ledger, hashed
 from deltashard_operator.run.observed_object import JobView, NodeView, PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
@@ -34,52 +31,36 @@ from deltashard_operator.run.reclaim import Reclaim
 
 V = TypeVar("V")
 MAX_NAME = 63
-MAX_NODES = 64
-"""Nodes whose failures are kept apart."""
 NO_NODES: Mapping[str, NodeView] = {}
 SPEAKER_BEAT_S = 60.0
 """Between the reports of a sidecar that speaks for its run, when nothing changes."""
 OTHERS_BEAT_S = 300.0
 SILENT_BEATS = 2.5
 """A sidecar is heard as long as its newest report is younger than so many beats."""
+SILENCE_S = SILENT_BEATS * SPEAKER_BEAT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
     """A sidecar's newest report."""
 
-    process: str
-    sequence: int
+    report: Report
+    """Without the run's state and what happened, which are kept elsewhere."""
     at_s: float
     beat_s: float
     """How soon it is to come again, when nothing changes."""
-    pod: PodState
     speaks: bool = False
     """Whether it is the one that speaks for its part of the run."""
     changed_s: float = 0.0
-    """When the pod's state changed last."""
-    started_at_s: float = 0.0
-    """Of the process, by its own clock."""
     incident: int = 0
     """The newest incident of the process that was seen."""
-    name: str = ""
-    """The pod's."""
-    url: str = ""
-    """Of the store."""
+
+    @property
+    def pod(self) -> PodState:
+        return self.report.pod
 
     def is_fresh(self, now_s: float) -> bool:
         return now_s - self.at_s <= SILENT_BEATS * self.beat_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewestCheckpoint:
-    """A checkpoint that can be restored."""
-
-    seq: int
-    step: int
-    at_s: float
-    bytes: int = 0
-    pins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +68,16 @@ class RunPart:
     """A run in the store, by the word of who speaks for it."""
 
     attempt: int = 0
-    """The newest that a sidecar told."""
     openings: int = 0
     """How often the workload has opened it."""
     seq: int = 0
-    """Newest entry of its log."""
+    """Newest commit."""
     committed_at_s: float = 0.0
     """When that was seen, by the controller's clock."""
-    speaker: str = ""
-    """UID of the pod that speaks for it."""
-    spoken_at_s: float = 0.0
     state: RunReport | None = None
     """As it was told last, without the checkpoints; None: not by this controller's time."""
-    kept: tuple[NewestCheckpoint, ...] = ()
-    """Newest checkpoints, newest first; only of the one run of a workload."""
+    kept: tuple[Mapping[str, Any], ...] = ()
+    """Newest checkpoints as the status has them, newest first; only of the one run of a workload."""
 
 
 NO_PART = RunPart()
@@ -120,14 +97,13 @@ class Progress:
     """Ranks of the newest attempt of its one run; 0: not known."""
     ranks_present: int = 0
     stall_s: float = 0.0
-    """The longest that a rank stood still for the newest commit."""
     lost_share: float = 0.0
     """Of samples, by partial recoveries so far (PLS)."""
     partial_recoveries: int = 0
     stored_bytes: int = 0
     checkpoints: int = 0
     policy: pb.Policy = field(default_factory=pb.Policy)
-    """Policy in force, as the sidecars report it."""
+    """In force, as the sidecars report it."""
     measured: Measured | None = None
     decisions: tuple[Decision, ...] = ()
 
@@ -140,10 +116,7 @@ class Notice:
     message: str
     warning: bool = True
     key: str = ""
-    """Natural key of an incident, which is told once for ever; empty: of nothing that could be told again.
-
-    A notice with a key comes again with every report until the sidecar need not tell it any more.
-    """
+    """Natural key of an incident, which comes again with every report until its sidecar need not tell it any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,20 +138,13 @@ class Run:
     node_failures: Mapping[str, int] = field(default_factory=dict)
     """Interruptions by node, since this controller began; those of a crash loop are the script's."""
     progress: Progress = field(default_factory=Progress)
-    ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By pod UID, as the status had them; counts until the pod's sidecar is heard."""
-    fenced: str = ""
-    tracking: str = ""
-    fell_back: str = ""
-    failing: str = ""
-    """Sentences of the newest incident of a kind, until it is over."""
+    said: Mapping[str, str] = field(default_factory=dict)
+    """Sentence of the newest incident of a kind, by the reason of its Event, until it is over."""
     taken_by: str = ""
     """Who holds the run id that this workload asks for, where it is refused."""
     phase: Phase = Phase.PENDING
-    phase_since_s: float = 0.0
     trains_since_s: float = 0.0
     """When it last began to train; 0: it does not."""
-    started_at_s: float = 0.0
     trained_s: float = 0.0
     seen_s: float = 0.0
     """Newest time a pod or Job of it was seen to come, change or go."""
@@ -196,7 +162,6 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str]:
-        """(namespace, workload UID)."""
         return self.workload.key
 
     @property
@@ -206,7 +171,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        return object_name(self.workload)
+        """The CheckpointRun's: the workload's, clipped, and enough of its UID."""
+        tail = self.workload.uid.replace("-", "")[:8].lower()
+        return f"{self.workload.name[: MAX_NAME - 1 - len(tail)].rstrip('-.')}-{tail}"
 
     @property
     def failures(self) -> int:
@@ -221,17 +188,9 @@ class Run:
     def suspended(self) -> bool:
         return bool(self.jobs) and all(each.suspended for each in self.jobs.values())
 
-    def at(self, part: str) -> Point:
-        """How far a part of it is."""
-        known = self.parts.get(part)
-        return Point(seq=known.seq if known is not None else self.progress.last_seq, trained_s=self.trained_s)
-
-
-def object_name(workload: Workload) -> str:
-    """A CheckpointRun's name: the workload's, clipped, and enough of its UID."""
-    tail = workload.uid.replace("-", "")[:8].lower()
-    head = workload.name[: MAX_NAME - 1 - len(tail)].rstrip("-.")
-    return f"{head}-{tail}"
+    def seq_of(self, part: str) -> int:
+        """Newest commit of a part of it."""
+        return self.parts[part].seq if part in self.parts else self.progress.last_seq
 
 
 def heard(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> Mapping[str, Heard]:
@@ -239,16 +198,13 @@ def heard(run: Run, now_s: float, nodes: Mapping[str, NodeView] = NO_NODES) -> M
 
     Of a pod that has ended none is; of one whose node is lost only what came after the node was lost.
     """
-    return {
-        uid: each
-        for uid, each in run.heard.items()
-        if each.is_fresh(now_s) and not (pod := run.pods[uid]).over and not _is_cut_off(pod, each, nodes)
-    }
 
+    def is_heard(pod: PodView, each: Heard) -> bool:
+        node = nodes.get(pod.node)
+        cut_off = node is not None and not node.ready and each.at_s <= node.since_s
+        return each.is_fresh(now_s) and not pod.over and not cut_off
 
-def _is_cut_off(pod: PodView, report: Heard, nodes: Mapping[str, NodeView]) -> bool:
-    node = nodes.get(pod.node)
-    return node is not None and not node.ready and report.at_s <= node.since_s
+    return {uid: each for uid, each in run.heard.items() if is_heard(run.pods[uid], each)}
 
 
 def policy_in_force(run: Run, part: str) -> pb.Policy:
@@ -266,18 +222,13 @@ def without_job(run: Run, uid: str, now_s: float) -> Run:
     if uid not in run.jobs:
         return run
     outcome = run.jobs[uid].outcome or "Deleted"
-    run = replace(run, jobs=_less(run.jobs, uid), seen_s=now_s)
-    if run.workload.native == "Job" and not run.finished:
-        return finished(run, outcome, now_s)
-    return run
+    run = replace(run, jobs=less(run.jobs, uid), seen_s=now_s)
+    return finished(run, outcome, now_s) if run.workload.native == "Job" and not run.finished else run
 
 
 def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
     """The run after a pod of it was seen; its loss or its container's restart is counted, once."""
     before = run.pods.get(pod.uid)
-    first = before is None
-    if before is not None and pod.disruption == "" and before.disruption:
-        pod = replace(pod, disruption=before.disruption, disruption_message=before.disruption_message)
     run = replace(
         run,
         pods={**run.pods, pod.uid: pod},
@@ -285,9 +236,10 @@ def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
         seen_s=now_s if pod.alive or before is None else run.seen_s,
     )
     if pod.restarts > (before.restarts if before is not None else 0):
-        run = _with_end(run, pod, failure.loss_of_restart(pod, now_s), str(pod.restarts), first=first)
-    if before is None or not failure.has_ended(before):
-        run = _with_loss_of_pod(run, pod, gone=False, node_ready=node_ready, now_s=now_s, first=first)
+        loss = failure.loss_of_container(pod, now_s)
+        run = _with_end(run, pod, loss, str(pod.restarts), first=before is None)
+    if before is None or not before.ends:
+        run = _with_end_of(run, pod, gone=False, node_ready=node_ready, now_s=now_s, first=before is None)
     return run
 
 
@@ -295,12 +247,10 @@ def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
     pod = run.pods.get(uid)
     if pod is None:
         return run
-    if not failure.has_ended(pod):
-        run = _with_loss_of_pod(run, pod, gone=True, node_ready=node_ready, now_s=now_s, first=False)
-    run = replace(run, pods=_less(run.pods, uid), heard=_less(run.heard, uid), seen_s=now_s)
-    if run.workload.native == "Pod" and not run.finished:
-        return finished(run, "Deleted", now_s)
-    return run
+    if not pod.ends:
+        run = _with_end_of(run, pod, gone=True, node_ready=node_ready, now_s=now_s, first=False)
+    run = replace(run, pods=less(run.pods, uid), heard=less(run.heard, uid), seen_s=now_s)
+    return finished(run, "Deleted", now_s) if run.workload.native == "Pod" and not run.finished else run
 
 
 def with_ledger(run: Run, ledger: Ledger, nodes: Mapping[str, NodeView], now_s: float) -> Run:
@@ -313,27 +263,23 @@ def with_ledger(run: Run, ledger: Ledger, nodes: Mapping[str, NodeView], now_s: 
     return replace(run, seen_s=seen_s)
 
 
-def _less(mapping: Mapping[str, V], key: str) -> Mapping[str, V]:
-    return {k: v for k, v in mapping.items() if k != key} if key in mapping else mapping
+def less(mapping: Mapping[str, V], *keys: str) -> Mapping[str, V]:
+    return {k: v for k, v in mapping.items() if k not in keys}
 
 
-def _with_loss_of_pod(
-    run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float, first: bool
-) -> Run:
+def _with_end_of(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float, first: bool) -> Run:
     job = run.jobs.get(pod.job_uid)
-    loss = failure.loss_of_pod(pod, gone=gone, node_ready=node_ready, job=job, now_s=now_s)
+    suspended = job is not None and job.suspended
+    loss = failure.loss_of_pod(pod, gone=gone, node_ready=node_ready, suspended=suspended, now_s=now_s)
     return run if loss is None else _with_end(run, pod, loss, "end", first=first)
 
 
 def _with_end(run: Run, pod: PodView, loss: Loss, what: str, *, first: bool) -> Run:
     """The run with an end of a trainer; `first`: the pod was not seen before it, so an earlier controller may have."""
-    if run.finished:
-        return run
     key = hashed(pod.uid, what)
-    if first and run.ledger.has(key, loss.at_s):
+    if run.finished or (first and run.ledger.has(key, loss.at_s)):
         return run
-    run = replace(run, ledger=run.ledger.with_key(key, loss.at_s))
-    return with_loss(run, loss, pod.index if run.per_pod else "")
+    return with_loss(run, loss, pod.index if run.per_pod else "", key)
 
 
 def part_of(run: Run, pod_uid: str, told: str) -> str:
@@ -345,28 +291,12 @@ def part_of(run: Run, pod_uid: str, told: str) -> str:
     return pod.index if own else ""
 
 
-def with_loss(run: Run, loss: Loss, part: str) -> Run:
-    loss = replace(loss, run=part, at=run.at(part))
-    state, known = run.heard.get(loss.pod_uid), run.parts.get(part, NO_PART)
-    took_part = known.openings if state is not None and 0 < known.attempt <= state.pod.attempt else 0
-    tally, over = failure.with_loss(run.ledger.tallies.get(part, Tally()), loss, took_part=took_part)
-    return with_tallies(run, {part: tally}, over)
-
-
-def with_tallies(run: Run, changed: Mapping[str, Tally], over: Iterable[Interruption]) -> Run:
-    """The run with these tallies of parts of it, and what is over by them counted."""
-    causes, nodes = dict(run.ledger.causes), dict(run.node_failures)
-    for each in over:
-        if each.again:  # a crash loop counts once
-            continue
-        causes[each.cause.value] = causes.get(each.cause.value, 0) + each.times
-        for node in each.nodes:
-            if node in nodes or len(nodes) < MAX_NODES:
-                nodes[node] = nodes.get(node, 0) + each.times
-    ledger = replace(run.ledger.with_tallies(changed), causes=causes)
-    return replace(run, ledger=ledger, node_failures=nodes)
+def with_loss(run: Run, loss: Loss, part: str, key: str) -> Run:
+    """The run with a loss in a part of it, counted by this key."""
+    ledger = run.ledger.with_key(key, loss.at_s)
+    tally = failure.with_loss(ledger.tallies.get(part, Tally()), loss, seq=run.seq_of(part))
+    return replace(run, ledger=ledger.with_tallies({part: tally}))
 
 
 def finished(run: Run, how: str, at_s: float) -> Run:
-    """The run, over."""
     return replace(run, finished=how, finished_at_s=at_s)

@@ -1,11 +1,8 @@
 """A server's certificate: read from files, replaced while serving, never by halves.
 
-The server listens with one front context that lives as long as the process. At every handshake its server-name
-callback (which OpenSSL runs for clients without a server name, too) hands the connection to the newest *whole*
-certificate: a context of its own, loaded from copies of both files and checked, key against certificate, before
-anyone sees it. A file that is half written, missing or does not fit its partner leaves the old certificate in service
-and counts as a failure. Connections that exist keep what they began with. Rotation is safe as long as the bundle the
-clients trust holds the authorities of both certificates, which is the issuer's side of the bargain.
+The server listens with one front context. At every handshake its server-name callback (which OpenSSL runs for clients
+without a server name, too) hands the connection to the newest *whole* certificate. A file that is half written, missing
+or does not fit its partner leaves the old one in service. Connections that exist keep what they began with.
 """
 
 from __future__ import annotations
@@ -15,87 +12,57 @@ import os
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from deltashard_checkpoint.errors import EnvironmentFault
+from cryptography import x509
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from deltashard_operator.tls import issuance
-from deltashard_operator.tls.metric import CertificateMetrics
-
-CERTIFICATE_FILE = "tls.crt"
-KEY_FILE = "tls.key"
 RELOAD_S = 1.0
 """Seconds between looks at the files."""
 _log = structlog.get_logger("deltashard.certificate")
 
 
-class CertificateUnusable(EnvironmentFault):
-    """The files hold no certificate with its key, or are not there yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """Certificate with its key, whole and checked."""
-
-    context: ssl.SSLContext
-    not_after_s: float
-    """End of its validity, Unix seconds."""
-    content: tuple[bytes, bytes]
-
-
 class Certificate:
-    """The certificate in a directory (`tls.crt`, `tls.key`), as a Secret volume holds it. Not thread-safe."""
+    """The certificate in a directory (`tls.crt`, `tls.key`), as a Secret volume holds it. `watch` it as a task."""
 
-    def __init__(self, directory: Path, metrics: CertificateMetrics | None = None) -> None:
-        self.directory = directory
-        self._metrics = metrics
-        self.loaded: Loaded | None = None
+    def __init__(self, directory: Path, server: str, registry: CollectorRegistry) -> None:
+        """`server`: the word for it in the metrics' names."""
+        self._directory = directory
+        self._not_after = Gauge(
+            f"deltashard_{server}_certificate_not_after_timestamp_seconds",
+            "End of the serving certificate's validity, Unix time",
+            registry=registry,
+        )
+        self._loads = Counter(
+            f"deltashard_{server}_certificate_loads",
+            "Certificates loaded, by outcome (loaded, failed)",
+            ("outcome",),
+            registry=registry,
+        )
+        self.loaded: ssl.SSLContext | None = None
+        self._content: list[bytes] = []
         self.front = _context()
         self.front.sni_callback = self._serve
 
-    def refresh(self) -> bool:
-        """Load the files if they changed; True when a new certificate went into service.
-
-        Raises:
-            CertificateUnusable: they cannot be used; what was in service stays.
-        """
-        try:
-            certificate, key = ((self.directory / name).read_bytes() for name in (CERTIFICATE_FILE, KEY_FILE))
-        except OSError as error:
-            raise CertificateUnusable(
-                str(error.strerror), where=str(error.filename), remedy="issue the certificate"
-            ) from None
-        if self.loaded is not None and (certificate, key) == self.loaded.content:
-            return False
-        context = _context()
-        try:
-            with _in_memory(certificate) as certificate_path, _in_memory(key) as key_path:
-                context.load_cert_chain(certificate_path, key_path)
-            not_after_s = issuance.not_after_s(certificate)
-        except (ssl.SSLError, ValueError, OSError) as error:
-            raise CertificateUnusable(
-                f"certificate and key do not make a pair: {error}",
-                where=str(self.directory),
-                remedy="issue it again",
-            ) from None
-        self.loaded = Loaded(context=context, not_after_s=not_after_s, content=(certificate, key))
-        return True
-
     def reload(self) -> None:
         """Take changed files into service; bad ones are counted and logged, and what was in service stays."""
+        context = _context()
         try:
-            outcome = "loaded" if self.refresh() else ""
-        except CertificateUnusable as error:
-            outcome = "failed"
-            _log.warning("certificate.unusable", error=str(error))
-        if outcome and self._metrics is not None:
-            self._metrics.loads.labels(outcome).inc()
-        if outcome == "loaded" and self.loaded is not None:
-            _log.info("certificate.loaded", not_after_s=self.loaded.not_after_s)
-            if self._metrics is not None:
-                self._metrics.not_after.set(self.loaded.not_after_s)
+            content = [(self._directory / name).read_bytes() for name in ("tls.crt", "tls.key")]
+            if content == self._content:
+                return
+            with _in_memory(content[0]) as certificate, _in_memory(content[1]) as key:
+                context.load_cert_chain(certificate, key)
+            not_after_s = x509.load_pem_x509_certificate(content[0]).not_valid_after_utc.timestamp()
+        except (OSError, ValueError) as error:  # of OpenSSL, too
+            self._loads.labels("failed").inc()
+            _log.warning("certificate.unusable", directory=str(self._directory), error=str(error))
+            return
+        self.loaded, self._content = context, content
+        self._not_after.set(not_after_s)
+        self._loads.labels("loaded").inc()
+        _log.info("certificate.loaded", not_after_s=not_after_s)
 
     async def watch(self) -> None:
         """Reload for ever."""
@@ -108,7 +75,7 @@ class Certificate:
     ) -> int | None:
         if self.loaded is None:
             return ssl.ALERT_DESCRIPTION_INTERNAL_ERROR
-        connection.context = self.loaded.context
+        connection.context = self.loaded
         return None
 
 

@@ -1,16 +1,15 @@
-"""Making and judging certificates: authorities, leaves, bundles. No clock, no file, no API; keys are random.
+"""The certificates of mode builtin: one authority and one leaf for both Services, in one Secret. Pure, but for keys.
 
-Elliptic curve P-256 throughout. Every authority has a subject of its own: some clients pick an issuer by its name
-alone, and two authorities of one name in one bundle would be a matter of luck.
+The authority lives ten years, because a pod carries it for as long as it lives. The leaf is renewed at two thirds of
+its life, by the same authority, so whoever verifies one leaf verifies the next. An authority that is missing, damaged
+or expired is made anew when a leaf is to be signed; pods from before that do not believe its leaves.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import ipaddress
-import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -18,183 +17,96 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-BACKDATE_S = 600.0
-"""A clock may be wrong by so much and still believe a certificate of this moment."""
-RENEW_AT = 2 / 3
-"""Share of its life after which a leaf is issued anew, and an authority gets a successor."""
-MAX_BUNDLE = 8
-"""Certificates in a bundle; the oldest go first."""
+LEAF_S, AUTHORITY_S = 90 * 86400.0, 3650 * 86400.0
+RENEW_AT = 2 / 3  # share of its life after which a leaf is issued anew
+BACKDATE_S = 600.0  # a clock may be wrong by so much and still believe a certificate of this moment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Issued:
-    """A certificate and its key, PEM."""
+class Issued(NamedTuple):
+    """A certificate and its key."""
 
-    certificate: bytes
-    key: bytes
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
 
-
-def authority(name: str, *, now_s: float, lasts_s: float) -> Issued:
-    """A new self-signed authority, which may sign leaves and nothing else."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name(f"{name} {secrets.token_hex(4)}")
-    builder = _builder(subject, subject, key, now_s, now_s + lasts_s, signs=True)
-    return _issued(builder.sign(key, hashes.SHA256()), key)
+    def data(self, name: str) -> dict[str, bytes]:
+        """Both as PEM, as a Secret holds them."""
+        pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        key = self.key.private_bytes(pem, form, serialization.NoEncryption())
+        return {f"{name}.crt": self.certificate.public_bytes(pem), f"{name}.key": key}
 
 
-def leaf(signer: Issued, names: Sequence[str], *, now_s: float, lasts_s: float) -> Issued:
-    """A new server certificate for these names and addresses; it never outlives its signer."""
-    parent = x509.load_pem_x509_certificate(signer.certificate)
-    parent_key = _private_key(signer.key)
-    key = ec.generate_private_key(ec.SECP256R1())
-    until_s = min(now_s + lasts_s, parent.not_valid_after_utc.timestamp())
-    certificate = (
-        _builder(_name("deltashard"), parent.subject, key, now_s, until_s, signs=False)
-        .add_extension(x509.SubjectAlternativeName(_general_names(names)), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(parent_key.public_key()), critical=False
-        )
-        .sign(parent_key, hashes.SHA256())
-    )
-    return _issued(certificate, key)
+def renewed(data: Mapping[str, bytes], names: Sequence[str], *, now_s: float) -> dict[str, bytes]:
+    """What the Secret should hold, of what it holds (ca.crt, ca.key, tls.crt, tls.key)."""
+    leaf = stored(data, "tls", now_s)
+    if leaf is not None and _serves(leaf.certificate, data.get("ca.crt", b""), names, now_s):
+        return dict(data)
+    authority = stored(data, "ca", now_s) or issue((), None, now_s=now_s, lasts_s=AUTHORITY_S)
+    leaf = issue(names, authority, now_s=now_s, lasts_s=LEAF_S)
+    return {**authority.data("ca"), **leaf.data("tls")}
 
 
-def usable(certificate: bytes, key: bytes, *, now_s: float) -> bool:
-    """Whether these are a certificate and its key, and it is valid now."""
+def stored(data: Mapping[str, bytes], name: str, now_s: float) -> Issued | None:
+    """A certificate and its key; None: there is none, they make no pair, or it is not valid now."""
     try:
-        parsed = x509.load_pem_x509_certificate(certificate)
-        fits = parsed.public_key() == _private_key(key).public_key()
+        certificate = x509.load_pem_x509_certificate(data.get(f"{name}.crt", b""))
+        key = serialization.load_pem_private_key(data.get(f"{name}.key", b""), None)
     except (ValueError, TypeError):
-        return False
-    return fits and parsed.not_valid_before_utc.timestamp() <= now_s < parsed.not_valid_after_utc.timestamp()
+        return None
+    begins_s, ends_s = _life(certificate)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not begins_s <= now_s < ends_s:
+        return None
+    return Issued(certificate, key) if certificate.public_key() == key.public_key() else None
 
 
-def aging(certificate: bytes, *, now_s: float) -> bool:
-    """Whether two thirds of a usable certificate's life are over."""
-    parsed = x509.load_pem_x509_certificate(certificate)
-    begin_s, end_s = parsed.not_valid_before_utc.timestamp(), parsed.not_valid_after_utc.timestamp()
-    return now_s >= begin_s + RENEW_AT * (end_s - begin_s)
-
-
-def not_after_s(certificate: bytes) -> float:
-    """End of a usable certificate's validity, Unix seconds."""
-    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
-
-
-def is_for(certificate: bytes, names: Iterable[str]) -> bool:
-    """Whether a usable certificate is for exactly these names and addresses."""
-    parsed = x509.load_pem_x509_certificate(certificate)
+def _serves(leaf: x509.Certificate, authority: bytes, names: Sequence[str], now_s: float) -> bool:
+    """Whether a leaf is of this authority (whose key may be lost), for these names, and not old."""
+    begins_s, ends_s = _life(leaf)
     try:
-        found = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
+        leaf.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
+        found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
         return False
-    return set(found) == set(_general_names(names))
+    is_for = found.get_values_for_type(x509.DNSName) == [*names]
+    return is_for and now_s < begins_s + RENEW_AT * (ends_s - begins_s)
 
 
-def signed_by(certificate: bytes, authorities: bytes) -> bool:
-    """Whether one of a bundle's authorities signed a usable certificate."""
-    parsed = x509.load_pem_x509_certificate(certificate)
-    for each in parse(authorities):
-        try:
-            parsed.verify_directly_issued_by(each)
-        except (ValueError, TypeError, InvalidSignature):
-            continue
-        return True
-    return False
+def _life(certificate: x509.Certificate) -> tuple[float, float]:
+    return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
 
 
-def parse(bundle: bytes) -> list[x509.Certificate]:
-    """The certificates in a bundle; none when it is not one."""
-    try:
-        return x509.load_pem_x509_certificates(bundle)
-    except ValueError:
-        return []
-
-
-def bundle(ours: Sequence[bytes], others: Sequence[bytes], *, now_s: float) -> bytes:
-    """Every authority of these bundles that is still valid, once each, the newest first.
-
-    IMPORTANT: an authority leaves a bundle only when it has expired (or is not ours and one of more than `MAX_BUNDLE`).
-    Whoever still serves a certificate of it, however long a file took to reach it, serves one that is expired, too:
-    nothing that verifies now stops verifying.
-    """
-    mine = _valid(ours, now_s)
-    theirs = {key: each for key, each in _valid(others, now_s).items() if key not in mine}
-    newest = sorted(theirs.items(), key=lambda item: _age(item[1]), reverse=True)
-    kept = mine | dict(newest[: max(0, MAX_BUNDLE - len(mine))])
-    return b"".join(
-        each.public_bytes(serialization.Encoding.PEM)
-        for each in sorted(kept.values(), key=_age, reverse=True)
+def issue(names: Sequence[str], signer: Issued | None, *, now_s: float, lasts_s: float) -> Issued:
+    """A leaf for these names, which never outlives its signer; without a signer, an authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name(
+        [x509.NameAttribute(NameOID.COMMON_NAME, "deltashard" if signer else "deltashard CA")]
     )
-
-
-def _valid(bundles: Sequence[bytes], now_s: float) -> dict[bytes, x509.Certificate]:
-    found = (each for pem in bundles for each in parse(pem))
-    return {
-        each.fingerprint(hashes.SHA256()): each
-        for each in found
-        if each.not_valid_after_utc.timestamp() > now_s
-    }
-
-
-def _age(certificate: x509.Certificate) -> tuple[dt.datetime, bytes]:
-    return certificate.not_valid_before_utc, certificate.fingerprint(hashes.SHA256())
-
-
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
-    now_s: float,
-    until_s: float,
-    *,
-    signs: bool,
-) -> x509.CertificateBuilder:
-    """What authorities (which sign certificates and do nothing else) and leaves have in common."""
-    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign")
-    usage = dict.fromkeys((*unused, "encipher_only", "decipher_only"), False)
-    return (
+    until_s, signs = now_s + lasts_s, signer is None
+    usage = dict.fromkeys(
+        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+    )
+    usage |= dict.fromkeys(("crl_sign", "encipher_only", "decipher_only"), False)
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(issuer)
+        .issuer_name(signer.certificate.subject if signer else subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(dt.datetime.fromtimestamp(now_s - BACKDATE_S, dt.UTC))
-        .not_valid_after(dt.datetime.fromtimestamp(until_s, dt.UTC))
         .add_extension(x509.BasicConstraints(ca=signs, path_length=0 if signs else None), critical=True)
         .add_extension(
             x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, **usage), critical=True
         )
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-
-
-def _name(common: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
-
-
-def _general_names(names: Iterable[str]) -> list[x509.GeneralName]:
-    found: list[x509.GeneralName] = []
-    for name in names:
-        try:
-            found.append(x509.IPAddress(ipaddress.ip_address(name)))
-        except ValueError:
-            found.append(x509.DNSName(name))
-    return found
-
-
-def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
-    key = serialization.load_pem_private_key(pem, None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise TypeError("not a key on an elliptic curve")
-    return key
-
-
-def _issued(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Issued:
-    return Issued(
-        certificate=certificate.public_bytes(serialization.Encoding.PEM),
-        key=key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-    )
+    if signer is not None:
+        until_s = min(until_s, _life(signer.certificate)[1])
+        identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key())
+        builder = (
+            builder.add_extension(
+                x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False
+            )
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(identifier, critical=False)
+        )
+    builder = builder.not_valid_after(dt.datetime.fromtimestamp(until_s, dt.UTC))
+    return Issued(builder.sign(signer.key if signer else key, hashes.SHA256()), key)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,18 +219,14 @@ def test_flags_are_those_of_the_programs(name: str) -> None:
     rendering = render(VALUES[name])
     specs = [each["spec"]["template"]["spec"] for each in rendering.all("Deployment")]
     specs.append(rendering.find("Pod", "deltashard-test", hook=True)["spec"])
-    readers: dict[str, Callable[[list[str]], Any]] = {
-        "deltashard-webhook": lambda argv: main.read_options(argv, {}),
-        "deltashard-controller": lambda argv: controller_main.read_options(argv, {}),
-        "deltashard-chart-test": lambda argv: options_of(chart_test.Options, chart_test.PROGRAM, argv, {}),
-    }
+    kinds = {each.PROGRAM: each.Options for each in (main, controller_main, chart_test)}
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     seen = set()
     for spec in specs:
         (container,) = spec["containers"]
         (program,) = container["command"]
         assert program in scripts
-        options = readers[program](container["args"])
+        options: Any = options_of(kinds[program], program, container["args"])
         seen.add(program)
         mounts = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
         assert {mount["name"] for mount in container.get("volumeMounts", [])} == {
@@ -242,4 +237,4 @@ def test_flags_are_those_of_the_programs(name: str) -> None:
             if path is None or getattr(options, "certificates", "") == "builtin":
                 continue
             assert str(path) in mounts or str(path.parent) in mounts, (program, field)
-    assert seen == set(readers)
+    assert seen == set(kinds)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE, METRICS_PORT_NAME
-from deltashard_operator.tls.metric import AuthorityMetrics, CertificateMetrics
+from deltashard_operator.tls.authority import Authority
+from deltashard_operator.tls.certificate import Certificate
 from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client.registry import Collector
 
@@ -38,11 +40,13 @@ def everything() -> Iterator[str]:
     controller = ControllerMetrics()
     controller.follow(lambda: ())
     FleetMetrics(controller.registry)
-    AuthorityMetrics(controller.registry)
-    CertificateMetrics("fleet", controller.registry)
+    Authority(Mock(), "n", controller.registry)
+    webhook = WebhookMetrics()
+    for server, registry in (("fleet", controller.registry), ("webhook", webhook.registry)):
+        Certificate(ROOT, server, registry)
     sidecar = Metrics()
     sidecar.leads = True
-    for collector in (sidecar, WebhookMetrics().registry, controller.registry):
+    for collector in (sidecar, webhook.registry, controller.registry):
         yield from exported(collector)
 
 
@@ -97,6 +101,7 @@ CONDITION = 'deltashard_run_condition{namespace="team-a",run="train",condition="
 REJECTED = 'apiserver_admission_webhook_rejection_count{name="jobs.deltashard.io",error_type="%s",operation="CREATE"}'
 ADMITTED = 'deltashard_webhook_admissions_total{kind="Job",outcome="%s"}'
 NOT_AFTER = 'deltashard_%s_certificate_not_after_timestamp_seconds{namespace="deltashard-system"}'
+AUTHORITY = 'deltashard_authority_not_after_timestamp_seconds{namespace="deltashard-system"}'
 RECLAIMS = 'deltashard_controller_reclaims_total{outcome="%s"}'
 SERVING = 'deltashard_fleet_serving{pod="deltashard-controller-%s"}'
 REPORTS = 'deltashard_fleet_reports_total{outcome="%s"}'
@@ -164,6 +169,7 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ("WebhookErrors", "it refuses what is wrong", {ADMITTED % "BadAnnotation": rising(begins_s=3300)}, False),
     ("CertificateNearExpiry", "of the webhook", {NOT_AFTER % "webhook": steady(HOUR + 13 * DAY)}, True),
     ("CertificateNearExpiry", "of the controller", {NOT_AFTER % "fleet": steady(HOUR + 13 * DAY)}, True),
+    ("CertificateNearExpiry", "of the authority", {AUTHORITY: steady(HOUR + 80 * DAY)}, True),
     (
         "CertificateNearExpiry",
         "one of two",

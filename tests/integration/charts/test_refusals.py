@@ -208,8 +208,8 @@ def test_a_value_can_be_left_to_the_cluster() -> None:
         ({"precision": {"encoding": "q4"}}, "auto"),
         ({"interval": {"atMost": "10m"}}, "auto"),
         ({"interval": {"goal": {"type": "LostWork", "lostWork": "5m"}}}, "lost-work=5m"),
-        ({"interval": {"every": "60s"}}, "fixed"),
-        ({"interval": {"everySteps": 100}}, "fixed"),
+        ({"interval": {"every": "60s"}}, ""),
+        ({"interval": {"everySteps": 100}}, ""),
         ({"interval": {"every": "60s", "goal": {"type": "Auto"}}}, "auto"),
     ],
 )
@@ -218,4 +218,4 @@ def test_the_default_policy_chooses_its_interval_unless_it_states_one(
 ) -> None:
     """As the webhook and the controller read what the chart gives them."""
     found = policy(render({"defaultPolicy": {"store": {"url": "s3://bucket/x"}, **stated}}))
-    assert workload_policy.read("default", found).goal == goal
+    assert workload_policy.read("default", found).saving.goal == goal

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 NAMES = st.sampled_from(["worker", "a", "b-1", "istio-proxy", "logger"])
 RARELY = st.integers(0, 9).map(lambda n: n == 7)
 """Zero would be what Hypothesis likes best."""
-VOLUME_NAMES = ["data", "deltashard-shm", "deltashard-cache", "deltashard-store", "scratch"]
+VOLUME_NAMES = ["data", "deltashard-cache", "scratch"]
+TAKEN = ["deltashard-shm", "deltashard-store", "deltashard-token"]
 CPU = st.sampled_from(["100m", "1", "2", "1500m", "0.5"])
 MEMORY = st.sampled_from(["64Mi", "1Gi", "2G", "1536Mi", "4Gi", "1e9"])
 STORAGE = st.sampled_from(["1Gi", "20Gi"])
@@ -115,11 +116,7 @@ def _source(name: str) -> st.SearchStrategy[dict[str, Any]]:
         ]
     )
     directories = st.one_of(memory, disk).map(lambda e: {"emptyDir": e})
-    usual = (
-        memory.map(lambda e: {"emptyDir": e})
-        if name == "deltashard-shm"
-        else disk.map(lambda e: {"emptyDir": e})
-    )
+    usual = disk.map(lambda e: {"emptyDir": e})
     return st.one_of(usual, usual, usual, directories, others) if name.startswith("deltashard-") else others
 
 
@@ -128,7 +125,7 @@ def pod_templates(draw: st.DrawFn) -> dict[str, Any]:
     """A pod template of a Job: `metadata` and `spec`."""
     volumes = draw(st.lists(st.sampled_from(VOLUME_NAMES), max_size=3, unique=True))
     if draw(RARELY):
-        volumes.append("deltashard-token")
+        volumes.append(draw(st.sampled_from(TAKEN)))
     names = ["trainer", *draw(st.lists(NAMES, max_size=3, unique=True))]
     split = draw(st.integers(1, len(names)))
     spec: dict[str, Any] = {

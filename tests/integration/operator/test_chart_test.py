@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -14,14 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from deltashard_operator import chart_test
 
 from tests.support.eventually import eventually
-from tests.support.operator.webhook_process import WebhookProcess, configuration, has_sidecar, job, opted
+from tests.support.operator.webhook_process import WebhookProcess, job, registered
 from tests.support.server.apiserver import ApiServer, Rest
 
-HOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
-
-Ask = Callable[..., subprocess.CompletedProcess[str]]
+Ask = Callable[..., int]
 
 
 @pytest.fixture
@@ -31,134 +27,59 @@ def rest(apiserver: ApiServer) -> Iterator[Rest]:
 
 
 @pytest.fixture
-def kubeconfig(apiserver: ApiServer, rest: Rest, tmp_path: Path) -> Path:
-    """As an account that may create Jobs in `default`, and nothing else: what the chart gives to the test."""
+def ask(apiserver: ApiServer, rest: Rest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Run the test as an account that may create Jobs in `default`, and nothing else: what the chart gives to it."""
     name = f"chart-test-{uuid.uuid4().hex[:8]}"
-    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
-    assert rest.create(account).status == 201
-    root = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
+    group = "rbac.authorization.k8s.io"
+    root = f"/apis/{group}/v1/namespaces/default"
     rule = {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["create"]}
-    assert rest("POST", f"{root}/roles", {"metadata": {"name": name}, "rules": [rule]}).status == 201
-    binding = {
+    binding: dict[str, Any] = {
         "metadata": {"name": name},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
         "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": "default"}],
     }
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
+    assert rest.create(account).status == 201
+    assert rest("POST", f"{root}/roles", {"metadata": {"name": name}, "rules": [rule]}).status == 201
     assert rest("POST", f"{root}/rolebindings", binding).status == 201
+    token = rest("POST", f"/api/v1/namespaces/default/serviceaccounts/{name}/token", {"spec": {}})
     with apiserver.http(f"system:serviceaccount:default:{name}") as own:
         eventually(lambda: own.create(job("probe"), dry_run=True).status == 201, what="the right in force")
-    path = f"/api/v1/namespaces/default/serviceaccounts/{name}/token"
-    reply = rest("POST", path, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}})
-    assert reply.status == 201, reply.document
     document = yaml.safe_load(apiserver.kubeconfig.read_text())
-    document["users"] = [{"name": "admin", "user": {"token": reply.document["status"]["token"]}}]
-    written = tmp_path / "kubeconfig"
-    written.write_text(yaml.safe_dump(document))
-    return written
+    document["users"][0]["user"] = {"token": token.document["status"]["token"]}
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(document))
+    monkeypatch.setattr(chart_test, "PAUSE_S", 0.1)
+    return lambda *flags: chart_test.main([f"--kubeconfig={tmp_path}/kubeconfig", *flags])
 
 
-@pytest.fixture
-def configured(rest: Rest) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Register the webhook under a `clientConfig`, in force, until the test ends."""
-    names = []
-
-    def in_force() -> bool:
-        reply = rest.create(job("probe", opted()), dry_run=True)
-        return reply.status != 201 or has_sidecar(reply)
-
-    def configure(client_config: dict[str, Any]) -> None:
-        document = configuration(client_config)
-        document["metadata"]["name"] = name = f"chart-test-{uuid.uuid4().hex[:8]}"
-        assert rest("POST", HOOKS, document).status == 201
-        names.append(name)
-        eventually(in_force, what="the configuration in force")
-
-    yield configure
-    for name in names:
-        rest("DELETE", f"{HOOKS}/{name}")
-    eventually(lambda: not in_force(), what="the configuration's end")
-
-
-@pytest.fixture
-def ask(kubeconfig: Path) -> Ask:
-    """Run the test as the chart does."""
-
-    def run(*flags: str) -> subprocess.CompletedProcess[str]:
-        module = "deltashard_operator.chart_test"
-        return subprocess.run(
-            [sys.executable, "-m", module, f"--kubeconfig={kubeconfig}", "--pause-s=0.1", *flags],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )
-
-    return run
-
-
-def test_an_installation_that_works(
-    webhook: WebhookProcess, configured: Callable[[dict[str, Any]], None], ask: Ask
+def test_an_installation_is_asked_until_it_works_or_the_time_is_up(
+    shared_webhook: WebhookProcess,
+    rest: Rest,
+    ask: Ask,
+    apiserver: ApiServer,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Exit 0, and each sentence says what was seen; waits until it is so."""
-    configured(webhook.client_config())
-    done = ask("--policy=default", "--deadline-s=60")
-    assert done.returncode == 0, done.stdout + done.stderr
-    good = [line for line in done.stdout.splitlines() if line.startswith("ok: ")]
-    assert len(good) == 3
-    assert good[2].endswith("gets the sidecar registry.example/deltashard-sidecar:0.1.0")
+    """It says what was seen, or what the API server said. Without a policy only the way to the webhook is asked for."""
+    assert ask("--deadline-s=1") == 1
+    assert "is default exempt?" in capfd.readouterr().err
+    good = shared_webhook.client_config()
+    with registered(rest, good) as change:
+        assert ask() == 0
+        assert capfd.readouterr().out == "ok: the webhook answers\n"
+        assert ask("--policy=default") == 0
+        assert "gets the sidecar registry.example/deltashard-sidecar:" in capfd.readouterr().out
+        change({**good, "url": "https://127.0.0.1:1/mutate"})
+        eventually(lambda: ask("--deadline-s=1") == 1, what="the change in force")
+        said = capfd.readouterr().err
+        assert "not yet: the webhook did not answer: 500" in said
+        assert "failed: not so within 1 s" in said
+        change(good)
 
 
-def test_without_a_default_policy_the_way_is_tested(
-    webhook: WebhookProcess, configured: Callable[[dict[str, Any]], None], ask: Ask
-) -> None:
-    """No store is known then, so no sidecar can be expected."""
-    configured(webhook.client_config())
-    done = ask("--deadline-s=60")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok: ") == 2
-
-
-def test_nobody_answers(
-    webhook: WebhookProcess, configured: Callable[[dict[str, Any]], None], ask: Ask
-) -> None:
-    """Exit 1, with what the API server said; Jobs without the annotation are seen to be left alone."""
-    configured(webhook.client_config())
-    webhook.stop(signal.SIGKILL)
-    done = ask("--policy=default", "--deadline-s=1")
-    assert done.returncode == 1
-    assert "ok: a Job without deltashard.io/policy is left alone" in done.stdout
-    assert "not yet: the webhook did not answer: 500" in done.stdout
-    assert "failed: not so within 1 s" in done.stdout
-
-
-def test_the_bundle_is_of_another_authority(
-    webhook: WebhookProcess, configured: Callable[[dict[str, Any]], None], ask: Ask, apiserver: ApiServer
-) -> None:
-    """Says what the API server says."""
-    other = base64.b64encode((apiserver.directory / "ca.crt").read_bytes()).decode()
-    configured({**webhook.client_config(), "caBundle": other})
-    done = ask("--deadline-s=1")
-    assert done.returncode == 1
-    assert "x509" in done.stdout
-
-
-def test_an_exempt_namespace(ask: Ask) -> None:
-    """Nothing has a say there: that is no proof of anything, and said."""
-    done = ask("--deadline-s=1")
-    assert done.returncode == 1
-    assert "is default exempt?" in done.stdout
-
-
-def test_no_api(tmp_path: Path) -> None:
+def test_no_api() -> None:
     """Outside of a pod and without a kubeconfig: one sentence."""
-    done = subprocess.run(
-        [sys.executable, "-m", "deltashard_operator.chart_test"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "deltashard_operator.chart_test"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith("deltashard-chart-test: ")
     assert "Traceback" not in done.stderr

@@ -74,7 +74,7 @@ def test_nonsense_is_refused_with_a_sentence(http: Rest, name: str) -> None:
     [
         {"phase": "Saving"},
         {"step": -1},
-        {"startedAt": "now"},
+        {"finishedAt": "now"},
         {"conditions": [{"type": "Complete", "status": "Maybe"}]},
     ],
 )

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.controller.controller import Controller
-from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.status import ALL
 from deltashard_operator.kube import cluster_name
@@ -59,18 +58,15 @@ def controller_of(
     keep_finished_s: float = 86400.0,
     default_policy: Path | None = None,
     wall: Callable[[], float] = time.time,
-    leads: Callable[[], bool] = lambda: True,
 ) -> Controller:
     call = cast(Caller, api)
     return Controller(
         call=call,
-        teller=Teller(call),
         defaults=Defaults(default_policy, None),
         metrics=ControllerMetrics(),
         keep_finished_s=keep_finished_s,
         status_interval_s=1.0,
         wall=wall,
-        leads=leads,
     )
 
 

@@ -12,13 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import urllib3
+from aiohttp import web
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.report import Refused, Reply, Report, Unknown
 from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.tls.certificate import Certificate
-from deltashard_operator.tls.metric import CertificateMetrics
 from deltashard_proto.v1 import fleet_pb2 as wire
 from urllib3.util import create_urllib3_context
 
@@ -130,14 +130,11 @@ def posted(url: str, trusted: bytes, token: str | None, body: wire.ReportRequest
 class Service:
     """A running server and all that it stands on."""
 
-    server: ReportServer
     book: Book
-    directory: Path
-    """Of its certificate."""
     authority: Authority
     metrics: FleetMetrics
     reviewer: Reviewer
-    url: str = ""
+    port: int
     leads: bool = True
 
     def value(self, name: str, **labels: str) -> float:
@@ -145,31 +142,37 @@ class Service:
         assert found is not None, name
         return found
 
-    async def post(self, token: str | None, body: wire.ReportRequest | bytes, trusted: bytes = b"") -> Answer:
-        return await asyncio.to_thread(posted, self.url, trusted or self.authority.pem, token, body)
+    async def post(self, token: str | None, body: wire.ReportRequest | bytes) -> Answer:
+        return await asyncio.to_thread(
+            posted, f"https://localhost:{self.port}", self.authority.pem, token, body
+        )
 
 
 @asynccontextmanager
-async def serving(api: Any, *, host: str = "127.0.0.1", certificate: bool = True) -> AsyncIterator[Service]:
+async def serving(api: Any) -> AsyncIterator[Service]:
     """A server that reviews tokens at this API."""
     authority, metrics, book = Authority("fleet"), FleetMetrics(), Book()
-    reviewer = Reviewer(api, count=metrics.reviewed)
+    reviewer = Reviewer(api, count=lambda outcome: metrics.reviews.labels(outcome).inc())
     with TemporaryDirectory() as name:
         folder = Path(name)
-        if certificate:
-            put(folder, authority.issue())
+        put(folder, authority.issue())
+        certificate = Certificate(folder, "fleet", metrics.registry)
+        certificate.reload()
         server = ReportServer(
-            ledger=book,
+            ledger=book.report,
             reviewer=reviewer,
-            certificate=Certificate(folder, CertificateMetrics("fleet", metrics.registry)),
+            certificate=certificate,
             metrics=metrics,
             leads=lambda: service.leads,
         )
-        service = Service(server, book, folder, authority, metrics, reviewer)
-        await server.start(host, 0)
-        service.url = f"https://localhost:{server.port}"
+        runner = web.AppRunner(server.application, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certificate.front).start()
+        service = Service(book, authority, metrics, reviewer, port=runner.addresses[0][1])
+        closing = asyncio.create_task(server.close_old(runner))
         try:
             yield service
         finally:
-            await server.stop()
+            closing.cancel()
+            await runner.cleanup()
             reviewer.close()

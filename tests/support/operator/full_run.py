@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from deltashard_operator.fleet.report import PodState, Rank
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
+from deltashard_operator.run.failure import Crash, Loss, Tally
 from deltashard_operator.run.ledger import Ledger
-from deltashard_operator.run.observed_object import PodView, Wish, Workload
+from deltashard_operator.run.observed_object import PodView, Wish, Workload, timestamp
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Heard, NewestCheckpoint, Progress, Run, RunPart
+from deltashard_operator.run.watched_run import Progress, Run, RunPart
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from google.protobuf.message import Message
@@ -30,21 +29,12 @@ CHOSEN = pb.Policy(
     least_bits=4,
     tables="emb.item=q4,emb.user=q8",
 )
-CRASH = Crash(endings=("trainer with exit code 1",), at=Point(seq=7, trained_s=90.0), times=3)
-LOSS = Loss(
-    at_s=NOW_S - 60,
-    cause=LossCause.ERROR,
-    message="container trainer ended with exit code 1",
-    pod="train-x",
-    pod_uid="p-1",
-    node="node-a",
-    opening=4,
-    ending="trainer with exit code 1",
-    at=Point(seq=7, trained_s=90.0),
-)
-KEPT = (
-    NewestCheckpoint(seq=7, step=1150, at_s=NOW_S - 30, bytes=1 << 20, pins=("best",)),
-    NewestCheckpoint(seq=6, step=1100, at_s=NOW_S - 330, bytes=1 << 20),
+SAID = "container trainer ended with exit code 1"
+LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=SAID, pod="train-x", pod_uid="p-1", node="node-a")
+CRASH = Crash(ending=SAID, seq=7, at_s=NOW_S - 60, times=3)
+KEPT = tuple(
+    {"seq": seq, "step": step, "time": timestamp(NOW_S - age_s), "bytes": 1 << 20, "pins": ["best"]}
+    for seq, step, age_s in ((7, 1150, 30), (6, 1100, 330))
 )
 DECISION = Decision(
     subject="interval",
@@ -72,26 +62,12 @@ def full_run() -> Run:
                 uid="p-1", name="train-x", workload=WORKLOAD, wish=Wish(), node="node-a", index="0"
             )
         },
-        heard={
-            "p-1": Heard(
-                process="s-1",
-                sequence=9,
-                at_s=NOW_S,
-                beat_s=60.0,
-                pod=PodState(
-                    run="team/train-u-1",
-                    attempt=34,
-                    ranks=(Rank(rank=0, world_size=8, step=1203), Rank(rank=1, world_size=8, step=1200)),
-                ),
-                speaks=True,
-            )
-        },
         parts={"": RunPart(attempt=34, openings=4, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
         ledger=Ledger(
             restores=2,
             lost_steps=50,
             restored={"": (33, 34)},
-            tallies={"": Tally(settled=3, openings=4, losses=(LOSS,), crash=CRASH)},
+            tallies={"": Tally(failures=3, openings=4, losses=(LOSS,), crash=CRASH)},
             causes={"Error": 1, "Evicted": 1},
             counted={"k-1": NOW_S - 60},
         ),
@@ -122,9 +98,7 @@ def full_run() -> Run:
             decisions=(DECISION,),
         ),
         phase=Phase.TRAINING,
-        phase_since_s=NOW_S - 100,
         trains_since_s=NOW_S - 100,
-        started_at_s=NOW_S - 200000,
         trained_s=150000.0,
         judged_s=NOW_S,
         conditions=(

@@ -14,7 +14,7 @@ from deltashard_operator.admission.review import Answer, Request
 from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.policy_cache import GROUP, VERSION
 from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.api.workload_policy import Policy, merged, resolve
+from deltashard_operator.api.workload_policy import Policy, merged, read
 
 DEFAULTS: dict[str, Any] = {
     "store": {
@@ -27,9 +27,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def policy(spec: Mapping[str, Any] | None = None, **annotations: Any) -> Policy:
-    """A resolved policy: `spec` over the defaults, annotations by field name."""
-    return resolve("default", over_defaults(spec or {}), Annotations(policy="default", **annotations))
+def policy(spec: Mapping[str, Any] | None = None, /, **annotations: Any) -> Policy:
+    """A policy: `spec` over the defaults, annotations by field name."""
+    return read("default", over_defaults(spec or {}), Annotations(policy="default", **annotations))
 
 
 def over_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,10 +82,7 @@ def answered(request: Request | Answer, spec: Mapping[str, Any] | None = None) -
     if isinstance(request, Answer):
         return request
     try:
-        found = [
-            resolve(each.annotations.policy, over_defaults(spec or {}), each.annotations)
-            for each in request.parts
-        ]
+        found = [read(each.said.policy, over_defaults(spec or {}), each.said) for each in request.parts]
         return admissions.answer(request, found)
     except Refusal as refusal:
         return admissions.refused(request.uid, request.kind, refusal)

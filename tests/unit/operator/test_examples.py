@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from deltashard_operator.admission.workload_kind import KINDS
-from deltashard_operator.api.annotation import Annotations
-from deltashard_operator.api.workload_policy import merged, resolve
+from deltashard_operator.api.workload_policy import merged, read
 from deltashard_operator.kube import cluster_name
 
 from tests.support.operator.example import (
@@ -98,7 +97,7 @@ def test_exit_codes_are_those_of_the_trainer() -> None:
 
 def test_the_policy_is_one() -> None:
     """policy.yaml is read without a complaint, and its store is the MinIO of minio.yaml."""
-    policy = resolve("baskets", merged(POLICY["spec"], DEFAULTS), Annotations(policy="baskets"))
+    policy = read("baskets", merged(POLICY["spec"], DEFAULTS))
     secret, deployment, service = documents(EXAMPLES / "minio.yaml")
     port = service["spec"]["ports"][0]["port"]
     assert f"http://{service['metadata']['name']}:{port}" in policy.url
@@ -106,4 +105,4 @@ def test_the_policy_is_one() -> None:
     assert policy.url.startswith(f"s3://{bucket}/")
     assert set(secret["stringData"]) == {"MINIO_ROOT_USER", "MINIO_ROOT_PASSWORD"}
     volumes = documents(EXAMPLES / "reader.yaml")[0]["spec"]["volumes"]
-    assert {"secretName": policy.secret_name} in [each.get("secret") for each in volumes]
+    assert {"secretName": policy.store["secretRef"]["name"]} in [each.get("secret") for each in volumes]

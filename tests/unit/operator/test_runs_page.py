@@ -7,10 +7,11 @@ from pathlib import Path
 
 import deltashard_operator
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.run.failure import LossCause
-from deltashard_operator.run.judgement import _CHANGED, _EVENTS
+from deltashard_operator.fleet.report import IncidentKind
+from deltashard_operator.run.failure import CAUSES
+from deltashard_operator.run.judgement import CHANGED, EVENTS
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.report_change import TOLD
+from deltashard_operator.run.report_change import event_of
 from prometheus_client.metrics_core import Metric
 
 from tests.support.server.minio_server import ROOT
@@ -29,7 +30,7 @@ def test_every_phase_is_on_the_page() -> None:
 
 
 def test_every_cause_of_a_loss_is_on_the_page() -> None:
-    assert words("| cause | read from |") == set(LossCause)
+    assert words("| cause | read from |") == set(CAUSES)
 
 
 def test_every_event_is_on_the_page() -> None:
@@ -43,10 +44,9 @@ def test_every_event_is_on_the_page() -> None:
             "controller/writer.py",
         )
     )
-    told = set(re.findall(r'(?:Notice\(reason=|(?=.Reclaim))"(\w+)"', sources)) | {
-        reason for reason, _ in TOLD.values()
-    }
-    assert words("| reason | type | when |") == told | set(_EVENTS.values()) | set(_CHANGED.values())
+    told = set(re.findall(r'(?:Notice\(reason=|(?=.Reclaim))"(\w+)"', sources))
+    told |= {event_of(each) for each in {*IncidentKind} - {IncidentKind.UNKNOWN, IncidentKind.TRAINER_LOST}}
+    assert words("| reason | type | when |") == told | {*EVENTS.values(), *CHANGED.values()}
 
 
 def exposed(metric: Metric) -> str:

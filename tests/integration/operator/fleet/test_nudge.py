@@ -57,9 +57,7 @@ def test_each_is_asked_once_and_nobody_waits_for_another(monkeypatch: pytest.Mon
                     nudger.nudge(address)
             counted = lambda outcome: metrics.nudges.labels(outcome)._value.get()  # noqa: E731
             await eventually_async(lambda: (counted("sent"), counted("failed")) == (2, 4), "all are asked")
-            assert heard == [
-                f"POST /v1/report HTTP/1.1\r\nHost: {four}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
-            ]
+            assert [each.split(b"\r\n")[0] for each in heard] == [b"POST /v1/report HTTP/1.1"]
             assert len(heard_six) == 1
             nudger.nudge(four)
             await eventually_async(lambda: len(heard) == 2, "once more")

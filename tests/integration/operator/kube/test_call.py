@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -15,11 +14,12 @@ from deltashard_operator.kube.call import TRIES, ApiUnavailable, Caller
 from kubernetes import client
 
 from tests.support.server.minio_server import free_port
+from tests.support.server.threaded_http import ThreadedHttp
 
 Reply = tuple[int, dict[str, str], dict[str, Any]]
 
 
-class Server:
+class Server(ThreadedHttp):
     """Answers with what it was given, in order, the last one for ever."""
 
     def __init__(self) -> None:
@@ -28,12 +28,10 @@ class Server:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def _reply(self) -> None:
+            def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 outer.paths.append(f"{self.command} {self.path}")
-                status, headers, document = (
-                    outer.replies.pop(0) if len(outer.replies) > 1 else outer.replies[0]
-                )
+                status, headers, document = outer.replies.pop(0) if outer.replies[1:] else outer.replies[0]
                 body = json.dumps(document).encode()
                 self.send_response(status)
                 for key, value in (headers | {"Content-Length": str(len(body))}).items():
@@ -41,33 +39,27 @@ class Server:
                 self.end_headers()
                 self.wfile.write(body)
 
-            do_GET = do_POST = do_PATCH = do_DELETE = _reply
+            do_POST = do_GET
 
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
-        self._thread.start()
+        super().__init__(Handler)
 
-    @property
-    def api(self) -> client.ApiClient:
-        configuration = client.Configuration()
-        configuration.host = f"http://127.0.0.1:{self._http.server_address[1]}"
-        configuration.retries = False
-        return client.ApiClient(configuration)
 
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+def api_at(port: int) -> client.ApiClient:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{port}"
+    configuration.retries = False
+    return client.ApiClient(configuration)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     found = Server()
+    found.start()
     yield found
-    found.close()
+    found.stop()
 
 
 def called(api: client.ApiClient, counts: Counter[tuple[str, str]], work: Any) -> Any:
@@ -85,7 +77,7 @@ def called(api: client.ApiClient, counts: Counter[tuple[str, str]], work: Any) -
 def test_throttling_and_faults_are_tried_again_until_it_works(server: Server) -> None:
     server.replies = [(429, {"Retry-After": "1"}, {}), (503, {}, {}), (200, {}, {"kind": "Pod"})]
     counts: Counter[tuple[str, str]] = Counter()
-    answer = called(server.api, counts, lambda call: call("GET", "/x"))
+    answer = called(api_at(server.port), counts, lambda call: call("GET", "/x"))
     assert answer.document == {"kind": "Pod"}
     assert counts == {("GET", "throttled"): 1, ("GET", "unavailable"): 1, ("GET", "ok"): 1}
 
@@ -93,7 +85,7 @@ def test_throttling_and_faults_are_tried_again_until_it_works(server: Server) ->
 @pytest.mark.parametrize("status", [404, 409, 403, 422])
 def test_what_the_api_says_otherwise_is_the_answer_at_once(server: Server, status: int) -> None:
     server.replies = [(status, {}, {"reason": "Because", "message": "so"})]
-    answer = called(server.api, Counter(), lambda call: call("POST", "/x", {"a": 1}))
+    answer = called(api_at(server.port), Counter(), lambda call: call("POST", "/x", {"a": 1}))
     assert (answer.status, answer.ok, answer.sentence) == (status, False, f"{status} Because: so")
     assert len(server.paths) == 1
 
@@ -101,17 +93,14 @@ def test_what_the_api_says_otherwise_is_the_answer_at_once(server: Server, statu
 def test_the_tries_are_bounded(server: Server) -> None:
     server.replies = [(500, {}, {})]
     with pytest.raises(ApiUnavailable, match="did not succeed"):
-        called(server.api, Counter(), lambda call: call("GET", "/x"))
+        called(api_at(server.port), Counter(), lambda call: call("GET", "/x"))
     assert len(server.paths) == TRIES
 
 
 def test_an_api_that_is_not_there_is_unavailable() -> None:
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{free_port()}"
-    configuration.retries = False
     counts: Counter[tuple[str, str]] = Counter()
     with pytest.raises(ApiUnavailable):
-        called(client.ApiClient(configuration), counts, lambda call: call("GET", "/x", tries=2))
+        called(api_at(free_port()), counts, lambda call: call("GET", "/x", tries=2))
     assert counts == {("GET", "unavailable"): 2}
 
 
@@ -123,7 +112,7 @@ def test_long_lists_come_in_pages_and_begin_anew_when_they_grew_too_old(server: 
         (200, {}, first),
         (200, {}, {"items": [{"n": 2}], "metadata": {}}),
     ]
-    found = called(server.api, Counter(), lambda call: call.every("/x", selector="a=b"))
+    found = called(api_at(server.port), Counter(), lambda call: call.every("/x", selector="a=b"))
     assert found == [{"n": 1}, {"n": 2}]
     assert ["continue=more" in path for path in server.paths] == [False, True, False, True]
     assert all("labelSelector=a%3Db" in path for path in server.paths)

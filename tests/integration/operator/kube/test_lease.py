@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 import pytest
 from deltashard_operator.kube import lease as leases
 from deltashard_operator.kube.call import ApiUnavailable, Caller
-from deltashard_operator.kube.lease import LeaderOnly, Lease, LeaseLost
-from deltashard_operator.run import run_record
+from deltashard_operator.kube.lease import Lease, LeaseLost
 from kubernetes import client
 
 from tests.support.eventually import eventually
 from tests.support.in_a_loop import in_a_loop
-from tests.support.operator.controller_api import Api, controller_of, job, pod
 from tests.support.operator.controller_process import ControllerProcess
 from tests.support.operator.fleet_service import posted
 from tests.support.server.apiserver import ApiServer, Rest
@@ -188,37 +185,16 @@ def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
         lease = world.lease("first")
         assert not await lease._try()
         assert not lease.held
-        guarded = LeaderOnly(world.call, lambda: lease.held)
+        guarded = Caller(_api(server), may_write=lambda: lease.held)
         before = server.requests
         with pytest.raises(ApiUnavailable, match="does not lead"):
             await guarded("PATCH", "/api/v1/x", {})
         assert server.requests == before
         world.call.close()
+        guarded.close()
 
     with FixedAnswers(503, b"{}", {"Content-Type": "application/json"}) as server:
         asyncio.run(scenario(server))
-
-
-@in_a_loop
-async def test_a_controller_that_does_not_lead_writes_nothing() -> None:
-    """It takes facts in, and what comes of them is written when it leads again."""
-    api, leads = Api(), False
-    api.let_go.set()
-    controller = controller_of(api, leads=lambda: leads)
-    await controller.load()
-    controller.watches.on_job(job())
-    controller.watches.on_pod(pod())
-
-    async def written() -> list[str]:
-        controller.tick()
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
-        return [each for each in api.asked if not each.startswith("GET")]
-
-    assert await written() == []
-    await controller.drain(60.0)
-    assert await written() == []
-    leads = True
-    assert f"POST /apis/{run_record.API_VERSION}/namespaces/n/{run_record.PLURAL}" in await written()
 
 
 def test_a_second_controller_stands_by_for_the_first_ones_end(
@@ -262,32 +238,3 @@ def _api(server: FixedAnswers) -> client.ApiClient:
     configuration.host = f"http://127.0.0.1:{server.port}"
     configuration.retries = False
     return client.ApiClient(configuration)
-
-
-def test_an_answer_that_says_nothing_of_a_seen_lease_makes_nobody_lead() -> None:
-    """Another holds it, and the next answer is a 403 or a 401: that is no word that there is none."""
-    path = "/apis/coordination.k8s.io/v1/namespaces/system/leases/x"
-    document = {
-        "apiVersion": "coordination.k8s.io/v1",
-        "kind": "Lease",
-        "metadata": {"name": leases.NAME, "namespace": "system", "resourceVersion": "7", "selfLink": path},
-        "spec": {"holderIdentity": "other", "leaseDurationSeconds": 15},
-    }
-
-    async def scenario(held: FixedAnswers, denied: FixedAnswers) -> None:
-        world = World(_api(held), "system")
-        waiting = world.lease("mine")
-        assert not await waiting._try()
-        waiting._call = Caller(_api(denied))
-        for _ in range(3):
-            assert not await waiting._try()
-            assert not waiting.held
-        waiting._call.close()
-        world.call.close()
-
-    content = {"Content-Type": "application/json"}
-    with (
-        FixedAnswers(200, json.dumps(document).encode(), content) as held,
-        FixedAnswers(403, b"{}", content) as denied,
-    ):
-        asyncio.run(scenario(held, denied))

@@ -7,7 +7,8 @@ import ssl
 from pathlib import Path
 
 import pytest
-from deltashard_operator.tls.certificate import Certificate, CertificateUnusable
+from deltashard_operator.tls.certificate import Certificate
+from prometheus_client import CollectorRegistry
 
 from tests.support.server.apiserver import Authority, put
 
@@ -19,25 +20,28 @@ def trusting(*authorities: Authority) -> ssl.SSLContext:
     return context
 
 
+def served_from(directory: Path) -> Certificate:
+    return Certificate(directory, "webhook", CollectorRegistry())
+
+
 def test_missing_halves_and_strangers_are_refused_and_the_old_one_stays(tmp_path: Path) -> None:
-    """No file, garbage, or a key that fits another certificate: said, and what serves goes on serving."""
-    certificate, authority = Certificate(tmp_path), Authority()
-    with pytest.raises(CertificateUnusable, match="No such file"):
-        certificate.refresh()
+    """No file, garbage, or a key that fits another certificate: what serves goes on serving."""
+    certificate, authority = served_from(tmp_path), Authority()
+    certificate.reload()
+    assert certificate.loaded is None
     first, second = authority.issue(), authority.issue()
     put(tmp_path, first)
-    assert certificate.refresh()
-    assert not certificate.refresh(), "nothing changed"
+    certificate.reload()
     loaded = certificate.loaded
+    assert loaded is not None
     (tmp_path / "tls.key").write_bytes(second.key)
-    with pytest.raises(CertificateUnusable, match="do not make a pair"):
-        certificate.refresh()
+    certificate.reload()
     (tmp_path / "tls.crt").write_bytes(second.certificate[:100])
-    with pytest.raises(CertificateUnusable):
-        certificate.refresh()
+    certificate.reload()
     assert certificate.loaded is loaded
+    assert certificate._loads.labels("failed")._value.get() == 3
     put(tmp_path, second)
-    assert certificate.refresh()
+    certificate.reload()
     assert certificate.loaded is not loaded
 
 
@@ -59,16 +63,16 @@ def test_new_connections_get_the_new_certificate_and_old_ones_live_on(tmp_path: 
     old, new = Authority("old"), Authority("new")
 
     async def scenario() -> None:
-        certificate = Certificate(tmp_path)
+        certificate = served_from(tmp_path)
         server = await _serve(certificate)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises((ssl.SSLError, ConnectionError)):  # none is loaded yet
             await asyncio.open_connection(name, port, ssl=trusting(old))
         put(tmp_path, old.issue())
-        certificate.refresh()
+        certificate.reload()
         reader, writer = await asyncio.open_connection(name, port, ssl=trusting(old))
         put(tmp_path, new.issue())
-        certificate.refresh()
+        certificate.reload()
         writer.write(b"still here\n")
         assert await reader.readline() == b"still here\n"
         writer.close()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 from deltashard_operator.admission import review
-from deltashard_operator.admission.run_claim import Numbering, RunClaim
-from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.admission.run_holder import RunClaim
 from deltashard_operator.kube import cluster_name
 
 from tests.support.operator import sample
 
+Document = dict[str, Any]
+OPT_IN = {cluster_name.POLICY: "default"}
 
-def job(
-    annotations: dict[str, str] | None = None, *, spec: dict[str, Any] | None = None, **pod: Any
-) -> dict[str, Any]:
+
+def opted(**more: str) -> dict[str, str]:
+    return OPT_IN | {cluster_name.PREFIX + key.replace("_", "-"): value for key, value in more.items()}
+
+
+def job(annotations: dict[str, str] | None = None, *, spec: Document | None = None, **pod: Any) -> Document:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -25,55 +30,39 @@ def job(
     }
 
 
-def pod(annotations: dict[str, str], **spec: Any) -> dict[str, Any]:
-    template = sample.template(**spec)
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        **template,
-        "metadata": {"name": "p", "annotations": annotations},
-    }
+def pod(owner: tuple[str, str] | None = None, labels: dict[str, str] | None = None, **spec: Any) -> Document:
+    """A pod of an owner (apiVersion, kind)."""
+    metadata: Document = {"name": "w-0", "annotations": OPT_IN, "labels": labels or {}}
+    if owner is not None:
+        reference = {"apiVersion": owner[0], "kind": owner[1], "name": "w", "uid": "o-1", "controller": True}
+        metadata["ownerReferences"] = [reference]
+    return {"apiVersion": "v1", "kind": "Pod", **sample.template(**spec), "metadata": metadata}
 
 
-OPT_IN = {cluster_name.POLICY: "default"}
-
-
-def test_an_annotated_job_is_labelled_and_its_template_injected() -> None:
-    """The controller finds it by the label; the operations only add."""
-    document = job(OPT_IN)
-    response = sample.answer(document)
-    assert {o["op"] for o in sample.operations(response)} == {"add"}
-    result = sample.applied(document, response)
-    assert result["metadata"]["labels"] == {cluster_name.MANAGED_BY: "deltashard"}
-    notes = result["spec"]["template"]["metadata"]["annotations"]
-    assert notes[cluster_name.POLICY] == "default"
-    assert cluster_name.INJECTED in notes
-    again = sample.answer(result)
-    assert again["allowed"]
-    assert "patch" not in again
+def injected(document: Document, spec: Document | None = None) -> Document:
+    return sample.applied(document, sample.answer(document, spec))
 
 
 @pytest.mark.parametrize("on", ["job", "template"])
-def test_a_job_that_names_its_run_is_found_by_it(on: str) -> None:
-    """By a label, so that who holds a run can be asked of the API alone."""
-    document = job(OPT_IN)
-    notes = {cluster_name.POLICY: "default", cluster_name.RUN_ID: "nightly"}
-    if on == "job":
-        document["metadata"]["annotations"] = notes
-    else:
-        document["spec"]["template"].setdefault("metadata", {})["annotations"] = notes
-    result = sample.applied(document, sample.answer(document))
-    assert result["metadata"]["labels"] == {
-        cluster_name.MANAGED_BY: "deltashard",
-        cluster_name.RUN_ID: "nightly",
-    }
+def test_an_annotated_job_is_labelled_and_its_template_injected(on: str) -> None:
+    """The controller finds it by the labels; the operations only add."""
+    document = job({} if on == "template" else opted(run_id="nightly"))
+    if on == "template":
+        document["spec"]["template"]["metadata"]["annotations"] = opted(run_id="nightly")
+    response = sample.answer(document)
+    assert {o["op"] for o in sample.operations(response)} == {"add"}
+    result = sample.applied(document, response)
+    labels = {cluster_name.MANAGED_BY: "deltashard", cluster_name.RUN_ID: "nightly"}
+    assert result["metadata"]["labels"] == labels
+    notes = result["spec"]["template"]["metadata"]["annotations"]
+    assert (notes[cluster_name.POLICY], cluster_name.INJECTED in notes) == ("default", True)
+    assert "patch" not in sample.answer(result)
 
 
 @pytest.mark.parametrize(
     "document",
     [
         job(),
-        job({}),
         job({"deltashard.io/encoding": "q9"}),
         {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"annotations": OPT_IN}, "spec": {}},
         {"apiVersion": "other/v1", "kind": "Job", "metadata": {"annotations": OPT_IN}, "spec": {}},
@@ -81,17 +70,21 @@ def test_a_job_that_names_its_run_is_found_by_it(on: str) -> None:
         {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"annotations": {cluster_name.POLICY: "default", "kubernetes.io/config.mirror": "x"}},
+            "metadata": {"annotations": OPT_IN | {"kubernetes.io/config.mirror": "x"}},
             "spec": {},
         },
     ],
 )
-def test_everything_else_is_admitted_untouched(document: dict[str, Any]) -> None:
+def test_everything_else_is_admitted_untouched(document: Document) -> None:
     """Not annotated, or not ours to inject: no patch, no refusal, no policy asked for."""
     untouched = sample.parsed(document)
     assert isinstance(untouched, review.Answer)
     assert untouched.outcome == "unchanged"
     assert untouched.review["response"] == {"uid": "0b4f3c1e-0000-0000-0000-000000000001", "allowed": True}
+
+
+def test_an_update_of_an_annotated_job_is_nobodys_to_change() -> None:
+    assert "patch" not in sample.answer(job(OPT_IN), operation="UPDATE")
 
 
 @pytest.mark.parametrize("on", ["job", "template"])
@@ -100,142 +93,95 @@ def test_a_queue_is_asked_for_no_storage(on: str) -> None:
     document = job(OPT_IN)
     labelled = document if on == "job" else document["spec"]["template"]
     labelled["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
-    response = sample.answer(document)
-    resources = sample.sidecar_of(sample.applied(document, response)["spec"]["template"])["resources"]
-    assert set(resources["requests"]) == {"cpu", "memory"}
-    assert "warnings" not in response
     stated = {"sidecar": {"resources": {"requests": {"ephemeral-storage": "2Gi"}}}}
-    response = sample.answer(document, stated)
-    resources = sample.sidecar_of(sample.applied(document, response)["spec"]["template"])["resources"]
-    assert resources["requests"]["ephemeral-storage"] == "2Gi"
-    assert "requests ephemeral-storage" in response["warnings"][0]
-
-
-def test_only_create_counts() -> None:
-    """An update of an annotated Job is nobody's to change."""
-    assert sample.answer(job(OPT_IN), operation="UPDATE")["allowed"]
-    assert "patch" not in sample.answer(job(OPT_IN), operation="UPDATE")
+    for spec, storage in (({}, None), (stated, "2Gi")):
+        resources = sample.sidecar_of(injected(document, spec)["spec"]["template"])["resources"]
+        assert resources["requests"].get("ephemeral-storage") == storage
 
 
 def test_a_refusal_has_code_and_sentence() -> None:
     """The status' reason is the code, the message says what to do."""
-    response = sample.answer(job({**OPT_IN, cluster_name.ENCODING: "q7"}))
-    assert response["allowed"] is False
-    assert response["status"]["reason"] == "BadAnnotation"
-    assert response["status"]["code"] == 422
-    assert response["status"]["message"].startswith(
-        "deltashard.io/encoding: 'q7' is not possible; it takes one of fp32"
-    )
-
-
-def test_a_workload_without_a_policy_is_refused_by_the_policys_name() -> None:
-    """What resolving found instead of a policy reaches the user."""
-    request = sample.parsed(job({cluster_name.POLICY: "mine"}))
-    assert isinstance(request, review.Request)
-    (part,) = request.parts
-    assert (request.namespace, part.annotations.policy, part.claim) == ("team-a", "mine", None)
-    nowhere = Refusal("PolicyNotFound", "no mine in team-a", where=cluster_name.POLICY)
-    answer = review.refused(request.uid, request.kind, nowhere)
-    assert answer.outcome == "PolicyNotFound"
-    assert "no mine in team-a" in answer.review["response"]["status"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("annotations", "code"),
-    [({cluster_name.ENCODING: "q7"}, "BadAnnotation"), ({cluster_name.ARENA_SIZE: "1Gi"}, "CopiedManifest")],
-)
-def test_a_manifest_that_contradicts_itself_is_refused_without_asking_the_api(
-    annotations: dict[str, str], code: str
-) -> None:
-    """Neither its policy nor the holder of its run could make it better."""
-    document = job(OPT_IN)
-    document = sample.applied(document, sample.answer(document))
-    document["metadata"]["annotations"] |= annotations
-    refused = sample.parsed(document)
-    assert isinstance(refused, review.Answer)
-    assert refused.outcome == code
+    response = sample.answer(job(opted(encoding="q7")))
+    status = response["status"]
+    assert (response["allowed"], status["reason"], status["code"]) == (False, "BadAnnotation", 422)
+    assert status["message"].startswith("deltashard.io/encoding: 'q7' is not possible; it takes one of fp32")
 
 
 def test_a_run_id_is_claimed_with_all_its_pods() -> None:
-    """The claim is of the namespace, and, where each pod trains a run of its own, of every number that one may have."""
-    indexed = {"completionMode": "Indexed", "completions": 3}
-    for runs, numbering in (("per-pod", Numbering(count=3)), ("one", None)):
-        notes = {**OPT_IN, cluster_name.RUN_ID: "nightly", cluster_name.RUNS: runs}
-        request = sample.parsed(job(notes, spec=indexed))
+    for runs, per_pod in (("per-pod", True), ("one", False)):
+        request = sample.parsed(job(opted(run_id="nightly", runs=runs)))
         assert isinstance(request, review.Request)
-        assert request.parts[0].claim == RunClaim(namespace="team-a", run_id="nightly", numbering=numbering)
+        assert request.parts[0].claim == RunClaim(namespace="team-a", run_id="nightly", per_pod=per_pod)
 
 
-def test_a_pod_is_labelled_once() -> None:
-    """A pod is its own template."""
-    document = pod(OPT_IN)
-    result = sample.applied(document, sample.answer(document))
-    assert result["metadata"]["labels"] == {cluster_name.MANAGED_BY: "deltashard"}
-    assert result["spec"]["initContainers"][0]["name"] == cluster_name.SIDECAR
+SPOT = {"nodeSelector": {"cloud.google.com/gke-spot": "true"}}
+PROXY = {"containers": [{"name": "t", "image": "t"}, {"name": "istio-proxy", "image": "p"}]}
+PORT = {"containers": [{"name": "t", "ports": [{"containerPort": 24464}]}]}
+IN_CLUSTER = {
+    "fleet": {"address": "10.0.0.7:9443"},
+    "store": {"url": "s3://bkt", "endpoint": "http://m.n.svc:9"},
+}
+OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
 
 
-def test_warnings() -> None:
-    """A grace period too short for the policy, a port that is taken, a policy that strands pods of lost nodes, pods that look alike."""
-    assert "warnings" not in sample.answer(job(OPT_IN))
-    (grace,) = sample.answer(job(OPT_IN, terminationGracePeriodSeconds=45))["warnings"]
-    assert "terminationGracePeriodSeconds is 45 s and policy default asks for 120 s" in grace
-    spot = {"cloud.google.com/gke-spot": "true"}
-    (short,) = sample.answer(job(OPT_IN, nodeSelector=spot))["warnings"]
-    assert "give a pod 15 s to end" in short
-    assert "warnings" not in sample.answer(job(OPT_IN, nodeSelector=spot), {"gracePeriod": "15s"})
-    ports = [{"name": "t", "ports": [{"containerPort": 24464}]}]
-    (port,) = sample.answer(job(OPT_IN, containers=ports))["warnings"]
-    assert "port 24464" in port
-    (stuck,) = sample.answer(job(OPT_IN, spec={"podReplacementPolicy": "Failed"}))["warnings"]
-    assert "lost node" in stuck
-    (alike,) = sample.answer(job(OPT_IN, spec={"parallelism": 2}))["warnings"]
-    assert "completionMode Indexed" in alike
-    assert "warnings" not in sample.answer(job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}))
-    (kept,) = sample.answer(job(OPT_IN), {"reclaim": {"policy": "Delete"}})["warnings"]
-    assert "will stay" in kept
-    assert all(len(w) <= 200 for w in (grace, short, port, stuck, alike, kept))
+@pytest.mark.parametrize(
+    ("document", "spec", "said"),
+    [
+        (job(OPT_IN), {}, ""),
+        (job(OPT_IN, terminationGracePeriodSeconds=45), {}, "is 45 s and policy default asks for 120 s"),
+        (job(OPT_IN, **SPOT), {}, "give a pod 15 s to end"),
+        (job(OPT_IN, **SPOT), {"gracePeriod": "15s"}, ""),
+        (job(OPT_IN, **PORT), {}, "port 24464"),
+        (job(OPT_IN, **PROXY), {}, "istio-proxy is no native sidecar"),
+        (job(OPT_IN, initContainers=[{"name": "istio-proxy", "restartPolicy": "Always"}]), {}, ""),
+        (job(OPT_IN, spec={"podReplacementPolicy": "Failed"}), {}, "lost node"),
+        (job(OPT_IN, spec={"parallelism": 2}), {}, "completionMode Indexed"),
+        (job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}), {}, ""),
+        (pod(hostNetwork=True), {}, "ClusterFirstWithHostNet"),
+        (pod(hostNetwork=True, dnsPolicy="Default"), IN_CLUSTER, "ClusterFirstWithHostNet"),
+        (pod(hostNetwork=True), OUTSIDE, ""),
+        (pod(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet"), {}, ""),
+        (pod(("batch.example.org/v1", "Job")), {}, "Job of batch.example.org/v1 is not supported"),
+        (pod(("argoproj.io/v1alpha1", "Workflow")), {}, "is not supported"),
+        (pod(("batch/v1", "Job")), {}, ""),
+        (pod(("apps/v1", "StatefulSet")), {}, ""),
+        (pod(("kubeflow.org/v1", "PyTorchJob")), {}, ""),
+    ],
+)
+def test_warnings(document: Document, spec: Document, said: str) -> None:
+    """Of what a user should do; at most one each here."""
+    found = sample.answer(document, spec).get("warnings", [])
+    assert len(found) == bool(said)
+    assert all(said in each and len(each) <= 200 for each in found)
 
 
 def test_autoscalers_and_backups_know_that_our_volumes_hold_nothing() -> None:
     """Else a node stays for the cache, and a backup copies it. What the user says stays as it is: templates are immutable."""
     evict, backup = cluster_name.EVICTABLE_VOLUMES, cluster_name.UNSAVED_VOLUMES
     document = job(OPT_IN)
-    notes = sample.applied(document, sample.answer(document))["spec"]["template"]["metadata"]["annotations"]
+    notes = injected(document)["spec"]["template"]["metadata"]["annotations"]
     assert (notes[evict], notes[backup]) == ("deltashard-cache", "deltashard-shm,deltashard-cache")
     document["spec"]["template"]["metadata"]["annotations"] = {evict: "mine"}
-    response = sample.answer(document)
-    notes = sample.applied(document, response)["spec"]["template"]["metadata"]["annotations"]
-    assert notes[evict] == "mine"
-    assert "keeps the pod's node" in response["warnings"][0]
-
-
-def test_a_proxy_that_ends_with_the_trainer_is_warned_of() -> None:
-    containers = [{"name": "t", "image": "t"}, {"name": "istio-proxy", "image": "p"}]
-    (warning,) = sample.answer(job(OPT_IN, containers=containers))["warnings"]
-    assert "istio-proxy is no native sidecar" in warning
-    assert len(warning) <= 200
-    native = [{"name": "istio-proxy", "image": "p", "restartPolicy": "Always"}]
-    assert "warnings" not in sample.answer(job(OPT_IN, initContainers=native))
+    assert injected(document)["spec"]["template"]["metadata"]["annotations"][evict] == "mine"
+    assert "keeps the pod's node" in sample.answer(document)["warnings"][0]
 
 
 def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
     """Client-side and server-side apply leave a trace of what was written; changing that would break re-applying."""
-    manifest = json.dumps(job(OPT_IN, terminationGracePeriodSeconds=30))
-    client_side = job({**OPT_IN, "kubectl.kubernetes.io/last-applied-configuration": manifest})
-    client_side["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 30
-    server_side = job(OPT_IN, terminationGracePeriodSeconds=30)
-    path = {"f:spec": {"f:template": {"f:spec": {"f:terminationGracePeriodSeconds": {}}}}}
-    server_side["metadata"]["managedFields"] = [{"operation": "Apply", "fieldsV1": path}]
-    for document in (client_side, server_side):
-        response = sample.answer(document)
-        result = sample.applied(document, response)
-        assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 30
-        assert "may not end in time" in response["warnings"][0]
+
+    def grace_s(document: Document) -> int:
+        return injected(document)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+
+    written = job(OPT_IN, terminationGracePeriodSeconds=30)
+    client_side, server_side = copy.deepcopy(written), copy.deepcopy(written)
+    notes = {**OPT_IN, "kubectl.kubernetes.io/last-applied-configuration": json.dumps(written)}
+    client_side["metadata"]["annotations"] = notes
+    fields = {"f:spec": {"f:template": {"f:spec": {"f:terminationGracePeriodSeconds": {}}}}}
+    server_side["metadata"]["managedFields"] = [{"operation": "Apply", "fieldsV1": fields}]
+    assert (grace_s(client_side), grace_s(server_side)) == (30, 30)
+    assert "may not end in time" in sample.answer(client_side)["warnings"][0]
     server_side["metadata"]["managedFields"][0]["operation"] = "Update"  # holds defaults, too
-    for seconds in (120, 15):
-        response = sample.answer(server_side, {"gracePeriod": f"{seconds}s"})
-        result = sample.applied(server_side, response)
-        assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == seconds
+    assert (grace_s(server_side), grace_s(written)) == (120, 120)
 
 
 @pytest.mark.parametrize(
@@ -245,3 +191,83 @@ def test_what_is_no_review_is_not_answered(body: Any) -> None:
     """It is the caller's fault, and said so."""
     with pytest.raises(review.BadReview):
         review.parse(json.dumps(body).encode())
+
+
+WORDS = {"run_id": "exp", "interval": "1s500ms", "encoding": "q4", "arena_size": "100Mi"}
+
+
+@pytest.mark.parametrize("said", [{}, WORDS, {"restore_from": "exp@best", "runs": "one"}])
+def test_a_copied_manifest_that_is_as_it_was_said_is_let_through(said: dict[str, str]) -> None:
+    """The webhook is called again when another one changed something behind it."""
+    again = sample.answer(injected(job(opted(**said))))
+    assert (again["allowed"], "patch" in again) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run-id", "other"),
+        ("run-id", None),  # which would go on with the older run
+        ("interval", "60s"),
+        ("encoding", "q2"),
+        ("arena-size", "512Mi"),
+        ("restore-from", "base"),
+        ("runs", "per-pod"),
+        ("policy", "nightly"),
+    ],
+)
+def test_another_word_than_the_copied_sidecars_is_refused(key: str, value: str | None) -> None:
+    """Without asking the API: neither its policy nor the holder of its run could make it better."""
+    document = injected(job(opted(**WORDS)))
+    notes = document["metadata"]["annotations"] | {f"deltashard.io/{key}": value}
+    document["metadata"]["annotations"] = {key: word for key, word in notes.items() if word is not None}
+    del document["spec"]["template"]["metadata"]["annotations"]["deltashard.io/policy"]
+    refused = sample.parsed(document)
+    assert isinstance(refused, review.Answer)
+    assert (refused.outcome, f"deltashard.io/{key}: " in refused.sentence) == ("CopiedManifest", True)
+    assert "take the container deltashard-sidecar" in refused.sentence
+
+
+def test_a_pod_that_was_copied_from_a_workloads_is_refused() -> None:
+    """It has its StatefulSet's name and UID in its environment, and would train into that one's run."""
+    mine = injected(pod(("apps/v1", "StatefulSet")))
+    assert sample.answer(mine)["allowed"]
+    bare, others, of_job = copy.deepcopy(mine), copy.deepcopy(mine), injected(job(OPT_IN))["spec"]["template"]
+    del bare["metadata"]["ownerReferences"]
+    others["metadata"]["ownerReferences"][0] |= {"name": "offline", "uid": "u-2"}
+    of_job = {"apiVersion": "v1", "kind": "Pod", **of_job}
+    for copied in (bare, others, of_job):
+        status = sample.answer(copied)["status"]
+        assert (status["reason"], "another workload" in status["message"]) == ("CopiedManifest", True)
+
+
+@pytest.mark.parametrize(
+    ("owner", "labels", "named"),
+    [
+        (("apps/v1", "ReplicaSet"), {}, "ReplicaSet w"),
+        (("apps/v1", "DaemonSet"), {}, "DaemonSet w"),
+        (("v1", "ReplicationController"), {}, "ReplicationController w"),
+        (("ray.io/v1", "RayCluster"), {}, "RayCluster w"),
+        (("kubeflow.org/v2beta1", "MPIJob"), {}, "MPIJob w"),
+        (("batch.volcano.sh/v1alpha1", "Job"), {}, "Job w"),
+        (("sparkoperator.k8s.io/v1beta2", "SparkApplication"), {}, "SparkApplication w"),
+        # Leader and workers of a group are of two StatefulSets: two runs of one process group.
+        (("apps/v1", "StatefulSet"), {"leaderworkerset.sigs.k8s.io/name": "lws"}, "LeaderWorkerSet lws"),
+    ],
+)
+def test_pods_that_go_on_with_no_run_are_refused(
+    owner: tuple[str, str], labels: dict[str, str], named: str
+) -> None:
+    status = sample.answer(pod(owner, labels))["status"]
+    assert status["reason"] == "Unsupported"
+    assert f"{named}: " in status["message"]
+    assert "use Job, " in status["message"]
+
+
+def test_the_main_container_of_an_argo_pod_trains() -> None:
+    """Its first container is Argo's own; the pod names its main one, as others do."""
+    document = pod(("argoproj.io/v1alpha1", "Workflow"), containers=[{"name": "wait"}, {"name": "main"}])
+    document["metadata"]["annotations"] = OPT_IN | {"kubectl.kubernetes.io/default-container": "main"}
+    wait, main = injected(document)["spec"]["containers"]
+    assert "volumeMounts" not in wait
+    assert main["volumeMounts"] == [{"name": "deltashard-shm", "mountPath": "/run/deltashard"}]

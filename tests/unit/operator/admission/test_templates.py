@@ -132,15 +132,3 @@ def test_other_annotations_than_at_create_are_refused(manifest: Document) -> Non
 
 def test_an_older_object_is_left_to_its_jobs_and_pods(manifest: Document) -> None:
     assert "patch" not in sample.answer(manifest, operation="UPDATE", before=manifest)
-
-
-def test_a_written_grace_period_stays() -> None:
-    """Found in a list by its place (kubectl's annotation) or by the element's name (server-side apply)."""
-    document = documents("jobset")[0]
-    template_of(document)["spec"]["terminationGracePeriodSeconds"] = 30
-    inner = {"f:template": {"f:spec": {"f:template": {"f:spec": {"f:terminationGracePeriodSeconds": {}}}}}}
-    fields = {"f:spec": {"f:replicatedJobs": {'k:{"name":"workers"}': inner}}}
-    document["metadata"]["managedFields"] = [{"operation": "Apply", "fieldsV1": fields}]
-    assert template_of(created(document))["spec"]["terminationGracePeriodSeconds"] == 30
-    del document["metadata"]["managedFields"]
-    assert template_of(created(document))["spec"]["terminationGracePeriodSeconds"] == 120

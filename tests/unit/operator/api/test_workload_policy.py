@@ -1,76 +1,47 @@
-"""Policies: defaults under them, annotations over them, sentences for what is wrong."""
+"""Policies: defaults under them, annotations over them, what the sidecar gets of each, sentences for what is wrong."""
 
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from deltashard_operator.api import workload_policy
+from deltashard_checkpoint.stores.url import options_of, scheme_of
+from deltashard_operator.admission.injection import inject
+from deltashard_operator.api import store_access, workload_policy
 from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.api.workload_policy import merged, read
+from deltashard_operator.kube import run_identity
 
 from tests.support.operator import sample
 
 
-def test_a_whole_policy_is_read() -> None:
-    """Every field arrives where it belongs."""
-    policy = sample.policy(
-        {
-            "store": {
-                "url": "s3://bkt/p",
-                "region": "eu-1",
-                "endpoint": "https://s3.example",
-                "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"},
-            },
-            "interval": {"every": "1m", "everySteps": 100},
-            "precision": {"encoding": "q4"},
-            "differential": "one-shot",
-            "arenaSize": "100Mi",
-            "cacheSize": "1Gi",
-            "keepLast": 5,
-            "gracePeriod": "5m",
-            "sidecar": {
-                "imagePullPolicy": "Always",
-                "runAsUser": None,
-                "resources": {
-                    "requests": {"cpu": "1", "memory": "256Mi"},
-                    "limits": {"cpu": "3", "memory": "2Gi"},
-                },
-            },
-        }
-    )
-    assert policy.url == "s3://bkt/p?endpoint=https://s3.example&region=eu-1"
-    assert policy.secret_name is None, "the default's secret is not for another store"
-    assert policy.web_identity is not None
-    assert policy.web_identity.audience == "sts.amazonaws.com"
-    assert policy.arena_bytes == 104 << 20, "whole blocks"
-    assert policy.image == "registry.example/deltashard-sidecar:0.1.0"
-    assert policy.fleet
-    assert (policy.encoding, policy.run_as_user, policy.grace_s, policy.cpu_limit_millis) == (
-        "q4",
+def test_a_policy_is_over_the_defaults_and_under_the_annotations() -> None:
+    """Another store takes nothing of the default's; a null user is a choice."""
+    spec = {
+        "store": {"url": "s3://bkt/p", "region": "eu-1"},
+        "precision": {"encoding": "q4"},
+        "arenaSize": "100Mi",
+        "sidecar": {"runAsUser": None, "resources": {"requests": {"cpu": "1"}}},
+        "network": {"caBundle": {"configMap": "c"}},
+    }
+    defaults = {**sample.DEFAULTS, "network": {"httpsProxy": "http://proxy:1"}, "gracePeriod": "5m"}
+    policy = read("p", merged(spec, defaults))
+    assert (policy.url, policy.store) == ("s3://bkt/p?region=eu-1", spec["store"])
+    assert (policy.sidecar["image"], policy.sidecar["runAsUser"]) == (
+        sample.DEFAULTS["sidecar"]["image"],
         None,
-        300,
-        3000,
     )
-
-
-def test_annotations_win() -> None:
-    """The user's word for one workload stands over its policy."""
-    policy = sample.policy(
-        {"precision": {"encoding": "q8"}},
-        encoding="q2",
-        every_s=7.5,
-        arena_bytes=65 << 20,
-        container="c",
-        run_id="r",
-    )
-    assert (policy.encoding, policy.every_s, policy.arena_bytes) == ("q2", 7.5, 72 << 20)
-    assert (policy.container, policy.run_id) == ("c", "r")
-
-
-def test_nothing_is_chosen_where_nothing_says_so() -> None:
-    policy = sample.policy({"precision": {"encoding": "q4"}})
-    assert (policy.goal, policy.bits_goal, policy.tables) == ("fixed", "", "")
+    assert policy.sidecar["resources"] == {
+        "requests": {"cpu": "1", "memory": "512Mi"},
+        "limits": {"cpu": "2", "memory": "1Gi"},
+    }
+    assert policy.network == {"httpsProxy": "http://proxy:1", "caBundle": {"configMap": "c"}}
+    assert (policy.saving.encoding, policy.grace_s, policy.arena_bytes) == ("q4", 300, 104 << 20)
+    said = Annotations(policy="p", spec={"precision": {"encoding": "q2"}, "arenaSize": "65Mi"})
+    policy = read("p", merged(spec, defaults), said)
+    assert (policy.saving.encoding, policy.arena_bytes) == ("q2", 72 << 20)
 
 
 CHOOSING = {
@@ -78,49 +49,43 @@ CHOOSING = {
     "interval": {"goal": {"type": "Auto"}, "atMost": "15m"},
     "precision": {"goal": "Budget"},
 }
+EVERY = {"interval": {"every": "1m"}}
 
 
 @pytest.mark.parametrize(
-    ("spec", "annotations", "goals"),
+    ("spec", "said", "goals"),
     [
         ({}, {}, ("auto", "budget")),
-        ({"interval": {"every": "1m"}}, {}, ("fixed", "budget")),
-        ({"interval": {"everySteps": 60}}, {}, ("fixed", "budget")),
-        ({"interval": {"every": "1m", "atMost": "15m"}}, {}, ("fixed", "budget")),
+        (EVERY, {}, ("", "budget")),
+        ({"interval": {"everySteps": 60}}, {}, ("", "budget")),
+        ({"interval": {"every": "1m", "atMost": "15m"}}, {}, ("", "budget")),
         ({"interval": {"every": "1m", "goal": {"type": "Auto"}}}, {}, ("auto", "budget")),
         ({"precision": {"encoding": "q4"}}, {}, ("auto", "")),
         ({"precision": {"encoding": "q4", "goal": "CheckNRun"}}, {}, ("auto", "check-n-run")),
         ({"precision": {"goal": "Fixed"}}, {}, ("auto", "")),
-        ({}, {"every_s": 60.0}, ("fixed", "budget")),
-        ({}, {"every_s": 60.0, "goal": "auto"}, ("auto", "budget")),
-        ({}, {"encoding": "q4"}, ("auto", "")),
-        ({}, {"encoding": "q4", "precision": "budget"}, ("auto", "budget")),
-        ({"interval": {"every": "1m"}}, {"goal": "lost-work=5m"}, ("lost-work=5m", "budget")),
-        ({}, {"goal": "fixed", "precision": "fixed"}, ("fixed", "")),
+        ({}, EVERY, ("", "budget")),
+        ({}, {"interval": {"every": "1m", "goal": "auto"}}, ("auto", "budget")),
+        ({}, {"precision": {"encoding": "q4"}}, ("auto", "")),
+        ({}, {"precision": {"encoding": "q4", "goal": "budget"}}, ("auto", "budget")),
+        (EVERY, {"interval": {"goal": "lost-work=5m"}}, ("lost-work=5m", "budget")),
+        ({}, {"interval": {"goal": "fixed"}, "precision": {"goal": "fixed"}}, ("", "")),
     ],
 )
 def test_who_states_a_value_and_no_goal_wants_just_this(
-    spec: dict[str, Any], annotations: dict[str, Any], goals: tuple[str, str]
+    spec: dict[str, Any], said: dict[str, Any], goals: tuple[str, str]
 ) -> None:
     """Whatever the default's goal is; the default's bounds stay."""
-    said = Annotations(policy="p", **annotations)
-    policy = workload_policy.resolve("p", workload_policy.merged(spec, CHOOSING), said)
-    assert ((policy.goal, policy.bits_goal), policy.most_s) == (goals, 900)
+    saving = read("p", merged(spec, CHOOSING), Annotations(policy="p", spec=said)).saving
+    assert ((saving.goal, saving.bits_goal), saving.most_s) == (goals, 900 if goals[0] else 0)
 
 
 def test_the_cluster_turns_deciding_off_and_no_policy_turns_it_on() -> None:
     off = {**CHOOSING, "deciding": {"enabled": False}}
-    spec = {
-        "deciding": {"enabled": True},
-        "interval": {"goal": {"type": "Auto"}},
-        "precision": {"goal": "Budget"},
-    }
-    said = Annotations(policy="p")
-    policy = workload_policy.resolve("p", workload_policy.merged(spec, off), said)
-    assert (policy.goal, policy.bits_goal) == ("fixed", "")
-    on = workload_policy.merged({"deciding": {"enabled": False}}, CHOOSING)
-    policy = workload_policy.resolve("p", on, said)
-    assert (policy.goal, policy.bits_goal) == ("auto", "budget")
+    spec = {"deciding": {"enabled": True}, "interval": {"goal": {"type": "Auto"}}}
+    said = Annotations(policy="p", spec={"precision": {"goal": "budget"}})
+    saving = read("p", merged(spec, off), said).saving
+    assert (saving.goal, saving.bits_goal) == ("", "")
+    assert read("p", merged({"deciding": {"enabled": False}}, CHOOSING)).saving.goal == "auto"
 
 
 def test_what_becomes_of_a_finished_run_and_whether_the_cluster_lets_it() -> None:
@@ -129,82 +94,162 @@ def test_what_becomes_of_a_finished_run_and_whether_the_cluster_lets_it() -> Non
     assert (policy.reclaim, policy.reclaim_after_s, policy.reclaim_account) == ("Delete", 604800, "trainer")
     assert not policy.reclaims, "no policy's word"
     allowed = {**sample.DEFAULTS, "reclaiming": {"enabled": True}}
-    policy = workload_policy.read("p", workload_policy.merged({"reclaim": {"after": "0s"}}, allowed))
+    policy = read("p", merged({"reclaim": {"after": "0s"}}, allowed))
     assert (policy.reclaim, policy.reclaim_after_s, policy.reclaims) == ("Retain", 0, True)
 
 
-def test_encodings_of_tables_that_do_not_fit_beside_the_rest_are_refused() -> None:
-    tables = {f"{'x' * 100}{n}": "q8" for n in range(40)}
-    with pytest.raises(Refusal, match="at most 3072 characters"):
-        sample.policy({"precision": {"tables": tables}})
-
-
 @pytest.mark.parametrize(
-    ("spec", "path"),
-    [
-        ({"interval": "auto"}, "spec.interval is 'auto'; it takes an object"),
-        ({"interval": {"goal": {"type": "Soon"}}}, "spec.interval.goal.type is 'Soon'"),
-        ({"interval": {"goal": {"type": "PLS"}}}, "spec.interval.goal: type PLS needs pls"),
-        ({"interval": {"atLeast": "60s", "atMost": "59s"}}, "spec.interval.atLeast is '60s'"),
-        ({"interval": {"every": True}}, "spec.interval.every is 'True'"),
-        ({"interval": {"every": "0s"}}, "spec.interval: every 0s turns the timer off"),
-        ({"interval": {"everySteps": True}}, "spec.interval.everySteps is 'True'"),
-        ({"precision": {"tables": {"a=b": "q8"}}}, "spec.precision.tables is"),
-        ({"precision": {"tables": {"a": "q7"}}}, "spec.precision.tables.a is 'q7'"),
-        ({"store": {}}, "spec.store.url is missing"),
-        ({"store": {"url": "s3://b/$(NODE_NAME)"}}, "spec.store.url is"),
-        ({"store": {"url": "s3://b/p\n"}}, "spec.store.url is"),
-        ({"store": {"url": "s3://bkt/../x"}}, "spec.store.url: the url holds '..'"),
-        ({"store": {"url": "gs://bkt", "region": "eu"}}, "spec.store: region, addressing and encryption"),
-        (
-            {"store": {"url": "az://ctr", "webIdentity": {"clientId": "c"}}},
-            "spec.store: webIdentity needs clientId",
-        ),
-        ({"store": "s3://bucket"}, "spec.store is 's3://bucket'"),
-        ({"intervalSeconds": 60}, "spec.intervalSeconds: there is no such field"),
-        ({"arenaSize": "1Mi"}, "spec.arenaSize is '1Mi'; it takes a quantity from 64Mi to 1Ti"),
-        ({"cacheSize": []}, "spec.cacheSize is"),
-        ({"sidecar": {"image": ""}}, "spec.sidecar.image is"),
-        ({"sidecar": {"imagePullSecrets": [{"name": "x"}]}}, "spec.sidecar.imagePullSecrets[0] is"),
-        ({"sidecar": {"resources": {"requests": {"cpu": "0"}}}}, "spec.sidecar.resources.requests.cpu is"),
-    ],
-)
-def test_a_wrong_field_is_refused_by_its_path(spec: dict[str, Any], path: str) -> None:
-    """The sentence names policy and field, shows the value and says what it takes."""
-    with pytest.raises(Refusal) as caught:
-        sample.policy(spec)
-    assert caught.value.code == "BadPolicy"
-    assert caught.value.sentence.startswith(f"CheckpointPolicy default: {path}")
-
-
-def test_the_cluster_s_policies_are_named_apart() -> None:
-    assert workload_policy.key_of("team-a", "nightly") == ("team-a", "nightly")
-    assert workload_policy.key_of("team-a", "cluster/nightly") == ("", "nightly")
-    with pytest.raises(Refusal, match=r"spec\.store\.url is missing \[ClusterCheckpointPolicy p\]"):
-        workload_policy.read("cluster/p", {})
-    said = workload_policy.not_found("cluster/nightly", default=False).sentence
-    assert "there is no ClusterCheckpointPolicy 'nightly'; create it" in said
-
-
-def test_without_any_store_the_policy_says_so() -> None:
-    """A chart without a default store needs policies with one."""
-    with pytest.raises(Refusal, match="spec.store.url is missing"):
-        workload_policy.resolve("p", {"sidecar": {"image": "i"}}, Annotations(policy="p"))
-
-
-@pytest.mark.parametrize(
-    ("spec", "arena_bytes", "cache_bytes"),
+    ("spec", "arena", "cache_bytes"),
     [
         ({}, None, 4 << 30),
-        ({"arenaSize": "64Mi"}, None, 1 << 30),
-        ({}, 128 << 20, 2 << 30),
+        ({}, "128Mi", 2 << 30),
         ({"arenaSize": "64Gi"}, None, 10 << 30),
         ({"arenaSize": "64Mi", "cacheSize": "100Gi"}, None, 100 << 30),
-        ({"cacheSize": "64Mi"}, 1 << 30, 64 << 20),
     ],
 )
 def test_the_cache_is_as_large_as_stated_or_in_proportion_to_the_arena(
-    spec: dict[str, Any], arena_bytes: int | None, cache_bytes: int
+    spec: dict[str, Any], arena: str | None, cache_bytes: int
 ) -> None:
     """A node that has little to spare is not asked for 10 GiB by a small arena; nobody is asked for more than that."""
-    assert sample.policy(spec, arena_bytes=arena_bytes).cache_bytes == cache_bytes
+    said = {"spec": {"arenaSize": arena}} if arena else {}
+    assert sample.policy(spec, **said).cache_bytes == cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "says"),
+    [
+        ("p", {"sidecar": {"image": "i"}}, "spec.store.url is missing"),
+        ("cluster/p", {"store": {"url": "s3://b"}}, "spec.sidecar.image is missing"),
+        ("p", {"interval": {"goal": {"type": "Auto"}, "atLeast": "2h", "atMost": "1h"}}, "is above atMost"),
+        ("p", {"interval": {"every": "0s"}}, "every 0s turns the timer off"),
+        ("p", {"interval": {"every": "soon"}}, "it cannot be read: ValueError: 'soon' is no duration"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_the_policys_name(
+    name: str, spec: dict[str, Any], says: str
+) -> None:
+    """One layer by itself is the API server's to refuse."""
+    whole = spec if "missing" in says else merged(spec, sample.DEFAULTS)
+    with pytest.raises(Refusal) as caught:
+        read(name, whole)
+    assert caught.value.sentence.startswith(f"{workload_policy.called(name)}: ")
+    assert says in caught.value.sentence
+
+
+def test_the_clusters_policies_are_named_apart() -> None:
+    assert workload_policy.key_of("team-a", "nightly") == ("team-a", "nightly")
+    assert workload_policy.key_of("team-a", "cluster/nightly") == ("", "nightly")
+    assert workload_policy.called("cluster/p") == "ClusterCheckpointPolicy p"
+
+
+@pytest.mark.parametrize(
+    ("store", "url"),
+    [
+        (
+            {
+                "url": "s3://bkt/p",
+                "endpoint": "https://s3.example",
+                "region": "eu-1",
+                "addressing": "virtual",
+                "encryption": {"kind": "SSE-KMS", "keyId": "arn:aws:kms:eu-1:1:key/a-b"},
+            },
+            (
+                "s3://bkt/p?endpoint=https://s3.example&region=eu-1&addressing=virtual&sse=aws:kms"
+                "&kms-key-id=arn:aws:kms:eu-1:1:key/a-b"
+            ),
+        ),
+        ({"url": "s3://bkt", "encryption": {"kind": "SSE-S3"}, "addressing": "auto"}, "s3://bkt?sse=AES256"),
+        ({"url": "gs://bkt_1/p", "endpoint": "http://gcs:4443"}, "gs://bkt_1/p?endpoint=http://gcs:4443"),
+        (
+            {"url": "az://ctr/p", "account": "acc1", "endpoint": "http://az:10000/acc1"},
+            "az://ctr/p?endpoint=http://az:10000/acc1&account=acc1",
+        ),
+    ],
+)
+def test_a_store_becomes_a_url_that_the_sidecar_reads(store: dict[str, Any], url: str) -> None:
+    assert sample.policy({"store": store}).url == url
+    parts = urlsplit(url)
+    scheme = scheme_of(parts.scheme)
+    assert scheme is not None
+    assert set(options_of(parts.query, scheme, url)) <= set(scheme.options)
+
+
+STORE, TOKEN = "/etc/deltashard/store/", "/var/run/secrets/deltashard/store"
+
+
+@pytest.mark.parametrize(
+    ("store", "variables", "audiences"),
+    [
+        ({"url": "s3://b", "secretRef": {"name": "s"}}, {"AWS_SHARED_CREDENTIALS_FILE": STORE + "credentials"}, []),
+        ({"url": "gs://b", "secretRef": {"name": "s"}}, {"GOOGLE_APPLICATION_CREDENTIALS": STORE + "credentials"}, []),
+        (
+            {"url": "az://c", "secretRef": {"name": "s", "key": "azure"}},
+            {"AZURE_STORAGE_CONNECTION_STRING_FILE": STORE + "azure"},
+            [],
+        ),
+        (
+            {"url": "s3://b", "webIdentity": {"audience": "minio", "stsEndpoint": "http://minio:9000"}},
+            {"AWS_WEB_IDENTITY_TOKEN_FILE": TOKEN, "AWS_ENDPOINT_URL_STS": "http://minio:9000"},
+            ["minio"],
+        ),
+        (
+            {"url": "s3://b", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}},
+            {"AWS_WEB_IDENTITY_TOKEN_FILE": TOKEN, "AWS_ROLE_ARN": "arn:aws:iam::1:role/x"},
+            ["sts.amazonaws.com"],
+        ),
+        (
+            {"url": "az://c", "webIdentity": {"clientId": "c", "tenantId": "t"}},
+            {"AZURE_FEDERATED_TOKEN_FILE": TOKEN, "AZURE_CLIENT_ID": "c", "AZURE_TENANT_ID": "t"},
+            ["api://AzureADTokenExchange"],
+        ),
+    ],
+)  # fmt: skip
+def test_credentials_by_the_kind_of_store(
+    store: dict[str, Any], variables: dict[str, str], audiences: list[str]
+) -> None:
+    """A Secret that may come later, or a token; no key is in any environment."""
+    policy = sample.policy({"store": store})
+    assert store_access.settings(policy) == variables
+    (volume,), (mount,) = store_access.files(policy)
+    assert mount["readOnly"]
+    sources = volume.get("projected", {}).get("sources", [])
+    assert [each["serviceAccountToken"]["audience"] for each in sources] == audiences
+    assert volume.get("secret") == (None if audiences else {"secretName": "s", "optional": True})
+
+
+def test_the_way_to_the_network() -> None:
+    """This pod, the metadata services and the cluster are always past the proxy."""
+    network = {
+        "httpsProxy": "http://proxy:3128",
+        "noProxy": "minio.example",
+        "caBundle": {"configMap": "c", "key": "k"},
+    }
+    policy = sample.policy({"store": {"url": "gs://b"}, "network": network})
+    found = store_access.settings(policy)
+    past = set(found.pop("NO_PROXY").split(","))
+    assert {"localhost", "169.254.169.254", "metadata.google.internal", ".svc", "minio.example"} <= past
+    assert {"169.254.170.23", "[fd00:ec2::23]", "fd00:ec2::254", "100.100.100.200"} <= past
+    authorities = "/etc/deltashard/ca/ca.crt"
+    assert found == {
+        "HTTPS_PROXY": "http://proxy:3128",
+        "SSL_CERT_FILE": authorities,
+        "AWS_CA_BUNDLE": authorities,
+    }
+    (volume,), _ = store_access.files(policy)
+    assert volume["configMap"] == {"name": "c", "items": [{"key": "k", "path": "ca.crt"}]}
+
+
+def test_a_policys_own_variables_and_volumes() -> None:
+    """As stated, read only, and last; a variable that no other field sets is the user's."""
+    volumes = [
+        {"name": "v", "mountPath": "/etc/files", "configMap": {"name": "c"}},
+        {"name": "k", "mountPath": "/etc/k", "csi": {"driver": "secrets-store.csi.k8s.io"}},
+    ]
+    own = {"name": "AWS_SHARED_CREDENTIALS_FILE", "value": "/etc/k/x"}
+    spec = {"store": {"url": "s3://b"}, "sidecar": {"env": [own], "volumes": volumes}}
+    result = inject(sample.template(), sample.policy(spec), run_identity.JOB)
+    sidecar, found = sample.sidecar_of(result), {each["name"]: each for each in result["spec"]["volumes"]}
+    assert sidecar["env"][-1] == own
+    assert sidecar["volumeMounts"][-2] == {"name": "v", "mountPath": "/etc/files", "readOnly": True}
+    assert found["v"] == {"name": "v", "configMap": {"name": "c"}}
+    assert found["k"]["csi"]["readOnly"] is True

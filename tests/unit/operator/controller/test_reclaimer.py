@@ -1,4 +1,4 @@
-"""The controller's part in removals, on an API that answers from memory and by a clock of the test's own."""
+"""Removals on an API that answers from memory, by a clock of the test's own; and what their Job runs with."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from typing import Any, cast
 import pytest
 import yaml
 from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.status import Served
 from deltashard_operator.controller.watch import Watches
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import judgement, watched_run
-from deltashard_operator.run.observed_object import timestamp
-from deltashard_operator.run.reclaim import MAX_TRIES, ReclaimState
+from deltashard_operator.run.observed_object import ABSENT_S, Workload, timestamp
+from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, ReclaimState
+from deltashard_operator.run.watched_run import Run
 
 from tests.support.in_a_loop import in_a_loop
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, job, pod
 
-NAME = "deltashard-reclaim-" + UID.replace("-", "")[:12]
 BEGAN_S = 1_700_000_000.0
 DAY_S = 86400.0
 STORE = {"url": "s3://checkpoints/team-a", "endpoint": "http://minio:9000", "secretRef": {"name": "keys"}}
 URL = "s3://checkpoints/team-a?endpoint=http://minio:9000"
-WORD = {"runs": 1, "stay": 0, "kept": [], "objects": 5, "bytes": 50}
-WAITING, REMOVING, REMOVED, KEPT, FAILED = ReclaimState
+JOBS = "/apis/batch/v1/namespaces/n/jobs"
 Document = dict[str, Any]
 
 
@@ -46,7 +45,7 @@ class Jobs:
         self.jobs: dict[str, Document] = {}
         self.made: list[str] = []
         self.pods: list[Document] = []
-        self.away = False
+        self.away = self.refuses = False
         self.on_get: Callable[[], object] = lambda: None
         """Happens while the Job that removes is asked for."""
 
@@ -57,13 +56,15 @@ class Jobs:
         if self.away:
             raise ApiUnavailable("no answer", where=path)
         if method == "GET":
-            if path.endswith(NAME):
+            if "/deltashard-reclaim-" in path:
                 self.on_get()
             known = self.jobs.get(path)
             return Answer(status=404 if known is None else 200, document=known or {})
         assert (method, body is None) == ("POST", False)
-        self.jobs[f"{path}/{(body or {})['metadata']['name']}"] = {**(body or {}), "status": {}}
         self.made.append(path)
+        if self.refuses:
+            return Answer(status=403, document={})
+        self.jobs[f"{path}/{(body or {})['metadata']['name']}"] = {**(body or {}), "status": {}}
         return Answer(status=201, document=dict(body or {}))
 
     async def every(self, path: str, **_: Any) -> list[Document]:
@@ -108,26 +109,26 @@ class Bench:
     def kept(self, entry: Entry) -> Entry:
         run, _ = judgement.judged(entry.run, {}, self.now_s)
         self.books.set(entry, replace(run, store=URL))
-        entry.served = Served(uid="made", version="1", created="")
+        entry.served, entry.written = {"uid": "made"}, b'{"finishedAt":"then"}'
         return entry
 
     async def go(self, seconds: float = 30.0, step_s: float = 1.0) -> None:
         ends_s = self.now_s + seconds
         while self.now_s < ends_s:
-            self.reclaimer.tick()
+            self.reclaimer.look(self.now_s)
             self.queue.tick()
             if self.queue.tasks:
                 await asyncio.wait(self.queue.tasks)
             self.now_s += step_s
 
-    def end(self, said: Document | None) -> None:
-        """The Job that removes has succeeded; its pod said this, or is gone."""
-        self.api.jobs[f"/apis/batch/v1/namespaces/n/jobs/{NAME}"]["status"] = {
-            "conditions": [{"type": "Complete", "status": "True"}]
-        }
-        state = {"terminated": {"message": json.dumps(said), "finishedAt": "2026-01-01T00:00:00Z"}}
-        ended = {"status": {"containerStatuses": [{"name": "reclaim", "state": state}]}}
-        self.api.pods = [] if said is None else [ended]
+    def end(self, said: str, how: str = "Complete") -> None:
+        """The Job that removes has ended; its newest pod said this."""
+        (job,) = self.api.jobs.values()
+        job["status"] = {"conditions": [{"type": how, "status": "True", "reason": "BackoffLimitExceeded"}]}
+        for message, second in ((said, 9), ("no connection", 0)):
+            state = {"terminated": {"message": message, "finishedAt": f"2026-01-01T00:00:0{second}Z"}}
+            ended = [{"name": "mesh", "state": {}}, {"name": "reclaim", "state": state}]
+            self.api.pods.append({"status": {"containerStatuses": ended}})
 
 
 @pytest.fixture
@@ -150,25 +151,62 @@ def state_of(entry: Entry) -> ReclaimState | None:
     return None if entry.run.reclaim is None else entry.run.reclaim.state
 
 
-@pytest.mark.parametrize(("said", "state"), [(WORD, REMOVED), (None, FAILED)])
+GONE = {"runs": 1, "stay": 0, "kept": [], "objects": 5, "bytes": 50}
+STAYS = {**GONE, "stay": 9, "kept": [{"run": "t/a", "why": "a pin"}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "how", "state", "message"),
+    [
+        (json.dumps(GONE), "Complete", REMOVED, "5 objects, 50 bytes"),
+        (json.dumps(STAYS), "Complete", KEPT, "9 runs stay: t/a: a pin; removed: 1 runs"),
+        ("no JSON", "Complete", FAILED, "could not be read"),
+        ('{"runs": 5}', "Complete", FAILED, "could not be read"),
+        ("no keys", "Failed", FAILED, "failed: no keys"),
+        ("", "Failed", FAILED, "failed: BackoffLimitExceeded"),
+    ],
+)
 @in_a_loop
 async def test_a_job_is_made_and_what_came_of_it_is_read(
-    bench: Bench, said: Document | None, state: ReclaimState
+    bench: Bench, said: str, how: str, state: ReclaimState, message: str
 ) -> None:
-    """A last word that was lost is not taken for done."""
+    """Once, though the API was away; and of what did not go another one is made when the Job has gone."""
     entry = bench.see(ended_job())
     bench.api.away = True
     await bench.go()
     bench.api.away = False
     await bench.go(90)
-    assert state_of(entry) is REMOVING
-    bench.end(said)
+    assert (state_of(entry), bench.api.jobs.keys()) == (
+        REMOVING,
+        {f"{JOBS}/{reclaim_job.job_name(entry.run)}"},
+    )
+    bench.end(said, how)
     await bench.go()
     assert (state_of(entry), len(bench.api.made)) == (state, 1)
+    assert entry.run.reclaim is not None
+    assert message in entry.run.reclaim.message
+    await bench.go(900)
     ends = {"outcome": state.value.lower()}
     assert bench.metrics.registry.get_sample_value("deltashard_controller_reclaims_total", ends) == 1
     (notice,) = entry.notices
-    assert notice.warning == (state is FAILED)
+    assert notice.warning == (state is not REMOVED)
+    bench.api.jobs.clear()
+    await bench.go(900)
+    assert (state_of(entry), len(bench.api.made)) == ((REMOVED, 1) if state is REMOVED else (REMOVING, 2))
+    bench.say(policy="Retain")
+    await bench.go()
+    assert state_of(entry) is (REMOVED if state is REMOVED else REMOVING), "it is at it"
+
+
+@in_a_loop
+async def test_a_job_that_may_not_be_made_is_told_once_and_tried_again(bench: Bench) -> None:
+    entry = bench.see(ended_job())
+    bench.api.refuses = True
+    await bench.go(1200)
+    assert (state_of(entry), len(entry.notices), 3 <= len(bench.api.made) <= 5) == (FAILED, 1, True)
+    bench.api.refuses = False
+    await bench.go(400)
+    assert state_of(entry) is REMOVING
 
 
 def continued(bench: Bench, run_id: str) -> None:
@@ -199,30 +237,13 @@ async def test_what_happens_while_it_looks_counts(bench: Bench, happens: Callabl
 
 
 @in_a_loop
-async def test_a_job_that_somebody_deletes_is_not_made_again_at_once_nor_for_ever(bench: Bench) -> None:
-    entry = bench.see(ended_job())
-    await bench.go()
-    bench.api.jobs.clear()
-    await bench.go(3600, step_s=60)
-    assert (state_of(entry), len(bench.api.made)) == (FAILED, 1)
-    for _ in range(2 * MAX_TRIES):
-        bench.now_s += 6 * 3600
-        await bench.go()
-        bench.api.jobs.clear()
-    assert len(bench.api.made) == MAX_TRIES
-    bench.say(policy="Retain")
-    await bench.go()
-    assert state_of(entry) is None
-
-
-@in_a_loop
 async def test_no_namespace_keeps_others_from_theirs(bench: Bench) -> None:
     """Neither one whose Jobs hang, nor one whose policy cannot be used."""
     entries = [bench.see(ended_job(number=n)) for n in range(1, 30)]
     for namespace, number in (("other", 98), ("bad", 99)):
         bench.say(namespace)
         entries.append(bench.see(ended_job(at_s=BEGAN_S + 1, namespace=namespace, number=number)))
-    bench.reclaimer.tick()
+    bench.reclaimer.look(bench.now_s)
     bench.say("bad", interval={"atLeast": "15m"})  # refused where it is laid over the default
     await bench.go(60)
     assert [sum(f"/{name}/" in each for each in bench.api.made) for name in ("n", "other")] == [4, 1]
@@ -234,20 +255,17 @@ async def test_the_job_of_an_earlier_end_is_not_this_end_s(bench: Bench) -> None
     """A JobSet ends, comes back, and ends again while the first Job is still there."""
     entry = bench.see(ended_job())
     await bench.go()
-    bench.end(WORD)
-    await bench.go()
+    bench.end(json.dumps(GONE))
     again = watched_run.finished(entry.run, "Completed", bench.now_s)
     bench.books.set(entry, replace(again, reclaim=None))  # as when it began anew meanwhile
     await bench.go()
-    assert entry.run.reclaim is not None
-    assert entry.run.reclaim.state is FAILED
-    assert "not made for this end" in entry.run.reclaim.message
+    assert (state_of(entry), len(bench.api.made)) == (REMOVING, 2)
 
 
 @in_a_loop
 async def test_a_job_without_our_label_that_lives_is_not_gone(bench: Bench) -> None:
     """Made before the webhook: its pods are injected, and it is not watched. Its pod was evicted, the next is to come."""
-    bare, path = job(), "/apis/batch/v1/namespaces/n/jobs/train"
+    bare, path = job(), f"{JOBS}/train"
     del bare["metadata"]["labels"]
     bench.api.jobs[path] = bare
     bench.watches.on_list()
@@ -257,38 +275,36 @@ async def test_a_job_without_our_label_that_lives_is_not_gone(bench: Bench) -> N
     (entry,) = bench.books
     bench.kept(entry)
     bench.watches.pod_gone(ObjectKey("n", "train-x", "p-1"), pod())
-    bench.now_s += 1
+    bench.now_s += ABSENT_S
     await bench.watches.settle()
     assert entry.run.finished == "Deleted", "so it seems"
-    seen = set()
-    for _ in range(300):
-        await bench.go(1)
-        assert entry.run.reclaim is not None
-        seen.add(entry.run.reclaim.message)
-    assert bench.api.made == []
-    assert seen == {"Job train is there and has not ended"}
+    await bench.go(900)
     assert entry.run.reclaim is not None
-    assert entry.run.reclaim.since_s < BEGAN_S + 60, "it does not change with each look"
+    assert (bench.api.made, entry.run.reclaim.message) == ([], "Job train is there and has not ended")
+    assert len(entry.notices) == 1, "it does not change with each look"
     del bench.api.jobs[path]
-    await bench.go(120)
+    await bench.go(400)
     assert len(bench.api.made) == 1, "once it is gone"
 
 
-@in_a_loop
-async def test_many_runs_of_one_id_are_looked_at_once_each(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CronJob whose Jobs continue one run leaves a thousand CheckpointRuns of its id in a week."""
-    for n in range(1, 300):
-        bench.see(ended_job(number=n, at_s=BEGAN_S + n, run_id="nightly"))
-    looks: list[Entry] = []
-    whole = Entries.is_continued
-
-    def counted(books: Entries, entry: Entry) -> bool:
-        looks.append(entry)
-        return whole(books, entry)
-
-    monkeypatch.setattr(Entries, "is_continued", counted)
-    bench.now_s += 400
-    await bench.go(60)
-    assert (len(bench.api.made), len(looks)) == (1, 1), "of the last of them"
+def test_the_job_has_the_store_s_secret_and_nothing_of_the_api_and_neither_mesh_nor_queue_stops_it() -> None:
+    queue = {"kueue.x-k8s.io/queue-name": "chores"}
+    run = Run(workload=Workload(namespace="team", kind="Job", name="train", uid=UID))
+    found = reclaim_job.manifest(run, replace(sample.policy(), reclaim_labels=queue))
+    spec = found["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["command"][:2] == ["deltashard", "reclaim"]
+    assert container["args"][:4] == ["--run", f"team/train-{UID}", "--workload", UID]
+    variable = {"name": "AWS_SHARED_CREDENTIALS_FILE", "value": "/etc/deltashard/store/credentials"}
+    assert variable in container["env"]
+    assert [each["secret"]["secretName"] for each in spec["volumes"] if "secret" in each] == [
+        "deltashard-store"
+    ]
+    assert (spec["automountServiceAccountToken"], "serviceAccountName" in spec) == (False, False)
+    assert spec["imagePullSecrets"] == [{"name": "pull"}]
+    assert "ownerReferences" not in found["metadata"], "who deletes the CheckpointRun leaves no half of a run"
+    assert container["resources"]["limits"].keys() == {"cpu", "memory"}, "a quota may want both"
+    assert found["metadata"]["labels"].items() >= queue.items()
+    metadata = found["spec"]["template"]["metadata"]
+    assert metadata["labels"]["sidecar.istio.io/inject"] == "false"
+    assert metadata["annotations"]["linkerd.io/inject"] == "disabled"

@@ -1,4 +1,4 @@
-"""Who follows CheckpointRequests, and the pods' annotation, on an API that answers from memory."""
+"""Who follows CheckpointRequests, on an API that answers from memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.controller.pod_note import PodNotes
 from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.controller.write_queue import WriteQueue
@@ -29,7 +28,7 @@ Document = dict[str, Any]
 
 
 class Api:
-    """One CheckpointRequest, whose version a write must name, and what is patched of pods."""
+    """One CheckpointRequest, whose version a write must name."""
 
     def __init__(self) -> None:
         metadata = {"namespace": "team", "name": "now", "uid": "q-1", "resourceVersion": "1", "generation": 1}
@@ -37,8 +36,8 @@ class Api:
             "metadata": {**metadata, "creationTimestamp": timestamp(BEGAN_S)},
             "spec": {"runRef": {"name": "train-u-1"}, "deadline": "5m"},
         }
-        self.notes: list[str] = []
         self.lost_replies = 0
+        self.deleted = False
 
     def touched(self) -> None:
         """Somebody else changed the object."""
@@ -49,9 +48,8 @@ class Api:
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
     ) -> Answer:
-        if method == "PATCH" and "/pods/" in path:
-            self.notes += (body or {})["metadata"]["annotations"].values()
-        elif method == "PATCH":
+        self.deleted = self.deleted or method == "DELETE"
+        if method == "PATCH":
             if (body or {})["metadata"]["resourceVersion"] != self.document["metadata"]["resourceVersion"]:
                 return Answer(status=409, document={})
             self.document = {
@@ -85,13 +83,11 @@ class Bench:
         self.entry = self.books.enter(Run(workload=TRAIN, pods={"p-1": pod()}))
         self.books.pods["p-1"] = KEY
         self.requests = CheckpointRequests(self.books, keep_finished_s=3600.0)
-        self.notes = PodNotes(self.books)
         self.requests.on_request(api.document)
 
     async def go(self, seconds: float = 3.0) -> None:
         for _ in range(round(seconds)):
-            self.requests.tick()
-            self.notes.tick()
+            self.requests.look(self.now_s)
             self.books.queue.tick()
             if self.books.queue.tasks:
                 await asyncio.wait(self.books.queue.tasks)
@@ -113,7 +109,7 @@ async def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -
     bench.api.lost_replies = 1
     bench.requests.over(("team", "another"), OVER)
     bench.requests.over(KEY, OVER)
-    bench.requests.tick()
+    bench.requests.look(bench.now_s)
     assert bench.ordered() == ["q-1"]
     anew = Bench(bench.api, bench.now_s)
     await anew.go(1)
@@ -123,6 +119,9 @@ async def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -
     anew.requests.over(KEY, replace(OVER, outcome=Outcome.FAILED))
     await anew.go(9)
     assert (anew.ordered(), anew.phase()) == ([], "Completed"), "what is written is so for both"
+    assert not bench.api.deleted
+    await bench.go(3600)
+    assert bench.api.deleted
 
 
 @in_a_loop
@@ -137,16 +136,3 @@ async def test_a_run_takes_so_many_orders_and_one_that_is_taken_back_makes_room(
     assert (bench.phase(), bench.ordered()[-1]) == ("Ordered", "q-1")
     bench.requests.request_gone(ObjectKey("team", "now", "q-1"), None)
     assert "q-1" not in bench.ordered()
-
-
-@in_a_loop
-async def test_a_pod_is_written_for_a_newer_checkpoint_and_at_most_once_a_minute() -> None:
-    bench = Bench(Api())
-    for _ in range(60):  # a commit each 5 s
-        progress = replace(bench.entry.run.progress, last_commit_at_s=bench.now_s)
-        bench.books.set(bench.entry, replace(bench.entry.run, progress=progress))
-        await bench.go(5)
-    assert 4 <= len(bench.api.notes) <= 6
-    await bench.go(300)
-    assert bench.api.notes[-1] == timestamp(bench.entry.run.progress.last_commit_at_s)
-    assert len(bench.api.notes) <= 7, "no other writes"

@@ -106,9 +106,9 @@ def test_a_kind_is_told_by_its_group_too() -> None:
     """Another API's Job has no completion index, and its StatefulSet no ordinals that we know of."""
     volcano = run_identity.of_pod(pod(JOB_LABELS, owner("Job", api="batch.volcano.sh/v1alpha1")))
     assert volcano != run_identity.JOB
-    assert (volcano.uid.text, volcano.index) == (OWNER_UID, run_identity.Source())
+    assert (volcano.uid, volcano.index) == ({"value": OWNER_UID}, {})
     other = run_identity.of_pod(pod({}, owner("StatefulSet", api="apps.example.org/v1")))
-    assert other.index == run_identity.Source()
+    assert other.index == {}
 
 
 def test_labels_make_no_pod_anothers() -> None:
@@ -133,7 +133,7 @@ def test_a_pytorch_jobs_pods_are_numbered_within_their_part() -> None:
     for name, label in (("DELTASHARD_INDEX", "index"), ("DELTASHARD_REPLICA", "type")):
         path = said[name]["valueFrom"]["fieldRef"]["fieldPath"]
         assert path == f"metadata.labels['training.kubeflow.org/replica-{label}']"
-    assert (recipe.kind, recipe.name.text, recipe.uid.text) == ("PyTorchJob", "online", OWNER_UID)
+    assert (recipe.kind, recipe.name, recipe.uid) == ("PyTorchJob", {"value": "online"}, {"value": OWNER_UID})
     assert run_identity.index_of_pod(document) == "worker-1"
     assert run_identity.index_of_pod(pod(labels)) == "", "labels make no pod another's"
 

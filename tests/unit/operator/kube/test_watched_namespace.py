@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+from typing import Any
+
 import pytest
 from deltashard_operator import controller_main, main
 from deltashard_operator.kube import watched_namespace
-
-READERS = (main.read_options, controller_main.read_options)
 
 
 def test_a_list() -> None:
@@ -21,7 +22,7 @@ def test_a_list() -> None:
 @pytest.mark.parametrize("text", ["Team", "team-*", "a.b", "-a", "a-", "a" * 64, "a b", "!a"])
 def test_what_is_no_namespace_is_named(text: str) -> None:
     """To kopf some of these would be patterns, and it would watch nothing."""
-    with pytest.raises(ValueError, match="is no namespace"):
+    with pytest.raises(ArgumentTypeError, match="is no namespace"):
         watched_namespace.listed(f"team-a,{text}")
 
 
@@ -29,17 +30,19 @@ def test_too_many_are_refused() -> None:
     """Each costs watches of its own."""
     names = [f"n{n}" for n in range(watched_namespace.MOST + 1)]
     assert len(watched_namespace.listed(",".join(names[:-1]))) == watched_namespace.MOST
-    with pytest.raises(ValueError, match="name none, which watches all"):
+    with pytest.raises(ArgumentTypeError, match="name none, which watches all"):
         watched_namespace.listed(",".join(names))
 
 
-@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__module__)
-def test_both_programs_take_it(read, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
-    """By flag and variable; nonsense ends them with a sentence."""
-    variable = "DELTASHARD_WEBHOOK" if read is main.read_options else "DELTASHARD_CONTROLLER"
-    assert read([], {}).watch_namespaces == ()
-    assert read(["--watch-namespaces=a,b"], {}).watch_namespaces == ("a", "b")
-    assert read([], {f"{variable}_WATCH_NAMESPACES": "c"}).watch_namespaces == ("c",)
+@pytest.mark.parametrize("program", [main, controller_main], ids=lambda program: program.PROGRAM)
+def test_both_programs_take_it(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nonsense ends them with a sentence."""
+
+    def read(*argv: str) -> tuple[str, ...]:
+        return tuple(main.options_of(program.Options, program.PROGRAM, argv).watch_namespaces)
+
+    assert read() == ()
+    assert read("--watch-namespaces=a,b") == ("a", "b")
     with pytest.raises(SystemExit):
-        read(["--watch-namespaces=team-*"], {})
+        read("--watch-namespaces=team-*")
     assert "'team-*' is no namespace" in capsys.readouterr().err

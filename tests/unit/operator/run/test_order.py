@@ -12,33 +12,20 @@ def order(order_id: str = "r-1") -> SaveOrder:
     return SaveOrder(id=order_id, reason="request", pin="best")
 
 
-def test_an_order_is_named_with_the_time_it_has_left_until_it_is_closed() -> None:
+def test_an_order_is_named_with_the_time_it_has_left_until_it_is_closed_or_over() -> None:
     orders = OpenOrders()
-    assert orders.open(RUN, order(), 100.0)
-    assert orders.open(RUN, order(), 100.0), "again"
+    for run in (RUN, RUN, OTHER):
+        assert orders.open(run, order(), 100.0)
     for now_s in (40.0, 90.0):
         (found,) = orders.of(RUN, now_s)
         assert (found.pin, found.deadline_s) == ("best", 100.0 - now_s)
-    assert orders.of(OTHER, 40.0) == ()
+    orders.close("r-1", RUN)
+    assert (orders.of(RUN, 40.0), len(orders.of(OTHER, 40.0))) == ((), 1)
     orders.close("r-1")
-    assert (orders.of(RUN, 40.0), len(orders)) == ((), 0)
-
-
-def test_an_order_whose_time_is_over_is_closed() -> None:
-    orders = OpenOrders()
+    assert orders.of(OTHER, 40.0) == ()
     orders.open(RUN, order(), 100.0)
     assert orders.of(RUN, 100.0) == ()
-    assert len(orders) == 0
-
-
-def test_a_drain_is_ordered_of_each_run_and_closed_for_each() -> None:
-    orders = OpenOrders()
-    for run in (RUN, OTHER):
-        orders.open(run, order("drain/node-a/1"), 60.0)
-    orders.close("drain/node-a/1", RUN)
-    assert (orders.of(RUN, 0.0), len(orders.of(OTHER, 0.0))) == ((), 1)
-    orders.forget(OTHER)
-    assert len(orders) == 0
+    assert orders.of(RUN, 0.0) == (), "its time is over"
 
 
 def test_a_run_has_so_many_orders_at_once() -> None:
@@ -47,3 +34,5 @@ def test_a_run_has_so_many_orders_at_once() -> None:
     assert not orders.open(RUN, order("one more"), 9.0)
     assert orders.open(RUN, order("r-0"), 10.0), "it is there already"
     assert orders.open(OTHER, order("one more"), 9.0)
+    orders.forget(RUN)
+    assert orders.open(RUN, order("one more"), 9.0)

@@ -8,114 +8,62 @@ import pytest
 from deltashard_operator.fleet import report
 from deltashard_operator.run import condition
 from deltashard_operator.run import phase as phases
-from deltashard_operator.run.condition import Condition, fact
-from deltashard_operator.run.phase import Phase, Signs
+from deltashard_operator.run.condition import Condition
+from deltashard_operator.run.judgement import TROUBLES
+from deltashard_operator.run.phase import Phase
 from hypothesis import given
 from hypothesis import strategies as st
 
 P = report.Phase
-CASES: list[tuple[str, dict[str, Any], Phase]] = [
-    ("nothing yet", {}, Phase.PENDING),
-    ("a pod, no trainer", {"alive": True, "heard": {P.WAITING}}, Phase.PENDING),
-    ("the first restore", {"alive": True, "heard": {P.RESTORING}}, Phase.RESTORING),
-    ("training", {"alive": True, "started": True, "heard": {P.TRAINING}}, Phase.TRAINING),
-    ("closed", {"alive": True, "started": True, "heard": {P.CLOSED}}, Phase.TRAINING),
-    ("the pod is lost", {"started": True, "before": Phase.TRAINING}, Phase.RECOVERING),
-    ("suspended", {"started": True, "suspended": True, "before": Phase.TRAINING}, Phase.PENDING),
-    (
-        "one of two waits",
-        {"alive": True, "started": True, "heard": {P.TRAINING, P.WAITING}},
-        Phase.RECOVERING,
-    ),
-    (
-        "one of two restores",
-        {"alive": True, "started": True, "heard": {P.TRAINING, P.RESTORING}},
-        Phase.RESTORING,
-    ),
-    (
-        "one of four is away",
-        {"alive": True, "started": True, "heard": {P.TRAINING}, "missing": True},
-        Phase.RECOVERING,
-    ),
-    (
-        "unsafe",
-        {"alive": True, "started": True, "heard": {P.TRAINING}, "unsafe": True},
-        Phase.DEGRADED,
-    ),
-    ("unsafe, but restoring", {"alive": True, "heard": {P.RESTORING}, "unsafe": True}, Phase.RESTORING),
-    ("not heard", {"alive": True, "started": True, "before": Phase.DEGRADED}, Phase.DEGRADED),
-    (
-        "a new pod that is not heard yet",
-        {"alive": True, "started": True, "before": Phase.RECOVERING},
-        Phase.RECOVERING,
-    ),
-    ("came back after its end", {"alive": True, "started": True, "before": Phase.FINISHED}, Phase.RECOVERING),
-    ("over", {"finished": True, "alive": True, "heard": {P.TRAINING}, "unsafe": True}, Phase.FINISHED),
+ALIVE = {"alive": True}
+BEGUN = {"alive": True, "started": True}
+CASES: list[tuple[str, dict[str, Any], set[P], Phase, Phase]] = [
+    ("nothing yet", {}, set(), Phase.PENDING, Phase.PENDING),
+    ("a pod, no trainer", ALIVE, {P.WAITING}, Phase.PENDING, Phase.PENDING),
+    ("the first restore", ALIVE, {P.RESTORING}, Phase.PENDING, Phase.RESTORING),
+    ("training", BEGUN, {P.TRAINING}, Phase.PENDING, Phase.TRAINING),
+    ("closed", BEGUN, {P.CLOSED}, Phase.PENDING, Phase.TRAINING),
+    ("the pod is lost", {"started": True}, set(), Phase.TRAINING, Phase.RECOVERING),
+    ("suspended", {"started": True, "suspended": True}, set(), Phase.TRAINING, Phase.PENDING),
+    ("one of two waits", BEGUN, {P.TRAINING, P.WAITING}, Phase.TRAINING, Phase.RECOVERING),
+    ("one of two restores", BEGUN, {P.TRAINING, P.RESTORING}, Phase.TRAINING, Phase.RESTORING),
+    ("one is away", BEGUN | {"missing": True}, {P.TRAINING}, Phase.TRAINING, Phase.RECOVERING),
+    ("unsafe", BEGUN | {"unsafe": True}, {P.TRAINING}, Phase.TRAINING, Phase.DEGRADED),
+    ("unsafe, but restoring", ALIVE | {"unsafe": True}, {P.RESTORING}, Phase.PENDING, Phase.RESTORING),
+    ("not heard", BEGUN, set(), Phase.DEGRADED, Phase.DEGRADED),
+    ("of a newer sidecar", BEGUN, {P.UNKNOWN}, Phase.DEGRADED, Phase.DEGRADED),
+    ("a new pod that is not heard yet", BEGUN, set(), Phase.RECOVERING, Phase.RECOVERING),
+    ("came back after its end", BEGUN, set(), Phase.FINISHED, Phase.RECOVERING),
 ]
+NONE = dict.fromkeys(("alive", "started", "suspended", "missing", "unsafe"), False)
 
 
-@pytest.mark.parametrize(("signs", "phase"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_the_phase_is_read_from_the_signs(signs: dict[str, Any], phase: Phase) -> None:
-    heard = frozenset(signs.pop("heard", ()))
-    assert phases.phase_of(Signs(heard=heard, **signs)) is phase
-
-
-@given(
-    st.builds(
-        Signs,
-        finished=st.booleans(),
-        suspended=st.booleans(),
-        started=st.booleans(),
-        alive=st.booleans(),
-        heard=st.frozensets(st.sampled_from(P)),
-        missing=st.booleans(),
-        unsafe=st.booleans(),
-        before=st.sampled_from(Phase),
-    )
+@pytest.mark.parametrize(
+    ("signs", "heard", "before", "phase"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
-@pytest.mark.slow
-def test_every_combination_has_a_phase_and_finished_means_what_it_says(signs: Signs) -> None:
-    phase = phases.phase_of(signs)
-    assert (phase is Phase.FINISHED) == signs.finished
-    if phase in phases.TRAINS and signs.before not in phases.TRAINS:
-        assert signs.alive
-        assert signs.heard & {P.TRAINING, P.CLOSED}
+def test_the_phase_is_read_from_the_signs(
+    signs: dict[str, bool], heard: set[P], before: Phase, phase: Phase
+) -> None:
+    assert phases.phase_of(before, heard, **(NONE | signs)) is phase
 
 
-def at(found: tuple[Condition, ...], type_: str) -> Condition:
-    return next(each for each in found if each.type == type_)
+def fact(type_: str, message: str = "") -> Condition:
+    return Condition(type=type_, status="True", reason=type_, message=message)
 
 
 def test_a_condition_moves_its_time_with_its_status_alone() -> None:
-    first, changed = condition.updated((), [fact("Stale", "Old", "300 s")], 10.0)
-    assert [each.type for each in changed] == ["Stale"]
-    second, changed = condition.updated(first, [fact("Stale", "Old", "305 s")], 20.0)
-    assert (at(second, "Stale").since_s, at(second, "Stale").message, changed) == (10.0, "305 s", ())
-    third, changed = condition.updated(second, [], 30.0)
-    assert (at(third, "Stale").status, at(third, "Stale").since_s, at(third, "Stale").reason) == (
-        "False",
-        30.0,
-        "Over",
-    )
-    assert [each.status for each in changed] == ["False"]
-    fourth, changed = condition.updated(third, [], 40.0)
-    assert (fourth, changed) == (third, ())
+    first = condition.updated((), [fact("Stale", "300 s")], 10.0)
+    (found,) = second = condition.updated(first, [fact("Stale", "305 s")], 20.0)
+    assert (found.since_s, found.message) == (10.0, "305 s")
+    (over,) = third = condition.updated(second, [], 30.0)
+    assert (over.status, over.since_s, over.reason) == ("False", 30.0, "Over")
+    assert condition.updated(third, [], 40.0) == third
 
 
-def test_a_trouble_that_never_was_is_not_listed() -> None:
-    assert condition.updated((), [], 10.0) == ((), ())
-
-
-@given(st.lists(st.frozensets(st.sampled_from(condition.TROUBLES)), max_size=10))
+@given(st.lists(st.frozensets(st.sampled_from([*TROUBLES])), max_size=10))
 def test_conditions_hold_exactly_what_was_found_last(story: list[frozenset[str]]) -> None:
     found: tuple[Condition, ...] = ()
     for n, troubles in enumerate(story):
-        found, _ = condition.updated(found, [fact(each, "Because") for each in troubles], float(n))
+        found = condition.updated(found, map(fact, troubles), float(n))
         assert {each.type for each in found if each.status == "True"} == troubles
-        assert len({each.type for each in found}) == len(found)
-
-
-def test_a_checkpoint_is_stale_after_three_intervals_but_never_soon_and_never_without_a_timer() -> None:
-    assert condition.stale_after_s(300.0, 10.0) == 910.0
-    assert condition.stale_after_s(5.0, 0.0) == condition.STALE_FLOOR_S
-    assert condition.stale_after_s(0.0, 10.0) is None
+        assert {each.type for each in found} == frozenset().union(*story[: n + 1])

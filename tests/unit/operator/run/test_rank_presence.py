@@ -18,7 +18,6 @@ from deltashard_operator.run import (
 )
 from deltashard_operator.run.observed_object import NodeView, PodView, Wish
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.rank_presence import RankPresence
 from deltashard_operator.run.watched_run import OTHERS_BEAT_S, SILENT_BEATS, SPEAKER_BEAT_S, Run
 
 from tests.unit.operator.run.observed import (
@@ -60,10 +59,6 @@ def shown(run: Run) -> tuple[str, Phase]:
 
 def without(run: Run, n: int) -> Run:
     return watched_run.without_pod(run, f"p-{n}", node_ready=True, now_s=NOW_S)
-
-
-def test_all_are_there() -> None:
-    assert shown(group()) == ("4/4", Phase.TRAINING)
 
 
 def test_a_replacement_that_waits_for_its_node_is_nobody_yet() -> None:
@@ -127,7 +122,7 @@ def test_of_pods_that_are_runs_of_their_own_nobody_is_expected() -> None:
     for n in range(2):
         run = seen(run, of(n, wish=Wish(runs="per-pod")))
         run = told(run, said(0, size=1, pod_uid=f"p-{n}", run=f"{RUN}-{n}"))
-    assert (rank_presence.of_run(run, NOW_S), run.phase) == (RankPresence(), Phase.TRAINING)
+    assert (rank_presence.of_run(run, NOW_S), run.phase) == ((0, 0, False), Phase.TRAINING)
     assert "ranks" not in run_record.status(run, NOW_S)
     run = told(run, said(1, phase=At.WAITING, run=f"{RUN}-1"))
     for each in (run, told(restarted(run), said(0, size=1, run=f"{RUN}-0"))):

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.run import judgement, reclaim, run_record, watched_run
 from deltashard_operator.run.observed_object import ABSENT_S, JobView, Wish, Workload
-from deltashard_operator.run.reclaim import AGAIN_S, MAX_MESSAGE, MAX_TRIES, Reclaim, ReclaimState
+from deltashard_operator.run.reclaim import Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import Run
 
 from tests.support.operator import sample
@@ -26,27 +27,30 @@ def policy(*, enabled: bool = True, url: str = "", **words: Any) -> Policy:
     return replace(sample.policy(spec), reclaims=enabled)
 
 
-DELETES = policy()
+DELETES, RETAINS = policy(), policy(policy="Retain")
+UNUSABLE = Refusal("BadPolicy", "it is nonsense")
 
 
 def ended(workload: Workload = TRAIN, how: str = "Completed", **more: Any) -> Run:
     return replace(watched_run.finished(Run(workload=workload), how, NOW_S), **{"store": URL, **more})
 
 
-def judged(run: Run, said: Policy | None = DELETES, after_s: float = 0.0, **facts: Any) -> Run:
+def judged(run: Run, said: Policy | Refusal | None = DELETES, after_s: float = 0.0, **facts: Any) -> Run:
     return replace(run, reclaim=reclaim.judged(run, said, now_s=NOW_S + after_s, **facts))
 
 
+def moved(run: Run, state: ReclaimState) -> Run:
+    """The run after a Job came to this."""
+    return replace(run, reclaim=reclaim.moved(run.reclaim, state, "so it is", NOW_S + 60))
+
+
 def state(run: Run) -> tuple[ReclaimState, bool] | None:
-    """Where it stands, and whether a Job is to be made now."""
+    """Where it stands, and whether everything speaks for it now."""
     return None if run.reclaim is None else (run.reclaim.state, run.reclaim.ready)
 
 
-def failed(run: Run, at_s: float = 60.0, tries: int = 1) -> Run:
-    for _ in range(tries):
-        run = replace(run, reclaim=reclaim.begun(run.reclaim, "j", NOW_S + at_s))
-        run = replace(run, reclaim=reclaim.ended(run.reclaim, FAILED, "no store", NOW_S + at_s))
-    return run
+def job(uid: str, outcome: str = "", at_s: float = 0.0, **more: Any) -> JobView:
+    return JobView(uid=uid, name=uid, workload=JOBSET, wish=Wish(), outcome=outcome, ended_at_s=at_s, **more)
 
 
 def test_the_bytes_go_when_the_grace_is_over() -> None:
@@ -54,11 +58,13 @@ def test_the_bytes_go_when_the_grace_is_over() -> None:
     assert run.reclaim == Reclaim(
         state=WAITING, since_s=NOW_S, message="the bytes go when the grace is over", due_s=NOW_S + 60
     )
-    assert state(judged(run, after_s=59)) == (WAITING, False)
-    assert state(judged(run, after_s=60)) == (WAITING, True)
-
-
-RETAINS = policy(policy="Retain")
+    assert [state(judged(run, after_s=after_s)) for after_s in (59, 60)] == [
+        (WAITING, False),
+        (WAITING, True),
+    ]
+    jobset = ended(JOBSET, "Failed", seen_s=NOW_S)
+    assert state(judged(jobset, after_s=100)) == (WAITING, False), "what it is made of may come back"
+    assert state(judged(jobset, after_s=ABSENT_S)) == (WAITING, True)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +74,12 @@ RETAINS = policy(policy="Retain")
         (ended(), RETAINS),
         (ended(), sample.policy({})),
         (ended(), None),
+        (ended(), UNUSABLE),
         (judged(ended()), RETAINS),
-        (judged(ended(), objection="unusable"), None),
     ],
 )
-def test_nothing_is_removed_of_what_lives_or_is_retained(run: Run, said: Policy | None) -> None:
+def test_nothing_is_removed_of_what_lives_or_is_retained(run: Run, said: Policy | Refusal | None) -> None:
     assert judged(run, said, after_s=1000).reclaim is None
-
-
-LIVING = {"j": JobView(uid="j", name="j", workload=TRAIN, wish=Wish())}
 
 
 @pytest.mark.parametrize(
@@ -84,23 +87,21 @@ LIVING = {"j": JobView(uid="j", name="j", workload=TRAIN, wish=Wish())}
     [
         (ended(), policy(enabled=False), {}, "reclaim.enabled is false"),
         (ended(), DELETES, {"continued": True}, "another workload"),
-        (ended(JOBSET, "Deleted"), DELETES, {}, "may come back"),
+        (ended(JOBSET, "Deleted"), DELETES, {}, "cannot be seen"),
         (ended(), policy(url="s3://elsewhere"), {}, "names another store"),
         (ended(store=""), DELETES, {}, "no sidecar has reported"),
-        (ended(jobs=LIVING), DELETES, {}, "not ended"),
-        (judged(ended()), DELETES, {"objection": "Job train is there"}, "is there"),
-        (judged(ended()), None, {"objection": "unusable"}, "unusable"),
-        (failed(ended()), policy(enabled=False), {}, "reclaim.enabled is false"),
+        (ended(jobs={"j": job("j")}), DELETES, {}, "not ended"),
+        (judged(ended()), UNUSABLE, {}, "cannot be used"),
+        (moved(judged(ended()), FAILED), policy(enabled=False), {}, "reclaim.enabled is false"),
     ],
 )
 def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
-    run: Run, said: Policy | None, facts: dict[str, Any], why: str
+    run: Run, said: Policy | Refusal, facts: dict[str, Any], why: str
 ) -> None:
     found = judged(run, said, 1000, **facts)
     assert state(found) == (KEPT, False)
     assert found.reclaim is not None
-    assert why in found.reclaim.message
-    assert not found.reclaim.pending
+    assert (why in found.reclaim.message, found.reclaim.pending) == (True, False)
     assert state(judged(replace(ended(), reclaim=found.reclaim), after_s=1000)) == (WAITING, True)
 
 
@@ -108,86 +109,44 @@ def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
 def test_the_last_pod_is_waited_for(left: Any) -> None:
     run = judged(ended(pods={"p-1": left}), after_s=100)
     assert state(run) == (WAITING, False)
-    assert run.reclaim is not None
-    assert "train-x" in run.reclaim.message
-
-
-def jobset_job(uid: str, outcome: str = "", at_s: float = 0.0, **more: Any) -> JobView:
-    return JobView(uid=uid, name=uid, workload=JOBSET, wish=Wish(), outcome=outcome, ended_at_s=at_s, **more)
-
-
-def test_a_jobset_is_over_when_nothing_of_it_was_seen_for_a_while() -> None:
-    run = ended(JOBSET, "Failed", seen_s=NOW_S)
-    assert state(judged(run, after_s=100)) == (WAITING, False)
-    assert state(judged(run, after_s=ABSENT_S)) == (WAITING, True)
+    assert "train-x" in (run.reclaim.message if run.reclaim else "")
 
 
 def test_a_jobset_that_was_restarted_and_waits_in_a_queue_is_not_over() -> None:
     """Its new Jobs are suspended and have no pods, by which it would be known to have begun anew."""
-    run = Run(workload=JOBSET, store=URL, jobs={"a": jobset_job("a", "Failed", NOW_S)})
+    run = Run(workload=JOBSET, store=URL, jobs={"a": job("a", "Failed", NOW_S)})
     run, _ = judgement.judged(run, {}, NOW_S + 61)
     assert run.finished == "Failed"
-    run = replace(run, jobs={"b": jobset_job("b", suspended=True)})
+    run = replace(run, jobs={"b": job("b", suspended=True)})
     run, _ = judgement.judged(run, {}, NOW_S + 1000)
     assert state(judged(run, after_s=1000)) in {None, (KEPT, False)}
 
 
 def test_a_jobset_between_two_deletions_of_its_restart_has_not_ended_long_ago() -> None:
-    done_s = NOW_S - 2 * 86400
-    jobs = {"prep": jobset_job("prep", "Completed", done_s), "work": jobset_job("work", "Failed", NOW_S)}
+    jobs = {
+        "prep": job("prep", "Completed", NOW_S - 2 * 86400),
+        "work": job("work", "Failed", NOW_S),
+    }
     run, _ = judgement.judged(Run(workload=JOBSET, jobs=jobs, store=URL), {}, NOW_S)
     assert not run.finished
-    run = watched_run.without_job(run, "work", NOW_S + 1)
-    run, _ = judgement.judged(run, {}, NOW_S + 1)
+    run, _ = judgement.judged(watched_run.without_job(run, "work", NOW_S + 1), {}, NOW_S + 1)
     assert state(judged(run, policy(after="24h"), 2)) != (WAITING, True)
 
 
-def test_a_failure_is_tried_again_and_not_for_ever() -> None:
-    run, after_s = judged(ended(), after_s=60), 60.0
-    for n in range(1, MAX_TRIES + 1):
-        run = failed(run, after_s)
-        assert run.reclaim is not None
-        assert (run.reclaim.tries, run.reclaim.pending) == (n, n < MAX_TRIES)
-        assert state(judged(run, after_s=after_s + AGAIN_S - 1)) == (FAILED, False)
-        after_s += AGAIN_S
-        run = judged(run, after_s=after_s)
-        assert state(run) == (FAILED, n < MAX_TRIES)
-    assert run.reclaim is not None
-    assert run.reclaim.message == "no store; that was try 5, the last"
-
-
-def test_a_longer_grace_and_another_s_job_count_after_a_failure_too() -> None:
-    run = failed(judged(ended(), after_s=60))
-    later = judged(run, policy(after="8760h"), 60 + AGAIN_S)
-    assert (state(later), later.reclaim and later.reclaim.tries) == ((WAITING, False), 1)
-    found = run.reclaim
-    for _ in range(MAX_TRIES):
-        found = reclaim.ended(found, FAILED, "x" * 2000, NOW_S)
-    assert found is not None
-    assert not found.pending
-    assert len(found.message) == MAX_MESSAGE
-
-
-@pytest.mark.parametrize("last", [REMOVING, REMOVED, KEPT])
-def test_a_job_s_word_is_the_last(last: ReclaimState) -> None:
-    """And a Job that is at work is left to its end."""
-    found = reclaim.begun(judged(ended()).reclaim, "j", NOW_S + 60)
-    if last is not REMOVING:
-        found = reclaim.ended(found, last, "so it is", NOW_S + 70)
-    run = replace(ended(), reclaim=found)
-    for said, facts in ((DELETES, {"continued": True}), (RETAINS, {}), (None, {"objection": "unusable"})):
-        assert judged(run, said, 1e6, **facts).reclaim == found
+@pytest.mark.parametrize("last", [REMOVING, REMOVED])
+def test_what_a_job_does_or_has_done_stays_so(last: ReclaimState) -> None:
+    run = moved(judged(ended()), last)
+    for said, facts in ((DELETES, {"continued": True}), (RETAINS, {}), (UNUSABLE, {})):
+        assert judged(run, said, 1e6, **facts) == run
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_it_survives_in_the_status(known: bool) -> None:
     """A state of a newer controller removes nothing and forgets nothing."""
-    run = ended(reclaim=Reclaim(state=FAILED, since_s=5, message="m", due_s=9, tries=2))
+    run = ended(reclaim=Reclaim(state=FAILED, since_s=5, message="m", due_s=9))
     document = {**run_record.document(run), "status": run_record.status(run, NOW_S)}
     if not known:
         document["status"]["reclaim"]["state"] = "Paused"
     found = run_record.run_of(document)
     assert found.finished
-    assert found.store == URL
-    assert found.reclaim is not None
-    assert found.reclaim == run.reclaim if known else found.reclaim.state is KEPT
+    assert found.reclaim == (run.reclaim if known else replace(run.reclaim, state=KEPT))  # type: ignore[type-var]

@@ -6,23 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet.report import Incident, IncidentKind, KeptCheckpoint, Rank
+from deltashard_operator.fleet.report import Incident, IncidentKind, KeptCheckpoint
 from deltashard_operator.fleet.report import Phase as At
-from deltashard_operator.run import (
-    condition,
-    failure,
-    judgement,
-    ledger,
-    report_change,
-    run_record,
-    watched_run,
-)
+from deltashard_operator.run import judgement, ledger, report_change, run_record, watched_run
+from deltashard_operator.run.failure import SETTLE_S
 from deltashard_operator.run.observed_object import ABSENT_S, NodeView, Wish, Workload, seconds_of
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import MAX_NAME, Run
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_proto.v1.fleet_pb2 import Decision, Measured
+from deltashard_proto.v1.fleet_pb2 import Decision
 
+from tests.support.operator.full_run import full_run
 from tests.unit.operator.run.observed import (
     NODES,
     NOW_S,
@@ -50,13 +44,6 @@ def is_true(run: Run, type_: str) -> bool:
     return type_ in (found := by_type(run)) and found[type_].status == "True"
 
 
-def test_a_name_holds_the_workloads_and_enough_of_its_uid() -> None:
-    assert watched_run.object_name(replace(TRAIN, uid="0b4f3c1e-aaaa")) == "train-0b4f3c1e"
-    long = watched_run.object_name(replace(TRAIN, name="x" * 60 + ".y", uid="0b4f3c1e-aaaa"))
-    assert len(long) == watched_run.MAX_NAME
-    assert long.endswith("-0b4f3c1e")
-
-
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
@@ -73,66 +60,56 @@ def test_a_late_report_changes_nothing() -> None:
 
 
 def test_a_restore_is_counted_once_by_its_attempt_whoever_tells_it_and_however_often() -> None:
-    restored = Incident(id=1, kind=K.RESTORED, step=90, lost_steps=7, seconds=1.5, cause="store", attempt=4)
+    restored = Incident(id=1, kind=K.RESTORED, lost_steps=7, attempt=4)
     run, first = reasons(training(), report(incidents=[restored]))
     run, _ = reasons(run, report(process="other", incidents=[replace(restored, id=9)]))
     run, _ = reasons(restarted(run), report(incidents=[restored]))
     assert (first, run.ledger.restores, run.ledger.lost_steps) == (["Restored"], 1, 7)
     run, _ = reasons(run, report(incidents=[replace(restored, id=2, attempt=6)]))
     assert (run.ledger.restores, run.ledger.lost_steps) == (2, 14)
+    run, events = reasons(run, report(incidents=[replace(restored, id=3, attempt=0)]))
+    assert (events, run.ledger.restores) == (["Restored"], 2), "no attempt of the run"
 
 
-@pytest.mark.parametrize(
-    ("kind", "type_", "event"),
-    [
-        (K.FENCED, condition.FENCED, "Fenced"),
-        (K.TRACKING_FAULT, condition.TRACKING_FAULT, "TrackingFault"),
-        (K.FELL_BACK, condition.FELL_BACK, "FellBack"),
-    ],
-)
+@pytest.mark.parametrize("kind", [K.FENCED, K.TRACKING_FAULT, K.FELL_BACK])
 def test_what_only_an_incident_tells_stays_until_it_is_over_and_survives_the_controller(
-    kind: IncidentKind, type_: str, event: str
+    kind: IncidentKind,
 ) -> None:
-    incident = Incident(id=1, kind=kind, message="as it is", count=3)
+    incident, type_ = Incident(id=1, kind=kind, message="as it is", count=3), report_change.event_of(kind)
     run, events = reasons(training(), report(incidents=[incident]))
-    assert events == [event]
+    assert events == [type_]
     for each in (run, judged(again(run))):
         assert "as it is (3 times)" in by_type(each)[type_].message
         assert is_true(each, type_)
-    if kind is not K.FELL_BACK:
-        over = told(run, report(attempt=2, incidents=[incident]))
-        assert not is_true(over, type_), "told again, as its Event is not recorded yet, it is no new one"
-
-
-def test_a_commit_ends_a_fencing() -> None:
-    run = told(training(), report(seq=1, incidents=[Incident(id=1, kind=K.FENCED)]))
-    assert not is_true(told(run, report(seq=2)), condition.FENCED)
+    restored = Incident(id=2, kind=K.RESTORED, attempt=2)
+    over = told(run, report(attempt=2, incidents=[incident, restored]))
+    assert not is_true(over, type_), "told again, as its Event is not recorded yet, it is no new one"
 
 
 def test_the_fencing_of_a_trainer_that_was_replaced_is_told_and_no_trouble() -> None:
     """A node comes back with its old pod, whose attempt is over. Attempts of two parts are not compared."""
     run = told(seen(training(), pod(uid="p-2")), report("p-2", seq=1, attempt=2))
     run, events = reasons(run, report(ranks=(), incidents=[Incident(id=1, kind=K.FENCED)]))
-    assert events == ["Fenced"]
-    assert not is_true(run, condition.FENCED)
+    assert (events, is_true(run, "Fenced")) == (["Fenced"], False)
     run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
     for n, attempt in ((0, 5), (1, 1)):
         run = told(
             seen(run, pod(uid=f"p-{n}", index=str(n))), report(f"p-{n}", run=f"{RUN}-{n}", attempt=attempt)
         )
     run = told(run, report("p-1", run=f"{RUN}-1", incidents=[Incident(id=1, kind=K.FENCED)]))
-    assert is_true(run, condition.FENCED)
+    assert is_true(run, "Fenced")
+    assert not is_true(told(run, report("p-1", run=f"{RUN}-1", seq=2)), "Fenced"), "it commits again"
 
 
 def test_a_workload_that_another_one_displaced_stays_fenced_until_it_trains_again() -> None:
     """Its trainer has ended (no attempt is open) and its sidecar sees the other workload's commits go on."""
-    incident = Incident(id=1, kind=K.FENCED, cause="taken_over", message="of another workload")
+    incident = Incident(id=1, kind=K.FENCED, cause="taken_over")
     theirs: dict[str, Any] = {"attempt": 0, "openings": 1}
     run = told(training(), report(newest=pb.Commit(seq=5, attempt=4), incidents=[incident], **theirs))
-    assert is_true(run, condition.FENCED)
+    assert is_true(run, "Fenced")
     run = told(run, report(newest=pb.Commit(seq=8, attempt=4), **theirs))
-    assert is_true(run, condition.FENCED)
-    assert not is_true(told(run, report(attempt=9)), condition.FENCED), "taken back"
+    assert is_true(run, "Fenced")
+    assert not is_true(told(run, report(attempt=9)), "Fenced"), "taken back"
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -162,8 +139,8 @@ def test_pods_that_are_runs_of_their_own_show_the_slowest_step_and_the_oldest_ne
     for n, (step, age_s) in enumerate(((3000, 0.0), (1500, 50.0))):
         run = seen(run, pod(uid=f"p-{n}", index=str(n)))
         run = told(run, report(f"p-{n}", run=f"{RUN}-{n}", step=step, seq=n + 1, age_s=age_s))
-    assert (run.progress.step, run.progress.last_seq) == (1500, 2)
-    assert run.progress.last_commit_at_s == NOW_S - 50
+    progress = run.progress
+    assert (progress.step, progress.last_seq, progress.last_commit_at_s) == (1500, 2, NOW_S - 50)
 
 
 @pytest.mark.parametrize("skew_s", [-86400.0, 0.0, 86400.0])
@@ -171,13 +148,12 @@ def test_a_skewed_clock_neither_hides_nor_raises_that_a_checkpoint_is_stale(skew
     """The controller's own clock counts from the moment at which a commit's number is seen to rise."""
 
     def stale(run: Run, seq: int, at_s: float) -> bool:
-        return is_true(told(run, report(seq=seq, age_s=max(skew_s, 0)), at_s), condition.STALE)
+        return is_true(told(run, report(seq=seq, age_s=max(skew_s, 0)), at_s), "Stale")
 
     run = training(seq=0)
     for n in range(1, 4):
         run = told(run, report(seq=n, age_s=max(skew_s, 0.0)), NOW_S + 60 * n)
-        assert not is_true(run, condition.STALE)
-        assert run.progress.last_commit_at_s == NOW_S + 60 * n
+        assert (is_true(run, "Stale"), run.progress.last_commit_at_s) == (False, NOW_S + 60 * n)
     for each in (run, restarted(run, NOW_S + 180)):
         assert [stale(each, 3, NOW_S + 180 + after_s) for after_s in (179, 181)] == [False, True]
         assert not stale(each, 4, NOW_S + 180 + 181)
@@ -196,10 +172,12 @@ def test_the_newest_checkpoints_are_listed_and_keep_the_time_that_was_told_first
 
     run = training(seq=5, checkpoints=kept((3, 200.0), (5, 0.0)), checkpoint_count=2)
     run = told(restarted(run), report(seq=7, checkpoints=kept((3, 260.9), (5, 61.2), (7, 1.0))), NOW_S + 60)
-    status = run_record.status(run, NOW_S + 60)
-    times = [seconds_of(each["time"]) - NOW_S for each in status["newestCheckpoints"]]
-    assert [each["seq"] for each in status["newestCheckpoints"]] == [7, 5, 3]
-    assert times == [60, 0, -200]
+    listed = run_record.status(run, NOW_S + 60)["newestCheckpoints"]
+    assert [(each["seq"], seconds_of(each["time"]) - NOW_S) for each in listed] == [
+        (7, 60),
+        (5, 0),
+        (3, -200),
+    ]
 
 
 def test_a_sidecar_may_call_its_run_anything_and_is_of_no_other_part() -> None:
@@ -215,42 +193,52 @@ def test_a_sidecar_may_call_its_run_anything_and_is_of_no_other_part() -> None:
 @pytest.mark.parametrize(
     ("said", "type_"),
     [
-        ({"credentials_ok": False}, condition.CREDENTIALS_MISSING),
-        ({"store_ok": False}, condition.STORE_UNAVAILABLE),
-        ({"saves_failed_in_a_row": 2}, condition.SAVES_FAILING),
-        ({"save_blocked": "ranks differ (rank 3)"}, condition.STALE),
+        ({"credentials_ok": False}, "CredentialsMissing"),
+        ({"store_ok": False}, "StoreUnavailable"),
+        ({"saves_failed_in_a_row": 2}, "SavesFailing"),
+        ({"save_blocked": "ranks differ (rank 3)"}, "Stale"),
     ],
 )
 def test_what_reports_say_degrades_the_run_until_they_say_otherwise(said: dict[str, Any], type_: str) -> None:
     run = told(training(), report(seq=1, **said))
-    assert (run.phase, is_true(run, type_)) == (Phase.DEGRADED, True)
-    assert not is_true(run, condition.READY)
+    assert (run.phase, is_true(run, type_), is_true(run, "Ready")) == (Phase.DEGRADED, True, False)
     unheard, notices = judgement.judged(restarted(run), NODES, NOW_S)
     assert (unheard.phase, is_true(unheard, type_), notices) == (Phase.DEGRADED, True, ())
     run = told(run, report(seq=1))
-    assert (run.phase, is_true(run, type_), is_true(run, condition.READY)) == (Phase.TRAINING, False, True)
+    assert (run.phase, is_true(run, type_), is_true(run, "Ready")) == (Phase.TRAINING, False, True)
 
 
 def test_time_alone_makes_a_checkpoint_stale_and_says_so_once() -> None:
     run, notices = judgement.judged(told(training(), report(seq=1), NOW_S + 100), NODES, NOW_S + 179)
     assert not notices
     run, notices = judgement.judged(run, NODES, NOW_S + 181)
-    assert [each.reason for each in notices] == ["CheckpointStale"]
-    assert run.phase is Phase.DEGRADED
+    assert ([each.reason for each in notices], run.phase) == (["CheckpointStale"], Phase.DEGRADED)
     for each in (run, restarted(run, NOW_S + 185)):  # nor by a new controller, which hears nobody yet
         anew, notices = judgement.judged(each, NODES, NOW_S + 190)
         later, heard = reasons(anew, report(seq=1), NOW_S + 191)
-        assert (notices, heard, is_true(later, condition.STALE)) == ((), [], True)
-    assert not is_true(told(run, report(seq=2), NOW_S + 192), condition.STALE)
+        assert (notices, heard, is_true(later, "Stale")) == ((), [], True)
+    assert not is_true(told(run, report(seq=2), NOW_S + 192), "Stale")
+
+
+@pytest.mark.parametrize(("every_s", "limit_s"), [(300.0, 910.0), (5.0, judgement.STALE_FLOOR_S), (0.0, 1e9)])
+def test_a_checkpoint_is_stale_after_three_intervals_but_never_soon_and_never_without_a_timer(
+    every_s: float, limit_s: float
+) -> None:
+    said: dict[str, Any] = {
+        "policy": pb.Policy(every_s=every_s, encoding="q8"),
+        "newest": pb.Commit(seq=1, attempt=1, durable_s=10.0),
+    }
+    run = training(**said)
+    for after_s, stale in ((limit_s - 1, False), (limit_s + 1, every_s > 0)):
+        assert is_true(told(run, report(**said), NOW_S + after_s), "Stale") == stale
 
 
 def test_a_run_whose_sidecars_are_not_heard_keeps_its_phase_and_is_not_called_stale() -> None:
     for each in (training(), restarted(training())):
-        assert is_true(judged(each, NOW_S + 1), condition.READY), "no controller's start changes it"
+        assert is_true(judged(each, NOW_S + 1), "Ready"), "no controller's start changes it"
         run = judged(judged(each, NOW_S + 1), NOW_S + 3600)
-        assert run.phase is Phase.TRAINING
-        assert by_type(run)[condition.READY].status == "Unknown"
-        assert not is_true(run, condition.STALE)
+        assert (run.phase, by_type(run)["Ready"].status) == (Phase.TRAINING, "Unknown")
+        assert not is_true(run, "Stale")
 
 
 def test_a_pod_on_a_lost_node_trains_only_if_it_is_heard_after_the_node_was_lost() -> None:
@@ -265,14 +253,13 @@ def test_a_pod_on_a_lost_node_trains_only_if_it_is_heard_after_the_node_was_lost
 def test_a_pod_that_cannot_end_on_a_lost_node_is_named_with_both_remedies(stuck: bool) -> None:
     run = watched_run.with_job(training(), job(replaces_lost=not stuck), NOW_S)
     run = seen(run, pod(terminating_at_s=NOW_S), node_ready=False)
-    assert not is_true(judgement.judged(run, LOST, NOW_S + 5)[0], condition.STUCK)
+    assert not is_true(judgement.judged(run, LOST, NOW_S + 5)[0], "StuckOnLostNode")
     run, notices = judgement.judged(run, LOST, NOW_S + 15)
-    assert is_true(run, condition.STUCK) == stuck
+    assert is_true(run, "StuckOnLostNode") == stuck
     assert [each.reason for each in notices] == (["StuckOnLostNode"] if stuck else [])
-    if stuck:
-        assert "kubectl delete node node-a" in notices[0].message
-        assert "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute" in notices[0].message
-    assert not is_true(judged(run, NOW_S + 20), condition.STUCK)
+    for remedy in ("kubectl delete node node-a", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"):
+        assert not stuck or remedy in notices[0].message
+    assert not is_true(judged(run, NOW_S + 20), "StuckOnLostNode")
 
 
 DECIDED = Decision(subject="interval", goal="auto", value="3 min", would="3 min", why="a save costs 0.5 s")
@@ -283,8 +270,8 @@ def decided(**changes: str) -> tuple[Decision, ...]:
 
 
 def test_a_decision_is_shown_and_told_when_it_changes() -> None:
-    run = training(decisions=(DECIDED,), measured=Measured(cost_s=0.5))
-    assert (run.progress.decisions, run.progress.measured) == ((DECIDED,), Measured(cost_s=0.5))
+    run = training(decisions=(DECIDED,))
+    assert run.progress.decisions == (DECIDED,)
     later = decided(value="5 min", why="a save costs 1.5 s")
     run, _ = report_change.with_report(restarted(run), report(decisions=later), NOW_S)
     run, notices = judgement.judged(run, NODES, NOW_S)
@@ -300,21 +287,21 @@ def test_a_decision_is_shown_and_told_when_it_changes() -> None:
 def test_a_goal_that_cannot_be_had_is_a_condition_and_an_event_while_it_cannot() -> None:
     run, events = reasons(training(), report(seq=1, decisions=decided(unreachable="cannot be had")))
     assert (events, run.phase) == (["GoalUnreachable"], Phase.TRAINING)
-    assert is_true(run, condition.GOAL_UNREACHABLE)
-    assert not is_true(told(run, report(seq=1, decisions=decided())), condition.GOAL_UNREACHABLE)
+    assert is_true(run, "GoalUnreachable")
+    assert not is_true(told(run, report(seq=1, decisions=decided())), "GoalUnreachable")
 
 
 def test_a_crash_loop_is_a_condition_until_something_is_committed() -> None:
     run = training()
     for n in range(1, 4):
-        run = seen(run, pod(restarts=n, ending=ended(1)))
+        end = replace(ended(1), at_s=NOW_S + n * SETTLE_S)
+        run = seen(run, pod(restarts=n, ending=end))
     run, notices = judgement.judged(run, NODES, NOW_S + 1)
     assert [each.reason for each in notices] == ["CrashLooping"]
-    assert "trainer with exit code 1 ended 3 times" in notices[0].message
+    assert "container trainer ended with exit code 1, 3 times" in notices[0].message
     run = judged(restarted(run), NOW_S + 2)
-    assert is_true(run, condition.CRASH_LOOPING), "a new controller knows it"
-    run = told(run, report(seq=2, attempt=2), NOW_S + 3)
-    assert not is_true(judged(judged(run, NOW_S + 4), NOW_S + 60), condition.CRASH_LOOPING)
+    assert is_true(run, "CrashLooping"), "a new controller knows it"
+    assert not is_true(told(run, report(seq=2, attempt=2), NOW_S + 3), "CrashLooping")
 
 
 # -- the workload's end ------------------------------------------------------------------------------------------------
@@ -323,19 +310,14 @@ def test_a_crash_loop_is_a_condition_until_something_is_committed() -> None:
 def test_a_jobset_is_finished_by_all_its_jobs_and_a_failed_one_may_come_again() -> None:
     workload = Workload(namespace="team", kind="JobSet", name="set", uid="s-1")
 
-    def with_second(**changes: Any) -> Run:
-        run = watched_run.with_job(
-            Run(workload=workload),
-            job(uid="j-1", workload=workload, outcome="Completed", ended_at_s=NOW_S),
-            NOW_S,
-        )
-        return watched_run.with_job(run, job(uid="j-2", workload=workload, **changes), NOW_S)
+    def finished(at_s: float = NOW_S, **changes: Any) -> str:
+        jobs = job(uid="j-1", outcome="Completed", ended_at_s=NOW_S), job(uid="j-2", **changes)
+        return judged(Run(workload=workload, jobs={each.uid: each for each in jobs}), at_s).finished
 
-    assert not judged(with_second()).finished
-    failed = with_second(outcome="Failed", ended_at_s=NOW_S)
-    assert not judged(failed, NOW_S + 1).finished
-    assert judged(failed, NOW_S + judgement.SETTLED_S).finished == "Failed"
-    assert judged(with_second(outcome="Completed", ended_at_s=NOW_S)).finished == "Completed"
+    failed: dict[str, Any] = {"outcome": "Failed", "ended_at_s": NOW_S}
+    assert [finished(), finished(NOW_S + 1, **failed)] == ["", ""]
+    assert finished(NOW_S + judgement.SETTLED_S, **failed) == "Failed"
+    assert finished(outcome="Completed", ended_at_s=NOW_S) == "Completed"
 
 
 @pytest.mark.parametrize(
@@ -389,41 +371,9 @@ def test_training_time_is_the_time_in_phases_that_train() -> None:
 # -- the API's document ------------------------------------------------------------------------------------------------
 
 
-def full() -> Run:
-    """A run of which much is known."""
-    run = watched_run.with_job(Run(workload=TRAIN, wish=Wish(policy="fast")), job(), NOW_S)
-    run = seen(run, pod(index="0", wish=Wish(policy="fast")))
-    policy = pb.Policy(every_s=1.5, every_steps=7, encoding="q8", differential="intermittent", goal="auto")
-    for attempt in (1, 2):
-        run = told(
-            run,
-            report(
-                ranks=(Rank(rank=0, world_size=2, step=1203), Rank(rank=1, world_size=2, step=1200)),
-                newest=pb.Commit(seq=7, attempt=1, step=1150, durable_s=2.0),
-                attempt=attempt,
-                url="s3://bucket",
-                stall_s=0.125,
-                lost_share=0.00075,
-                partial_recoveries=1,
-                stored_bytes=1 << 30,
-                checkpoint_count=5,
-                checkpoints=(KeptCheckpoint(seq=7, step=1150, bytes=9, pins=("good",)),),
-                policy=policy,
-                measured=Measured(step_s=0.25, stall_s=0.03, saves=64),
-                decisions=(DECIDED,),
-                incidents=[Incident(id=attempt, kind=K.RESTORED, lost_steps=25, attempt=attempt)],
-            ),
-        )
-        run = judged(run, NOW_S + 50)
-        run = seen(run, pod(index="0", restarts=attempt, ending=ended(attempt)))
-    return judged(run, NOW_S + 50)
-
-
 def test_every_field_of_a_status_is_read_back() -> None:
-    run = full()
+    run = full_run()
     status = run_record.status(run, NOW_S + 50)
-    assert (status["failures"], status["restores"], status["lostSteps"]) == (2, 2, 50)
-    assert (status["intervalSeconds"], status["intervalMilliseconds"]) == (2, 1500)
     found = again(run, NOW_S + 50)
     assert found.ledger == run.ledger
     assert run_record.status(replace(found, pods=run.pods), NOW_S + 50) == status
@@ -435,26 +385,23 @@ def test_the_patch_of_a_status_removes_what_is_no_more() -> None:
     assert run_record.patch(after, after | {"observedTime": "z"}) == {}
 
 
-@pytest.mark.parametrize(
-    ("n", "text"), [(0, "0B"), (999, "999B"), (1536, "1.5Ki"), (3 << 30, "3Gi"), (123456789012, "115Gi")]
-)
-def test_sizes_are_for_people(n: int, text: str) -> None:
-    assert run_record.human_bytes(n) == text
-
-
-def test_a_run_id_that_is_too_long_for_a_label_has_one_of_its_own() -> None:
+def test_names_and_labels_that_would_be_too_long_are_cut_and_stay_apart() -> None:
+    assert Run(workload=replace(TRAIN, uid="0b4f3c1e-aaaa")).name == "train-0b4f3c1e"
+    long = Run(workload=replace(TRAIN, name="x" * 60 + ".y", uid="0b4f3c1e-aaaa")).name
+    assert (len(long), long[-9:]) == (MAX_NAME, "-0b4f3c1e")
     assert run_record.run_label("ctr") == "ctr"
-    label = run_record.run_label("x" * 40 + "-" + "y" * 40)
-    assert len(label) <= 63
-    assert label != run_record.run_label("x" * 40 + "-" + "z" * 40)
+    labels = {run_record.run_label("x" * 40 + "-" + each * 40) for each in "yz"}
+    assert [len(each) <= 63 for each in labels] == [True, True]
 
 
 def test_a_ledger_of_another_controller_takes_over_what_the_api_still_tells() -> None:
-    """A write was refused because another controller wrote: its counts hold, and the pod's end is counted in them."""
+    """A write was refused because another controller wrote: its counts hold, and the pod's end is told in them."""
     run = seen(training(), pod(phase="Failed", ending=ended(1)))
     theirs = replace(training().ledger, restores=5)
     run = watched_run.with_ledger(run, theirs, NODES, NOW_S)
-    assert (run.ledger.restores, run.failures) == (5, 1)
+    assert (run.ledger.restores, [each["cause"] for each in run_record.status(run, NOW_S)["losses"]]) == (
+        5,
+        ["Error"],
+    )
     assert watched_run.with_ledger(run, run.ledger, NODES, NOW_S).ledger == run.ledger
-    assert ledger.decoded(ledger.encoded(run.ledger)).failures == 1
-    assert [each.cause for each in failure.newest(run.ledger.tallies)] == ["Error"]
+    assert ledger.decoded(ledger.encoded(run.ledger)) == run.ledger

@@ -1,0 +1,112 @@
+"""One budget for everything that an admission looks up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from deltashard_operator.admission.metric import WebhookMetrics
+from deltashard_operator.admission.review import Answer
+from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.admission.webhook import Webhook
+from deltashard_operator.api.chart_defaults import Defaults
+from deltashard_operator.api.policy_cache import BUDGET_S, PolicyCache
+from deltashard_operator.kube import cluster_name
+from deltashard_operator.tls.certificate import Certificate
+from kubernetes import client
+
+from tests.support.helm import render
+from tests.support.operator import sample
+
+PATIENCE_S = 60.0
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[client.ApiClient]:
+    """An API that takes every request and answers none."""
+    configuration = client.Configuration()
+    with socket.create_server(("127.0.0.1", 0)) as listener, client.ApiClient(configuration) as api:
+        configuration.host = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        configuration.retries = False
+        yield api
+
+
+def _answer(
+    folder: Path, policy: str, *, known: bool = True, watched: tuple[str, ...] = ()
+) -> tuple[Answer, float]:
+    """The answer for a Job with a `run-id` while the API is silent, and how often nobody knew who holds the run.
+
+    `known`: its policy is in the cache.
+    """
+    (folder / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
+    metrics = WebhookMetrics()
+    notes = {cluster_name.POLICY: policy, cluster_name.RUN_ID: "nightly"}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "j", "annotations": notes},
+        "spec": {"template": sample.template()},
+    }
+
+    async def answered(api: client.ApiClient) -> Answer:
+        cache = PolicyCache(api)
+        if known:
+            cache._specs = {("team-a", policy): {"keepLast": 4}}
+        webhook = Webhook(
+            certificate=Certificate(folder, "webhook", metrics.registry),
+            cache=cache,
+            holders=Holders(api),
+            defaults=Defaults(folder / "policy.yaml", None),
+            metrics=metrics,
+            namespaces=watched,
+        )
+        end_s = asyncio.get_running_loop().time() + 0.5
+        return await webhook.answer(json.dumps(sample.review(job)).encode(), end_s)
+
+    async def scenario() -> Answer:
+        with silent() as api:
+            return await asyncio.wait_for(answered(api), PATIENCE_S)
+
+    answer = asyncio.run(scenario())
+    return answer, metrics.registry.get_sample_value("deltashard_webhook_holders_unknown_total") or 0.0
+
+
+@pytest.mark.parametrize("policy", ["default", "nightly"])
+def test_a_policy_that_cannot_be_read_in_time_is_refused_in_time(tmp_path: Path, policy: str) -> None:
+    """Whatever the API does, the answer is ours: a sentence, and a status that clients try again on."""
+    answer, _ = _answer(tmp_path, policy, known=False)
+    assert answer.outcome == "PolicyUnavailable"
+    assert answer.review["response"]["status"]["code"] == 503
+    assert "did not answer in time" in answer.sentence
+
+
+@pytest.mark.parametrize("watched", [(), ("team-b", "team-a")])
+def test_a_run_id_that_cannot_be_looked_up_in_time_is_admitted_and_counted(
+    tmp_path: Path, watched: tuple[str, ...]
+) -> None:
+    """The log's fencing decides."""
+    answer, unknown = _answer(tmp_path, "nightly", watched=watched)
+    assert (answer.outcome, unknown) == ("injected", 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "watched", "code"),
+    [("nightly", "team-b", "NamespaceNotWatched"), ("cluster/nightly", "team-a", "PolicyNotFound")],
+)
+def test_what_there_is_no_right_to_look_at_is_refused_before_anything_is_asked(
+    tmp_path: Path, policy: str, watched: str, code: str
+) -> None:
+    answer, unknown = _answer(tmp_path, policy, watched=(watched,))
+    assert (answer.outcome, unknown) == (code, 0)
+
+
+def test_the_budget_ends_before_the_api_server_gives_up() -> None:
+    """That holds for every webhook of the chart."""
+    for each in render().find("MutatingWebhookConfiguration")["webhooks"]:
+        assert 0 < BUDGET_S < each["timeoutSeconds"]

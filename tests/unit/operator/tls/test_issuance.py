@@ -1,0 +1,46 @@
+"""When the authority and the leaf are made anew, and what for."""
+
+from __future__ import annotations
+
+import pytest
+from deltashard_operator.tls import issuance
+
+DAY_S = 86400.0
+START_S = 1_800_000_000.0
+NAMES = ["webhook.ns.svc", "fleet.ns.svc"]
+FIRST = issuance.renewed({}, NAMES, now_s=START_S)
+OTHER = issuance.renewed({}, NAMES, now_s=START_S)
+
+
+@pytest.mark.parametrize(
+    ("days", "names", "damage", "anew"),
+    [
+        (59.0, NAMES, {}, set()),
+        (61.0, NAMES, {}, {"tls"}),
+        (91.0, NAMES, {}, {"tls"}),
+        (1.0, [*NAMES, "another.example"], {}, {"tls"}),
+        (1.0, NAMES, {"tls.crt": b"damaged"}, {"tls"}),
+        (1.0, NAMES, {"tls.key": b""}, {"tls"}),
+        (1.0, NAMES, {"tls.key": OTHER["tls.key"]}, {"tls"}),
+        (1.0, NAMES, {key: OTHER[key] for key in ("tls.crt", "tls.key")}, {"tls"}),
+        (1.0, NAMES, {"ca.key": b""}, set()),  # nothing is to be signed yet
+        (61.0, NAMES, {"ca.key": b""}, {"ca", "tls"}),
+        (1.0, NAMES, {"ca.crt": b"damaged"}, {"ca", "tls"}),
+        (1.0, NAMES, {"ca.crt": OTHER["ca.crt"]}, {"ca", "tls"}),
+        (3651.0, NAMES, {}, {"ca", "tls"}),
+    ],
+)
+def test_what_is_old_lost_damaged_or_foreign_is_made_anew(
+    days: float, names: list[str], damage: dict[str, bytes], anew: set[str]
+) -> None:
+    """And nothing else, so that whoever verifies goes on verifying."""
+    now_s, before = START_S + days * DAY_S, FIRST | damage
+    after = issuance.renewed(before, names, now_s=now_s)
+    assert {key.partition(".")[0] for key in before if after[key] != before[key]} == anew
+    assert issuance.renewed(after, names, now_s=now_s + 1) == after
+
+
+def test_a_leaf_does_not_outlive_its_authority() -> None:
+    signer = issuance.issue((), None, now_s=START_S, lasts_s=10 * DAY_S)
+    leaf = issuance.issue(NAMES, signer, now_s=START_S, lasts_s=90 * DAY_S)
+    assert leaf.certificate.not_valid_after_utc == signer.certificate.not_valid_after_utc
