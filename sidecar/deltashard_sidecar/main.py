@@ -2,7 +2,7 @@
 
 One process owns a runtime directory, by a POSIX record lock on `LOCK` in it: a second one exits at once with code
 `EXIT_OWNED`, so that whoever started it attaches to the first. `serve` prints nothing on stdout; it writes `ready.json`
-(`pid`, `epoch`, `metrics_port`, `protocol`), atomically, when it serves. Nothing of the store is needed to get there.
+atomically when it serves. Nothing of the store is needed to get there.
 
 SIGTERM and SIGINT: no new save, what is in flight is finished or aborted by `term_deadline_s`, exit 0. A second signal
 ends the waiting. SIGUSR1 writes every thread's stack to stderr.
@@ -116,10 +116,10 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     faulthandler.register(signal.SIGUSR1)
     signals = StopSignals()
     metrics = Metrics()
-    _judge_kernels(config, metrics, log)
+    _judge_kernels(config, log)
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
     run = Run(config, metrics=metrics, log=log)
-    sidecar = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
+    sidecar = Sidecar(keeper, run)
     scraped = _serve_metrics(config, metrics, log)
     server = Server(sidecar, config.socket_path)
     server.start()
@@ -132,7 +132,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     crash_point("serve.before_ready")
     write_private(config.ready_path, json.dumps(facts), 0o660)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
-    sidecar.start()
+    sidecar.maintenance.start()
     reports = _reports(sidecar)
     status = 0
     while not signals.wait(TICK_S):
@@ -141,12 +141,9 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
             os.utime(config.socket_path)  # for `health`
         if not owns(config.dir, lock) or not keeper.whole:
             # Nobody finds this one any more, or its memory is gone: the next one makes both again.
-            log.error(
-                "sidecar.directory_lost",
-                what="the runtime directory was removed" if keeper.whole else "the arena was truncated",
-                where=str(config.dir),
-                remedy="leave it to the sidecar while that lives; this one stops, and the next makes it again",
-            )
+            what = "the runtime directory was removed" if keeper.whole else "the arena was truncated"
+            remedy = "leave it to the sidecar while that lives; this one stops, and the next makes it again"
+            log.error("sidecar.directory_lost", what=what, where=str(config.dir), remedy=remedy)
             status = EXIT_ENVIRONMENT
             break
         if not sidecar.tick():
@@ -177,16 +174,12 @@ def _serve_metrics(config: settings.Settings, metrics: Metrics, log: Logger) -> 
     try:
         return metrics.serve(config.metrics_host, config.metrics_port)
     except OSError as error:
-        log.warning(
-            "sidecar.no_metrics",
-            what=str(error),
-            where=f"{config.metrics_host}:{config.metrics_port}",
-            remedy="set another metrics_port; saves and restores work without",
-        )
+        where, remedy = f"{config.metrics_host}:{config.metrics_port}", "set another metrics_port"
+        log.warning("sidecar.no_metrics", what=str(error), where=where, remedy=remedy)
         return None
 
 
-def _judge_kernels(config: settings.Settings, metrics: Metrics, log: Logger) -> None:
+def _judge_kernels(config: settings.Settings, log: Logger) -> None:
     """Warn where numpy encodes; `UserError` in a pod, whose limits were chosen for the native kernels."""
     from deltashard_checkpoint.codecs import kernel_choice
 
@@ -198,7 +191,6 @@ def _judge_kernels(config: settings.Settings, metrics: Metrics, log: Logger) -> 
             where=kernel_choice.__name__,
             remedy="take the published image, or install a wheel into yours",
         )
-    metrics.numpy_kernels.set(1)
     log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW)
 
 
@@ -218,11 +210,9 @@ def _reports(sidecar: Sidecar) -> ReportClient | None:
 def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:
     """(flags of a client command, socket to talk to)."""
     flags = dict(zip(argv[::2], argv[1::2], strict=True)) if len(argv) % 2 == 0 else {"": ""}
-    known = {"--socket", "--dir", "--reason", "--deadline-s"}
-    if set(flags) - known:
-        raise settings.SettingError(
-            f"unknown arguments {' '.join(argv)!r}", where="command line", remedy=USAGE
-        )
+    if set(flags) - {"--socket", "--dir", "--reason", "--deadline-s"}:
+        what = f"unknown arguments {' '.join(argv)!r}"
+        raise settings.SettingError(what, where="command line", remedy=USAGE)
     directory = flags.get("--dir") or os.environ.get("DELTASHARD_DIR") or "."
     path = flags.get("--socket") or os.environ.get("DELTASHARD_SOCKET") or f"{directory}/sidecar.sock"
     return flags, path

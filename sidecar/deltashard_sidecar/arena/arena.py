@@ -1,11 +1,8 @@
 """The shell around the arena: the mapped file, the block ledger under one lock, writer locks, control lines.
 
-The sidecar is the only process that creates or grows the file. A restarted sidecar re-opens the same file (its pages
-are charged to the pod already) with a new epoch, which voids every block an older epoch granted. Whether a trainer may
-still be writing is asked of the kernel: a live trainer holds a POSIX record lock on its control line, and a lock dies
-with its process, whatever killed it.
-
-Writers of other threads learn of freed blocks through `on_free` callbacks, called outside the lock.
+A restarted sidecar re-opens the same file (its pages are charged to the pod already) with a new epoch, which voids
+every block an older epoch granted. Whether a trainer may still be writing is asked of the kernel: a live one holds a
+POSIX record lock on its control line, and a lock dies with its process, whatever killed it.
 """
 
 from __future__ import annotations
@@ -87,15 +84,14 @@ class ArenaKeeper:  # noqa: PLR0904
     def _refuse_truncated(self) -> None:
         """Before memory of a block is touched: a page that was cut off would end this process with SIGBUS.
 
-        A file that is truncated between this look and the touch still does, as a kill would; the process that is
-        started next makes the arena whole.
+        A file that is truncated between this look and the touch still does, as a kill would.
         """
         if not self.whole:
-            raise ArenaUnavailable(
-                "the arena's file was truncated",
-                where=str(self.arena.path),
-                remedy="leave the runtime directory to the sidecar; it stops now, and the next one makes it again",
+            remedy = (
+                "leave the runtime directory to the sidecar; it stops now, and the next one makes it again"
             )
+            where = str(self.arena.path)
+            raise ArenaUnavailable("the arena's file was truncated", where=where, remedy=remedy)
 
     # Writer locks.
 
@@ -236,9 +232,8 @@ class ArenaKeeper:  # noqa: PLR0904
 
     def blocked(self, ranks: Iterable[int]) -> tuple[float, str]:
         """(seconds, why) of the save that is due and blocked for longest, by the trainers' word; (0, ""): none is."""
-        words = [
-            (int(line[BLOCKED_SINCE_NS]), int(line[BLOCKED_WHY])) for line in map(self.arena.line, ranks)
-        ]
+        lines = map(self.arena.line, ranks)
+        words = ((int(line[BLOCKED_SINCE_NS]), int(line[BLOCKED_WHY])) for line in lines)
         since_ns, why = min((each for each in words if each[0]), default=(0, 0))
         return (max(0.0, (time.time_ns() - since_ns) / 1e9), text_of(why)) if since_ns else (0.0, "")
 
@@ -255,6 +250,3 @@ class ArenaKeeper:  # noqa: PLR0904
         """
         if all(self.writer_pid(rank) is None for rank in range(LINES)):
             self.arena.release_blocks()
-
-    def close(self) -> None:
-        self.arena.close()

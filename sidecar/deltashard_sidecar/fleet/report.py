@@ -80,7 +80,7 @@ class SidecarState:
             store_ok=run.health.store_ok,
             store_proven=proven(run.store),
             credentials_ok=run.health.credentials_ok,
-            save_blocked=sidecar.keeper.blocked(sidecar.sessions.ranks())[1],
+            save_blocked=sidecar.blocked()[1],
             directive=sidecar.control.in_force.id,
         )
 
@@ -92,15 +92,14 @@ class SidecarState:
             return fleet.PHASE_STOPPING
         if not sessions:
             return fleet.PHASE_WAITING
-        ready = all(s.attempt.number is not None and not self._restores(s) for s in sessions)
+        ready = all(s.attempt is not None and not self._restores(s) for s in sessions)
         return fleet.PHASE_TRAINING if ready else fleet.PHASE_RESTORING
 
     def _restores(self, session: Session) -> bool:
         """Until every row is there; a trainer that steps has what it wanted."""
-        attempt = session.attempt
-        if attempt.restored or not attempt.resumed:
+        if session.restored or not session.resumed:
             return False
-        return self._sidecar.keeper.step_time_s(session.who.local_rank) < attempt.asked_at_s
+        return self._sidecar.keeper.step_time_s(session.who.local_rank) < session.asked_at_s
 
     def run(self) -> fleet.RunState:
         sidecar, state, now_s = self._sidecar, self._sidecar.run.state(), time.time()
@@ -115,7 +114,7 @@ class SidecarState:
             decisions=[*sidecar.decider.decisions(), *([] if bits is None else [bits])],
         )
         if (newest := state.newest()) is not None:
-            commits = (s.attempt.last_commit for s in sessions)
+            commits = (s.last_commit for s in sessions)
             # Our own says how long the commit took, the log does not.
             mine = next((c for c in commits if c is not None and c.seq == newest.seq), None)
             said.newest.CopyFrom(mine or commit_message(newest))
@@ -127,7 +126,7 @@ class SidecarState:
 
 
 def _attempt(sessions: list[Session]) -> int:
-    return max((s.attempt.number or 0 for s in sessions), default=0)
+    return max((s.attempt or 0 for s in sessions), default=0)
 
 
 def _newest(state: RunState) -> list[Checkpoint]:

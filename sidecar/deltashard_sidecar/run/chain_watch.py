@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.layout import layout_key
@@ -78,14 +78,13 @@ class ChainWatch:
         boxes: Iterable[Box] | None = None,
         rank: int = 0,
         alone: bool = True,
-        also: Mapping[str, Sequence[str]] | None = None,
+        also: Mapping[str, Sequence[str]] = MappingProxyType({}),
         deadline_s: float,
     ) -> None:
         """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at indexes `also` and their packs.
 
         Raises `ChainGone` where something is missing, and store errors.
         """
-        also = also or {}
         try:
             with deadline(deadline_s):
                 missing = self._missing(state, seq, also, manifests, boxes, alone, deadline_s)
@@ -126,7 +125,9 @@ class ChainWatch:
 
         def gone(wanted: Mapping[str, str]) -> dict[str, str]:
             return {
-                key: prefix for key, prefix in wanted.items() if not self._is_there(state.run, key, there)
+                key: prefix
+                for key, prefix in wanted.items()
+                if run_key(state.run, key) not in there and not self._is_there(run_key(state.run, key))
             }
 
         read = () if seq is None else closure(state, (seq,))
@@ -140,9 +141,8 @@ class ChainWatch:
             return missing
         parts: tuple[Part, ...] = ()
         if seq is not None:
-            parts = tuple(
-                link.part for link in chain(manifests.listing(state, read), seq, boxes, strict=False)
-            )
+            links = chain(manifests.listing(state, read), seq, boxes, strict=False)
+            parts = tuple(link.part for link in links)
         indexes = {key: prefix_of(key) for key in (*(part.index_key for part in parts), *also)}
         if missing := gone(indexes):
             return missing
@@ -154,12 +154,10 @@ class ChainWatch:
             self.wrote(key, packs[key])
         return gone({pack: indexes[key] for key in indexes for pack in packs[key]})
 
-    def _is_there(self, run: str, key: str, listed: AbstractSet[str]) -> bool:
+    def _is_there(self, key: str) -> bool:
         """A listing may be stale: only an object that is asked for and not found is missing."""
-        where = run_key(run, key)
-        if where not in listed:
-            try:
-                self._store.head(where)
-            except ObjectNotFound:
-                return False
+        try:
+            self._store.head(key)
+        except ObjectNotFound:
+            return False
         return True

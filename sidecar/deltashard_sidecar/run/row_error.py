@@ -43,33 +43,26 @@ class RowErrors:
             if table in self._sampled:
                 return
             self._sampled.add(table)
-        found = _errors(block)
-        with self._lock:
-            self._errors[table] = found
+        self._errors[table] = _errors(block)
 
     def of(self, table: str) -> Mapping[int, float]:
         """Bits -> relative error; empty: not measured yet."""
-        with self._lock:
-            return self._errors.get(table, {})
+        return self._errors.get(table, {})
 
 
 def _errors(block: RowBlock) -> dict[int, float]:
-    places = np.random.default_rng(SEED).choice(
-        len(block), min(len(block), SAMPLE_ROWS), replace=False, shuffle=False
-    )
+    count, dtype = min(len(block), SAMPLE_ROWS), block.schema.dtype
+    places = np.random.default_rng(SEED).choice(len(block), count, replace=False, shuffle=False)
     sample = np.ascontiguousarray(block.weights[np.sort(places)])
     found = {}
     for bits in BITS:
-        encoding = effective_encoding(
-            encoding_named(BITS_CHOICES[bits]), block.schema.dtype, len(block.columns)
-        )
-        error = relative_error(encoding, sample, dtype=block.schema.dtype)
-        if error is not None:
+        encoding = effective_encoding(encoding_named(BITS_CHOICES[bits]), dtype, len(block.columns))
+        if (error := _relative_error(encoding, sample, dtype=dtype)) is not None:
             found[bits] = error
     return found
 
 
-def relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dtype: str) -> float | None:
+def _relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dtype: str) -> float | None:
     """sqrt(sum |x - x'|^2 / sum |x|^2) over finite rows x and what a save and a restore make of them, x'.
 
     None where there is nothing to compare: no row but zeros, or a block that the encoding does not fit.

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 LIMIT = 256
@@ -46,22 +45,7 @@ class Notices:
         while True:
             with self._ready:
                 self._ready.wait_for(lambda: self._queue or self._closed or not alive())
-                if not self._queue:
-                    return
-                if not alive():
+                if not self._queue or not alive():
                     return  # what is queued is left to the next reader
                 notice = self._queue.popleft()
             yield notice
-
-
-def save_failed(cut: int, cause: Cause, message: str) -> pb.Notice:
-    return pb.Notice(save_failed=pb.Notice.SaveFailed(cut=cut, cause=cause, message=message))
-
-
-def save_now(reason: str, *, deadline_s: float, urgent: bool) -> pb.Notice:
-    return pb.Notice(save_now=pb.Notice.SaveNow(reason=reason, deadline_s=deadline_s, urgent=urgent))
-
-
-def fenced(attempt: int, by: int, message: str, *, taken_over: bool = False) -> pb.Notice:
-    """A newer attempt of the run is open (`taken_over`: another workload's): this trainer can never commit again."""
-    return pb.Notice(fenced=pb.Notice.Fenced(attempt=attempt, by=by, message=message, taken_over=taken_over))

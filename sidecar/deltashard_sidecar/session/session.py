@@ -2,9 +2,6 @@
 
 A session outlives its streams, not its process: the writer lock on the control line and the Watch stream tell whether
 the process lives. When both are gone the session is dropped by `reap`, and whatever it had staged goes on alone.
-
-Its parts, each written by one class: `who` (frozen), `presence`, `attempt`, `stalls` (their own methods), `schedule`
-and `urgent` (`TrainerControl`, under its lock), `fence` and `closed` (`Session`).
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.session.attachment import Attachment
-from deltashard_sidecar.session.attempt import Fence, SessionAttempt
 from deltashard_sidecar.session.notice import Notices
 from deltashard_sidecar.session.schedule import Schedule
 
@@ -87,41 +83,41 @@ class Presence:
             return lock_held if self._locked else self._signs > 0 or young
 
 
-class Stalls:
-    """Saves in a row that the trainer aborted for their stall budget; written by the rank's saves, one at a time."""
-
-    def __init__(self) -> None:
-        self.aborted = 0
-
-    def sealed(self) -> None:
-        self.aborted = 0
-
-    def gave_up(self, *, stalled: bool) -> None:
-        """The trainer aborted a cut, for its stall or for another reason."""
-        self.aborted = self.aborted + 1 if stalled else 0
-
-    @property
-    def wait_out(self) -> bool:
-        """Whether the next save has no stall budget."""
-        return self.aborted >= STALL_ABORTS
-
-
 class Session:
-    """One attached trainer process. Thread-safe, `schedule` and `urgent` excepted."""
+    """One attached trainer process, and the attempt that it trains under. A fall-back or a takeover replaces that.
+
+    Thread-safe, but `schedule` and `urgent`, which `TrainerControl` writes under its lock, and `stall_aborts`, which
+    the rank's saves write one at a time.
+    """
 
     def __init__(self, who: Attachment, schedule: Schedule, *, attempt: int | None) -> None:
         self.who = who
         self.notices = Notices()
         self.presence = Presence()
-        self.attempt = SessionAttempt(attempt, who.layout)
-        self.stalls = Stalls()
         self.schedule = schedule
         self.urgent = ""
         """Why a save is wanted now; empty: none is."""
-        self.fence: Fence | None = None
-        """Why its attempt can never commit again; None while it can."""
+        self.stall_aborts = 0
+        """Saves in a row that the trainer aborted for their stall budget."""
         self.closed = False
         """What had begun before goes on alone; calls are answered with `UnknownSession`."""
+        self.attempt = attempt
+        """Its number in the log; None before one is open."""
+        self.layout = who.layout
+        """Digest of the layout of its ranks; empty: one rank, which holds every table whole."""
+        self.fence: tuple[Cause, str] | None = None
+        """Why the attempt can never commit again; None while it can."""
+        self.asked_at_s = 0.0
+        """When it was asked for, Unix seconds."""
+        self.resumed = False
+        """Whether it resumes from a checkpoint."""
+        self.restored = False
+        """Whether every row of that was handed over."""
+        self.lost_steps = 0
+        """Steps lost by the restart that this attempt is, as far as this arena saw."""
+        self.last_commit: pb.Commit | None = None
+        self.durable_step: int | None = None
+        """Newest step that a crash of the trainer cannot take back."""
         self._lock = threading.Lock()
 
     @property
@@ -130,16 +126,34 @@ class Session:
 
     @property
     def may_commit(self) -> bool:
-        return self.attempt.number is not None and self.fence is None
+        return self.attempt is not None and self.fence is None
+
+    @property
+    def waits_out_stall(self) -> bool:
+        """Whether its next save has no stall budget."""
+        return self.stall_aborts >= STALL_ABORTS
 
     def opened(self, reply: pb.OpenReply) -> None:
+        """An attempt was opened, in place of any before."""
+        lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else 0
         with self._lock:
-            self.attempt.opened(reply)
-            self.fence = None
+            self.attempt, self.layout, self.fence = reply.attempt, reply.layout, None
+            self.last_commit = None
+            self.resumed, self.restored = reply.HasField("resume_seq"), False
+            self.durable_step = reply.step if self.resumed else None
+            self.lost_steps = max(0, lost)
 
-    def fenced(self, cause: Cause, why: str) -> None:
+    def committed(self, attempt: int, commit: pb.Commit) -> None:
+        """A save of this attempt is durable; of another attempt than the session's it is no news."""
         with self._lock:
-            self.fence = Fence(cause=cause, why=why)
+            if attempt == self.attempt:
+                self.last_commit, self.durable_step = commit, commit.step
+
+    def handed_over(self) -> bool:
+        """Every row of what it resumes from was handed over; True the first time."""
+        with self._lock:
+            first, self.restored = not self.restored, True
+            return first
 
     def close(self) -> None:
         """It is over; Watch streams end once they have read what is queued."""
@@ -164,15 +178,11 @@ class Sessions:
 
     def get(self, session_id: str) -> Session:
         """Live session of that id; raises `UnknownSession`."""
-        with self._lock:
-            for session in self._by_rank.values():
-                if session.id == session_id and not session.closed:
-                    return session
-        raise UnknownSession(
-            f"session {session_id!r} is not attached",
-            where="sidecar",
-            remedy="attach again (the library does)",
-        )
+        for session in self.all():
+            if session.id == session_id and not session.closed:
+                return session
+        what = f"session {session_id!r} is not attached"
+        raise UnknownSession(what, where="sidecar", remedy="attach again (the library does)")
 
     def of_rank(self, local_rank: int) -> Session | None:
         with self._lock:
@@ -181,10 +191,6 @@ class Sessions:
     def all(self) -> list[Session]:
         with self._lock:
             return list(self._by_rank.values())
-
-    def ranks(self) -> list[int]:
-        with self._lock:
-            return list(self._by_rank)
 
     def close(self, session: Session) -> None:
         with self._lock:

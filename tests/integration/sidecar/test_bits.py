@@ -163,30 +163,6 @@ def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, t
     assert stored(tmp_path) == {"large": "q8", "small": "q8"}
 
 
-def test_more_bits_begin_with_a_baseline_and_so_do_fewer(make: Make, tmp_path: Path) -> None:
-    """A delta never mixes: fewer bits wait for a baseline, more force one."""
-    options = {"bits": "budget", "differential": "one-shot", "planned_steps": 100}
-    loop = Loop(0)
-    ckpt = make(loop, **options)
-    loop.train(ckpt, 2)
-    assert ckpt.save().wait(120).baseline
-    loop.train(ckpt, 2)
-    assert not ckpt.save().wait(120).baseline
-    assert stored(tmp_path) == {"large": "q8", "small": "q8"}
-    leave(ckpt)
-    ckpt = make(loop, encoding="q2", tables={"small.weight": "q8"}, differential="full", fresh=True)
-    loop.train(ckpt, 2)
-    assert ckpt.save().wait(120).baseline
-    leave(ckpt)
-    again = Loop(1)
-    ckpt = make(again, encoding="q4", differential="one-shot")
-    assert ckpt.restore() is not None
-    again.train(ckpt, 2)
-    assert ckpt.save().wait(120).baseline, "4 bit were asked for over rows of 2"
-    again.train(ckpt, 2)
-    assert not ckpt.save().wait(120).baseline
-
-
 def test_rows_that_stay_finer_than_they_are_chosen_are_told_so(make: Make, tmp_path: Path) -> None:
     """The chain has fp32 and 8 bit are chosen: until the next baseline rows are stored, and hashed, as fp32."""
     loop, again, last = Loop(0), Loop(1), Loop(2)
@@ -206,13 +182,12 @@ def test_rows_that_stay_finer_than_they_are_chosen_are_told_so(make: Make, tmp_p
     assert last.error(again, "large") == 0
 
 
-@pytest.mark.parametrize("rule", ["budget", "check-n-run"])
 def test_what_a_run_leaves_behind_has_8_bit_though_its_last_step_was_saved(
-    make: Make, tmp_path: Path, rule: str
+    make: Make, tmp_path: Path
 ) -> None:
     """Where the user's own save of that step chose fewer: close() cuts it once more, under the same pin."""
     loop = Loop(0)
-    ckpt = make(loop, bits=rule, differential="full")
+    ckpt = make(loop, bits="check-n-run", differential="full")
     loop.train(ckpt, 2)
     ckpt.save().wait(120)
     loop.train(ckpt, 2)
@@ -224,24 +199,6 @@ def test_what_a_run_leaves_behind_has_8_bit_though_its_last_step_was_saved(
     left = newest(tmp_path)
     assert (left.step, left.seq, left.pins) == (4, coarse.seq + 1, ("final",))
     assert left.directive.startswith("close;")
-
-
-def test_close_cuts_nothing_twice_that_has_8_bit(make: Make, tmp_path: Path) -> None:
-    """Nor where a user said the few bits, of all tables or of the one that could have them."""
-    said = (
-        {"bits": "budget", "planned_steps": 4},
-        {"encoding": "q4"},
-        {"bits": "budget", "tables": {"large": "q4"}},
-    )
-    for number, options in enumerate(said):
-        loop = Loop(0)
-        ckpt = make(loop, run=f"r{number}", **options)
-        for _ in range(2):
-            loop.train(ckpt, 2)
-            commit = ckpt.save().wait(120)
-        ckpt.close()
-        state = RunLog(open_store(f"file://{tmp_path}/store"), f"r{number}").refresh()
-        assert state.newest().seq == commit.seq
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["before a commit", "after one"])

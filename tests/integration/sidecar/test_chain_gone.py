@@ -19,14 +19,13 @@ def test_a_swept_base_is_noticed_and_the_next_save_builds_on_nothing(
     tmp_path: Path, url: str, noticed_by: str
 ) -> None:
     housekeeping_s = 0.05 if noticed_by == "housekeeping" else -1
-    with sidecar(
-        tmp_path,
-        url,
-        encoding="fp32",
-        differential="consecutive",
-        housekeeping_s=housekeeping_s,
-        metrics_port=0,
-    ) as process:
+    flags = {
+        "encoding": "fp32",
+        "differential": "consecutive",
+        "housekeeping_s": housekeeping_s,
+        "metrics_port": 0,
+    }
+    with sidecar(tmp_path, url, **flags) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
         base = trainer.save_and_commit()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from tests.support.eventually import eventually
 from tests.support.fake_model import Model, same
 from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.sidecar_process import SidecarProcess, sidecar
-
-
-@pytest.fixture
-def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
-    with sidecar(tmp_path, url, encoding="fp32", housekeeping_s=0.05, metrics_port=0) as one:
-        yield one
 
 
 def removed(url: str) -> RunLog:

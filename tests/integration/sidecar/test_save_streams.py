@@ -42,7 +42,7 @@ def test_descriptors_that_travel_with_the_seal(trainer: Trainer) -> None:
     assert same(trainer.model.state(), kept)
 
 
-@pytest.mark.parametrize("inner", ["begin", "abort", "several", "ready"])
+@pytest.mark.parametrize("inner", ["abort", "several"])
 def test_what_may_not_travel_together_fails_its_save_only(trainer: Trainer, inner: str) -> None:
     """A message that is no descriptor and no seal among several: this save is invalid, the next one commits."""
     cut = trainer.begin(together=True)
@@ -84,22 +84,14 @@ def test_saves_restore_exactly(trainer: Trainer) -> None:
         trainer.model.wipe()
         trainer.restore(commit.seq)
         assert same(trainer.model.state(), state)
+        assert max(len(batch) for batch in trainer.batches_read) > 1, (
+            "frames of one range come in one message"
+        )
+        frames = [each for batch in trainer.batches_read for each in batch]
+        assert len(set(frames)) == len(frames)
     assert kinds[0]
     assert not kinds[1]
     assert any(kinds[2:])
-
-
-def test_frames_come_in_batches_to_a_trainer_that_takes_them(trainer: Trainer) -> None:
-    """Those of one range in one message, and each once."""
-    trainer.model.train(0.3)
-    state = trainer.model.state()
-    commit = trainer.save_and_commit()
-    trainer.model.wipe()
-    trainer.restore(commit.seq)
-    assert same(trainer.model.state(), state)
-    assert max(len(batch) for batch in trainer.batches_read) > 1
-    frames = [each for batch in trainer.batches_read for each in batch]
-    assert len(set(frames)) == len(frames)
 
 
 def test_a_cut_larger_than_the_arena(tmp_path: Path, url: str) -> None:
@@ -215,36 +207,6 @@ def test_blocks_granted_ahead_are_quarantined_where_the_stream_breaks(
     trainer.save_and_commit()
 
 
-def test_a_cut_goes_on_with_the_blocks_that_were_granted_ahead(
-    process: SidecarProcess, trainer: Trainer
-) -> None:
-    """They are the save's from its begin; beside a save in flight none are granted ahead."""
-    trainer.save_and_commit()
-    began: list[Prepared] = []
-
-    def begins() -> bool:
-        """Or gets the answer to ask again: not all may have heard that the save before is over."""
-        prepared = Prepared(trainer)
-        prepared.outbox.put(pb.SaveRequest(begin=prepared.begin))
-        reply = next(prepared.call)
-        if reply.WhichOneof("kind") == "begun":
-            began.append(prepared)
-        else:
-            assert reply.failed.cause == "busy"
-            prepared.outbox.put(None)
-        return bool(began)
-
-    eventually(begins, what="the cut begins")
-    (prepared,) = began
-    held = len(prepared.granted)
-    assert held
-    assert blocks(process, "granted") >= held
-    assert "in flight" in Prepared(trainer).answer.refused
-    prepared.abort()
-    assert next(reply for reply in prepared.call if reply.HasField("failed")).failed.cause == "aborted"
-    eventually(lambda: blocks(process, "granted") == 0)
-
-
 def test_blocks_of_an_older_epoch_wait_for_their_writer(tmp_path: Path, url: str) -> None:
     """A restarted sidecar gives nothing out while a writer of before holds its lock and has not attached again."""
     first = SidecarProcess(tmp_path, url, encoding="fp32", metrics_port=0)
@@ -342,22 +304,6 @@ def test_notify_asks_every_trainer_to_save_now(trainer: Trainer, process: Sideca
     eventually(lambda: line[URGENT] == 1 and line[SAVE_AT_STEP] <= trainer.model.step)
     trainer.save_and_commit(urgent=True)
     eventually(lambda: line[URGENT] == 0 and line[SAVE_AT_STEP] == NEVER)
-
-
-def test_the_timer_writes_the_control_line(tmp_path: Path, url: str) -> None:
-    """every_steps is known ahead; nothing is due before the attempt is open."""
-    with sidecar(tmp_path, url, encoding="fp32", every_steps=5) as process:
-        trainer = Trainer(process.socket, Model())
-        line = trainer.arena.line(0)
-        assert line[SAVE_AT_STEP] == NEVER
-        trainer.open()
-        eventually(lambda: line[SAVE_AT_STEP] == 5)
-        for _ in range(5):
-            trainer.model.train()
-            trainer.stepped()
-        trainer.save_and_commit(reason="steps")
-        eventually(lambda: line[SAVE_AT_STEP] == 10)
-        trainer.close()
 
 
 @pytest.mark.slow

@@ -37,21 +37,6 @@ class Pair(nn.Module):
         self.top = nn.Linear(DIM, 1)
 
 
-class Renamed(nn.Module):
-    """A `Pair` whose first table has another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.primary = nn.Embedding(ROWS, DIM)
-        self.second = nn.Embedding(ROWS, DIM)
-        self.top = nn.Linear(DIM, 1)
-
-    @property
-    def first(self) -> nn.Module:
-        """For `Loop.train`."""
-        return self.primary
-
-
 class Loop:
     """A `Pair`, one optimizer, and steps on random ids."""
 
@@ -143,29 +128,12 @@ def test_a_baseline_that_was_owed_stays_owed_when_its_save_fails(make: Make, tmp
     assert equal(again.content(), bigger.content())
 
 
-def test_a_renamed_table_begins_with_a_baseline(make: Make) -> None:
-    """A delta over rows that were stored under another name could never be put together again."""
-    loop = Loop(adagrad, seed=0)
+def test_another_optimizer_starts_from_its_own_state_and_a_baseline(make: Make) -> None:
+    """With strict=False rows come back without the old optimizer's state; the new one's is stored whole."""
+    loop = Loop(adam, seed=0)
     with make(loop) as ckpt:
         loop.train(ckpt, 3)
     other = Loop(adagrad, seed=1)
-    other.net = Renamed()
-    other.optimizer = adagrad(other.net.parameters())
-    ckpt = make(other)
-    assert ckpt.restore(renames={"primary.weight": "first.weight"}) is not None
-    other.train(ckpt, 1)
-    assert ckpt.save().wait(120).baseline
-
-
-@pytest.mark.parametrize(("before", "after"), [(adam, adagrad), (adagrad, adam)])
-def test_another_optimizer_starts_from_its_own_state_and_a_baseline(
-    make: Make, before: Callable[..., Any], after: Callable[..., Any]
-) -> None:
-    """With strict=False rows come back without the old optimizer's state; the new one's is stored whole."""
-    loop = Loop(before, seed=0)
-    with make(loop) as ckpt:
-        loop.train(ckpt, 3)
-    other = Loop(after, seed=1)
     ckpt = make(other)
     restored = ckpt.restore(strict=False)
     assert restored is not None
@@ -174,19 +142,10 @@ def test_another_optimizer_starts_from_its_own_state_and_a_baseline(
     assert ckpt.save().wait(120).baseline
     other.train(ckpt, 1)
     ckpt.close()
-    again = Loop(after, seed=2)
+    again = Loop(adagrad, seed=2)
     restored = make(again).restore()
     assert restored is not None
     assert equal(again.content(), other.content())
-
-
-def test_a_single_step_without_restore_is_saved_at_close(make: Make) -> None:
-    """close() makes the last boundary durable, also when it is the first."""
-    loop = Loop(adagrad, seed=0)
-    with make(loop) as ckpt:
-        loop.train(ckpt, 1)
-    assert ckpt.stats.last_commit is not None
-    assert ckpt.stats.last_commit.step == 1
 
 
 def test_a_finished_run_leaves_no_shared_memory(make: Make) -> None:
@@ -231,9 +190,7 @@ def test_sigterm_saves_this_step_also_when_an_older_save_is_in_the_way(
         signal.signal(signal.SIGTERM, previous)
 
 
-@pytest.mark.parametrize(
-    ("grace_s", "pod_s", "expected_s"), [("auto", 115, 115), ("auto", 10, 10), (60.0, 115, 60)]
-)
+@pytest.mark.parametrize(("grace_s", "pod_s", "expected_s"), [("auto", 115, 115), (60.0, 115, 60)])
 def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
     make: Make,
     tmp_path: Path,

@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -27,6 +25,8 @@ from tests.support.eventually import eventually
 from tests.support.fake_model import Model, same
 from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.sidecar_process import SidecarProcess, sidecar
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -96,61 +96,6 @@ def test_a_sidecar_that_hangs_is_not_healthy(
     eventually(healthy, what="it goes on")
 
 
-def test_the_sidecar_imports_no_torch() -> None:
-    """None of its modules does, directly or not."""
-    code = """
-import pkgutil, importlib, sys, deltashard_sidecar
-for m in pkgutil.iter_modules(deltashard_sidecar.__path__): importlib.import_module(f"deltashard_sidecar.{m.name}")
-sys.exit("torch" in sys.modules)"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-Coming = Callable[[SidecarProcess], Trainer]
-
-
-@contextmanager
-def lingering(
-    tmp_path: Path, url: str, coming: Callable[[], Coming]
-) -> Iterator[tuple[SidecarProcess, Trainer, int]]:
-    """A sidecar that lingers, its trainer, and for how many seconds it does.
-
-    `coming` makes, before the sidecar starts, what brings the trainer. Where a busy machine does that only after the
-    sidecar has lingered, it is done once more, with one that lingers longer.
-    """
-    longest_s = 100
-    for linger_s in (4, 20, longest_s):
-        come = coming()
-        root = tmp_path / f"{linger_s}"
-        root.mkdir()
-        with sidecar(root, url, wait=False, encoding="fp32", linger_s=linger_s) as process:
-            try:
-                trainer = come(process)
-            except Exception:
-                if linger_s == longest_s or "sidecar.lingered" not in process.log():
-                    raise
-                continue
-            yield process, trainer, linger_s
-            return
-
-
-def test_it_lingers_only_without_a_trainer(tmp_path: Path, url: str) -> None:
-    """An orphan of a laptop exits; while a trainer is attached it stays."""
-
-    def attached(process: SidecarProcess) -> Trainer:
-        process.ready()
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        return trainer
-
-    with lingering(tmp_path, url, lambda: attached) as (process, trainer, linger_s):
-        trainer.save_and_commit()
-        with pytest.raises(AssertionError, match="not within"):
-            eventually(lambda: process.poll() is not None, within_s=linger_s + 1.0)
-        trainer.detach()
-        assert process.died() == 0
-        trainer.close()
-
-
 def test_one_that_does_not_linger_stays_with_its_trainer(tmp_path: Path, url: str) -> None:
     """linger_s=0: it ends when the trainer left, not at its first look."""
     with sidecar(tmp_path, url, encoding="fp32", linger_s=0) as process:
@@ -165,36 +110,16 @@ def test_one_that_does_not_linger_stays_with_its_trainer(tmp_path: Path, url: st
 
 
 def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
-    """Its lock and its stream are gone, whatever killed it: the lingering sidecar exits."""
+    """Its lock and its stream are gone, whatever killed it: a sidecar that lingers exits once nobody is left."""
     code = (
         "import sys,os,signal;from pathlib import Path;from tests.support.fake_trainer import Model,Trainer;"
-        "print('ready',flush=True);t=Trainer(Path(input()),Model());t.open();os.kill(os.getpid(),signal.SIGKILL)"
+        "t=Trainer(Path(sys.argv[1]),Model());t.open();os.kill(os.getpid(),signal.SIGKILL)"
     )
-
-    def after_another() -> Coming:
-        killed = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=Path(__file__).parents[3],
-        )  # fmt: skip
-        assert killed.stdout is not None
-        # A Python that starts slowly is no part of the lingering.
-        assert killed.stdout.readline() == "ready\n"
-
-        def come(process: SidecarProcess) -> Trainer:
-            try:
-                process.ready()
-                killed.communicate(f"{process.socket}\n", timeout=120)
-                assert killed.returncode == -signal.SIGKILL
-            finally:
-                killed.kill()
-                killed.communicate()
-            trainer = Trainer(process.socket, Model())
-            assert trainer.open().attempt > 1
-            return trainer
-
-        return come
-
-    with lingering(tmp_path, url, after_another) as (process, trainer, _):
+    with sidecar(tmp_path, url, encoding="fp32", linger_s=15) as process:
+        killed = subprocess.run([sys.executable, "-c", code, process.socket], cwd=ROOT, check=False)
+        assert killed.returncode == -signal.SIGKILL
+        trainer = Trainer(process.socket, Model())
+        assert trainer.open().attempt > 1
         trainer.detach()
         trainer.close()
         assert process.died() == 0

@@ -29,11 +29,9 @@ from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.minio_server import MinioServer
 from tests.support.sidecar.pod_flags import place, pod
-from tests.support.sidecar_process import SidecarProcess, sidecar
+from tests.support.sidecar_process import sidecar
 
 DEADLINE_S = 90.0
-SCRIPT_S = 400.0
-"""For a process that imports torch on a busy machine."""
 ROOT = Path(__file__).parents[3]
 
 
@@ -74,18 +72,6 @@ def test_numbered_pods_train_runs_of_their_own_where_they_are_told_to(tmp_path: 
         eventually(lambda: list((again / "cache").glob("*.pack")), timeout_s=DEADLINE_S, what="prefetched")
         assert trainer.open().step == 11
         trainer.close()
-
-
-def test_numbered_pods_of_one_group_share_a_run(tmp_path: Path, url: str) -> None:
-    """As ranks of one run their trainers have a world size; another size beside them is refused."""
-    flags = pod(index="1", runs="one", **{"arena-bytes": "96MiB"})
-    with sidecar(tmp_path, url, **flags) as process:
-        zero = Trainer(process.socket, Model(), world_size=2)
-        assert zero.reply.run == "ns/job"
-        beside = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, local_rank=1)
-        with pytest.raises(grpc.RpcError, match="not of one group"):
-            zero.stub.Attach(beside, timeout=60)
-        zero.close()
 
 
 def test_a_changed_world_size_renames_no_run(tmp_path: Path, url: str) -> None:
@@ -163,59 +149,6 @@ def test_a_pod_that_comes_back_after_its_replacement_stays_fenced(tmp_path: Path
         assert state_of(url).attempt == attempt
         old.close()
         new.close()
-
-
-SCRIPT = """
-import sys, torch, deltashard
-model = torch.nn.EmbeddingBag(50, 4, sparse=True)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-ckpt = deltashard.Checkpointer(model, optimizer)
-resumed = ckpt.restore()
-print("restored", resumed is not None, flush=True)
-while True:
-    optimizer.zero_grad()
-    model(torch.randint(0, 50, (4, 3))).sum().backward()
-    optimizer.step()
-    ckpt.step()
-    if ckpt.stats.commits >= 1 and len(sys.argv) > 1:
-        print("committed", flush=True)
-        sys.argv.pop()
-"""
-
-
-def script(process: SidecarProcess, *arguments: str) -> subprocess.Popen[str]:
-    """A training script that runs until something ends it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "DELTASHARD_SOCKET": str(process.socket), "OMP_NUM_THREADS": "1"},
-    )
-
-
-@pytest.mark.timeout(1200)
-def test_a_script_whose_run_was_taken_over_exits_with_the_documented_code(tmp_path: Path, url: str) -> None:
-    """79, while training and at every restart, which opens nothing."""
-    with (
-        sidecar(place(tmp_path, "a"), url, **pod("job-a", every_steps=20)) as first,
-        sidecar(place(tmp_path, "b"), url, **pod("job-b")) as second,
-    ):
-        running = script(first, "say")
-        assert running.stdout is not None
-        assert "committed\n" in iter(running.stdout.readline, "")
-        other = Trainer(second.socket, Model())
-        other.open("none")
-        _, said = running.communicate(timeout=SCRIPT_S)
-        assert running.returncode == 79, said
-        assert "Traceback" in said
-        attempt = state_of(url).attempt
-        restarted = script(first)
-        out, said = restarted.communicate(timeout=SCRIPT_S)
-        assert (restarted.returncode, out) == (79, ""), said
-        assert "takeover=True" in said
-        assert state_of(url).attempt == attempt, "the refused restart opened nothing"
-        other.close()
 
 
 # A pod that goes, and the one that takes its place.

@@ -35,10 +35,9 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
         {},
     )  # fmt: skip
     config.dir.mkdir()
-    metrics, log = Metrics(), configure("error", run="r")
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
-    run = Run(config, metrics=metrics, log=log)
-    made = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
+    run = Run(config, metrics=Metrics(), log=configure("error", run="r"))
+    made = Sidecar(keeper, run)
     yield made
     made.saves.pool.shutdown()
     run.close()
@@ -106,6 +105,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
 
     def told(*_: Any) -> None:
         assert asked.wait(60.0)
+        raise RuntimeError("whatever goes wrong while it is told: the rank may save again")
 
     monkeypatch.setattr(first.over, "wait", waited)
     monkeypatch.setattr(sidecar.activity, "ended", told)
@@ -116,25 +116,6 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
     stream.join(60.0)
     assert first.over.is_set()
-    second.cancel(Cause.STOPPING, "it is over")
-
-
-def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever goes wrong while it is told: the rank may save again."""
-    session = sidecar.attach(attachment()).session
-    sidecar.open(pb.OpenRequest(session=session, which="none"))
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("nobody foresaw it")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(sidecar.activity, "ended", broken)
-        first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
-        first.start()
-        first.read(iter(()))
-    second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
     second.cancel(Cause.STOPPING, "it is over")
 
 
@@ -219,24 +200,6 @@ def test_what_a_save_held_back_is_given_up_with_it_though_its_stream_goes_on(
     assert not given, "it waited for nobody"
 
 
-def test_what_was_held_back_is_all_queued_though_no_thread_can_be_started(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`ThreadPoolExecutor` queues first and complains then."""
-    save, blocks, given = staging(sidecar, monkeypatch)
-
-    def submit(encode: Any) -> None:
-        given.append(encode)
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(save, "_submit", submit)
-    save.read(iter([*map(rows, blocks[:3]), pb.SaveRequest(seal=pb.SaveRequest.Seal())]))
-    assert len(given) == 3
-    for encode in given:
-        encode()
-    assert save.over.wait(60.0)
-
-
 def test_an_attempt_that_is_opened_while_an_urgent_save_waits_is_the_saves(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +216,7 @@ def test_an_attempt_that_is_opened_while_an_urgent_save_waits_is_the_saves(
     save = sidecar.begin(
         pb.SaveRequest.Begin(session=session.id, step=1, cut=1, reason="notify", urgent=True)
     )
-    assert save.cut.attempt == session.attempt.number == 2
+    assert save.cut.attempt == session.attempt == 2
     save.cancel(Cause.DEADLINE, "the test is over")
     assert save.over.wait(60.0)
     assert not session.schedule.busy

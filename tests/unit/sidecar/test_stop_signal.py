@@ -51,17 +51,13 @@ def test_signal_at_any_line_of_the_wait_is_heard(signals: StopSignals) -> None:
     assert line > 2
 
 
-def test_the_second_one_is_seen_without_waiting(signals: StopSignals) -> None:
+@pytest.mark.parametrize("waited", [True, False])
+def test_the_second_one_is_seen_without_waiting_and_the_first_is_none(
+    signals: StopSignals, *, waited: bool
+) -> None:
+    """Also where nobody waited for the first: the process was stopping already, because its directory was removed."""
     signal.raise_signal(signal.SIGTERM)
-    assert signals.wait(0.0)
+    assert not waited or signals.wait(0.0)
     assert not signals.again()
     signal.raise_signal(signal.SIGINT)
-    assert signals.again()
-
-
-def test_the_first_one_is_no_second_where_nobody_waited_for_it(signals: StopSignals) -> None:
-    """The process was stopping already, because its directory was removed: what is in flight is still waited for."""
-    signal.raise_signal(signal.SIGTERM)
-    assert not signals.again()
-    signal.raise_signal(signal.SIGTERM)
     assert signals.again()

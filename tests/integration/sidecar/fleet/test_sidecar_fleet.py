@@ -18,7 +18,6 @@ import torch
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
-from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -26,7 +25,7 @@ from deltashard_sidecar.policy import KEY
 
 from tests.support.eventually import eventually
 from tests.support.fake_model import Model
-from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.fake_trainer import Trainer
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.port import free_port
 from tests.support.sidecar_process import sidecar
@@ -145,25 +144,6 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         again.close()
         assert process.terminate() == 0
     assert heard(server, "the end", phase=fleet.PHASE_CLOSED).run.newest.step == 8
-
-
-def test_the_last_commit_is_told_though_the_pod_goes_at_once(
-    tmp_path: Path, url: str, server: FleetServer
-) -> None:
-    """A Job that completes ends its sidecar moments after the last save: its controller still hears of that."""
-    server.tell(next_s=300)
-    patient = {"deltashard_sidecar.fleet.report_client.LAST_DEADLINE_S": DEADLINE_S}  # busier than a node
-    with sidecar(tmp_path, url, constants=patient, **flags(tmp_path, server)) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        heard(server, "open", attempt=1)
-        trainer.model.step = 9
-        trainer.stepped()
-        trainer.save_and_commit()
-        trainer.detach()
-        assert process.terminate() == 0
-        trainer.close()
-    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).run.newest.step == 9
 
 
 def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
@@ -344,21 +324,6 @@ def test_nothing_waits_for_a_controller_that_is_silent(tmp_path: Path, url: str,
             trainer.close()
             assert process.terminate() == 0
             connection.close()
-
-
-def test_fenced_by_another_pod_is_told(tmp_path: Path, url: str, server: FleetServer) -> None:
-    """As an incident, with its kind of fencing."""
-    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        other = RunLog(open_store(url), "ns/job")
-        open_attempt(other, owner="ns/job", workload="w-2")
-        with pytest.raises(SaveRefused, match="taken_over"):
-            trainer.save_and_commit()
-        eventually(lambda: trainer.fenced, what="the notice")
-        assert trainer.fenced[0].taken_over
-        assert told(server, fleet.INCIDENT_KIND_FENCED).cause == "taken_over"
-        trainer.close()
 
 
 def test_the_library_follows_a_directive_and_reports_a_fault(

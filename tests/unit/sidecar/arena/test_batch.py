@@ -43,14 +43,6 @@ def test_a_batch_is_laid_out_as_the_contract_says() -> None:
     assert np.shares_memory(block.weights, np.frombuffer(data, np.uint8))
 
 
-def test_contiguous_rows_need_no_ids() -> None:
-    """They are a range."""
-    batch = rows_of(
-        pb.RowBatch(rows=10, contiguous=True, row_start=990, col_start=0, col_stop=8), TABLES, WHOLE, BLOCK
-    )
-    assert batch.block(memoryview(bytes(batch.length))).ids == range(990, 1000)
-
-
 def test_only_rows_that_changed_are_sent_again() -> None:
     """What they say reaches the index, where others are refused."""
     place = {"rows": 1, "col_start": 0, "col_stop": 8}
@@ -90,15 +82,6 @@ def test_listed_rows_outside_of_the_trainers_boxes_are_refused() -> None:
             batch.block(memoryview(data))
     data[:16] = np.array((500, 599)).tobytes()
     assert batch.block(memoryview(data)).row_span == (500, 599)
-
-
-def test_rows_of_a_shard_are_taken() -> None:
-    """The last of its rows, some of its columns."""
-    batch = rows_of(
-        pb.RowBatch(rows=10, contiguous=True, row_start=590, col_start=1, col_stop=4), TABLES, SHARDS, BLOCK
-    )
-    block = batch.block(memoryview(bytes(batch.length)))
-    assert (block.ids, block.columns) == (range(590, 600), range(1, 4))
 
 
 @given(

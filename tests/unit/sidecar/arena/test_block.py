@@ -49,21 +49,6 @@ def test_an_arena_too_small_for_one_more_rank_refuses_it() -> None:
     assert not blocks.admit(1)
 
 
-def test_a_block_is_free_when_closed_and_all_its_batches_are_encoded() -> None:
-    """In either order."""
-    blocks = ledger()
-    a, b = blocks.grant(0, 2)
-    blocks.received(a)
-    blocks.received(a)
-    assert not blocks.encoded(a)
-    assert not blocks.closed(a)
-    assert blocks.encoded(a)
-    assert blocks.blocks[a].use is Use.FREE
-    blocks.received(b)
-    assert not blocks.encoded(b)
-    assert blocks.closed(b)
-
-
 def test_only_granted_blocks_may_be_handed_over() -> None:
     """Closed, foreign, free and absurd blocks are refused by name."""
     blocks = ledger(12, 0, 1)
@@ -92,16 +77,6 @@ def test_quarantined_blocks_come_back_only_by_settling() -> None:
     assert blocks.grant(0) == []
     assert blocks.settle(0) == len(granted)
     assert len(blocks.grant(0)) == len(granted)
-
-
-def test_settling_waits_for_batches_still_being_encoded() -> None:
-    """The writer is gone, but an encoder still reads the block."""
-    blocks = ledger()
-    (a,) = blocks.grant(0, 1)
-    blocks.received(a)
-    blocks.quarantine(0, Use.GRANTED)
-    assert blocks.settle(0) == 0
-    assert blocks.encoded(a)
 
 
 def test_nothing_is_given_out_under_embargo() -> None:

@@ -18,7 +18,7 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.deciding.choice import CAUSES
-from deltashard_sidecar.deciding.decider import MAX_KEY, Decider, key_of, place
+from deltashard_sidecar.deciding.decider import Decider, place
 from deltashard_sidecar.deciding.measurements import Cost, MeasuredSave, Opening
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.policy import changed
@@ -68,7 +68,7 @@ class Life:
     ) -> None:
         self.decider.opened(
             Opening(
-                run="r", attempt=attempt, world_size=world_size, ranks_here=1, reading=Reading(self.step, self.now_s),
+                attempt=attempt, world_size=world_size, ranks_here=1, reading=Reading(self.step, self.now_s),
                 resumed=resumed, step_seen=seen,
             ),
             state,
@@ -98,7 +98,7 @@ class Life:
         self.step += inside
         self.decider.look(Reading(self.step, self.now_s))
         at_s, self.now_s = self.now_s, max(ended_s, self.now_s)
-        self.decider.committed(self.cut, Cost(stall_s=stall_s, slower_s=0.0, durable_s=durable_s))
+        self.decider.save_ended(self.cut, Cost(stall_s=stall_s, slower_s=0.0, durable_s=durable_s))
         self.decider.look(Reading(self.step, at_s))
         self.now_s = at_s + self.step_s
         self.step += 1
@@ -132,16 +132,6 @@ def chosen(life: Life) -> tuple[Life, str]:
     return life, text
 
 
-def test_a_pod_that_is_not_rank_0s_decides_nothing() -> None:
-    """It never hears of an attempt."""
-    life = Life(every_s=7.0)
-    life.train(10.0)
-    assert life.decider.over(life.policy) == life.policy
-    assert life.decider.measured() is None
-    assert life.decider.decisions() == []
-    assert life.decider.text(closing=False) is None
-
-
 @pytest.mark.parametrize("said", ["", "fixed"])
 def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown(said: str) -> None:
     """Nothing is chosen or written; what saves cost is measured all the same."""
@@ -158,7 +148,7 @@ def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown(said
     assert decision.would == "every 1800 s"
     assert decision.why.startswith("as stated; under auto a save costs 96.9 ms")
     assert life.decider.over(life.policy) == life.policy
-    assert (life.decider.text(closing=False), life.decider.phase(), life.changes) == (None, 0.0, 0)
+    assert (life.decider.text(closing=False), life.changes) == (None, 0)
     assert (life.decider.measured() or fleet.Measured()).saves == 2 * ENOUGH
     life.policy = changed(life.policy, goal="auto")
     life.decider.governed(life.policy)
@@ -221,7 +211,7 @@ def test_only_what_a_timer_wanted_is_measured() -> None:
     begins = MeasuredSave(cut=99, begun=Reading(life.step, life.now_s), timed=True)
     life.decider.save_begins(begins, planned_steps=0, partial=False)
     life.now_s += 5.0
-    life.decider.save_failed(99)
+    life.decider.save_ended(99, None)
     life.step += 1
     life.decider.look(Reading(life.step, life.now_s + 0.1))
     life.now_s += 0.1
@@ -324,9 +314,7 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
     assert "0 lossy failures and 1 restores" in again.decider.decisions()[0].evidence
     other = Life()
     other.decider.opened(
-        Opening(
-            run="r", attempt=5, world_size=2, ranks_here=2, reading=Reading(0, other.now_s), resumed=True
-        ),
+        Opening(attempt=5, world_size=2, ranks_here=2, reading=Reading(0, other.now_s), resumed=True),
         state,
     )
     assert other.every_s == 60.0
@@ -367,15 +355,6 @@ def test_attempt_after_ones_without_a_checkpoint_saves_soon_and_then_twice_as_la
     assert again.every_s == pytest.approx(120.0)
 
 
-def test_rewind_is_no_attempt_without_a_checkpoint() -> None:
-    _, text = chosen(Life(most_s=600.0))
-    state = log_of_attempts(1, {KEY: text})
-    rewound = state.attempts | {2: replace(state.attempts[2], world_size=0)}
-    life = Life(most_s=600.0)
-    life.open(replace(state, attempts=rewound), attempt=3, resumed=True)
-    assert life.every_s == pytest.approx(600.0)
-
-
 def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
     """The restore that the attempt began with."""
     _, text = chosen(Life(most_s=600.0))
@@ -394,20 +373,6 @@ def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_no
     life = Life(most_s=600.0)
     life.open(later, attempt=4)
     assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence, "its commit says it"
-
-
-def test_a_commit_that_was_made_before_the_log_was_seen_hides_nothing() -> None:
-    """A sidecar that started while the store was away commits without a record: the one before it counts."""
-    _, text = chosen(Life(most_s=600.0))
-    before = log_of({KEY: text}, attempt=1).checkpoints[2]
-    unsaid = replace(before, seq=3, cut=2, step=200, metadata={})
-    mine = Attempt(
-        world_size=1, resumes_from=None, resumes_attempt=None, last_cut=2, last_seq=3, last_step=200
-    )
-    life = Life(most_s=600.0)
-    life.open(RunState(run="r", checkpoints={2: before, 3: unsaid}, attempts={1: mine}, attempt=1))
-    assert life.every_s == 600.0
-    assert recorded(life.decider.text(closing=False) or "").profile.save.n == ENOUGH
 
 
 def test_what_an_attempt_knew_is_found_by_the_next_though_its_last_commit_did_not_say_it() -> None:
@@ -483,10 +448,3 @@ def test_a_place_is_what_was_stated_and_the_processors(tmp_path: Path) -> None:
     assert place("trainer:v3, cpu 4", cpuinfo=cpuinfo) == f"trainer:v3, cpu 4, {count} x AMD EPYC 7B13"
     assert place("", cpuinfo=cpuinfo) == f"{count} x AMD EPYC 7B13"
     assert place("", cpuinfo=tmp_path / "none") == f"{count} x processors"
-
-
-def test_a_long_place_hides_no_other_world_size() -> None:
-    """What is cut off is the place's end."""
-    long = "registry.example/" + "x" * 400
-    assert key_of(long, 4) != key_of(long, 8)
-    assert len(key_of(long, 4)) == MAX_KEY

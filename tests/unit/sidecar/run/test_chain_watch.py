@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import structlog
-from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.manifest import Manifests
@@ -72,6 +71,13 @@ def test_a_look_is_one_list_and_reads_an_index_once(watched):
     assert watched.store.asked == ["list"]
 
 
+def test_a_damaged_index_counts_as_missing(watched):
+    watched.store.put(watched.objects(watched.base, ".index")[0], b"rotten")
+    with pytest.raises(ChainGone):
+        watched.look(watched.delta)
+    assert watched.watch.broken(watched.log.state, watched.delta)
+
+
 @pytest.mark.parametrize("ending", [".pack", ".index"])
 def test_what_is_missing_is_named_and_nothing_builds_on_it(watched, ending):
     watched.store.delete(watched.objects(watched.base, ending))
@@ -87,13 +93,6 @@ def test_what_is_missing_is_named_and_nothing_builds_on_it(watched, ending):
     watched.look(watched.other)
 
 
-def test_a_damaged_index_counts_as_missing(watched):
-    watched.store.put(watched.objects(watched.base, ".index")[0], b"rotten")
-    with pytest.raises(ChainGone):
-        watched.look(watched.delta)
-    assert watched.watch.broken(watched.log.state, watched.delta)
-
-
 def test_a_stale_listing_proves_nothing(watched, monkeypatch):
     monkeypatch.setattr(watched.store, "list", lambda prefix, start_after="": iter(()))
     watched.look(watched.delta)
@@ -106,12 +105,6 @@ def test_a_baseline_looks_at_its_own_objects(watched):
     watched.store.delete([f"job/{packs[0]}"])
     with pytest.raises(ChainGone, match="objects of this save"):
         watched.look(None, also={part.index_key: packs})
-
-
-def test_what_is_known_of_checkpoints_that_are_gone_is_forgotten(watched):
-    watched.watch.wrote(f"{cut_prefix(9, 1)}00000-{'a' * 16}.index", ["gone"])
-    watched.look(watched.delta)
-    assert len(watched.watch._packs) == 2
 
 
 def test_a_look_is_due_when_the_last_one_is_old(watched, monkeypatch):
