@@ -1,7 +1,4 @@
-"""What happened in this sidecar, kept for the controller; `fleet.report` tells it.
-
-The pipeline calls the short methods below; none waits, none asks the store.
-"""
+"""What happened in this sidecar, kept for the controller; `fleet.report` tells it. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ class Activity:
         """The last trainer detached at a step that is durable, with no save in flight."""
 
     def lost(self, session: Session, *, step: int) -> None:
-        """A trainer is gone without a word."""
         if session.attempt is not None:
             self.incidents.add(
                 fleet.INCIDENT_KIND_TRAINER_LOST,

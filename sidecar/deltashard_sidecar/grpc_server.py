@@ -157,20 +157,12 @@ def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> 
             return
 
 
-class Server:
-    """The gRPC server on its socket."""
-
-    def __init__(self, sidecar: Sidecar, path: Path) -> None:
-        self._server = grpc.server(
-            ThreadPoolExecutor(CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS
-        )
-        trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
-            TrainerService(sidecar), self._server
-        )
-        self._server.add_insecure_port(f"unix:{path}")
-
-    def start(self) -> None:
-        self._server.start()
-
-    def stop(self, grace_s: float) -> None:
-        self._server.stop(grace_s).wait()
+def served(sidecar: Sidecar, path: Path) -> grpc.Server:
+    """The running gRPC server on its socket."""
+    server = grpc.server(ThreadPoolExecutor(CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS)
+    trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
+        TrainerService(sidecar), server
+    )
+    server.add_insecure_port(f"unix:{path}")
+    server.start()
+    return server

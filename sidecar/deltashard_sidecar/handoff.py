@@ -33,7 +33,6 @@ class PendingUploadMarkers:
         self._work = ThreadPoolExecutor(1, thread_name_prefix="closing")
 
     def begin(self, attempts: Iterable[int]) -> None:
-        """Saves of these attempts will end, and are worth waiting for."""
         with self._lock:
             new = set(attempts) - self._marked
             self._marked |= new
@@ -41,7 +40,6 @@ class PendingUploadMarkers:
             self._work.submit(self._mark, attempt, begun=True)
 
     def end(self, attempt: int | None) -> None:
-        """Nothing of this attempt is worth waiting for any more."""
         with self._lock:
             if attempt not in self._marked:
                 return

@@ -1,14 +1,10 @@
-"""What a sidecar does unasked, on one thread of its own: sweep, prefetch at start, then retention, gc and compaction.
+"""What a sidecar does unasked, on one thread of its own: a look at the log at start, then retention, gc and compaction.
 
 A round begins after a commit of rank 0, or a save that found the store full, not more often than `housekeeping_s`:
 compact a chain that grew too long, or that a cut was made to build on (`run.synthetic_baseline`; not on a full store),
 name in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and
-run again; a step that fails is counted and logged, and the next round tries anew. Nothing waits for a round, and a
-compaction lets saves and restores go first.
-
-At start and in every round pack caches that other, ended runs left beside this one's make room, where a budget for all
-of them is set. The prefetch brings the packs of the newest checkpoint into the local cache while the trainer still
-imports its libraries; it stops for good when a restore begins, which then finds what is there.
+run again; one that fails is counted and logged. Nothing waits for a round, and a compaction lets saves and restores go
+first. At start and in every round pack caches of other, ended runs make room, where a budget for all of them is set.
 """
 
 from __future__ import annotations
@@ -59,25 +55,21 @@ class MaintenanceLoop:
         self._due: tuple[RunLog, int, bool] | None = None
         """A handle on the log, the attempt that saves through it, and whether its store is full."""
         self._stopped = False
-        self._prefetching = True
         self._thread = threading.Thread(target=self._work, name="housekeeping", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def due(self, log: RunLog, attempt: int, *, full: bool = False) -> None:
-        """A save of this attempt was committed through `log`, or found the store `full`: a round is due."""
         with self._wake:
             self._due = log, attempt, full
             self._wake.notify_all()
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """A restore is served within: the store and the cache are its own, and nothing is prefetched from then on."""
+        """A restore is served within: the store and the cache are its own."""
         with self._wake:
-            self._prefetching = False
             self._restoring += 1
-            self._wake.notify_all()
         try:
             yield
         finally:
@@ -85,17 +77,13 @@ class MaintenanceLoop:
                 self._restoring -= 1
 
     def stop(self) -> None:
-        """No more rounds; one that runs is left alone (it may be killed at any instant)."""
         with self._wake:
             self._stopped = True
-            self._prefetching = False
             self._wake.notify_all()
 
     def _work(self) -> None:
         self._step("sweep", self._sweep)
-        newest = self._learn()
-        if newest is not None and self._settings.prefetch:
-            self._step("prefetch", lambda: self._prefetch(newest.seq))
+        self._learn()
         last_s = -float("inf")
         while True:
             with self._wake:
@@ -110,20 +98,16 @@ class MaintenanceLoop:
             if due is not None and self._settings.housekeeping_s >= 0:
                 self._round(due[0].fork(), due[1], full=due[2])
 
-    def _learn(self) -> Checkpoint | None:
-        """The newest checkpoint, once the run is known and its store answers; until a trainer opens its attempt.
+    def _learn(self) -> None:
+        """Look at the log until the store answers.
 
         Credentials that are not there yet, or a store that is down, are found here first, before anybody needs them.
         """
         failures = 0
-        while not self._stopped and self._prefetching:
-            state = self._run.learn(deadline_s=LEARN_DEADLINE_S)
-            if state is not None:
-                return state.newest()
+        while not (self._stopped or self._run.learn(self._run.log, deadline_s=LEARN_DEADLINE_S)):
             failures += 1
             with self._wake:
-                self._wake.wait_for(lambda: self._stopped or not self._prefetching, BACKOFF.delay_s(failures))
-        return None
+                self._wake.wait_for(lambda: self._stopped, BACKOFF.delay_s(failures))
 
     def _round(self, log: RunLog, attempt: int, *, full: bool) -> None:
         """One round on its own handle of the log, as long as `attempt` is the newest; on a `full` store it only frees.
@@ -194,14 +178,9 @@ class MaintenanceLoop:
         return f"caches of {swept.runs} runs, {swept.bytes} bytes" if swept.runs else None
 
     def _give_way(self) -> None:
-        """Let saves and restores go first, for a moment."""
         until_s = time.monotonic() + GIVE_WAY_S
         while (self._restoring or self._saving()) and not self._stopped and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
-
-    def _prefetch(self, seq: int) -> str | None:
-        fetched = self._run.prefetch(seq, lambda: self._prefetching)
-        return f"{fetched} bytes" if fetched else None
 
     def _step(self, task: str, work: Callable[[], str | None]) -> None:
         counter = self._run.metrics.housekeeping

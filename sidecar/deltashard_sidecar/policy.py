@@ -45,7 +45,6 @@ def stated(policy: pb.Policy) -> dict[str, Any]:
 
 
 def changed(policy: pb.Policy, **fields: Any) -> pb.Policy:
-    """`policy` with other values of these fields."""
     return pb.Policy(**stated(policy) | fields)
 
 
@@ -91,7 +90,6 @@ def received(message: fleet.Directive, workload: str) -> fleet.Directive:
 
 
 def text_of(directive: fleet.Directive) -> str:
-    """The text that `recorded` reads: a commit's metadata."""
     fields = {field.name: value for field, value in directive.ListFields()}
     fields |= {"policy": stated(directive.policy), "whole": list(directive.whole)}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))

@@ -22,7 +22,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError
 from deltashard_checkpoint.format.frame import FrameKind
 from deltashard_checkpoint.format.index import box_message, box_of
-from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import plan_restore, went_on
@@ -105,7 +105,6 @@ class Restore:
         """Where most bytes came from, cache or store, once everything was handed over."""
 
     def plan(self) -> tuple[RunState, Plan]:
-        """(state of the source run, plan); raises what planning raises."""
         want, deadline_s = self._want, self._run.settings.restore_deadline_s
         other = want.from_run if want.from_run != self._run.name else ""
         log = RunLog(self._run.store, other) if other else self._run.log_of(self._who)
@@ -118,11 +117,13 @@ class Restore:
         for message in want.boxes:
             wanted.setdefault(message.table, []).append(box_of(message))
         schemas = {table.fqn: table for table in self._who.tables}
+        if unknown := wanted.keys() - schemas.keys():
+            raise IncompletePlan(f"table {min(unknown)} was not named at Attach", where="restore")
         plan = plan_restore(
             self._run.store,
             state,
             want.seq,
-            [Want(schema=_schema(schemas, fqn), boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
+            [Want(schema=schemas[fqn], boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
             blobs=want.blobs,
             rank=want.rank,
             world_size=self._who.world_size,
@@ -287,9 +288,3 @@ class Restore:
 
 def _failed(cause: Cause, message: str) -> pb.RestoreReply:
     return pb.RestoreReply(failed=pb.RestoreReply.Failed(cause=cause, message=message))
-
-
-def _schema(schemas: dict[str, TableSchema], fqn: str) -> TableSchema:
-    if fqn not in schemas:
-        raise IncompletePlan(f"table {fqn} was not named at Attach", where="restore")
-    return schemas[fqn]

@@ -147,17 +147,8 @@ class SaveService:
         if begin.tracking_faults:
             parts.activity.tracking_fault(begin.tracking_faults, step=begin.step)
             parts.metrics.tracking_faults.inc(begin.tracking_faults)
-        cut = save.cut
-        self._decline_for_gone(cut.attempt, cut.cut)
-        parts.log.info(
-            "save.begun",
-            attempt=cut.attempt,
-            cut=cut.cut,
-            step=cut.step,
-            reason=cut.reason,
-            covers=cut.content.covers,
-            rank=session.who.rank,
-        )
+        self._decline_for_gone(save.cut.attempt, save.cut.cut)
+        save.log.info("save.begun", reason=save.cut.reason, covers=save.cut.content.covers)
         return save
 
     def _made(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
@@ -256,8 +247,7 @@ class SaveService:
         """Refuse while another save of the rank is in flight.
 
         An urgent save cancels one that stages and waits a while for one that uploads; any other waits only for what is
-        about to end anyway: an abort on its way, a stream being closed, an end that is being told (the trainer may have
-        heard of it already, and begins anew).
+        about to end anyway: an abort on its way, a stream being closed, an end that is being told.
         """
         running = self._parts.in_flight_saves.of_rank(rank)
         if running is None:
@@ -278,16 +268,8 @@ class SaveService:
         same = [s.who.local_rank for s in parts.in_flight_saves.newest() if s.cut.cut == cut.cut]
         if commit is not None and save.who.local_rank == min(same, default=save.who.local_rank):
             parts.metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
-            parts.log.info(
-                "save.committed",
-                seq=commit.seq,
-                attempt=cut.attempt,
-                cut=cut.cut,
-                step=cut.step,
-                baseline=commit.baseline,
-                durable_s=round(commit.durable_s, 3),
-                stored_bytes=commit.stored_bytes,
-            )
+            facts = {"seq": commit.seq, "baseline": commit.baseline, "stored_bytes": commit.stored_bytes}
+            save.log.info("save.committed", durable_s=round(commit.durable_s, 3), **facts)
         parts.activity.ended(save)
         self._orders.ended(save)
         self._control.ended(save)
@@ -303,7 +285,6 @@ class SaveService:
             self._maintenance.due(self._run.log_of(save.who), cut.attempt, full=full)
 
     def _cost(self, save: Save) -> Cost | None:
-        """What a save of rank 0 cost, as far as that is known at its end; None: it failed."""
         commit, seal = save.commit, save.sealed
         if commit is None or seal is None:
             return None

@@ -81,15 +81,14 @@ class Settings:
     every_steps: int = _number(0, 0, _EXACT)
     """Save every so many steps; 0 is off."""
     goal: str = ""
-    """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02; nothing or fixed: as
-    `every_s` and `every_steps` say. A chosen interval begins at `every_s`, or a minute, until saves were measured."""
+    """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02; nothing or fixed: as `every_s` and
+    `every_steps` say. Until saves were measured it is `every_s`, or a minute."""
     least_s: float = _number(0.0, 0, _YEAR_S)
     """Shortest interval that may be chosen, in seconds; 0: no bound of the user's."""
     most_s: float = _number(0.0, 0, _YEAR_S)
     """Longest interval that may be chosen, in seconds; 0: no bound of the user's."""
     profile_key: str = ""
-    """Names image and limits: what saves cost is remembered from commit to commit, and counts where this, the node's
-    processors, the world size and the version are the same."""
+    """Names image and limits: what saves cost, as a commit says, counts where this and the machine are the same."""
     bits_goal: str = ""
     """How bits of weights are chosen, by table: budget or check-n-run; nothing or fixed: as `encoding` says."""
     least_bits: int = _number(0, 0, 8)
@@ -128,15 +127,12 @@ class Settings:
     """A chain of consecutive deltas longer than this is compacted into one part; 0 is off."""
     synthetic_baselines: bool = True
     """At one rank, where it costs training less than a cut of all rows, the baseline is made by compaction."""
-    prefetch: bool = True
-    """At start, bring the newest checkpoint's frames (of one rank) into the local cache before a trainer asks."""
     metrics_port: int = _number(-1, -1, 65535)
     """Port of the Prometheus endpoint; 0 picks a free one (see ready.json), -1 is off."""
     metrics_host: str = "127.0.0.1"
     """Address the Prometheus endpoint binds; in a pod `::`, every one of both families."""
     linger_s: float = _number(-1.0, -1, _YEAR_S)
-    """Exit when no trainer has been attached and no save in flight for so long, after the start for 30 s more; -1 never
-    exits (pods)."""
+    """Exit when no trainer was attached and no save in flight for so long (at start 30 s more); -1: never (pods)."""
     log_level: str = "info"
     """debug, info, warning or error."""
     fleet: str = ""
@@ -171,8 +167,8 @@ class Settings:
     policy: str = ""
     """Name of the CheckpointPolicy the pod was injected with."""
     restore_from: str = ""
-    """`RUN` or `RUN@PIN`: a run that has no log yet begins with a copy of this checkpoint, without a pin the newest, of
-    another run of the store. One that has a log goes on with that."""
+    """`RUN` or `RUN@PIN`: a run that has no log yet begins with a copy of this checkpoint (without a pin the newest)
+    of another run of the store."""
 
     def __post_init__(self) -> None:
         validate_run(self.run)
@@ -256,7 +252,6 @@ def variable_of(name: str) -> str:
 
 
 def _parse(name: str, kind: str, text: str) -> object:
-    """One value from its text; `kind` is the field's annotation."""
     try:
         match kind:
             case "bool":

@@ -77,7 +77,7 @@ class Sidecar(Parts):
         """Rank 0's, which goes on in an attempt that is not seen in the log yet."""
         self.metrics.watch_blocks(keeper.counts, [use.value for use in Use])
         self.metrics.blocked.set_function(lambda: self.blocked()[0])
-        self.metrics.watch_steps(self._steps)
+        self.metrics.steps = self._steps
 
     def blocked(self) -> tuple[float, str]:
         """(seconds, why) of the save that is due and blocked for longest, by the trainers' word."""
@@ -86,8 +86,6 @@ class Sidecar(Parts):
     def _steps(self) -> dict[tuple[str, int], int]:
         training = [each.who for each in self.sessions.all() if each.attempt is not None]
         return {(self.run.name, who.rank): self.keeper.step_of(who.local_rank) for who in training}
-
-    # Attachments.
 
     def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
         """Take a trainer process in; raises `BadAttach`, `AloneAmongPods`, `RankTaken` or `Stopping`."""
@@ -116,7 +114,7 @@ class Sidecar(Parts):
         self.log.info(
             "trainer.attached",
             session=session.id,
-            rank=session.who.rank,
+            rank=request.rank,
             trainer_pid=request.pid,
             attempt=attempt,
         )
@@ -171,13 +169,10 @@ class Sidecar(Parts):
     def _admit_to_arena(self, rank: int) -> None:
         if self.keeper.attached(rank):
             return
-        ledger = self.keeper.ledger
-        raise BadAttach(
-            f"the arena has {ledger.total} blocks of {self.keeper.block_bytes} bytes, too few for "
-            f"{len(ledger.ranks) + 1} trainers",
-            where="arena",
-            remedy=f"set arena_bytes to at least {MIN_BLOCKS_PER_RANK} blocks a trainer",
-        )
+        blocks, trainers = self.keeper.ledger.total, len(self.keeper.ledger.ranks) + 1
+        what = f"the arena has {blocks} blocks of {self.keeper.block_bytes} bytes, too few for {trainers} trainers"
+        remedy = f"set arena_bytes to at least {MIN_BLOCKS_PER_RANK} blocks a trainer"
+        raise BadAttach(what, where="arena", remedy=remedy)
 
     def _refuse_when_stopping(self) -> None:
         if self.stopping:
@@ -187,11 +182,9 @@ class Sidecar(Parts):
         until_s = time.monotonic() + min(LET_GO_S, self.settings.attach_deadline_s)
         while (holder := self.keeper.writer_pid(rank)) is not None and holder not in (0, pid):
             if time.monotonic() > until_s:
-                raise RankTaken(
-                    f"process {holder} trains as local rank {rank} of this sidecar",
-                    where=str(self.settings.dir),
-                    remedy="end it, or use another run or runtime directory",
-                )
+                what = f"process {holder} trains as local rank {rank} of this sidecar"
+                remedy = "end it, or use another run or runtime directory"
+                raise RankTaken(what, where=str(self.settings.dir), remedy=remedy)
             time.sleep(0.02)
 
     def _end_predecessor(self, rank: int, request: pb.AttachRequest) -> None:
@@ -215,17 +208,14 @@ class Sidecar(Parts):
             save.cancel(Cause.SUPERSEDED, "a new trainer attached and this save did not end in time")
 
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
-        """Open an attempt for a session; raises what the log raises."""
         self._refuse_when_stopping()
         session = self.sessions.get(request.session)
         who = session.who
         if who.rank != 0 or (who.world_size > 1) != bool(request.layout):
-            raise UserError(
-                f"rank {who.rank} of {who.world_size} opens an attempt "
-                + ("with a layout" if request.layout else "without a layout"),
-                where="open attempt",
-                remedy="rank 0 opens it for all, with the layout of all ranks; one rank alone has none",
-            )
+            how = "with a layout" if request.layout else "without a layout"
+            what = f"rank {who.rank} of {who.world_size} opens an attempt {how}"
+            remedy = "rank 0 opens it for all, with the layout of all ranks; one rank alone has none"
+            raise UserError(what, where="open attempt", remedy=remedy)
         step_seen = self.keeper.step_of(who.local_rank)
         session.asked_at_s = time.time()
         try:
@@ -287,10 +277,7 @@ class Sidecar(Parts):
                     self.control.decided()
                 return
 
-    # Saves and restores.
-
     def begin(self, begin: pb.SaveRequest.Begin) -> Save:
-        """Begin a save; raises `SaveRefused`, or `UnknownSession`."""
         session = self.sessions.get(begin.session)
         if self.stopping:
             raise SaveRefused(begin.cut, Cause.STOPPING, "the sidecar is stopping")
@@ -310,8 +297,6 @@ class Sidecar(Parts):
         finally:
             if restore.source and (want.boxes or not session.who.boxes):  # blobs come first, rows last
                 self.activity.restored(session, step=restore.step, source=restore.source)
-
-    # Time.
 
     def tick(self) -> bool:
         """Once in a while: timers, dead trainers, silent streams. False when a lingering sidecar may exit."""
@@ -353,7 +338,6 @@ class Sidecar(Parts):
             self.markers.end(session.attempt)
 
     def _sessions_in_use(self) -> set[str]:
-        """Ids of the attached sessions and of those whose last save still goes on without them."""
         saving = {save.who.id for save in self.in_flight_saves.in_flight()}
         return {session.id for session in self.sessions.all()} | saving
 
@@ -373,8 +357,6 @@ class Sidecar(Parts):
         self.keeper.dismiss(rank)
         self.log.info("trainer.detached", session=session.id, rank=session.who.rank, idle=idle)
         return pb.DetachReply(last_commit=session.last_commit, idle=idle)
-
-    # The end.
 
     def terminate(self, hurry: Callable[[], bool]) -> None:
         """Finish or abort what is in flight, by the deadline or until `hurry()`; afterwards nothing is half done."""

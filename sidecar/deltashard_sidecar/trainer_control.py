@@ -1,9 +1,8 @@
 """What trainers are told to do: when to save, under which policy, and that somebody else trains now.
 
-It speaks to the trainers by two roads: the control line, which `Checkpointer.step()` reads without a system call, and
-the notices of Watch. It hears from the timer, from the hook of a pod that stops (`notify`), from the controller
-(`follow`, `save_ordered`) and from saves that begin and end. Its lock covers the policy in force, the timers of all
-sessions, their control lines and how each rank's last save ended; it is never held while waiting.
+It speaks to them by the control line, which `Checkpointer.step()` reads without a system call, and by the notices of
+Watch. Its lock covers the policy in force, the timers of all sessions, their control lines and how each rank's last
+save ended; it is never held while waiting.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ class TrainerControl:
         """What trainers are told: the policy in force, with the timers that the decider chose."""
         return self._parts.decider.over(self._in_force.policy)
 
-    # Trainers that come.
-
     def admit(self, request: pb.AttachRequest) -> Session:
         """A new session, under the policy in force; the rank's older one must have been closed."""
         rank = request.local_rank
@@ -80,8 +77,6 @@ class TrainerControl:
             session.schedule = session.schedule.opened(now_s=time.monotonic(), step=reply.step)
         self._tell()
 
-    # What the controller says.
-
     def follow(self, directive: fleet.Directive, *, adopted: bool = False) -> None:
         """Go on under `directive`, an answer's or, `adopted`, a commit's. No save is touched that has begun."""
         with self._lock:
@@ -98,7 +93,6 @@ class TrainerControl:
             self._tell(anew=True)
 
     def decided(self) -> None:
-        """The decider chose other timers: they hold at once, counted from where the current interval began."""
         with self._lock:
             self._pace()
         self._tell()
@@ -147,8 +141,6 @@ class TrainerControl:
             self._parts.log.info("save.ordered", reason=order.reason, id=order.id, rank=able.who.rank)
         return able
 
-    # Saves.
-
     def begins(self, session: Session, attempt: int, *, step: int) -> None:
         """A save of the session begins: its interval starts anew, unless another attempt was opened since."""
         with self._lock:
@@ -192,10 +184,7 @@ class TrainerControl:
         """Whether a trainer of this attempt was told to save at once and has not begun."""
         return any(s.urgent and s.attempt == attempt for s in self._sessions.all())
 
-    # Notices and the control line.
-
     def watch(self, session: Session, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
-        """Notices of a session until it ends or `alive()` is false."""
         with session.presence.sign():
             for notice in session.notices.read(alive):
                 acknowledges = notice.WhichOneof("kind") == "committed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,7 +79,7 @@ class SidecarProcess:
         self.status: int | None = None
         options = {
             "url": url, "run": run, "dir": self.dir, "cache-dir": root / "cache", "arena-bytes": "64MiB",
-            "housekeeping-s": -1, "term-deadline-s": 5, "prefetch": "no", "cache-bytes": "512MiB", **flags,
+            "housekeeping-s": -1, "term-deadline-s": 5, "cache-bytes": "512MiB", **flags,
         }  # fmt: skip
         self.argv = ["serve"]
         for name, value in options.items():
@@ -126,6 +127,16 @@ class SidecarProcess:
         where = f"http://127.0.0.1:{self.ready()['metrics_port']}/metrics"
         with urllib.request.urlopen(where, timeout=limit_s(20)) as page:
             return page.read().decode()
+
+    def metric(self, name: str) -> float:
+        """The value of one sample."""
+        found = re.search(rf"^{re.escape(name)} ([0-9.e+-]+)$", self.metrics_page(), re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+    def blocks(self, use: str) -> int:
+        """Arena blocks of this use."""
+        return int(self.metric(f'deltashard_arena_blocks{{use="{use}"}}'))
 
     def poll(self) -> int | None:
         if self.status is None:

@@ -78,7 +78,6 @@ class ArenaKeeper:  # noqa: PLR0904
 
     @property
     def whole(self) -> bool:
-        """Whether the file still has every byte of the arena."""
         return self.arena.whole
 
     def _refuse_truncated(self) -> None:
@@ -92,8 +91,6 @@ class ArenaKeeper:  # noqa: PLR0904
             )
             where = str(self.arena.path)
             raise ArenaUnavailable("the arena's file was truncated", where=where, remedy=remedy)
-
-    # Writer locks.
 
     def writer_pid(self, rank: int) -> int | None:
         """The process that holds the rank's writer lock (0 when it lives in another pid namespace), or None."""
@@ -132,17 +129,13 @@ class ArenaKeeper:  # noqa: PLR0904
         self.ledger.settle(rank)
 
     def dismiss(self, rank: int) -> None:
-        """No trainer of `rank` is attached any more."""
         with self._lock:
             self.ledger.dismiss(rank)
         line = self.arena.line(rank)
         line[SAVE_AT_STEP], line[URGENT] = NEVER, 0
         self._announce()
 
-    # Blocks.
-
     def grant(self, rank: int) -> list[int]:
-        """Blocks `rank` may write from now on."""
         with self._lock:
             return self.ledger.grant(rank)
 
@@ -172,7 +165,6 @@ class ArenaKeeper:  # noqa: PLR0904
         self._announce()
 
     def read_all(self, rank: int) -> None:
-        """The trainer said that it reads no more."""
         with self._lock:
             self.ledger.read_all(rank)
         self._announce()
@@ -204,8 +196,6 @@ class ArenaKeeper:  # noqa: PLR0904
         with self._lock:
             return self.ledger.counts()
 
-    # Who waits for blocks.
-
     def on_free(self, rank: int, callback: Callable[[], None] | None) -> None:
         """Call `callback` whenever blocks became free, until it is replaced or set to None."""
         with self._lock:
@@ -221,10 +211,7 @@ class ArenaKeeper:  # noqa: PLR0904
         for callback in callbacks:
             callback()
 
-    # Control lines.
-
     def step_of(self, rank: int) -> int:
-        """The last step the trainer of `rank` finished."""
         return int(self.arena.line(rank)[STEP])
 
     def step_time_s(self, rank: int) -> float:

@@ -132,7 +132,6 @@ def rows_of(
 
 
 def check_blob(chunk: pb.BlobChunk, block_bytes: int) -> None:
-    """Raise `BadBatch` unless the chunk fits its block and its blob."""
     end, what = chunk.offset + chunk.length, ""
     if not 0 < len(chunk.name) <= 1024:
         what = "a blob's name has 1 to 1024 characters"

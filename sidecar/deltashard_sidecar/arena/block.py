@@ -92,23 +92,20 @@ class Ledger:
         return len(self._free)
 
     def counts(self) -> dict[str, int]:
-        """Blocks by use, for the metrics."""
         found = Counter(block.use.value for block in self.blocks)
         return {use.value: found.get(use.value, 0) for use in Use}
 
     def held(self, rank: int, *uses: Use) -> list[int]:
-        """Blocks of `rank` in one of `uses`."""
         return [block.index for block in self.blocks if block.rank == rank and block.use in uses]
 
-    def grant(self, rank: int, limit: int | None = None) -> list[int]:
+    def grant(self, rank: int, limit: int = 1 << 30) -> list[int]:
         """Grant `rank` what it may have now: up to its fair share, leaving the restore reserve free."""
         if self.embargo:
             return []
         ranks = max(1, len(self.ranks))
         reserve = ranks * RESERVED_PER_RANK
         share = max(1, (self.total - reserve) // ranks)
-        room = min(share - len(self.held(rank, Use.GRANTED, Use.FILLED)), len(self._free) - reserve)
-        room = room if limit is None else min(room, limit)
+        room = min(share - len(self.held(rank, Use.GRANTED, Use.FILLED)), len(self._free) - reserve, limit)
         return [self._take(rank, Use.GRANTED) for _ in range(max(0, room))]
 
     def take_serving(self, rank: int) -> int | None:

@@ -45,14 +45,8 @@ class Decider:
     """Measurements and the choice in force. Thread-safe; its lock is the last of all."""
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        metrics: Metrics,
-        log: Logger,
-        clock: Callable[[], float] = time.time,
+        self, settings: Settings, *, metrics: Metrics, log: Logger, clock: Callable[[], float] = time.time
     ) -> None:
-        """`clock`: Unix seconds."""
         self._metrics = metrics
         self._log = log
         self._clock = clock
@@ -64,8 +58,6 @@ class Decider:
         self._choice: Choice | None = None
         self._looked_at = self._policy
         """The policy that held at the last look."""
-
-    # What holds.
 
     def over(self, policy: pb.Policy) -> pb.Policy:
         choice = self._choice
@@ -81,7 +73,6 @@ class Decider:
         return text if len(text) <= MAX_TEXT else None
 
     def measured(self) -> fleet.Measured | None:
-        """For reports; None: another pod decides."""
         if (known := self._known) is None:
             return None
         profile, cost_s = known.profile, known.cost_s
@@ -105,11 +96,8 @@ class Decider:
         return Expected(rates=known.rates, trained_s=known.evidence.exposure_s, step_s=known.profile.step_s)
 
     def decisions(self) -> list[fleet.Decision]:
-        """What holds, what would, and why."""
         choice = self._choice
         return [] if choice is None else [choice.decision]
-
-    # What it hears.
 
     def governed(self, policy: pb.Policy) -> None:
         with self._lock:
@@ -117,7 +105,6 @@ class Decider:
             self._decide()
 
     def opened(self, opening: Opening, state: RunState) -> None:
-        """A trainer of rank 0 begins an attempt, or continues one; `state`: the log as it stands."""
         # What is cut off, if it has to be, is the place's end.
         key = f"world size {opening.world_size}, {version()}, {self._place}"[:MAX_KEY]
         with self._lock:
@@ -205,16 +192,9 @@ class Decider:
 
     def _decided(self, choice: Choice, cause: str, before: Measurements) -> None:
         self._metrics.decided.labels(cause).inc()
-        decision = choice.decision
-        self._log.info(
-            "decided",
-            subject="interval",
-            goal=decision.goal,
-            interval=decision.would,
-            before="" if before.held is None else f"every {before.held.basis.seconds:.4g} s",
-            cause=cause,
-            why=decision.why,
-            bound=decision.bound,
-            unreachable=decision.unreachable,
-            evidence=decision.evidence,
-        )
+        said = {
+            name: getattr(choice.decision, name)
+            for name in ("goal", "why", "bound", "unreachable", "evidence")
+        }
+        was = "" if before.held is None else f"every {before.held.basis.seconds:.4g} s"
+        self._log.info("decided", interval=choice.decision.would, before=was, cause=cause, **said)

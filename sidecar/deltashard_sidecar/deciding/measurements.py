@@ -106,8 +106,6 @@ class Measurements:
     """Whether the trainer recovers partially."""
     left_steps: float = math.inf
 
-    # What follows from it.
-
     @property
     def rates(self) -> Rates:
         return rates(self.evidence, pods=self.opening.pods)
@@ -118,8 +116,6 @@ class Measurements:
 
     def record(self, *, closing: bool) -> Record:
         return Record(profile=self.profile, held=self.held, evidence=self.evidence, closing=closing)
-
-    # What happens.
 
     def attached(self, ranks_here: int) -> Measurements:
         """So many ranks are attached now: how many pods the run has follows from it."""
@@ -171,7 +167,6 @@ class Measurements:
 
 
 def _with_restore(profile: Profile, opened: Reading, reading: Reading) -> Profile:
-    """At the first step after a restore: what it took from open to there, without the steps seen since."""
     seconds = reading.at_s - opened.at_s - (reading.step - opened.step - 1) * profile.step_s
     return replace(profile, restore=_sampled(profile.restore, seconds)) if seconds > 0 else profile
 
@@ -259,8 +254,7 @@ def _sampled(measure: Measure, seconds: float) -> Measure:
 
 
 def _short(seconds: float) -> float:
-    """As many digits as a measurement has: it is written into every commit."""
-    return float(f"{seconds:.4g}")
+    return float(f"{seconds:.4g}")  # as many digits as a measurement has: it is written into every commit
 
 
 def _closing(text: str | None, otherwise: bool) -> bool:

@@ -50,7 +50,6 @@ class StepMeter:
     """Seconds in which steps ended, saves and pauses included."""
 
     def read(self, reading: Reading, *, quiet: bool) -> Self:
-        """After one more reading; `quiet`: no save was in flight since the one before."""
         if self.last is None or reading.step < self.last.step:
             return replace(self, last=reading)
         window = Window(reading.step - self.last.step, reading.at_s - self.last.at_s)

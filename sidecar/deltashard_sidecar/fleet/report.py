@@ -1,8 +1,4 @@
-"""What a report says, read from the sidecar's parts, and what of it is news.
-
-Called from the reporting thread, and it only reads: a handful of the pipeline's attributes, and the newest log state
-any handle has seen.
-"""
+"""What a report says, read from the sidecar's parts by the reporting thread, and what of it is news."""
 
 from __future__ import annotations
 
@@ -28,14 +24,11 @@ CHECKPOINTS, PINS = 10, 4
 """Told of by name."""
 
 
-_SETTINGS = {"namespace": "pod_namespace", "pod": "pod_name", "node": "node_name"}
-"""Fields of `Who` that are settings of another name."""
-
-
 def who(settings: Settings) -> fleet.Who:
+    other = {"namespace": "pod_namespace", "pod": "pod_name", "node": "node_name"}
     said = fleet.Who(version=version(), started_at_s=time.time())
     for name in {each.name for each in said.DESCRIPTOR.fields} - {"version", "started_at_s"}:
-        setattr(said, name, getattr(settings, _SETTINGS.get(name, name)))
+        setattr(said, name, getattr(settings, other.get(name, name)))
     return said
 
 
@@ -70,10 +63,8 @@ class SidecarState:
             run=run.name,
             phase=self._phase(sessions),
             ranks=[
-                fleet.Rank(
-                    rank=who.rank, world_size=who.world_size, step=sidecar.keeper.step_of(who.local_rank)
-                )
-                for who in (s.who for s in sessions)
+                fleet.Rank(rank=w.rank, world_size=w.world_size, step=sidecar.keeper.step_of(w.local_rank))
+                for w in (s.who for s in sessions)
             ],
             attempt=_attempt(sessions),
             saves_failed_in_a_row=sidecar.activity.failed_in_a_row,

@@ -34,7 +34,7 @@ class Beginning:
     """Begins the run. Thread-safe: of two that open at once, the second finds what the first has copied."""
 
     def __init__(
-        self, restore_from: str, store: Store, identity: Identity, *, cache: PackCache, log: Logger
+        self, restore_from: str, store: Store, identity: Identity, cache: PackCache, log: Logger
     ) -> None:
         """`restore_from`: RUN or RUN@PIN; empty: the run begins anew."""
         self._wanted = restore_from
@@ -84,14 +84,9 @@ class Beginning:
         source, which = RunLog(self._store, name), f"pin:{pin}" if pin else "latest"
         where = f"{WHERE}; {self._store.url}"
         try:
+            owner = self._identity.owner
             done = start_run(
-                source,
-                log,
-                which,
-                self._cache,
-                owner=self._identity.owner,
-                goes_on=True,
-                deadline_s=deadline_s,
+                source, log, which, self._cache, owner=owner, goes_on=True, deadline_s=deadline_s
             )
         except (CheckpointNotFound, CompactionUnfit) as error:
             there = source.state.tip >= 0

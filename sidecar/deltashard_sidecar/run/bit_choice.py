@@ -2,10 +2,8 @@
 
 A choice needs errors of a sample of rows, which the first baseline of a process brings; before that everything is
 stored with 8 bit. It is made anew at every cut. Where it asks for more bits than rows are stored with, the cut becomes
-a baseline (`write.precision`); fewer bits begin at the next baseline, so that all rows of a table are stored alike.
-
-Of several ranks the first one that comes to a cut has the choice made, of all their tables, and the others store by
-it. That needs all of them at one sidecar: in several pods each sees only its own rows, and there bits are shown, and
+a baseline (`write.precision`); fewer bits begin at the next baseline. Of several ranks the first one at a cut has the
+choice made, of all their tables. In several pods each sidecar sees only its own rows: there bits are shown, and
 `encoding` and `tables` hold.
 """
 
@@ -112,7 +110,6 @@ class BitChoice:
         *,
         attempt: int,
     ) -> dict[str, str]:
-        """Encodings that a cut shall store tables with; those of `policy.encoding` are left out."""
         names = [table.fqn for table in ranks.tables]
         own, unknown = by_table(encodings_of(policy.tables, where="tables"), names)
         if unknown and ranks.here and policy.tables != self._doubted:

@@ -1,12 +1,10 @@
 """Looks at whether the objects that a checkpoint is read from are still in the store.
 
-A delta restores only with all that its chain reads. Something else than this run may delete objects: a lifecycle rule
-of the bucket, a cleaning script, a hand. So before a cut is committed its chain is looked at: at a baseline, at the
-last save of a trainer, and when the last look is older than `LOOK_EVERY_S`; housekeeping looks, too. A checkpoint with
-missing objects is not built upon any more: the cut fails as an abandoned one does, and the next one is a baseline.
-
-A look is one LIST of `data/` for a trainer that is alone. A rank of many asks for each object of its own parts: a LIST
-would show it those of all ranks.
+Something else than this run may delete objects: a lifecycle rule of the bucket, a cleaning script, a hand. So before a
+cut is committed its chain is looked at: at a baseline, at the last save of a trainer, and when the last look is older
+than `LOOK_EVERY_S`; housekeeping looks, too. On a checkpoint with missing objects nothing is built any more: the cut
+fails as an abandoned one does, and the next one is a baseline. A look is one LIST of `data/` for a trainer that is
+alone. A rank of many asks for each object of its own parts: a LIST would show it those of all ranks.
 """
 
 from __future__ import annotations
@@ -103,12 +101,9 @@ class ChainWatch:
         first, count = min(missing), len(missing)
         self._log.error("chain.broken", seq=seq, missing=count, first=first)
         whose = "this save" if seq is None else f"the chain of checkpoint {seq}"
-        raise ChainGone(
-            f"{count} objects of {whose} are missing from the store or damaged, the first is {first}",
-            where=f"{self._store.url}/{state.run}",
-            remedy="the next save is a baseline and builds on nothing. Find what deletes below data/: a lifecycle rule "
-            "of the bucket, a cleaning script",
-        )
+        what = f"{count} objects of {whose} are missing from the store or damaged, the first is {first}"
+        remedy = "the next save is a baseline and builds on nothing. Find what deletes below data/: a script, a rule"
+        raise ChainGone(what, where=f"{self._store.url}/{state.run}", remedy=remedy)
 
     def _missing(
         self,
@@ -131,12 +126,11 @@ class ChainWatch:
             }
 
         read = () if seq is None else closure(state, (seq,))
-        documents = {}
+        documents: dict[str, str] = {}
         for entry in map(state.checkpoints.__getitem__, read):
             if (listed := entry.listed) is not None:
-                prefix = cut_prefix(entry.attempt, entry.cut)
-                documents[manifest_key(entry.attempt, entry.cut, listed.manifest)] = prefix
-                documents[layout_key(listed.layout)] = prefix
+                keys = manifest_key(entry.attempt, entry.cut, listed.manifest), layout_key(listed.layout)
+                documents |= dict.fromkeys(keys, cut_prefix(entry.attempt, entry.cut))
         if missing := gone(documents):
             return missing
         parts: tuple[Part, ...] = ()

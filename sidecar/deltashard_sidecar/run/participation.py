@@ -20,8 +20,7 @@ class Participation:
     """Attempts that this pod's trainers were in. Thread-safe."""
 
     def __init__(self, folder: Path | None, log: Logger) -> None:
-        """`folder` None: outside of a cluster nobody asks."""
-        self._path = None if folder is None else folder / FILE
+        self._path = None if folder is None else folder / FILE  # None: outside of a cluster nobody asks
         self._logger = log
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
@@ -33,7 +32,6 @@ class Participation:
                 log.warning("participation.unreadable", error=str(error)[:200])
 
     def newest(self, run: str) -> int:
-        """Number of the newest attempt of a run that was taken part in; 0: none."""
         with self._lock:
             return self._newest.get(run, 0)
 

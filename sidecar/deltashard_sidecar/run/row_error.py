@@ -37,29 +37,23 @@ class RowErrors:
             self._sampled.clear()
 
     def offer(self, block: RowBlock) -> None:
-        """Measure a table once a baseline, by its first batch."""
         table = block.schema.fqn
         with self._lock:
             if table in self._sampled:
                 return
             self._sampled.add(table)
-        self._errors[table] = _errors(block)
+        count, dtype, found = min(len(block), SAMPLE_ROWS), block.schema.dtype, {}
+        places = np.random.default_rng(SEED).choice(len(block), count, replace=False, shuffle=False)
+        sample = np.ascontiguousarray(block.weights[np.sort(places)])
+        for bits in BITS:
+            encoding = effective_encoding(encoding_named(BITS_CHOICES[bits]), dtype, len(block.columns))
+            if (error := _relative_error(encoding, sample, dtype=dtype)) is not None:
+                found[bits] = error
+        self._errors[table] = found
 
     def of(self, table: str) -> Mapping[int, float]:
         """Bits -> relative error; empty: not measured yet."""
         return self._errors.get(table, {})
-
-
-def _errors(block: RowBlock) -> dict[int, float]:
-    count, dtype = min(len(block), SAMPLE_ROWS), block.schema.dtype
-    places = np.random.default_rng(SEED).choice(len(block), count, replace=False, shuffle=False)
-    sample = np.ascontiguousarray(block.weights[np.sort(places)])
-    found = {}
-    for bits in BITS:
-        encoding = effective_encoding(encoding_named(BITS_CHOICES[bits]), dtype, len(block.columns))
-        if (error := _relative_error(encoding, sample, dtype=dtype)) is not None:
-            found[bits] = error
-    return found
 
 
 def _relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dtype: str) -> float | None:
@@ -73,16 +67,9 @@ def _relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dty
     if not encoded.fits:
         return None
     exact = widened(weights, dtype_name(weights, dtype)).astype(np.float64)
+    exceptions, exponent = encoded.exceptions, encoded.exponent
     restored = decode_rows(
-        encoding,
-        scales,
-        biases,
-        codes,
-        encoded.exponent,
-        rows=n,
-        columns=d,
-        exceptions=encoded.exceptions,
-        dtype="float64",
+        encoding, scales, biases, codes, exponent, rows=n, columns=d, exceptions=exceptions, dtype="float64"
     )
     finite = np.isfinite(exact).all(axis=1)
     norm = float((exact[finite] ** 2).sum())

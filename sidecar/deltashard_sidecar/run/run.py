@@ -17,15 +17,12 @@ from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.index import table_message
 from deltashard_checkpoint.format.object_key import new_token, run_key
-from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, entry_key
 from deltashard_checkpoint.log.log_error import LogRemoved, stopped
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.log.selection import select
-from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
-from deltashard_checkpoint.restore.fetcher import warm_cache
 from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
 from deltashard_checkpoint.stores.deadline import deadline
@@ -65,16 +62,9 @@ SHARED_IDLE_S = 60.0
 
 def commit_message(entry: Checkpoint, *, baseline: bool | None = None) -> pb.Commit:
     """What a trainer learns of a checkpoint; `baseline`: whether its own part is one, None: whether all are."""
-    return pb.Commit(
-        seq=entry.seq,
-        attempt=entry.attempt,
-        cut=entry.cut,
-        step=entry.step,
-        baseline=entry.baseline if baseline is None else baseline,
-        stored_bytes=entry.stored_bytes,
-        raw_bytes=entry.raw_bytes,
-        rows=entry.rows,
-    )
+    same = ("seq", "attempt", "cut", "step", "stored_bytes", "raw_bytes", "rows")
+    said = {name: getattr(entry, name) for name in same}
+    return pb.Commit(baseline=entry.baseline if baseline is None else baseline, **said)
 
 
 class Run:
@@ -101,9 +91,7 @@ class Run:
         self.log = RunLog(self.store, self.identity.run)
         self.removed: str | None = None
         """What the log said when a save or an Open found the run gone, removed by a person; None: it was not."""
-        self._beginning = Beginning(
-            settings.restore_from, self.store, self.identity, cache=self.cache, log=log
-        )
+        self._beginning = Beginning(settings.restore_from, self.store, self.identity, self.cache, log)
         self.token = new_token()
         self.report_bodies = ReportBodyCache()
         self.pace = CommitPace()
@@ -126,23 +114,21 @@ class Run:
         self.cache.close()
         self.store.close()
 
-    # What is known.
-
-    def learn(self, *, deadline_s: float) -> RunState | None:
-        """The log at its tip; None when the store does not answer in time. Nothing is written."""
+    def learn(self, log: RunLog, *, deadline_s: float) -> bool:
+        """Read the log to its tip; False when the store does not answer in time. Nothing is written."""
         try:
-            return self.log.refresh(deadline_s=deadline_s)
+            log.refresh(deadline_s=deadline_s)
         except DeltashardError as error:
             self.logger.warning("log.unseen", **explain(error))
-        return None
+            return False
+        return True
 
     def state(self) -> RunState:
         """The newest that any handle has seen. No store is asked."""
         with self._lock:
             seen = [self.log.state, *(log.state for log in self._logs.values())]
-            if self._seen is not None:
-                seen.append(self._seen)
-            self._seen = max(seen, key=lambda state: state.tip)
+            before = [] if self._seen is None else [self._seen]
+            self._seen = max(seen + before, key=lambda state: state.tip)
             return self._seen
 
     def log_of(self, who: Attachment) -> RunLog:
@@ -166,22 +152,16 @@ class Run:
         return self._shared if who.world_size > 1 else None
 
     def manifests_of(self, run: str) -> Manifests:
-        """Reads the manifests of a run, ours or one that is read from."""
         with self._lock:
             if run not in self._manifests:
                 self._manifests = {run: Manifests(self.store, run)}
             return self._manifests[run]
 
-    # Attempts.
-
     def resume(self, who: Attachment, attempt: int) -> pb.Commit | None:
         """Last commit of the attempt that a trainer attached in the middle of, as far as the store answers."""
         log = self.log.fork()
-        try:
-            with deadline(REATTACH_DEADLINE_S):  # of each request, too: the trainer waits
-                log.refresh(deadline_s=REATTACH_DEADLINE_S)
-        except DeltashardError as error:
-            self.logger.warning("log.unseen", **explain(error))
+        with deadline(REATTACH_DEADLINE_S):  # of each request, too: the trainer waits
+            self.learn(log, deadline_s=REATTACH_DEADLINE_S)
         with self._lock:
             self._logs[who.id] = log
         self.participation.took_part(self.name, attempt)
@@ -222,7 +202,6 @@ class Run:
     def _source(
         self, request: pb.OpenRequest, deadline_s: float
     ) -> tuple[RunState | None, Checkpoint | None, str]:
-        """(the other run that is read, its checkpoint, what of our own run is resumed from then)."""
         which = request.which or "latest"
         if not request.from_run:
             return None, None, which
@@ -371,21 +350,3 @@ class Run:
                 elif log.read_slot(log.state.tip).hash == log.state.tip_hash:
                     self.removed = None
         return self.removed
-
-    # Prefetch.
-
-    def prefetch(self, seq: int, wanted: Callable[[], bool]) -> int:
-        """Bring the packs of a checkpoint's chain into the local cache, newest first; returns the bytes fetched.
-
-        Stops when `wanted()` is false, or when the cache has no room that costs nothing. Of a checkpoint of many ranks
-        nothing is fetched: which rows will be this pod's is not known yet.
-        """
-        state, deadline_s = self.log.state, self.settings.restore_deadline_s
-        if state.checkpoints[seq].listed is not None:
-            return 0
-        parts = [link.part for link in chain(state, seq)]
-        indexes = load_indexes(self.store, state.run, parts, deadline_s=deadline_s)
-        packs = [pack for index in indexes.values() for pack in index.packs]
-        return warm_cache(
-            self.store, state.run, packs, self.cache, deadline_s=deadline_s, stopped=lambda: not wanted()
-        )

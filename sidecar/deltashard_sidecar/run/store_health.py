@@ -1,15 +1,12 @@
-"""Whether the store answers, from the calls that are made on it anyway: no probe of its own.
+"""Whether the store answers, from the calls that are made on it anyway (`stores.retry.StoreObserver`): no probe.
 
-Every try of every call comes by here (`stores.retry.StoreObserver`). An answer that is about an object (there, not
-there, taken) means the store is well. A refusal that waiting will not mend by itself (bucket missing, quota full, keys
-denied, a clock that is off) counts at once; an unreachable store counts once several tries in a row failed over some
-seconds, since single ones are retried and forgotten. Each cause is one incident, with the refusal's own sentence.
+An answer that is about an object (there, not there, taken) means the store is well. A refusal that waiting will not
+mend by itself (bucket missing, quota full, keys denied, a clock that is off) counts at once, an unreachable store once
+several tries in a row failed over some seconds. Each cause is one incident, with the refusal's own sentence.
 
 How it stands is kept for each kind of call (write, read, list, delete), because rights and quotas are given for each: a
-trouble of that sort ends with the next success of its own kind, whatever other calls bring. What is wrong with the
-whole store ends with any success, and what keeps requests from it (no keys, no connection) with any answer.
-
-The pipeline's threads call this: the way of a healthy store takes no lock.
+trouble of that sort ends with the next success of its own kind. What is wrong with the whole store ends with any
+success, and what keeps requests from it (no keys, no connection) with any answer.
 """
 
 from __future__ import annotations

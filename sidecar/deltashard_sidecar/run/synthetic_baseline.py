@@ -8,12 +8,7 @@ from __future__ import annotations
 import itertools
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
-from deltashard_checkpoint.format.object_key import (
-    compaction_pack_key,
-    pack_key,
-    parse_index_key,
-    run_key,
-)
+from deltashard_checkpoint.format.object_key import compaction_pack_key, pack_key, parse_index_key, run_key
 from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import synthetic
@@ -57,7 +52,6 @@ class SyntheticBaselines:
     def at_rest(
         self, state: RunState, newest: int, policy: pb.Policy
     ) -> tuple[int, synthetic.BaselineVerdict] | None:
-        """(what to compact now, why); None: nothing."""
         owes = self.on and policy.differential not in OVER_NEWEST
         seq = synthetic.target(state, newest, consecutive=not owes)
         if not compactable(state, seq):
@@ -73,13 +67,10 @@ class SyntheticBaselines:
             key = parse_index_key(part.index_key)
             most = part.stored_bytes // pack_size(self._settings.pack_bytes, self._cache) + 2
             for n, kind in itertools.product(range(most), (False, True)):
-                name = (
-                    compaction_pack_key(token=key.token, n=n, state=kind)
-                    if key.attempt is None or key.cut is None or key.rank is None
-                    else pack_key(
-                        attempt=key.attempt, cut=key.cut, rank=key.rank, token=key.token, n=n, state=kind
-                    )
-                )
+                name = compaction_pack_key(token=key.token, n=n, state=kind)
+                if key.attempt is not None and key.cut is not None and key.rank is not None:
+                    of = {"attempt": key.attempt, "cut": key.cut, "rank": key.rank}
+                    name = pack_key(**of, token=key.token, n=n, state=kind)
                 found += self._cache.bytes_of(run_key(state.run, name))
         return found
 

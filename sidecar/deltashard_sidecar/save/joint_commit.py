@@ -1,9 +1,8 @@
 """The parts that one pod's ranks bring to a cut are committed together: by one call, when the last is durable.
 
 Each rank's save ends in a thread of its own, which comes here with its report. All but the last wait for what becomes
-of the call that the last one makes. A rank whose save fails takes the cut away from the others of its pod, who then
-have nothing to wait for, and tells the other pods (`abandon_part`); none of this pod's parts was reported until then,
-so no peer can have committed them.
+of the call that the last one makes. A rank whose save fails takes the cut away from the others of its pod, and tells
+the other pods (`abandon_part`); none of this pod's parts was reported until then, so no peer can have committed them.
 """
 
 from __future__ import annotations
@@ -100,6 +99,5 @@ class JointCommits:
             return True
 
     def _gathering(self, attempt: int, cut: int) -> _Gathering:
-        """That of a cut; those of older cuts and attempts are let go, who waits in one keeps it."""
         self._gatherings = {key: held for key, held in self._gatherings.items() if key >= (attempt, cut - 1)}
         return self._gatherings.setdefault((attempt, cut), _Gathering())

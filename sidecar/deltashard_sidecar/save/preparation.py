@@ -14,14 +14,12 @@ class Preparation:
     """
 
     def __init__(self, keeper: ArenaKeeper, rank: int) -> None:
-        """`rank`: the local one."""
         self._keeper = keeper
         self._rank = rank
         self._blocks: set[int] = set()
         self.stopped = False
 
     def close(self) -> None:
-        """The stream has ended."""
         if self._blocks and self.stopped:
             self._keeper.surrender(self._rank, self._blocks)
         elif self._blocks:

@@ -87,7 +87,7 @@ class Save:
         self._keeper = keeper
         self._submit = submit
         self._metrics = metrics
-        self._log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=self.who.rank)
+        self.log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=self.who.rank)
         self._ended = ended
         self._outbox: queue.SimpleQueue[pb.SaveReply | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -100,8 +100,6 @@ class Save:
         self._blocks_granted = 0
         self._blocks_used = 0
 
-    # The stream.
-
     def start(self, *, prepared: int = 0) -> None:
         """Grant the first blocks, beside those `prepared` before; to be called before `read` and `replies`."""
         self._blocks_granted += prepared
@@ -109,7 +107,6 @@ class Save:
         self._grant()
 
     def replies(self) -> Iterator[pb.SaveReply]:
-        """What to send the trainer; ends when the stream is over."""
         content = self.cut.content
         begun = pb.SaveReply.Begun(
             covers=content.covers,
@@ -131,7 +128,7 @@ class Save:
                 self.heard_s = time.monotonic()
                 self._take(request)
         except Exception as error:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
-            self._log.debug("save.stream_broke", **explain(error))
+            self.log.debug("save.stream_broke", **explain(error))
         finally:
             self._stream_ended()
 
@@ -235,9 +232,7 @@ class Save:
         self._keeper.surrender(self.who.local_rank)
         self._metrics.stall.observe(seal.stall_s)
         self._session.stall_aborts = 0
-        self._log.info(
-            "save.staged", stall_s=round(seal.stall_s, 4), rows=seal.rows, raw_bytes=seal.raw_bytes
-        )
+        self.log.info("save.staged", stall_s=round(seal.stall_s, 4), rows=seal.rows, raw_bytes=seal.raw_bytes)
         crash_point("stage.sealed")
         name = f"finish-{self.cut.attempt}-{self.cut.cut}"
         threading.Thread(target=self._finish, args=(seal,), name=name, daemon=True).start()
@@ -262,11 +257,9 @@ class Save:
         if self.sealed is None and self._stopped_copying:
             self._keeper.surrender(self.who.local_rank)
         elif self.sealed is None and (count := self._keeper.quarantine(self.who.local_rank, Use.GRANTED)):
-            self._log.warning("save.quarantined", blocks=count)
+            self.log.warning("save.quarantined", blocks=count)
         self.stream_over.set()
         self._outbox.put(None)
-
-    # The end.
 
     def _finish(self, seal: pb.SaveRequest.Seal) -> None:
         deadline_s = self.begun_s + self.cut.deadline_s
@@ -286,7 +279,7 @@ class Save:
             commit.durable_s = time.monotonic() - self.begun_s
             with self._lock:
                 if self.has_ended:
-                    self._log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
+                    self.log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
                 else:
                     self._happened(SaveEvent.COMMIT)
             self.commit = commit
@@ -297,7 +290,7 @@ class Save:
     def fail(self, error: BaseException) -> None:
         """This save ends here, for this reason; no-op when it has ended."""
         if not isinstance(error, DeltashardError):
-            self._log.error("save.unexpected", exc_info=error)
+            self.log.error("save.unexpected", exc_info=error)
         self._end(SaveEvent.FAIL, cause_of(error), str(error))
 
     def cancel(self, cause: Cause, message: str) -> None:
@@ -312,7 +305,7 @@ class Save:
             self._happened(event)
             self.failure = (cause, message)
             self._drained.notify_all()
-        self._log.warning("save.failed", cause=cause, message=message, state=was.value)
+        self.log.warning("save.failed", cause=cause, message=message, state=was.value)
         self._metrics.failures.labels(cause).inc()
         if was is SaveState.STAGING:
             failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
@@ -327,8 +320,8 @@ class Save:
         """It is over, whatever telling that meets: the rank's next save waits for this."""
         try:
             self._ended(self)
-        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs the news, never the saves to come
-            self._log.error("save.untold", exc_info=error)
+        except Exception:
+            self.log.exception("save.untold")
         finally:
             self.over.set()
 
@@ -361,13 +354,10 @@ class InFlightSaves:
             return save
 
     def of_rank(self, rank: int) -> Save | None:
-        """Newest save of the rank, in flight or over."""
         return self._by_rank.get(rank)
 
     def newest(self) -> list[Save]:
-        """Newest save of each rank, in flight or over."""
         return list(self._by_rank.values())
 
     def in_flight(self) -> list[Save]:
-        """Saves that have not ended."""
         return [save for save in self.newest() if not save.over.is_set()]

@@ -106,7 +106,6 @@ class PartSink:
         expected: Callable[[], AbstractSet[int]],
     ) -> None:
         """`expected` gives the ranks of this pod whose parts `joint` waits for."""
-        settings = run.settings
         self._run = run
         self._who = who
         self._cut = cut
@@ -131,13 +130,12 @@ class PartSink:
                 covers=cut.content.covers,
             ),
             run.cache,
-            pack_bytes=settings.pack_bytes,
+            pack_bytes=run.settings.pack_bytes,
             uploads=UPLOADS,
-            deadline_s=settings.save_deadline_s,
+            deadline_s=run.settings.save_deadline_s,
         )
 
     def rows(self, batch: Rows, data: memoryview) -> None:
-        """Encode and spool one batch; called from the pool, as `blob` is."""
         if batch.again and self._cut.since is None:
             raise BadBatch("rows are sent again that were not wanted apart", where="row batch")
         block, precision, metrics = batch.block(data), self._cut.content.precision, self._run.metrics
@@ -230,7 +228,6 @@ class PartSink:
         )
 
     def _committed(self, report: PartReport, deadline_s: float) -> Committed:
-        """The cut in the log, with the parts of this pod's other ranks."""
         cut = self._cut
 
         def commit(reports: Sequence[PartReport]) -> Committed:

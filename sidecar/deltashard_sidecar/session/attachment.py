@@ -60,7 +60,6 @@ class Attachment:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all its rows as it copies them into the arena."""
         schemas = {table.fqn: table for table in self.tables}
         return sum(
             (box.row_stop - box.row_start) * raw_row_bytes(schemas[box.table], box.col_stop - box.col_start)
@@ -118,7 +117,6 @@ def encoded_bytes(request: pb.AttachRequest, *, encoding: str, state_encoding: s
 
 
 def check_capacity(request: pb.AttachRequest, settings: Settings) -> None:
-    """Raise `BadAttach` when arena and cache together cannot hold one encoded full cut."""
     need = encoded_bytes(request, encoding=settings.encoding, state_encoding=settings.state_encoding)
     if need > settings.arena_bytes + settings.cache_bytes:
         raise BadAttach(

@@ -1,9 +1,8 @@
 """When the next save is due. `Schedule` is pure: a clock reading and the trainer's step in, a step number out.
 
-The answer is written to the trainer's control line as SAVE_AT_STEP, which `Checkpointer.step()` compares with its own
-step: a due time becomes "at your next step" (the step it has reached), a due step is written ahead. Nothing is written
-while a save is staging or uploading: a save that comes due meanwhile is skipped and counted, and the next one is a
-whole interval later (a skipped save means the interval is shorter than a save takes).
+The answer is written to the trainer's control line as SAVE_AT_STEP: a due time becomes "at your next step" (the step it
+has reached), a due step is written ahead. A save that comes due while one is staging or uploading is skipped and
+counted, and the next one is a whole interval later.
 """
 
 from __future__ import annotations
@@ -27,15 +26,12 @@ class Schedule:
     skipped: int = 0
 
     def opened(self, *, now_s: float, step: int) -> Schedule:
-        """A trainer opened its attempt at `step`: the first interval begins."""
         return replace(self, anchor_s=now_s, anchor_step=step, running=True, busy=False)
 
     def began(self, *, now_s: float, step: int) -> Schedule:
-        """A save (of whatever reason) began: the interval starts anew."""
         return replace(self, anchor_s=now_s, anchor_step=step, busy=True)
 
     def advance(self, *, now_s: float, step: int) -> tuple[Schedule, int]:
-        """(next state, SAVE_AT_STEP) at this instant, with the trainer at `step`."""
         if not self.running:
             return self, NEVER
         if self.busy:

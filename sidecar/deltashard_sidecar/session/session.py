@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from deltashard_checkpoint.errors import UserError
@@ -16,13 +17,16 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.session.attachment import Attachment
-from deltashard_sidecar.session.notice import Notices
 from deltashard_sidecar.session.schedule import Schedule
 
 GRACE_S = 20.0
 """A trainer has so long after Attach to take its writer lock or to watch before it counts as dead."""
 STALL_ABORTS = 2
 """After so many saves in a row aborted for their stall, the next one waits it out."""
+
+
+NOTICES = 256
+"""Those that one trainer has not read are at most so many."""
 
 
 class UnknownSession(UserError):
@@ -83,6 +87,44 @@ class Presence:
             return lock_held if self._locked else self._signs > 0 or young
 
 
+class Notices:
+    """Notices on their way to one trainer, unasked. Thread-safe.
+
+    A trainer that does not read loses the oldest. That is safe because nothing depends on a single notice: AttachReply
+    carries the last commit, and a fenced attempt is refused again at its next save.
+    """
+
+    def __init__(self) -> None:
+        self._ready = threading.Condition()
+        self._queue: deque[pb.Notice] = deque(maxlen=NOTICES)
+        self._closed = False
+
+    def post(self, notice: pb.Notice) -> None:
+        with self._ready:
+            self._queue.append(notice)
+            self._ready.notify_all()
+
+    def close(self) -> None:
+        """End every reader once the queue is empty."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
+
+    def poke(self) -> None:
+        with self._ready:
+            self._ready.notify_all()
+
+    def read(self, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
+        """Notices as they come, until closed or until `alive()` is false (call `poke` when it changes)."""
+        while True:
+            with self._ready:
+                self._ready.wait_for(lambda: self._queue or self._closed or not alive())
+                if not self._queue or not alive():
+                    return  # what is queued is left to the next reader
+                notice = self._queue.popleft()
+            yield notice
+
+
 class Session:
     """One attached trainer process, and the attempt that it trains under. A fall-back or a takeover replaces that.
 
@@ -130,7 +172,6 @@ class Session:
 
     @property
     def waits_out_stall(self) -> bool:
-        """Whether its next save has no stall budget."""
         return self.stall_aborts >= STALL_ABORTS
 
     def opened(self, reply: pb.OpenReply) -> None:
@@ -177,7 +218,6 @@ class Sessions:
         return session
 
     def get(self, session_id: str) -> Session:
-        """Live session of that id; raises `UnknownSession`."""
         for session in self.all():
             if session.id == session_id and not session.closed:
                 return session
@@ -199,7 +239,6 @@ class Sessions:
                 del self._by_rank[session.who.local_rank]
 
     def reap(self, lock_held: Callable[[int], bool]) -> list[Session]:
-        """Close the sessions whose process is gone; returns them."""
         dead = [s for s in self.all() if not s.presence.alive(lock_held=lock_held(s.who.local_rank))]
         for session in dead:
             self.close(session)

@@ -51,7 +51,8 @@ class Metrics(Collector):
         """Whether rank 0 of a run was ever attached here."""
         self.nudged: Callable[[], None] = lambda: None
         """What a `POST` to `NUDGE_PATH` calls."""
-        self._steps: Callable[[], Mapping[tuple[str, int], int]] = dict
+        self.steps: Callable[[], Mapping[tuple[str, int], int]] = dict
+        """Gives those of the trainers that train here, by run and rank."""
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"deltashard_{name}", text, labels, registry=self.registry)
@@ -131,10 +132,6 @@ class Metrics(Collector):
         for use in uses:
             self.blocks.labels(use).set_function(lambda use=use: counts()[use])  # type: ignore[misc]
 
-    def watch_steps(self, steps: Callable[[], Mapping[tuple[str, int], int]]) -> None:
-        """`steps` gives those of the trainers that train here, by run and rank."""
-        self._steps = steps
-
     def lost(self, said: str) -> None:
         """The PLS that a commit says of its run; what is no number was not ours."""
         with contextlib.suppress(ValueError):
@@ -157,7 +154,7 @@ class Metrics(Collector):
         steps = GaugeMetricFamily(
             "deltashard_trainer_step", "The step that a trainer finished last", labels=("run", "rank")
         )
-        for (run, rank), step in self._steps().items():
+        for (run, rank), step in self.steps().items():
             steps.add_metric((run, str(rank)), step)
         yield steps
         with contextlib.suppress(OSError):

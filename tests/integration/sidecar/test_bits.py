@@ -13,7 +13,6 @@ import deltashard
 import pytest
 import torch
 from deltashard_checkpoint.deciding import harm
-from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
@@ -95,43 +94,6 @@ def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Pa
     assert again.error(loop, "small") < 0.01 < 0.1 < again.error(loop, "large")
 
 
-def test_a_table_may_be_named_as_its_module_and_a_name_that_is_none_is_refused(
-    make: Make, tmp_path: Path
-) -> None:
-    """`small` is `small.weight`; of what is no table, the nearest names are said before anything is started."""
-    with pytest.raises(UserError, match=r"'smal' is no table .*'small.weight'"):
-        make(Loop(0), encoding="q2", tables={"smal": "q8"})
-    loop, again = Loop(0), Loop(1)
-    with make(loop, encoding="fp32", tables={"small": "q8"}) as ckpt:
-        loop.train(ckpt, 3)
-    assert stored(tmp_path) == {"large": "fp32", "small": "q8"}
-    restored = make(again, encoding="fp32").restore()
-    assert restored is not None
-    assert restored.rounded == {"small.weight": "q8"}
-    assert again.error(loop, "large") == 0
-
-
-def test_state_that_came_back_narrower_is_said(make: Make) -> None:
-    """Adam's moments at bfloat16: `rounded_state` names the tables; weights alone bring no state, and say none."""
-
-    def loop(seed: int) -> Loop:
-        made = Loop(seed)
-        made.optimizer = torch.optim.SparseAdam(made.net.parameters(), lr=0.01)
-        return made
-
-    options = {"encoding": "fp32", "state_encoding": "bf16"}
-    first = loop(0)
-    with make(first, **options) as ckpt:
-        first.train(ckpt, 3)
-    restored = make(loop(1), **options).restore()
-    assert restored is not None
-    assert restored.rounded == {}
-    assert restored.rounded_state == {"large.weight": "bfloat16", "small.weight": "bfloat16"}
-    weights = make(loop(2), run="other", **options).restore(from_run="r", weights_only=True)
-    assert weights is not None
-    assert weights.rounded_state == {}
-
-
 def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, tmp_path: Path) -> None:
     """Before a sample all is at 8 bit; then the large table has fewer; each restore spends; near the end it is 8 again."""
     options = {"bits": "budget", "differential": "full", "planned_steps": 100}
@@ -161,25 +123,6 @@ def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, t
     again.train(ckpt, 90)
     ckpt.save().wait(120)
     assert stored(tmp_path) == {"large": "q8", "small": "q8"}
-
-
-def test_rows_that_stay_finer_than_they_are_chosen_are_told_so(make: Make, tmp_path: Path) -> None:
-    """The chain has fp32 and 8 bit are chosen: until the next baseline rows are stored, and hashed, as fp32."""
-    loop, again, last = Loop(0), Loop(1), Loop(2)
-    with make(loop, encoding="fp32", content_hash=True) as ckpt:
-        loop.train(ckpt, 3)
-    chosen = {"encoding": "q8", "bits": "budget", "differential": "one-shot", "content_hash": True}
-    ckpt = make(again, **chosen)
-    assert ckpt.restore() is not None
-    again.train(ckpt, 2)
-    assert not ckpt.save().wait(120).baseline
-    assert stored(tmp_path) == {"large": "fp32", "small": "fp32"}
-    leave(ckpt)
-    restored = make(last, **chosen).restore()
-    assert restored is not None
-    assert restored.verified is True
-    assert restored.step == 5
-    assert last.error(again, "large") == 0
 
 
 def test_what_a_run_leaves_behind_has_8_bit_though_its_last_step_was_saved(

@@ -14,6 +14,7 @@ from tests.support.fake_trainer import Trainer
 from tests.support.sidecar_process import sidecar
 
 
+@pytest.mark.parametrize("url", ["file", "minio"], indirect=True)
 @pytest.mark.parametrize("noticed_by", ["the last save", "housekeeping"])
 def test_a_swept_base_is_noticed_and_the_next_save_builds_on_nothing(
     tmp_path: Path, url: str, noticed_by: str

@@ -15,6 +15,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from tests.support.eventually import eventually
 from tests.support.fake_model import Model, same
 from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.sidecar.training import training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
@@ -30,6 +31,7 @@ def keys(log: RunLog) -> list[str]:
     return [info.key for info in log.store.list("run/")]
 
 
+@pytest.mark.parametrize("url", ["file", "minio"], indirect=True)
 def test_a_run_that_was_removed_is_noticed_and_written_to_no_more(process: SidecarProcess, url: str) -> None:
     trainer = Trainer(process.socket, Model())
     trainer.open()
@@ -95,9 +97,7 @@ def test_a_sidecar_that_was_restarted_since_notices_it_too(tmp_path: Path, url: 
 def test_a_store_that_looked_empty_for_a_while_is_saved_to_again(tmp_path: Path) -> None:
     """A directory that was mounted elsewhere, say: the log is back, and nothing was removed."""
     url = f"file://{tmp_path}/store"
-    with sidecar(tmp_path, url, encoding="fp32") as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, url, encoding="fp32") as (_, trainer):
         trainer.save_and_commit()
         shutil.move(tmp_path / "store/run", tmp_path / "elsewhere")
         number = trainer.save()
@@ -105,4 +105,3 @@ def test_a_store_that_looked_empty_for_a_while_is_saved_to_again(tmp_path: Path)
         shutil.rmtree(tmp_path / "store/run")
         shutil.move(tmp_path / "elsewhere", tmp_path / "store/run")
         assert trainer.save_and_commit().seq == 3
-        trainer.close()

@@ -19,20 +19,13 @@ from tests.support.eventually import eventually
 from tests.support.fake_model import Model, same
 from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.server.faulty_proxy import FaultyProxy
-from tests.support.server.fleet_server import Authority, FleetServer
+from tests.support.server.fleet_server import FleetServer
 from tests.support.server.minio_server import MinioServer
 from tests.support.server.shared_mount import SharedMount, cannot_mount
-from tests.support.sidecar.metric_page import blocks
-from tests.support.sidecar.pod_flags import place, pod
+from tests.support.sidecar.training import place, pod, training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 DEADLINE_S = 90.0
-
-
-@pytest.fixture
-def server() -> Iterator[FleetServer]:
-    with FleetServer(Authority()) as one:
-        yield one
 
 
 def credentials(path: Path, key: str, secret: str) -> None:
@@ -126,9 +119,7 @@ def test_rotated_credentials_are_picked_up(
     credentials(path, "first", "first-secret")
     url = own_minio.url(own_minio.new_bucket())
     flags = pod(**server.flags(tmp_path))
-    with sidecar(tmp_path, url, environment=from_file(path), save_deadline_s=30, **flags) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, url, environment=from_file(path), save_deadline_s=30, **flags) as (_, trainer):
         trainer.save_and_commit()
         manage.user_remove("first")
         trainer.model.train()
@@ -143,7 +134,6 @@ def test_rotated_credentials_are_picked_up(
         eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="well again")
         assert "denied" in {i.cause for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)}
         restores(trainer, commit.seq, state)
-        trainer.close()
 
 
 @pytest.mark.parametrize("store", [pytest.param("bucket", marks=pytest.mark.minio), "directory"])
@@ -176,9 +166,10 @@ def test_a_mount_whose_server_is_away_costs_saves(tmp_path: Path) -> None:
     """Calls wait in the kernel: training goes on, the save ends by its deadline, the next one holds every row."""
     mount = SharedMount(tmp_path / "exported", tmp_path / "client", "-cache", "3")
     try:
-        with sidecar(tmp_path, f"file://{mount.path}/store", encoding="fp32", save_deadline_s=5) as process:
-            trainer = Trainer(process.socket, Model())
-            trainer.open()
+        with training(tmp_path, f"file://{mount.path}/store", encoding="fp32", save_deadline_s=5) as (
+            _,
+            trainer,
+        ):
             trainer.save_and_commit()
             mount.signal(signal.SIGSTOP)
             trainer.model.train()
@@ -189,7 +180,6 @@ def test_a_mount_whose_server_is_away_costs_saves(tmp_path: Path) -> None:
             state = trainer.model.state()
             commit = eventually(lambda: in_time(trainer), what="a save within its deadline")
             restores(trainer, commit.seq, state)
-            trainer.close()
     finally:
         mount.signal(signal.SIGCONT)
         mount.stop()
@@ -202,9 +192,7 @@ def test_a_full_store_and_one_that_is_down(
     """Clear words, nothing lost: blocks keep moving, frames wait on disk, and the save commits when the store is back."""
     bucket, kind = own_minio.new_bucket(), fleet.INCIDENT_KIND_STORE_UNAVAILABLE
     flags = pod(**server.flags(tmp_path), save_deadline_s=600, metrics_port=0)
-    with sidecar(tmp_path, own_minio.url(bucket, "prefix"), **flags) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, own_minio.url(bucket, "prefix"), **flags) as (process, trainer):
         trainer.save_and_commit()
         manage = admin(own_minio)
         manage.bucket_quota_set(bucket, 1024)
@@ -223,7 +211,7 @@ def test_a_full_store_and_one_that_is_down(
         trainer.model.train()
         state = trainer.model.state()
         number = trainer.save()
-        eventually(lambda: blocks(process, "free") == 8, what="every block is free although nothing uploads")
+        eventually(lambda: process.blocks("free") == 8, what="every block is free although nothing uploads")
         with pytest.raises(SaveRefused, match="busy"):
             trainer.begin()
         eventually(lambda: not server.last.pod.store_ok, timeout_s=DEADLINE_S, what="down")
@@ -233,7 +221,6 @@ def test_a_full_store_and_one_that_is_down(
         commit = trainer.committed(number)
         eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="up again")
         restores(trainer, commit.seq, state)
-        trainer.close()
 
 
 @pytest.mark.minio
@@ -266,9 +253,7 @@ def test_a_stalled_store_costs_one_save(tmp_path: Path, own_minio: MinioServer) 
 def test_a_restore_without_the_store_is_unavailable(tmp_path: Path, own_minio: MinioServer) -> None:
     """Never invalid: nothing was proven."""
     url = own_minio.url(own_minio.new_bucket())
-    with sidecar(tmp_path, url, encoding="fp32", restore_deadline_s=10, cache_bytes="64MiB") as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, url, encoding="fp32", restore_deadline_s=10, cache_bytes="64MiB") as (_, trainer):
         commit = trainer.save_and_commit()
         for path in (tmp_path / "cache").glob("*.pack"):
             path.unlink()
@@ -277,4 +262,3 @@ def test_a_restore_without_the_store_is_unavailable(tmp_path: Path, own_minio: M
             trainer.restore(commit.seq)
         own_minio.start()
         trainer.restore(commit.seq)
-        trainer.close()

@@ -52,17 +52,6 @@ def test_no_directive_turns_saving_off() -> None:
             received(fleet.Directive(id=1, policy=pb.Policy(every_s=60.0), whole=[name]), "")
 
 
-def test_the_newest_answer_holds() -> None:
-    """Its content is its identity: repeated, it changes nothing."""
-    held = InForce(started_with=BASE)
-    for number in (5, 5, 3, 6):
-        directive = fleet.Directive(id=number, policy=pb.Policy(every_steps=number))
-        again = held.after(directive)
-        assert (again is held) is (held.id == number)
-        held = again
-        assert (held.id, held.policy.every_steps) == (number, number)
-
-
 def test_the_recorded_form_reads_back() -> None:
     """Text in a commit's metadata, small and for people, too."""
     message = fleet.Directive(id=7, policy=pb.Policy(every_s=45.5, encoding="q2"))

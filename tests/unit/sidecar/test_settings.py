@@ -20,8 +20,13 @@ def test_flags_override_the_environment_and_that_the_default() -> None:
         "DELTASHARD_EVERY_S": "30", "DELTASHARD_ENCODING": "q4", "DELTASHARD_ARENA_BYTES": "64MiB", "HOME": "/x",
         "POD_NAME": "it",
     }  # fmt: skip
-    got = load([*NEEDED, "--every-s=5", "--prefetch", "no"], env)
-    assert (got.every_s, got.encoding, got.arena_bytes, got.prefetch) == (5.0, "q4", 64 << 20, False)
+    got = load([*NEEDED, "--every-s=5", "--synthetic-baselines", "no"], env)
+    assert (got.every_s, got.encoding, got.arena_bytes, got.synthetic_baselines) == (
+        5.0,
+        "q4",
+        64 << 20,
+        False,
+    )
     assert (got.socket_path, got.blocks, got.pod_name) == (Path("/d/sidecar.sock"), 8, "it")
     assert load(NEEDED, {"DELTASHARD_SOCKET": "/run/x.sock"}).socket_path == Path("/run/x.sock")
     names = [variable_of(name) for name in ("pod_namespace", "pod_uid", "node_name", "run")]
@@ -42,7 +47,7 @@ def test_flags_override_the_environment_and_that_the_default() -> None:
         ([*NEEDED, "--cache-bytes", "infGiB"], "'infGiB' is no int"),
         ([*NEEDED, "--every-s", "nan"], "every_s is nan"),
         ([*NEEDED, "--run", "../other"], "cannot name a run"),
-        ([*NEEDED, "--prefetch", "perhaps"], "no bool"),
+        ([*NEEDED, "--synthetic-baselines", "perhaps"], "no bool"),
         ([*NEEDED, "--least-s", "60", "--most-s", "10"], "no interval is at least 60 s and at most 10 s"),
     ],
 )

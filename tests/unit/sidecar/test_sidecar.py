@@ -76,18 +76,6 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
     sidecar.detach(pb.DetachRequest(session=session.id))
 
 
-def test_the_log_of_a_session_goes_with_the_session(sidecar: Sidecar) -> None:
-    """Attachments come and go (a crash loop): after each, no handle on the log is left; a live one keeps its own."""
-    request = attachment()
-    for _ in range(3):
-        session = sidecar.sessions.get(sidecar.attach(request).session)
-        sidecar.tick()
-        assert sidecar.run.log_of(session.who) is not sidecar.run.log
-        sidecar.detach(pb.DetachRequest(session=session.id))
-        sidecar.tick()
-        assert sidecar.run.log_of(session.who) is sidecar.run.log
-
-
 def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,28 +105,6 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     stream.join(60.0)
     assert first.over.is_set()
     second.cancel(Cause.STOPPING, "it is over")
-
-
-def test_a_save_is_counted_as_begun_before_anybody_can_end_it(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever cancels it finds its interval begun, so the timer is never left waiting for a save that is over."""
-    session = sidecar.sessions.get(sidecar.attach(attachment()).session)
-    sidecar.open(pb.OpenRequest(session=session.id, which="none"))
-    found: list[Save | None] = []
-    begins = sidecar.control.begins
-
-    def watched(*about: Any, **more: Any) -> None:
-        found.append(sidecar.in_flight_saves.of_rank(0))
-        begins(*about, **more)
-
-    monkeypatch.setattr(sidecar.control, "begins", watched)
-    save = sidecar.begin(pb.SaveRequest.Begin(session=session.id, cut=1, step=1))
-    assert found == [None]
-    assert sidecar.in_flight_saves.of_rank(0) is save
-    assert session.schedule.busy
-    save.cancel(Cause.STOPPING, "it is over")
-    assert not session.schedule.busy
 
 
 def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:
@@ -180,24 +146,6 @@ def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
         encode()
     assert save.over.wait(60.0)
     assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total
-
-
-def test_what_a_save_held_back_is_given_up_with_it_though_its_stream_goes_on(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stopped trainer's stream stays open for as long as it likes; blocks that it closed go back at once."""
-    save, blocks, given = staging(sidecar, monkeypatch)
-    freed: list[int] = []
-
-    def messages() -> Iterator[pb.SaveRequest]:
-        yield from map(rows, blocks[:3])
-        before = sidecar.keeper.counts()["free"]
-        save.cancel(Cause.DEADLINE, "the trainer said nothing")
-        freed.append(sidecar.keeper.counts()["free"] - before)
-
-    save.read(messages())
-    assert freed == [2], "the third is still open"
-    assert not given, "it waited for nobody"
 
 
 def test_an_attempt_that_is_opened_while_an_urgent_save_waits_is_the_saves(

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from deltashard_sidecar.stop_signal import StopSignals
+from deltashard_sidecar.main import StopSignals
 
 
 @pytest.fixture
@@ -49,15 +49,4 @@ def test_signal_at_any_line_of_the_wait_is_heard(signals: StopSignals) -> None:
         assert result[1] or signals.wait(0.001), line
         line += 1
     assert line > 2
-
-
-@pytest.mark.parametrize("waited", [True, False])
-def test_the_second_one_is_seen_without_waiting_and_the_first_is_none(
-    signals: StopSignals, *, waited: bool
-) -> None:
-    """Also where nobody waited for the first: the process was stopping already, because its directory was removed."""
-    signal.raise_signal(signal.SIGTERM)
-    assert not waited or signals.wait(0.0)
-    assert not signals.again()
-    signal.raise_signal(signal.SIGINT)
     assert signals.again()

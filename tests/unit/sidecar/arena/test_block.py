@@ -65,20 +65,6 @@ def test_only_granted_blocks_may_be_handed_over() -> None:
         blocks.closed(a)
 
 
-def test_quarantined_blocks_come_back_only_by_settling() -> None:
-    """Encoding that goes on under quarantine does not free them."""
-    blocks = ledger()
-    granted = blocks.grant(0)
-    blocks.received(granted[0])
-    assert sorted(blocks.quarantine(0, Use.GRANTED)) == sorted(granted)
-    free = blocks.free
-    blocks.encoded(granted[0])
-    assert blocks.free == free
-    assert blocks.grant(0) == []
-    assert blocks.settle(0) == len(granted)
-    assert len(blocks.grant(0)) == len(granted)
-
-
 def test_nothing_is_given_out_under_embargo() -> None:
     """After a restart no block is safe until the old writers are known to be gone."""
     blocks = ledger()

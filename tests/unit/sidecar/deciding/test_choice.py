@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from deltashard_checkpoint.deciding.cost import Measure, Profile
 from deltashard_checkpoint.deciding.interval import ENOUGH
-from deltashard_checkpoint.log.run_state import Attempt, RunState
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.deciding.choice import decide, under
-from deltashard_sidecar.deciding.measurements import MeasuredSave, Measurements, Opening, follows_rewind
+from deltashard_sidecar.deciding.measurements import MeasuredSave, Measurements, Opening
 from deltashard_sidecar.deciding.step_meter import Reading
 
 
@@ -67,18 +66,3 @@ def test_cap_after_attempts_without_a_checkpoint_doubles_within_bounds() -> None
     assert decide(unmeasured, steps).every_s == 60.0, "every_steps may never come"
     stated = pb.Policy(goal="fixed", every_s=900.0)
     assert decide(replace(known, doublings=0), stated).over(stated).every_s == 900.0
-
-
-def test_pods_follow_from_all_ranks_that_attached() -> None:
-    """Rank 0 may be the first to come back to a sidecar that was started again within an attempt."""
-    alone = measured(0.1, world_size=8)
-    assert alone.attached(8).rates.mtbf_s == pytest.approx(8 * alone.rates.mtbf_s)
-    assert alone.attached(9) == alone
-
-
-def test_only_who_comes_right_after_a_rewind_follows_it() -> None:
-    ranks = {1: 1, 13: 0, 14: 1, 21: 1}
-    attempts = {
-        n: Attempt(world_size=size, resumes_from=None, resumes_attempt=None) for n, size in ranks.items()
-    }
-    assert [n for n in ranks if follows_rewind(RunState(run="r", attempts=attempts), n)] == [14]

@@ -8,8 +8,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_sidecar.run import chain_watch
-from deltashard_sidecar.run.chain_watch import LOOK_EVERY_S, ChainGone, ChainWatch
+from deltashard_sidecar.run.chain_watch import ChainGone, ChainWatch
 from deltashard_sidecar.telemetry.metric import Metrics
 
 from tests.crash import log_victim
@@ -93,11 +92,6 @@ def test_what_is_missing_is_named_and_nothing_builds_on_it(watched, ending):
     watched.look(watched.other)
 
 
-def test_a_stale_listing_proves_nothing(watched, monkeypatch):
-    monkeypatch.setattr(watched.store, "list", lambda prefix, start_after="": iter(()))
-    watched.look(watched.delta)
-
-
 def test_a_baseline_looks_at_its_own_objects(watched):
     (part,) = parts_of(watched.log.state, watched.other)
     packs = [key.removeprefix("job/") for key in watched.objects(watched.other, ".pack")]
@@ -105,13 +99,3 @@ def test_a_baseline_looks_at_its_own_objects(watched):
     watched.store.delete([f"job/{packs[0]}"])
     with pytest.raises(ChainGone, match="objects of this save"):
         watched.look(None, also={part.index_key: packs})
-
-
-def test_a_look_is_due_when_the_last_one_is_old(watched, monkeypatch):
-    now_s = [5.0]
-    monkeypatch.setattr(chain_watch.time, "monotonic", lambda: now_s[0])
-    assert watched.watch.due(0)
-    watched.look(watched.delta)
-    assert (watched.watch.due(0), watched.watch.due(1)) == (False, True)
-    now_s[0] += LOOK_EVERY_S
-    assert watched.watch.due(0)

@@ -156,19 +156,6 @@ def test_one_kind_of_call_that_is_denied_stays_a_trouble_while_others_succeed(
     assert health.store_ok
 
 
-def test_two_troubles_at_once_are_told_and_end_each_by_itself(incidents: Incidents, metrics: Metrics) -> None:
-    """A store that is full and whose list is denied: neither hides the other."""
-    health = Health(incidents, metrics)
-    for _ in range(2):
-        health.tried(StoreFull("no room"), operation="put_if_absent")
-        health.tried(AccessDenied("no right to list"), operation="list")
-    assert [i.cause for i in incidents.kept()] == ["full", "denied"]
-    health.tried(None, operation="put")
-    assert not health.store_ok
-    health.tried(None, operation="list")
-    assert health.store_ok
-
-
 def test_an_answer_ends_what_kept_requests_from_the_store(incidents: Incidents, metrics: Metrics) -> None:
     """Keys that are there and wrong are denied, and no longer missing."""
     health = Health(incidents, metrics)
