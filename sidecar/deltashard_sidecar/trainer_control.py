@@ -200,7 +200,7 @@ class TrainerControl:
         for session in told:
             with self._lock:
                 session.urgent = reason
-            self._parts.markers.begin([session.attempt or 0])
+            self._parts.markers.begin([] if session.attempt is None else [session.attempt])
             _ask(session, reason, deadline_s, urgent=True)
             self.direct(session)
         self._parts.log.info("notified", reason=reason, deadline_s=deadline_s, trainers=len(told))

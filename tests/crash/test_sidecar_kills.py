@@ -54,7 +54,6 @@ class Story:
 
     def cut(self, trainer: Trainer) -> int:
         self.model.train()
-        assert trainer.attempt is not None
         self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
         return trainer.save()
 
@@ -92,13 +91,10 @@ class Story:
             assert not opened.HasField("resume_seq")
         else:
             assert (opened.resume_attempt, opened.cut) == expected
-            self.model.wipe()
-            trainer.restore(opened.resume_seq)
-            assert same(self.model.state(), self.states[expected])
+            trainer.restores(opened.resume_seq, self.states[expected])
         commit = trainer.committed(self.cut(trainer))
         self.model.wipe()
         trainer.restore(commit.seq)
-        assert trainer.attempt is not None
         assert same(self.model.state(), self.states[trainer.attempt, commit.cut])
         self.check()
         trainer.close()
@@ -200,9 +196,7 @@ def test_the_trainer_lives_through_a_killed_sidecar(story: Story, point: str) ->
         commit = trainer.committed(story.cut(trainer))
         story.check()
         assert commit.attempt == trainer.attempt
-        story.model.wipe()
-        trainer.restore(commit.seq)
-        assert same(story.model.state(), story.states[commit.attempt, commit.cut])
+        trainer.restores(commit.seq, story.states[commit.attempt, commit.cut])
     trainer.close()
 
 

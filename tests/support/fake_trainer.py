@@ -22,7 +22,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
+from tests.support.fake_model import Model, same
 
 DEADLINE_S = 180.0
 """Of a call, and of what a stream is to bring: what hangs fails, and what a busy machine does slowly does not."""
@@ -237,13 +237,19 @@ class Trainer:
                         outbox.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=freed)))
         finally:
             outbox.put(None)
-        assert done is not None
         applier.finish(blobs=names)
         self.blobs_read = frozenset(names)
         self.model.load_blobs(applier.blobs)
         self.base_seq, self.commit_seq = done.baseline_seq, seq
         for table in self.model.tables:
             table.fresh, table.sent = set(), set()
+        return done
+
+    def restores(self, seq: int, state: list[np.ndarray]) -> pb.RestoreReply.Done:
+        """Restore into a model that knows nothing: it has this state then."""
+        self.model.wipe()
+        done = self.restore(seq)
+        assert same(self.model.state(), state)
         return done
 
     def stepped(self) -> None:
@@ -384,7 +390,6 @@ class Cut:
 
     def write_all(self) -> None:
         """Every table and blob, as much as `begun.covers` asks for."""
-        assert self.begun is not None
         whole = not self.begun.HasField("covers")
         if self.begun.rebased:
             assert self.trainer.rebases
@@ -412,7 +417,6 @@ class Cut:
         assert self.over.wait(DEADLINE_S)
         if self.end is None or self.end.WhichOneof("kind") != "staged":
             raise self._refused()
-        assert self.begun is not None
         for table in self.trainer.model.tables:
             table.sent |= table.fresh
             table.fresh = set()

@@ -33,7 +33,6 @@ class Zygote:
             [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
         self.lock = threading.Lock()
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
         atexit.register(self.close)
 
@@ -44,8 +43,6 @@ class Zygote:
         return cls._one
 
     def ask(self, **request: object) -> int | None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with self.lock:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()

@@ -50,7 +50,7 @@ class Decider:
         self._metrics = metrics
         self._log = log
         self._clock = clock
-        self._place = f"{settings.profile_key}, {os.cpu_count()} x {platform.machine()}"
+        self._place = f"{settings.profile_key}, {os.cpu_count()} x {platform.machine()}".lstrip(", ")
         self._lock = threading.Lock()
         self._policy = policy_of(settings)
         self._known: Measurements | None = None

@@ -74,7 +74,6 @@ def newest(tmp_path: Path) -> Checkpoint:
 def stored(tmp_path: Path) -> dict[str, str]:
     """Encodings of both tables, as the newest commit says them."""
     said = recorded(newest(tmp_path).metadata[PRECISION_KEY])
-    assert said is not None
     return {table: said.of_table(f"{table}.weight") for table in ("large", "small")}
 
 
@@ -88,7 +87,6 @@ def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Pa
     assert began_s <= entry.cut_at_s <= entry.at_s
     assert stored(tmp_path) == {"large": "q2", "small": "q8"}
     restored = make(again, encoding="q2", tables={"small.weight": "q8"}, content_hash=True).restore()
-    assert restored is not None
     assert restored.verified is True
     assert restored.rounded == {"large.weight": "q2", "small.weight": "q8"}
     assert again.error(loop, "small") < 0.01 < 0.1 < again.error(loop, "large")
@@ -160,7 +158,6 @@ def test_a_sidecar_that_is_killed_forgets_no_harm(make: Make, tmp_path: Path, co
     if committed:
         ckpt.save().wait(120)
     pid = ckpt.sidecar_pid
-    assert pid is not None
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: ckpt.sidecar_pid not in (None, pid), what="another sidecar")
     again.train(ckpt, 1)

@@ -9,7 +9,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
+from tests.support.fake_model import Model
 from tests.support.fake_trainer import Trainer
 from tests.support.sidecar_process import sidecar
 
@@ -52,7 +52,5 @@ def test_a_swept_base_is_noticed_and_the_next_save_builds_on_nothing(
         assert [each.baseline for each in commits].count(True) == 1
         trainer.close()
         again = Trainer(process.socket, Model())
-        again.model.wipe()
-        again.restore(again.open().resume_seq)
-        assert same(again.model.state(), trainer.model.state())
+        again.restores(again.open().resume_seq, trainer.model.state())
         again.close()

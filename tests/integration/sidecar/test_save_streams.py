@@ -15,7 +15,7 @@ from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
+from tests.support.fake_model import Model
 from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.sidecar.training import training
 from tests.support.sidecar_process import SidecarProcess, sidecar
@@ -31,9 +31,7 @@ def test_descriptors_that_travel_with_the_seal(trainer: Trainer) -> None:
     cut.seal()
     kept = trainer.model.state()
     commit = trainer.committed(cut.number)
-    trainer.model.wipe()
-    trainer.restore(commit.seq)
-    assert same(trainer.model.state(), kept)
+    trainer.restores(commit.seq, kept)
 
 
 @pytest.mark.parametrize("inner", ["abort", "several"])
@@ -64,9 +62,6 @@ def test_a_stream_that_never_begins_costs_nothing(process: SidecarProcess, train
     outbox.put(None)
 
 
-# Saves.
-
-
 def test_saves_restore_exactly(trainer: Trainer) -> None:
     """Baseline, deltas over it, a new baseline when the predictor says so; each restores to what was cut."""
     kinds = []
@@ -75,9 +70,7 @@ def test_saves_restore_exactly(trainer: Trainer) -> None:
         state = trainer.model.state()
         commit = trainer.save_and_commit()
         kinds.append(commit.baseline)
-        trainer.model.wipe()
-        trainer.restore(commit.seq)
-        assert same(trainer.model.state(), state)
+        trainer.restores(commit.seq, state)
         assert max(len(batch) for batch in trainer.batches_read) > 1, (
             "frames of one range come in one message"
         )
@@ -94,7 +87,6 @@ def test_a_cut_larger_than_the_arena(tmp_path: Path, url: str) -> None:
         trainer = Trainer(process.socket, Model(rows=300_000, columns=32))
         trainer.open()
         cut = trainer.begin()
-        assert cut.begun is not None
         assert cut.begun.stall_budget_s == 0, (
             "it can only go on as fast as it is encoded: no limit from the start"
         )
@@ -118,22 +110,18 @@ def test_an_aborted_save_frees_its_blocks_at_once(process: SidecarProcess, train
     """The trainer's abort is its word that nothing is written any more; two for the stall, and the next waits it out."""
     for _ in range(2):
         cut = trainer.begin()
-        assert cut.begun is not None
         assert cut.begun.stall_budget_s > 0
         cut.rows_of(0, None)
         cut.abort("stall_budget")
-        assert cut.end is not None
         assert cut.end.failed.cause == "stall_budget"
     eventually(lambda: process.blocks("free") == 8)
     cut = trainer.begin()
-    assert cut.begun is not None
     assert cut.begun.stall_budget_s == 0
     cut.write_all()
     cut.seal()
     trainer.committed(cut.number)
     assert process.metric('deltashard_save_failures_total{cause="stall_budget"}') == 2
     again = trainer.begin()
-    assert again.begun is not None
     assert again.begun.stall_budget_s > 0
     again.abort()
 
@@ -150,9 +138,7 @@ def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trai
     state = trainer.model.state()
     commit = trainer.save_and_commit()
     assert process.blocks("quarantined") == 0
-    trainer.model.wipe()
-    trainer.restore(commit.seq)
-    assert same(trainer.model.state(), state)
+    trainer.restores(commit.seq, state)
 
 
 class Prepared:
@@ -228,7 +214,6 @@ def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: 
         eventually(lambda c=cut: c.end is not None)
         cut.outbox.put(None)
         if bad != {"contiguous": False}:
-            assert cut.end is not None
             assert cut.end.failed.cause == "invalid"
         else:
             eventually(lambda c=cut: c.number in trainer.failures or c.end.WhichOneof("kind") == "failed")
@@ -252,7 +237,6 @@ def test_a_silent_trainer_loses_its_save(tmp_path: Path, url: str) -> None:
     with training(tmp_path, url, encoding="fp32", stream_idle_s=4) as (_, trainer):
         cut = trainer.begin()
         assert cut.over.wait(60)
-        assert cut.end is not None
         assert cut.end.failed.cause == "deadline"
         trainer.save_and_commit()
 
@@ -270,7 +254,6 @@ def test_one_save_in_flight_and_urgent_ones(trainer: Trainer, process: SidecarPr
     assert (trainer.urgent[0].reason, trainer.urgent[0].urgent) == ("eviction", True)
     urgent = trainer.begin(reason="eviction", urgent=True)
     assert first.over.wait(60)
-    assert first.end is not None
     assert first.end.failed.cause == "superseded"
     urgent.write_all()
     urgent.seal()

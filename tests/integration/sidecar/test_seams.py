@@ -95,7 +95,6 @@ def test_row_state_that_appears_late_restores_over_an_older_baseline(make: Make)
     ckpt.close()
     again = Loop(adam, seed=1)
     restored = make(again).restore()
-    assert restored is not None
     assert not restored.fell_back
     assert equal(again.content(), loop.content())
 
@@ -121,7 +120,6 @@ def test_a_baseline_that_was_owed_stays_owed_when_its_save_fails(make: Make, tmp
     ckpt.close()
     again = Loop(adagrad, seed=2, rows=ROWS + 50)
     restored = make(again).restore()
-    assert restored is not None
     assert not restored.fell_back
     assert equal(again.content(), bigger.content())
 
@@ -133,7 +131,8 @@ def test_a_finished_run_leaves_no_shared_memory(make: Make) -> None:
         loop.train(ckpt, 1)
         arena, pid = Path(ckpt.arena_path or ""), ckpt.sidecar_pid
         assert arena.stat().st_blocks * 512 >= 64 << 20
-    ended(pid)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
     assert arena.stat().st_blocks * 512 < 1 << 20
 
 
@@ -160,7 +159,6 @@ def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
             older = ckpt.save("older")
             signal.raise_signal(signal.SIGTERM)
             term = ckpt._wiring.term
-            assert term is not None
             assert expected_s / 2 < term.left_s <= expected_s
             assert committed == []
             loop.train(ckpt, 1)
@@ -188,10 +186,3 @@ def test_news_of_a_save_reaches_the_next_attachment(tmp_path: Path, *, fails: bo
         assert not trainer.failures
         trainer.attach()
         eventually(lambda: number in (trainer.failures if fails else trainer.commits))
-
-
-def ended(pid: int | None) -> None:
-    """Wait for a child sidecar's end."""
-    assert pid is not None
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)

@@ -29,9 +29,6 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 ROOT = Path(__file__).parents[3]
 
 
-# The process.
-
-
 def test_the_command_line(tmp_path: Path, url: str) -> None:
     """Silent on stdout, ready.json when it serves, health and notify answer, one owner a directory, SIGTERM leaves nothing."""
     command = [sys.executable, "-m", "deltashard_sidecar.main"]
@@ -107,9 +104,6 @@ def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
         assert process.died() == 0
 
 
-# Attach.
-
-
 def test_attach_refuses_what_cannot_be_served(process: SidecarProcess, tmp_path: Path) -> None:
     """Each refusal says what to change."""
     model = Model()
@@ -138,9 +132,6 @@ def test_a_rank_is_one_process(process: SidecarProcess, trainer: Trainer) -> Non
     with pytest.raises(grpc.RpcError, match="UnknownSession"):
         trainer.stub.Detach(pb.DetachRequest(session=old))
     trainer.save_and_commit()
-
-
-# Fencing, fallback, warm starts.
 
 
 def test_a_fenced_trainer_is_told_and_the_sidecar_serves_on(tmp_path: Path, url: str) -> None:
@@ -187,9 +178,7 @@ def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) ->
             trainer.restore(bad.seq)
         opened = trainer.open(exclude_seqs=[bad.seq])
         assert (opened.resume_seq, opened.fell_back) == (good.seq, True)
-        trainer.model.wipe()
-        trainer.restore(good.seq)
-        assert same(trainer.model.state(), state)
+        trainer.restores(good.seq, state)
         trainer.save_and_commit()
         trainer.close()
 
@@ -237,10 +226,6 @@ def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path,
 
     with sidecar(tmp_path, url, encoding="fp32", run="warm", restore_from="source@best") as process:
         trainer = Trainer(process.socket, Model())
-        killed = trainer.stub.Open.future(pb.OpenRequest(session=trainer.reply.session))
-        killed.cancel()  # the copy may go on without it
-        trainer.close()
-        trainer = Trainer(process.socket, Model())
         opened = trainer.open()
         assert (opened.step, opened.resume_attempt) == (commit.step, 1)
         trainer.restore(opened.resume_seq)
@@ -253,9 +238,6 @@ def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path,
         )
         assert trainer.open().resume_seq == own.seq
         trainer.close()
-
-
-# The cache, housekeeping, the end.
 
 
 def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
@@ -273,9 +255,7 @@ def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
             return len(live) == 2 and len(cuts) <= 3
 
         eventually(settled, what="old checkpoints are gone")
-        trainer.model.wipe()
-        trainer.restore(commit.seq)
-        assert same(trainer.model.state(), state)
+        trainer.restores(commit.seq, state)
 
 
 def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: str) -> None:
@@ -289,7 +269,6 @@ def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: st
         "differential": "full",
         "housekeeping-s": 3,
         "gc-grace-s": 0,
-        "keep-last": 3,
         "metrics-port": 0,
     }
     with training(tmp_path, url, **flags) as (process, trainer):
@@ -318,7 +297,6 @@ def test_sigterm_finishes_what_is_staged(tmp_path: Path, url: str) -> None:
     number = trainer.save()
     assert process.terminate() == 0
     newest = RunLog(open_store(url), "run").refresh().newest()
-    assert newest is not None
     assert newest.cut == number
     assert not list(open_store(url).list("run/closing/"))
     trainer.close()

@@ -14,7 +14,7 @@ from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
+from tests.support.fake_model import Model
 from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.minio_server import MinioServer
@@ -27,9 +27,6 @@ ROOT = Path(__file__).parents[3]
 
 def state_of(url: str, run: str = "ns/job") -> RunState:
     return RunLog(open_store(url), run).refresh()
-
-
-# Identity.
 
 
 def test_numbered_pods_train_runs_of_their_own_where_they_are_told_to(tmp_path: Path, url: str) -> None:
@@ -50,9 +47,6 @@ def test_numbered_pods_train_runs_of_their_own_where_they_are_told_to(tmp_path: 
         trainer = Trainer(process.socket, Model())
         assert trainer.open().step == 11
         trainer.close()
-
-
-# Owners.
 
 
 def test_two_live_workloads_of_one_run_end_in_one(tmp_path: Path, url: str) -> None:
@@ -111,9 +105,6 @@ def test_a_pod_that_comes_back_after_its_replacement_stays_fenced(tmp_path: Path
         new.close()
 
 
-# A pod that goes, and the one that takes its place.
-
-
 @pytest.mark.minio
 def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
     tmp_path: Path, own_minio: MinioServer
@@ -135,7 +126,7 @@ def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
         trainer.model.train()
         trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=60)
         store = open_store(direct)
-        eventually(lambda: list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what="the marker")
+        eventually(lambda: list(store.list("ns/job/closing/")), what="the marker")
         slow.hang = True
         number = trainer.save(reason="urgent", urgent=True)
         state = trainer.model.state()
@@ -157,9 +148,7 @@ def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
         assert reply.waited_s > 0.0
         assert not list(store.list("ns/job/closing/"))
         fresh.attempt = reply.attempt
-        fresh.model.wipe()
-        fresh.restore(reply.resume_seq)
-        assert same(fresh.model.state(), state)
+        fresh.restores(reply.resume_seq, state)
         fresh.close()
 
 
@@ -172,13 +161,13 @@ def test_a_marker_goes_with_the_trainer_that_never_cut(tmp_path: Path, url: str)
         for gone in ("detached", "killed"):
             trainer.save_and_commit()
             # The timer has come by, so the sidecar has seen this trainer alive.
-            eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER, timeout_s=DEADLINE_S)
+            eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER)
             trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=60)
-            eventually(lambda: list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what="the marker")
+            eventually(lambda: list(store.list("ns/job/closing/")), what="the marker")
             if gone == "detached":
                 trainer.detach()
                 trainer.attach()
                 trainer.open()
             else:
                 trainer.close()
-            eventually(lambda: not list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what=gone)
+            eventually(lambda: not list(store.list("ns/job/closing/")), what=gone)

@@ -16,7 +16,7 @@ from minio import MinioAdmin
 from minio.credentials import StaticProvider
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
+from tests.support.fake_model import Model
 from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import FleetServer
@@ -49,12 +49,6 @@ def admin(minio: MinioServer) -> MinioAdmin:
     return MinioAdmin(endpoint=f"{minio.host}:{minio.port}", credentials=keys, secure=False)
 
 
-def restores(trainer: Trainer, seq: int, state: list) -> None:
-    trainer.model.wipe()
-    trainer.restore(seq)
-    assert same(trainer.model.state(), state)
-
-
 def in_time(trainer: Trainer) -> pb.Commit | None:
     """The commit of a save; None where its deadline came first."""
     try:
@@ -73,13 +67,13 @@ def opens_late(
     trainer = Trainer(process.socket, Model())
     request = pb.OpenRequest(session=trainer.reply.session, which="latest")
     opening = trainer.stub.Open.future(request, timeout=120)
-    eventually(lambda: server.incidents(kind), timeout_s=DEADLINE_S)
-    eventually(lambda: not getattr(server.last.pod, condition), timeout_s=DEADLINE_S, what="the condition")
+    eventually(lambda: server.incidents(kind))
+    eventually(lambda: not getattr(server.last.pod, condition), what="the condition")
     assert not opening.done()
     yield server.incidents(kind)[-1]
     trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
     trainer.save_and_commit()
-    eventually(lambda: getattr(server.last.pod, condition), timeout_s=DEADLINE_S, what="the condition ends")
+    eventually(lambda: getattr(server.last.pod, condition), what="the condition ends")
     trainer.close()
 
 
@@ -102,7 +96,7 @@ def test_a_secret_that_comes_later_is_used_without_a_restart(
     with sidecar(root, url, environment=from_file(path), **flags) as process:
         with opens_late(process, server, kind, "credentials_ok") as told:
             assert str(path) in told.message
-            eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="not the store's fault")
+            eventually(lambda: server.last.pod.store_ok, what="not the store's fault")
             credentials(path, own_minio.access_key, own_minio.secret_key)
 
 
@@ -125,15 +119,15 @@ def test_rotated_credentials_are_picked_up(
         trainer.model.train()
         with pytest.raises(SaveRefused, match="check key, secret and the policy of the bucket"):
             trainer.save_and_commit()
-        eventually(lambda: not server.last.pod.store_ok, timeout_s=DEADLINE_S, what="the condition")
+        eventually(lambda: not server.last.pod.store_ok, what="the condition")
         assert server.last.pod.credentials_ok
         credentials(path, "second", "second-secret")
         trainer.model.train()
         state = trainer.model.state()
         commit = trainer.save_and_commit()
-        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="well again")
+        eventually(lambda: server.last.pod.store_ok, what="well again")
         assert "denied" in {i.cause for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)}
-        restores(trainer, commit.seq, state)
+        trainer.restores(commit.seq, state)
 
 
 @pytest.mark.parametrize("store", [pytest.param("bucket", marks=pytest.mark.minio), "directory"])
@@ -179,7 +173,7 @@ def test_a_mount_whose_server_is_away_costs_saves(tmp_path: Path) -> None:
             trainer.model.train()
             state = trainer.model.state()
             commit = eventually(lambda: in_time(trainer), what="a save within its deadline")
-            restores(trainer, commit.seq, state)
+            trainer.restores(commit.seq, state)
     finally:
         mount.signal(signal.SIGCONT)
         mount.stop()
@@ -200,13 +194,13 @@ def test_a_full_store_and_one_that_is_down(
         with pytest.raises(SaveRefused, match="raise the quota"):
             trainer.save_and_commit()
         full = lambda: [i for i in server.incidents(kind) if i.cause == "full"]  # noqa: E731
-        eventually(full, timeout_s=DEADLINE_S, what="full")
+        eventually(full, what="full")
         (one,) = full()
         assert "free space in the store, or raise the quota" in one.message
         manage.bucket_quota_clear(bucket)
         trainer.model.train()
         trainer.save_and_commit()
-        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="room again")
+        eventually(lambda: server.last.pod.store_ok, what="room again")
         own_minio.stop()
         trainer.model.train()
         state = trainer.model.state()
@@ -214,13 +208,13 @@ def test_a_full_store_and_one_that_is_down(
         eventually(lambda: process.blocks("free") == 8, what="every block is free although nothing uploads")
         with pytest.raises(SaveRefused, match="busy"):
             trainer.begin()
-        eventually(lambda: not server.last.pod.store_ok, timeout_s=DEADLINE_S, what="down")
+        eventually(lambda: not server.last.pod.store_ok, what="down")
         down = lambda: server.incidents(kind)[-1].cause == "unavailable"  # noqa: E731
-        eventually(down, timeout_s=DEADLINE_S, what="the incident is reported")
+        eventually(down, what="the incident is reported")
         own_minio.start()
         commit = trainer.committed(number)
-        eventually(lambda: server.last.pod.store_ok, timeout_s=DEADLINE_S, what="up again")
-        restores(trainer, commit.seq, state)
+        eventually(lambda: server.last.pod.store_ok, what="up again")
+        trainer.restores(commit.seq, state)
 
 
 @pytest.mark.minio
@@ -240,7 +234,7 @@ def test_a_stalled_store_costs_one_save(tmp_path: Path, own_minio: MinioServer) 
             trainer.model.train()
             state = trainer.model.state()
             commit = eventually(lambda: in_time(trainer), what="a save within its deadline")
-            restores(trainer, commit.seq, state)
+            trainer.restores(commit.seq, state)
             proxy.hang = True
             trainer.save()
             assert process.terminate() == 0

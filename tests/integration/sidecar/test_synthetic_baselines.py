@@ -51,7 +51,6 @@ class Life:
         def kept_house() -> bool:
             state = self.state()
             newest = state.newest()
-            assert newest is not None
             owed = [seq for seq in newest.covered if not state.checkpoints[seq].baseline]
             return all(seq in state.compactions for seq in owed)
 

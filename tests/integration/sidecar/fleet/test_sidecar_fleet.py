@@ -42,7 +42,6 @@ def heard(server: FleetServer, what: str, **expected: object) -> fleet.ReportReq
     """Wait for a last report of a pod with these values."""
     eventually(
         lambda: all(getattr(server.last.pod, name) == value for name, value in expected.items()),
-        timeout_s=DEADLINE_S,
         what=f"{what}, last heard: {server.last}",
     )
     return server.last
@@ -50,7 +49,7 @@ def heard(server: FleetServer, what: str, **expected: object) -> fleet.ReportReq
 
 def told(server: FleetServer, kind: fleet.IncidentKind) -> fleet.Incident:
     """Wait for the one incident of a kind."""
-    eventually(lambda: server.incidents(kind), timeout_s=DEADLINE_S, what=str(kind))
+    eventually(lambda: server.incidents(kind), what=str(kind))
     (one,) = server.incidents(kind)
     return one
 
@@ -58,7 +57,7 @@ def told(server: FleetServer, kind: fleet.IncidentKind) -> fleet.Incident:
 def over(server: FleetServer, name: str) -> fleet.SaveOver:
     """Wait for how an ordered save ended."""
     ends = lambda: {each.id: each for report in list(server.reports) for each in report.saves_over}  # noqa: E731
-    eventually(lambda: name in ends(), timeout_s=DEADLINE_S, what=f"the end of {name}")
+    eventually(lambda: name in ends(), what=f"the end of {name}")
     return ends()[name]
 
 
@@ -92,7 +91,7 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         trainer.stepped()
         heard(server, "training", phase=fleet.PHASE_TRAINING, attempt=1)
         commit = trainer.save_and_commit()
-        eventually(lambda: server.last.run.newest.seq == commit.seq, timeout_s=DEADLINE_S, what="the commit")
+        eventually(lambda: server.last.run.newest.seq == commit.seq, what="the commit")
         run, rank = server.last.run, server.last.pod.ranks[0]
         assert (run.newest.step, run.checkpoint_count, rank.rank, rank.world_size) == (5, 1, 0, 1)
         assert run.stored_bytes == commit.stored_bytes > 0
@@ -148,7 +147,7 @@ def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server
         assert server.last.run.policy.every_steps == 40
         server.tell(directive=fleet.Directive(id=9, policy=pb.Policy(encoding="nonsense")))
         reports = len(server.reports)
-        eventually(lambda: len(server.reports) > reports + 1, timeout_s=DEADLINE_S, what="it was answered so")
+        eventually(lambda: len(server.reports) > reports + 1, what="it was answered so")
         cut = trainer.begin()
         assert (cut.begun.encoding, cut.begun.state_encoding) == ("q4", "bf16")
         assert not cut.begun.HasField("covers"), "full: every cut is a baseline"
@@ -203,15 +202,15 @@ def test_an_ordered_save_is_carried_out_once(tmp_path: Path, url: str, server: F
         assert over(server, "late").outcome == fleet.SaveOver.OUTCOME_EXPIRED
         trainer = Trainer(process.socket, Model())
         trainer.open()  # only now is there a trainer to be asked
-        eventually(lambda: trainer.urgent, timeout_s=DEADLINE_S, what="asked")
+        eventually(lambda: trainer.urgent, what="asked")
         assert [(each.reason, each.urgent) for each in trainer.urgent] == [("request", False)]
         commit = trainer.save_and_commit()
         end = over(server, "u-1")
         assert (end.outcome, end.seq) == (fleet.SaveOver.OUTCOME_COMMITTED, commit.seq)
         assert newest(url).pins == ("release",)
-        eventually(lambda: list(server.last.run.checkpoints[0].pins) == ["release"], timeout_s=DEADLINE_S)
+        eventually(lambda: list(server.last.run.checkpoints[0].pins) == ["release"])
         server.tell(saves=[fleet.SaveOrder(id="drain/n/1", reason="drain", urgent=True, deadline_s=60)])
-        eventually(lambda: len(trainer.urgent) == 2, timeout_s=DEADLINE_S, what="asked again")
+        eventually(lambda: len(trainer.urgent) == 2, what="asked again")
         assert (trainer.urgent[1].reason, trainer.urgent[1].urgent) == ("drain", True)
         fail_a_save(trainer)
         end = over(server, "drain/n/1")
@@ -232,8 +231,8 @@ def test_a_sidecar_without_rank_0_carries_an_order_out(tmp_path: Path, url: str,
     server.tell(speaks=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
         trainer = Trainer(process.socket, Model(), rank=1, world_size=2, attempt=1, layout="0" * 32)
-        eventually(lambda: trainer.urgent, timeout_s=DEADLINE_S, what="asked")
-        eventually(lambda: server.last.HasField("run"), timeout_s=DEADLINE_S, what="it speaks")
+        eventually(lambda: trainer.urgent, what="asked")
+        eventually(lambda: server.last.HasField("run"), what="it speaks")
         trainer.close()
 
 
@@ -241,13 +240,13 @@ def test_a_nudge_has_it_report(tmp_path: Path, url: str, server: FleetServer) ->
     """On the metrics port, without a word or a secret; nothing else is served there but metrics."""
     server.tell(next_s=300)
     with sidecar(tmp_path, url, metrics_port=0, metrics_host="::", **flags(tmp_path, server)) as process:
-        eventually(lambda: server.reports, timeout_s=DEADLINE_S, what="the first report")
+        eventually(lambda: server.reports, what="the first report")
         port = process.ready()["metrics_port"]
         for address in ("127.0.0.1", "[::1]"):
             nudge = urllib.request.Request(f"http://{address}:{port}/v1/report", method="POST")
             with urllib.request.urlopen(nudge, timeout=DEADLINE_S) as answer:
                 assert (answer.status, answer.read()) == (202, b"")
-        eventually(lambda: len(server.reports) == 2, timeout_s=DEADLINE_S, what="the nudged report")
+        eventually(lambda: len(server.reports) == 2, what="the nudged report")
         assert "deltashard_fleet_connected 1.0" in process.metrics_page()
     assert len(server.reports) <= 3, "two nudges at once are one, and the last word"
 
@@ -297,9 +296,7 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
                 directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q4", state_encoding="bf16"))
             )
             heard(server, "in force", directive=1)
-            eventually(
-                lambda: step(ckpt) or policies[-1] == "q4", timeout_s=DEADLINE_S, what="the library heard"
-            )
+            eventually(lambda: step(ckpt) or policies[-1] == "q4", what="the library heard")
             commit = ckpt.save().wait(DEADLINE_S)
             assert not commit.baseline, "another encoding is no reason for a whole baseline"
             assert stored_as(newest(url)) == {"q4"}
@@ -311,7 +308,5 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             told(server, fleet.INCIDENT_KIND_TRACKING_FAULT)
             server.tell(saves=[fleet.SaveOrder(id="u-1", reason="request")])
             before = ckpt.stats.commits
-            eventually(
-                lambda: step(ckpt) or ckpt.stats.commits > before, timeout_s=DEADLINE_S, what="saved now"
-            )
+            eventually(lambda: step(ckpt) or ckpt.stats.commits > before, what="saved now")
         heard(server, "closed", phase=fleet.PHASE_CLOSED)

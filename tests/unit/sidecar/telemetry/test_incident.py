@@ -154,16 +154,3 @@ def test_one_kind_of_call_that_is_denied_stays_a_trouble_while_others_succeed(
     assert [i.message for i in incidents.kept()] == ["no right to delete"]
     health.tried(ObjectNotFound("gone already"), operation="delete")
     assert health.store_ok
-
-
-def test_an_answer_ends_what_kept_requests_from_the_store(incidents: Incidents, metrics: Metrics) -> None:
-    """Keys that are there and wrong are denied, and no longer missing."""
-    health = Health(incidents, metrics)
-    health.tried(CredentialsMissing("no file"), operation="list")
-    assert (health.store_ok, health.credentials_ok) == (True, False)
-    health.tried(AccessDenied("wrong keys"), operation="put")
-    assert (health.store_ok, health.credentials_ok) == (False, True)
-    health.tried(CredentialsMissing("no file"), operation="put")
-    assert (health.store_ok, health.credentials_ok) == (True, False)
-    health.tried(None, operation="get")
-    assert (health.store_ok, health.credentials_ok) == (True, True)
