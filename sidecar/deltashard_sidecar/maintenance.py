@@ -87,7 +87,7 @@ class MaintenanceLoop:
         last_s = -float("inf")
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._due is not None or self._stopped)
+                self._wake.wait_for(lambda: self._called)
                 pause_s = last_s + self._settings.housekeeping_s - time.monotonic()
                 if pause_s > 0 and not self._stopped:
                     self._wake.wait_for(lambda: self._stopped, pause_s)
@@ -99,15 +99,16 @@ class MaintenanceLoop:
                 self._round(due[0].fork(), due[1], full=due[2])
 
     def _learn(self) -> None:
-        """Look at the log until the store answers.
-
-        Credentials that are not there yet, or a store that is down, are found here first, before anybody needs them.
-        """
+        """Look at the log until the store answers: credentials that are missing are found before anybody needs them."""
         failures = 0
-        while not (self._stopped or self._run.learn(self._run.log, deadline_s=LEARN_DEADLINE_S)):
+        while not (self._called or self._run.learn(self._run.log, deadline_s=LEARN_DEADLINE_S)):
             failures += 1
             with self._wake:
-                self._wake.wait_for(lambda: self._stopped, BACKOFF.delay_s(failures))
+                self._wake.wait_for(lambda: self._called, BACKOFF.delay_s(failures))
+
+    @property
+    def _called(self) -> bool:
+        return self._stopped or self._due is not None
 
     def _round(self, log: RunLog, attempt: int, *, full: bool) -> None:
         """One round on its own handle of the log, as long as `attempt` is the newest; on a `full` store it only frees.

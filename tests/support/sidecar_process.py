@@ -120,19 +120,16 @@ class SidecarProcess:
         return facts
 
     def metrics_page(self) -> str:
-        """What Prometheus would scrape."""
         where = f"http://127.0.0.1:{self.ready()['metrics_port']}/metrics"
         with urllib.request.urlopen(where, timeout=limit_s(20)) as page:
             return page.read().decode()
 
     def metric(self, name: str) -> float:
-        """The value of one sample."""
         found = re.search(rf"^{re.escape(name)} ([0-9.e+-]+)$", self.metrics_page(), re.MULTILINE)
         assert found, name
         return float(found[1])
 
     def blocks(self, use: str) -> int:
-        """Arena blocks of this use."""
         return int(self.metric(f'deltashard_arena_blocks{{use="{use}"}}'))
 
     def poll(self) -> int | None:

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 
 
 def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]:
-    """Of a sidecar in a pod."""
     return {
         **server.flags(tmp_path), "run": "r", "workload-uid": "w-1", "encoding": "fp32", "profile-key": "image on this machine", **more,
     }  # fmt: skip

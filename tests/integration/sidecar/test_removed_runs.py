@@ -20,7 +20,6 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 def removed(url: str) -> RunLog:
-    """The run, removed by a person."""
     log = RunLog(open_store(url), "run")
     removal.remove(log)
     assert keys(log) == []

@@ -24,7 +24,6 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 def test_descriptors_that_travel_with_the_seal(trainer: Trainer) -> None:
-    """The whole cut in one message is the same cut."""
     trainer.model.train()
     cut = trainer.begin(together=True)
     cut.write_all()
@@ -154,7 +153,6 @@ class Prepared:
         self.granted = [] if self.answer.refused else list(next(self.call).blocks.granted)
 
     def abort(self) -> None:
-        """The trainer's word that nothing is being copied."""
         self.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="no cut")))
         self.outbox.put(None)
 

@@ -105,7 +105,6 @@ def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
 
 
 def test_attach_refuses_what_cannot_be_served(process: SidecarProcess, tmp_path: Path) -> None:
-    """Each refusal says what to change."""
     model = Model()
     good = Trainer(process.socket, model)
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, rank=3, world_size=2)

@@ -79,7 +79,6 @@ def test_the_recorded_form_reads_back() -> None:
     ],
 )
 def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
-    """The one in force stays, and the log says why."""
     with pytest.raises(BadDirective):
         received(fleet.Directive(id=1, policy=policy), "")
     with pytest.raises(BadDirective):
@@ -109,6 +108,5 @@ def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
     ],
 )
 def test_whatever_a_bucket_holds_is_read_or_refused(text: str) -> None:
-    """Never another error, and never half a directive."""
     with pytest.raises(BadDirective):
         recorded(text)

@@ -28,7 +28,6 @@ TABLE = TableSchema(fqn="t", rows=100, columns=8, dtype="float32")
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    """A sidecar of a run that has no checkpoint."""
     config = settings.load(
         ["--url", (tmp_path / "store").as_uri(), "--run", "r", "--dir", str(tmp_path / "dir"),
          "--cache-dir", str(tmp_path / "cache"), "--arena-bytes", "64MiB"],
@@ -45,7 +44,6 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
 
 
 def attachment() -> pb.AttachRequest:
-    """Of a trainer in the middle of its run."""
     box = Box(table="t", row_start=0, row_stop=100, col_start=0, col_stop=8)
     return pb.AttachRequest(
         protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid(), attempt=1,
@@ -120,7 +118,6 @@ def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, li
 
 
 def rows(block: int) -> pb.SaveRequest:
-    """A batch at the start of a block."""
     return pb.SaveRequest(rows=pb.RowBatch(block=block, rows=10, contiguous=True, col_stop=8))
 
 

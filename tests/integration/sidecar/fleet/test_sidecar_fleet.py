@@ -31,7 +31,6 @@ DEADLINE_S = 60.0
 
 
 def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]:
-    """Of a sidecar in a pod."""
     return {
         **server.flags(tmp_path), **pod(), "pod-name": "pod", "pod-namespace": "ns", "pod-uid": "p-1",
         "workload-kind": "Job", "workload-name": "job", **more,
@@ -48,7 +47,6 @@ def heard(server: FleetServer, what: str, **expected: object) -> fleet.ReportReq
 
 
 def told(server: FleetServer, kind: fleet.IncidentKind) -> fleet.Incident:
-    """Wait for the one incident of a kind."""
     eventually(lambda: server.incidents(kind), what=str(kind))
     (one,) = server.incidents(kind)
     return one

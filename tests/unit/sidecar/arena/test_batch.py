@@ -66,7 +66,6 @@ SHARDS = (
 def test_rows_and_columns_outside_of_the_trainers_boxes_are_refused(
     row_start: int, rows: int, columns: tuple[int, int]
 ) -> None:
-    """One box must hold all of them."""
     place = {"rows": rows, "col_start": columns[0], "col_stop": columns[1]}
     with pytest.raises(BadBatch, match="lie in no box of this trainer"):
         rows_of(pb.RowBatch(contiguous=True, row_start=row_start, **place), TABLES, SHARDS, BLOCK)
@@ -135,7 +134,6 @@ def test_bad_chunks_are_refused(chunk: dict[str, object]) -> None:
 
 @given(st.lists(st.integers(1, BLOCK), max_size=60))
 def test_requests_are_packed_into_blocks_in_order(lengths: list[int]) -> None:
-    """None is split, none overlaps."""
     places = pack_blocks(lengths, BLOCK)
     assert len(places) == len(lengths)
     ends: dict[int, int] = {}

@@ -43,7 +43,6 @@ def test_two_ranks_share_fairly_and_cannot_starve_each_other() -> None:
 
 
 def test_an_arena_too_small_for_one_more_rank_refuses_it() -> None:
-    """Admission is by whole ranks."""
     blocks = ledger(MIN_BLOCKS_PER_RANK, 0)
     assert blocks.admit(0)
     assert not blocks.admit(1)
@@ -86,7 +85,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(rank=ranks, limit=st.integers(1, 8))
     def grant(self, rank: int, limit: int) -> None:
-        """What is granted was free."""
         before = {b.index for b in self.ledger.blocks if b.use is not Use.FREE}
         got = self.ledger.grant(rank, limit)
         assert not set(got) & before
@@ -95,7 +93,6 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(b.use is Use.GRANTED for b in self.ledger.blocks))
     @rule(data=st.data(), close=st.booleans())
     def hand_over(self, data: st.DataObject, close: bool) -> None:
-        """A batch arrives."""
         block = data.draw(st.sampled_from([b for b in self.ledger.blocks if b.use is Use.GRANTED]))
         self.ledger.received(block.index)
         if close:
@@ -104,12 +101,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(b.pending for b in self.ledger.blocks))
     @rule(data=st.data())
     def encode(self, data: st.DataObject) -> None:
-        """A batch is encoded."""
         self.ledger.encoded(data.draw(st.sampled_from([b for b in self.ledger.blocks if b.pending])).index)
 
     @rule(rank=ranks)
     def serve(self, rank: int) -> None:
-        """A restore takes a block."""
         got = self.ledger.take_serving(rank)
         if got is not None:
             assert self.ledger.blocks[got].rank == rank
@@ -117,31 +112,26 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(b.use is Use.SERVING for b in self.ledger.blocks))
     @rule(data=st.data())
     def applied(self, data: st.DataObject) -> None:
-        """A trainer applied its frames."""
         block = data.draw(st.sampled_from([b for b in self.ledger.blocks if b.use is Use.SERVING]))
         self.ledger.served(block.rank, block.index)
 
     @rule(rank=ranks, use=st.sampled_from([Use.GRANTED, Use.SERVING]))
     def break_stream(self, rank: int, use: Use) -> None:
-        """The stream of a rank breaks."""
         self.ledger.quarantine(rank, use)
 
     @rule(rank=ranks)
     def writer_gone(self, rank: int) -> None:
-        """Its writer lock is free."""
         self.ledger.settle(rank)
         assert not self.ledger.held(rank, Use.QUARANTINED)
 
     @rule(rank=ranks)
     def abort(self, rank: int) -> None:
-        """The trainer stops by its own word."""
         self.ledger.surrender(rank)
         self.ledger.read_all(rank)
         assert not self.ledger.held(rank, Use.GRANTED, Use.SERVING)
 
     @invariant()
     def accounted(self) -> None:
-        """Every block is in exactly one place."""
         free = [b.index for b in self.ledger.blocks if b.use is Use.FREE]
         assert sorted(self.ledger._free) == free
         assert sum(self.ledger.counts().values()) == 16
@@ -151,7 +141,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert block.use is not Use.FILLED or block.pending > 0
 
     def teardown(self) -> None:
-        """When everyone stopped, all blocks are free."""
         for rank in (0, 1):
             self.ledger.surrender(rank)
             self.ledger.read_all(rank)

@@ -14,7 +14,6 @@ from deltashard_sidecar.deciding.step_meter import Reading
 
 
 def measured(cost_s: float, *, world_size: int = 1) -> Measurements:
-    """Enough saves for a choice, each of this cost."""
     save = Measure()
     for _ in range(ENOUGH):
         save = save.sampled(cost_s)

@@ -33,7 +33,6 @@ ONCE, LOSSY = "0 lossy failures and 1 restores", "1 lossy failures and 1 restore
 def log_of(
     metadata: Mapping[str, str], *, attempt: int = 1, step: int = 100, reason: str = "timer"
 ) -> RunState:
-    """A log whose newest commit has this metadata."""
     newest = Checkpoint(
         seq=attempt + 1, previous="", writer="", at_s=0.0, attempt=attempt, cut=1, step=step, tables=(), encodings={},
         rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0, directive=f"{reason}; x", metadata=metadata,
@@ -76,7 +75,6 @@ class Life:
         self.decider.look(Reading(self.step if step is None else step, self.now_s if at_s is None else at_s))
 
     def train(self, seconds: float, *, looks: int = 4) -> None:
-        """Quiet steps."""
         until_s, pause_s = self.now_s + seconds, seconds / looks
         look_s = self.now_s + pause_s
         while self.now_s < until_s:
@@ -367,7 +365,6 @@ def test_how_long_a_restore_and_a_restart_take() -> None:
 def test_whatever_goes_wrong_with_a_decision_leaves_the_timers_as_they_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody foresaw it: it costs the decision."""
     life = Life(every_s=9.0)
     life.open()
 

@@ -43,7 +43,6 @@ def test_all_pods_of_a_workload_train_its_run_unless_it_says_otherwise() -> None
 def test_a_trainer_without_peers_is_refused_where_others_would_share_its_run(
     environment: dict[str, str], ranks: int, refused: bool
 ) -> None:
-    """They would fence one another, each in turn."""
     if not refused:
         check_alone(config(**environment), ranks)
         return

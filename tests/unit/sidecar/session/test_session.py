@@ -20,7 +20,6 @@ def box(rows: int = 100):
 
 
 def request(**more: object) -> pb.AttachRequest:
-    """A good request, changed."""
     base = {
         "protocol_min": 1,
         "protocol_max": 1,
