@@ -25,7 +25,8 @@ def entries() -> list[tuple[str, str, str, str]]:
             assert isinstance(doc, ast.Expr), f"{field.target.id} has no docstring"
             assert isinstance(doc.value, ast.Constant), f"{field.target.id} has no docstring"
             name = field.target.id
-            default = "required" if field.value is None else ast.unparse(field.value)
+            value = field.value.args[0] if isinstance(field.value, ast.Call) else field.value
+            default = "required" if value is None else ast.unparse(value)
             text = str(doc.value.value)
             if name in CHOICES:
                 default = repr(defaults[name])

@@ -1,7 +1,4 @@
-"""What happened in this sidecar, kept for the controller; `fleet.report` tells it.
-
-The pipeline calls the short methods below; none waits, none asks the store.
-"""
+"""What happened in this sidecar, kept for the controller; `fleet.report` tells it. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -26,25 +23,16 @@ class Activity:
         self.incidents = incidents
         self.failed_in_a_row = 0
         self.closed_in_order = False
-
-    def attached(self) -> None:
-        self.closed_in_order = False
-
-    def left(self, session: Session, *, step: int, idle: bool) -> None:
-        """A trainer detached at `step`; `idle`: no save of it is in flight."""
-        attempt = session.attempt
-        self.closed_in_order = idle and attempt.number is not None and attempt.durable_step == step
+        """The last trainer detached at a step that is durable, with no save in flight."""
 
     def lost(self, session: Session, *, step: int) -> None:
-        """A trainer is gone without a word."""
-        if session.attempt.number is None:
-            return
-        self.incidents.add(
-            fleet.INCIDENT_KIND_TRAINER_LOST,
-            cause=Cause.LOST,
-            message=f"the trainer of rank {session.who.rank} went away at step {step} without detaching",
-            step=step,
-        )
+        if session.attempt is not None:
+            self.incidents.add(
+                fleet.INCIDENT_KIND_TRAINER_LOST,
+                cause=Cause.LOST,
+                message=f"the trainer of rank {session.who.rank} went away at step {step} without detaching",
+                step=step,
+            )
 
     def opened(self, reply: pb.OpenReply) -> None:
         if reply.fell_back:
@@ -57,20 +45,19 @@ class Activity:
             )
 
     def restored(self, session: Session, *, step: int, source: str) -> None:
-        attempt = session.attempt
-        if not attempt.handed_over() or session.who.rank != 0:  # one restore of a run, however many ranks
+        if not session.handed_over() or session.who.rank != 0:  # one restore of a run, however many ranks
             return
-        seconds = time.monotonic() - attempt.asked_s
-        who = "the trainer" if attempt.number is None else f"attempt {attempt.number}"
+        seconds = max(0.0, time.time() - session.asked_at_s)
+        who = "the trainer" if session.attempt is None else f"attempt {session.attempt}"
         self.incidents.add(
             fleet.INCIDENT_KIND_RESTORED,
             cause=source,
-            message=f"{who} continues from step {step}, {attempt.lost_steps} steps were lost; "
+            message=f"{who} continues from step {step}, {session.lost_steps} steps were lost; "
             f"read from the {source} in {seconds:.1f} s",
             step=step,
-            lost_steps=attempt.lost_steps,
+            lost_steps=session.lost_steps,
             seconds=seconds,
-            attempt=attempt.number or 0,
+            attempt=session.attempt or 0,
         )
 
     def tracking_fault(self, tables: int, *, step: int) -> None:

@@ -47,6 +47,7 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 )
 
 Reply = TypeVar("Reply")
+_BEFORE_BEGIN = frozenset({"ready", "prepare", "begin", "abort"})
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
@@ -88,7 +89,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         try:
             session = self._sidecar.sessions.get(request.session)
             context.add_callback(session.notices.poke)
-            yield from self._sidecar.control.watch(request.session, context.is_active)
+            yield from self._sidecar.control.watch(session, context.is_active)
         except DeltashardError as error:
             self._fail("watch", context, error)
 
@@ -113,7 +114,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                     if kind == "prepare":
                         yield from self._sidecar.saves.prepare(session, request.prepare.begin, preparation)
                     elif kind in ("begin", "abort"):
-                        preparation.stopped()
+                        preparation.stopped = True
                         begin = request.begin if kind == "begin" else None
                 if begin is None:
                     return
@@ -146,12 +147,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> Iterator[pb.SaveRequest]:
     """The messages of a stream, which may stay open for long, up to its begin; it may break before."""
     request: pb.SaveRequest | None = first
-    while request is not None and (kind := request.WhichOneof("kind")) in (
-        "ready",
-        "prepare",
-        "begin",
-        "abort",
-    ):
+    while request is not None and (kind := request.WhichOneof("kind")) in _BEFORE_BEGIN:
         yield request
         if kind in ("begin", "abort"):
             return
@@ -161,20 +157,12 @@ def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> 
             return
 
 
-class Server:
-    """The gRPC server on its socket."""
-
-    def __init__(self, sidecar: Sidecar, path: Path) -> None:
-        self._server = grpc.server(
-            ThreadPoolExecutor(CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS
-        )
-        trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
-            TrainerService(sidecar), self._server
-        )
-        self._server.add_insecure_port(f"unix:{path}")
-
-    def start(self) -> None:
-        self._server.start()
-
-    def stop(self, grace_s: float) -> None:
-        self._server.stop(grace_s).wait()
+def served(sidecar: Sidecar, path: Path) -> grpc.Server:
+    """The running gRPC server on its socket."""
+    server = grpc.server(ThreadPoolExecutor(CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS)
+    trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
+        TrainerService(sidecar), server
+    )
+    server.add_insecure_port(f"unix:{path}")
+    server.start()
+    return server

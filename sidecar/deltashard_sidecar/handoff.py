@@ -1,11 +1,9 @@
 """Markers under `closing/`: this pod terminates, and still uploads a save.
 
-A replacement pod may start while this one uploads its urgent cut; its Open waits for the marker to go (bounded, see
-`closing.wait_for_closing`) and resumes from that cut. So the marker is put when the pod gets its stop signal, before
-the trainer has even cut, and goes when the urgent save has ended, whichever way, or the trainer is gone.
-
-Best effort, on one thread: a slow store delays no save, and a marker that was not removed is passed over once it is
-old.
+A replacement pod's Open waits for the marker to go (bounded, see `closing.wait_for_closing`) and resumes from that cut.
+So the marker is put when the pod gets its stop signal, before the trainer has even cut, and goes when the urgent save
+has ended, whichever way, or the trainer is gone. Best effort, on one thread: a slow store delays no save, and a marker
+that was not removed is passed over once it is old.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.write.closing import mark_closing, unmark_closing
 
 from deltashard_sidecar.run.run import Run
-from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+from deltashard_sidecar.telemetry.structured_logging import explain
 
 MARK_DEADLINE_S = 3.0
 END_DEADLINE_S = 4.0
@@ -28,15 +26,13 @@ END_DEADLINE_S = 4.0
 class PendingUploadMarkers:
     """The markers of this process. Thread-safe."""
 
-    def __init__(self, run: Run, log: Logger) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._log = log
         self._lock = threading.Lock()
         self._marked: set[int] = set()
         self._work = ThreadPoolExecutor(1, thread_name_prefix="closing")
 
     def begin(self, attempts: Iterable[int]) -> None:
-        """Saves of these attempts will end, and are worth waiting for."""
         with self._lock:
             new = set(attempts) - self._marked
             self._marked |= new
@@ -44,7 +40,6 @@ class PendingUploadMarkers:
             self._work.submit(self._mark, attempt, begun=True)
 
     def end(self, attempt: int | None) -> None:
-        """Nothing of this attempt is worth waiting for any more."""
         with self._lock:
             if attempt not in self._marked:
                 return
@@ -57,15 +52,14 @@ class PendingUploadMarkers:
             left, self._marked = self._marked, set()
         last = [self._work.submit(self._mark, attempt, begun=False) for attempt in left]
         # What was asked for before goes first: one thread, one queue.
-        last.append(self._work.submit(lambda: None))
-        wait(last, END_DEADLINE_S)
+        wait([*last, self._work.submit(lambda: None)], END_DEADLINE_S)
         self._work.shutdown(wait=False, cancel_futures=True)
 
     def _mark(self, attempt: int, *, begun: bool) -> None:
-        if begun and self._run.removal.why is not None:
+        if begun and self._run.removed is not None:
             return
         try:
             with deadline(MARK_DEADLINE_S):
                 (mark_closing if begun else unmark_closing)(self._run.log, attempt, self._run.token)
         except DeltashardError as error:
-            self._log.warning("closing.unmarked", **explain(error))
+            self._run.logger.warning("closing.unmarked", **explain(error))

@@ -1,9 +1,7 @@
 """The process: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe).
 
 One process owns a runtime directory, by a POSIX record lock on `LOCK` in it: a second one exits at once with code
-`EXIT_OWNED`, so that whoever started it attaches to the first. `serve` prints nothing on stdout; it writes `ready.json`
-(`pid`, `epoch`, `metrics_port`, `protocol`), atomically, when it serves. Nothing of the store is needed to get there.
-
+`EXIT_OWNED`, so that whoever started it attaches to the first. `serve` writes `ready.json` atomically when it serves.
 SIGTERM and SIGINT: no new save, what is in flight is finished or aborted by `term_deadline_s`, exit 0. A second signal
 ends the waiting. SIGUSR1 writes every thread's stack to stderr.
 """
@@ -15,6 +13,7 @@ import faulthandler
 import fcntl
 import json
 import os
+import queue
 import signal
 import socket
 import sys
@@ -30,7 +29,6 @@ from deltashard_checkpoint.process import raise_open_files
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
-from deltashard_sidecar.stop_signal import StopSignals
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -45,6 +43,7 @@ EXIT_OWNED = 3
 EXIT_ENVIRONMENT = 4
 TICK_S = 0.1
 HEALTH_DEADLINE_S = 2.0
+NOTIFY_DEADLINE_S = 5.0
 STILL_S = 30.0
 """A sidecar whose main loop stood still for so long is not healthy."""
 LOCK = "LOCK"
@@ -56,11 +55,37 @@ Settings: docs/reference/sidecar-settings.md; every one is also a variable DELTA
 """
 
 
-def own(directory: Path) -> int | None:
-    """The descriptor of the runtime directory's lock, or None when another process owns the directory.
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks the process to stop, the second not to wait for anything.
 
-    Raises `NotPrivate`.
+    IMPORTANT: Python runs a handler between two bytecodes of the main thread, which may hold any lock then, also that
+    of an `Event` it waits for: `Event.set()` could wait for ever. `put()` of a `SimpleQueue` is safe there.
     """
+
+    def __init__(self) -> None:
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._taken = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._came.put(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            self._came.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        self._taken += 1
+        return True
+
+    def again(self) -> bool:
+        """Whether a second one came, also where nobody waited for the first."""
+        return self._taken + self._came.qsize() > 1
+
+
+def own(directory: Path) -> int | None:
+    """The descriptor of the runtime directory's lock; None: another process owns that. Raises `NotPrivate`."""
     directory.mkdir(mode=0o770, parents=True, exist_ok=True)
     fd = open_private(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o660)
     try:
@@ -107,7 +132,7 @@ def serve(argv: Sequence[str]) -> int:
 
 def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     from deltashard_sidecar.arena.arena import ArenaKeeper
-    from deltashard_sidecar.grpc_server import Server
+    from deltashard_sidecar.grpc_server import served
     from deltashard_sidecar.run.run import Run
     from deltashard_sidecar.sidecar import Sidecar
     from deltashard_sidecar.telemetry.metric import Metrics
@@ -116,13 +141,12 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     faulthandler.register(signal.SIGUSR1)
     signals = StopSignals()
     metrics = Metrics()
-    _judge_kernels(config, metrics, log)
+    _judge_kernels(config, log)
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
     run = Run(config, metrics=metrics, log=log)
-    sidecar = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
+    sidecar = Sidecar(keeper, run)
     scraped = _serve_metrics(config, metrics, log)
-    server = Server(sidecar, config.socket_path)
-    server.start()
+    server = served(sidecar, config.socket_path)
     facts = {
         "pid": os.getpid(),
         "epoch": keeper.epoch,
@@ -132,7 +156,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     crash_point("serve.before_ready")
     write_private(config.ready_path, json.dumps(facts), 0o660)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
-    sidecar.start()
+    sidecar.maintenance.start()
     reports = _reports(sidecar)
     status = 0
     while not signals.wait(TICK_S):
@@ -141,12 +165,9 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
             os.utime(config.socket_path)  # for `health`
         if not owns(config.dir, lock) or not keeper.whole:
             # Nobody finds this one any more, or its memory is gone: the next one makes both again.
-            log.error(
-                "sidecar.directory_lost",
-                what="the runtime directory was removed" if keeper.whole else "the arena was truncated",
-                where=str(config.dir),
-                remedy="leave it to the sidecar while that lives; this one stops, and the next makes it again",
-            )
+            what = "the runtime directory was removed" if keeper.whole else "the arena was truncated"
+            remedy = "leave it to the sidecar while that lives; this one stops, and the next makes it again"
+            log.error("sidecar.directory_lost", what=what, where=str(config.dir), remedy=remedy)
             status = EXIT_ENVIRONMENT
             break
         if not sidecar.tick():
@@ -159,7 +180,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     mine = owns(config.dir, lock)  # the next one may serve there already
     if mine:
         config.ready_path.unlink(missing_ok=True)
-    server.stop(0.5)
+    server.stop(0.5).wait()
     if mine:
         config.socket_path.unlink(missing_ok=True)
     if scraped is not None:
@@ -177,33 +198,25 @@ def _serve_metrics(config: settings.Settings, metrics: Metrics, log: Logger) -> 
     try:
         return metrics.serve(config.metrics_host, config.metrics_port)
     except OSError as error:
-        log.warning(
-            "sidecar.no_metrics",
-            what=str(error),
-            where=f"{config.metrics_host}:{config.metrics_port}",
-            remedy="set another metrics_port; saves and restores work without",
-        )
+        where, remedy = f"{config.metrics_host}:{config.metrics_port}", "set another metrics_port"
+        log.warning("sidecar.no_metrics", what=str(error), where=where, remedy=remedy)
         return None
 
 
-def _judge_kernels(config: settings.Settings, metrics: Metrics, log: Logger) -> None:
+def _judge_kernels(config: settings.Settings, log: Logger) -> None:
     """Warn where numpy encodes; `UserError` in a pod, whose limits were chosen for the native kernels."""
     from deltashard_checkpoint.codecs import kernel_choice
 
     if not kernel_choice.slow():
         return
     if config.workload_uid:
-        raise UserError(
-            "the native kernels were not built, and numpy is too slow for a pod",
-            where=kernel_choice.__name__,
-            remedy="take the published image, or install a wheel into yours",
-        )
-    metrics.numpy_kernels.set(1)
+        what = "the native kernels were not built, and numpy is too slow for a pod"
+        remedy = "take the published image, or install a wheel into yours"
+        raise UserError(what, where=kernel_choice.__name__, remedy=remedy)
     log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW)
 
 
 def _reports(sidecar: Sidecar) -> ReportClient | None:
-    """The running client of the controller, where there is one."""
     if not sidecar.settings.fleet:
         return None
     from deltashard_sidecar.fleet.report import SidecarState
@@ -216,13 +229,10 @@ def _reports(sidecar: Sidecar) -> ReportClient | None:
 
 
 def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:
-    """(flags of a client command, socket to talk to)."""
     flags = dict(zip(argv[::2], argv[1::2], strict=True)) if len(argv) % 2 == 0 else {"": ""}
-    known = {"--socket", "--dir", "--reason", "--deadline-s"}
-    if set(flags) - known:
-        raise settings.SettingError(
-            f"unknown arguments {' '.join(argv)!r}", where="command line", remedy=USAGE
-        )
+    if set(flags) - {"--socket", "--dir", "--reason", "--deadline-s"}:
+        what = f"unknown arguments {' '.join(argv)!r}"
+        raise settings.SettingError(what, where="command line", remedy=USAGE)
     directory = flags.get("--dir") or os.environ.get("DELTASHARD_DIR") or "."
     path = flags.get("--socket") or os.environ.get("DELTASHARD_SOCKET") or f"{directory}/sidecar.sock"
     return flags, path
@@ -230,19 +240,22 @@ def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:
 
 def notify(argv: Sequence[str]) -> int:
     """Tell the sidecar that its pod is going: every trainer saves now. Returns at once; 0 when nobody listens."""
-    from deltashard_sidecar import hook_client
+    import grpc
+    from deltashard_proto.v1 import trainer_pb2 as pb
+    from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
     flags, path = _socket(argv)
     deadline_s = settings.number("term_deadline_s", flags.get("--deadline-s", "0"), where="--deadline-s")
-    hook_client.notify(path, reason=flags.get("--reason", "eviction"), deadline_s=deadline_s)
+    request = pb.NotifyRequest(reason=flags.get("--reason", "eviction"), deadline_s=deadline_s)
+    with grpc.insecure_channel(f"unix:{path}") as channel, contextlib.suppress(grpc.RpcError):
+        TrainerStub(channel).Notify(request, timeout=NOTIFY_DEADLINE_S)  # type: ignore[no-untyped-call]  # generated
     return 0
 
 
 def health(argv: Sequence[str]) -> int:
     """Exit 0 when the sidecar's socket takes connections, and its main loop touched it just now.
 
-    The kernel takes connections for a process that hangs or was stopped, too. A probe runs every two seconds while the
-    pod starts: by gRPC it would take more than twice as much of a processor.
+    The kernel takes connections for a process that hangs, too. By gRPC a probe would take more than twice as long.
     """
     _, path = _socket(argv)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -267,10 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"deltashard-sidecar: {error}\n")
         return EXIT_USAGE
     except ModuleNotFoundError as error:
-        sys.stderr.write(
-            f"deltashard-sidecar: the package {error.name!r} is not installed [deltashard-sidecar] -- "
-            "pip install 'deltashard[sidecar]'\n"
-        )
+        remedy = "[deltashard-sidecar] -- pip install 'deltashard[sidecar]'"
+        sys.stderr.write(f"deltashard-sidecar: the package {error.name!r} is not installed {remedy}\n")
         return EXIT_USAGE
     if arguments[0] == "serve" and argv is None:
         # Everything is closed. A thread that still hangs in the store must not keep the process.

@@ -1,20 +1,15 @@
-"""What a sidecar does unasked, on one thread of its own: sweep, prefetch at start, then retention, gc and compaction.
+"""What a sidecar does unasked, on one thread of its own: a look at the log at start, then retention, gc and compaction.
 
 A round begins after a commit of rank 0, or a save that found the store full, not more often than `housekeeping_s`:
 compact a chain that grew too long, or that a cut was made to build on (`run.synthetic_baseline`; not on a full store),
 name in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and
-run again; a step that fails is counted and logged, and the next round tries anew. Nothing waits for a round, and a
-compaction lets saves and restores go first.
-
-At start and in every round pack caches that other, ended runs left beside this one's make room (`cachedirs`), where a
-budget for all of them is set.
-
-The prefetch brings the packs of the newest checkpoint into the local cache while the trainer still imports its
-libraries; it stops for good when a restore begins, which then finds what is there.
+run again; one that fails is counted and logged. Nothing waits for a round, and a compaction lets saves and restores go
+first. At start and in every round pack caches of other, ended runs make room, where a budget for all of them is set.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +19,7 @@ from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.cache.cache_dir import sweep
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Checkpoint, Retired
+from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.maintenance.compaction import compact
 from deltashard_checkpoint.maintenance.garbage_collection import collect, debris
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
@@ -33,7 +28,7 @@ from deltashard_checkpoint.stores.abc import StoreFull
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.run.run import Run
-from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+from deltashard_sidecar.telemetry.structured_logging import explain
 
 ROUND_DEADLINE_S = 300.0
 LEARN_DEADLINE_S = 30.0
@@ -48,17 +43,11 @@ _LOOK_S = 0.02
 class MaintenanceLoop:
     """The thread and its orders."""
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        log: Logger,
-        policy: Callable[[], pb.Policy],
-        saving: Callable[[], bool],
-    ) -> None:
+    def __init__(self, run: Run, *, policy: Callable[[], pb.Policy], saving: Callable[[], bool]) -> None:
         """`policy` is the one in force; `saving`: whether a save is in flight."""
         self._run = run
-        self._log = log
+        self._settings = run.settings
+        self._log = run.logger
         self._policy = policy
         self._saving = saving
         self._restoring = 0
@@ -66,26 +55,21 @@ class MaintenanceLoop:
         self._due: tuple[RunLog, int, bool] | None = None
         """A handle on the log, the attempt that saves through it, and whether its store is full."""
         self._stopped = False
-        self._prefetching = True
         self._thread = threading.Thread(target=self._work, name="housekeeping", daemon=True)
-        self.rounds = 0
 
     def start(self) -> None:
         self._thread.start()
 
     def due(self, log: RunLog, attempt: int, *, full: bool = False) -> None:
-        """A save of this attempt was committed through `log`, or found the store `full`: a round is due."""
         with self._wake:
             self._due = log, attempt, full
             self._wake.notify_all()
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """A restore is served within: the store and the cache are its own, and nothing is prefetched from then on."""
+        """A restore is served within: the store and the cache are its own."""
         with self._wake:
-            self._prefetching = False
             self._restoring += 1
-            self._wake.notify_all()
         try:
             yield
         finally:
@@ -93,134 +77,111 @@ class MaintenanceLoop:
                 self._restoring -= 1
 
     def stop(self) -> None:
-        """No more rounds; one that runs is left alone (it may be killed at any instant)."""
         with self._wake:
             self._stopped = True
-            self._prefetching = False
             self._wake.notify_all()
 
     def _work(self) -> None:
-        self._sweep()
-        newest = self._learn()
-        if newest is not None and self._run.settings.prefetch:
-            self._step("prefetch", lambda: self._prefetch(newest.seq))
+        self._step("sweep", self._sweep)
+        self._learn()
         last_s = -float("inf")
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._due is not None or self._stopped)
-                pause_s = last_s + self._run.settings.housekeeping_s - time.monotonic()
+                self._wake.wait_for(lambda: self._called)
+                pause_s = last_s + self._settings.housekeeping_s - time.monotonic()
                 if pause_s > 0 and not self._stopped:
                     self._wake.wait_for(lambda: self._stopped, pause_s)
                 if self._stopped:
                     return
                 due, self._due = self._due, None
             last_s = time.monotonic()
-            if due is not None and self._run.settings.housekeeping_s >= 0:
-                self.round(due[0].fork(), due[1], full=due[2])
+            if due is not None and self._settings.housekeeping_s >= 0:
+                self._round(due[0].fork(), due[1], full=due[2])
 
-    def _learn(self) -> Checkpoint | None:
-        """The newest checkpoint, once the run is known and its store answers; until a trainer opens its attempt.
-
-        Credentials that are not there yet, or a store that is down, are found here first, before anybody needs them.
-        """
+    def _learn(self) -> None:
+        """Look at the log until the store answers: credentials that are missing are found before anybody needs them."""
         failures = 0
-        while not self._stopped and self._prefetching:
-            state = self._run.learn(deadline_s=LEARN_DEADLINE_S)
-            if state is not None:
-                return state.newest()
+        while not (self._called or self._run.learn(self._run.log, deadline_s=LEARN_DEADLINE_S)):
             failures += 1
             with self._wake:
-                self._wake.wait_for(lambda: self._stopped or not self._prefetching, BACKOFF.delay_s(failures))
-        return None
+                self._wake.wait_for(lambda: self._called, BACKOFF.delay_s(failures))
 
-    def round(self, log: RunLog, attempt: int, *, full: bool = False) -> None:
+    @property
+    def _called(self) -> bool:
+        return self._stopped or self._due is not None
+
+    def _round(self, log: RunLog, attempt: int, *, full: bool) -> None:
         """One round on its own handle of the log, as long as `attempt` is the newest; on a `full` store it only frees.
 
         IMPORTANT: who was followed keeps house no more. After a person's rewind that would retire what was set
         aside, and with it the way back.
         """
-        settings = self._run.settings
         if not full:
             self._step("compact", lambda: self._compact(log, attempt))
-        retention = Retention(keep_last=settings.keep_last, every_steps=settings.keep_every_steps or None)
-
-        def retire() -> str | None:
-            state = log.refresh(deadline_s=ROUND_DEADLINE_S)
-            if state.attempt != attempt:
-                return None
-            dead = debris(log, state)
-
-            def append() -> Retired | None:
-                return append_retirement(
-                    log, retention, debris=dead, attempt=attempt, deadline_s=ROUND_DEADLINE_S
-                )
-
-            try:
-                entry = append()
-            except StoreFull:
-                collect(log, grace_s=settings.gc_grace_s, unnamed=dead, deadline_s=ROUND_DEADLINE_S)
-                entry = append()
-            return (
-                None
-                if entry is None
-                else f"{len(entry.checkpoints)} checkpoints, {len(entry.prefixes)} prefixes"
-            )
-
-        def gc() -> str | None:
-            if log.state.attempt != attempt:
-                return None
-            done = collect(log, grace_s=settings.gc_grace_s, deadline_s=ROUND_DEADLINE_S)
-            return f"{done.objects} objects, {done.bytes} bytes" if done.objects else None
-
         self._step("look", lambda: self._look(log, attempt))
-        self._step("retire", retire)
-        self._step("gc", gc)
-        self._sweep()
-        self.rounds += 1
+        self._step("retire", lambda: self._retire(log, attempt))
+        self._step("gc", lambda: self._gc(log, attempt))
+        self._step("sweep", self._sweep)
+
+    def _retire(self, log: RunLog, attempt: int) -> str | None:
+        state = log.refresh(deadline_s=ROUND_DEADLINE_S)
+        if state.attempt != attempt:
+            return None
+        dead, retention = debris(log, state), Retention(keep_last=self._settings.keep_last)
+        append = functools.partial(
+            append_retirement, log, retention, debris=dead, attempt=attempt, deadline_s=ROUND_DEADLINE_S
+        )
+        try:
+            entry = append()
+        except StoreFull:
+            collect(log, grace_s=self._settings.gc_grace_s, unnamed=dead, deadline_s=ROUND_DEADLINE_S)
+            entry = append()
+        return f"{len(entry.checkpoints)} checkpoints, {len(entry.prefixes)} prefixes" if entry else None
+
+    def _gc(self, log: RunLog, attempt: int) -> str | None:
+        if log.state.attempt != attempt:
+            return None
+        done = collect(log, grace_s=self._settings.gc_grace_s, deadline_s=ROUND_DEADLINE_S)
+        return f"{done.objects} objects, {done.bytes} bytes" if done.objects else None
 
     def _look(self, log: RunLog, attempt: int) -> None:
         """At the newest checkpoint's chain; each rank of many looks at its own before it commits."""
-        state = log.refresh(deadline_s=ROUND_DEADLINE_S)
-        newest = state.newest() if state.attempt == attempt else None
+        newest, state = self._newest(log, attempt), log.state
         if newest is not None and newest.listed is None and not self._run.chains.broken(state, newest.seq):
-            manifests = self._run.reads.manifests_of(log.run)
+            manifests = self._run.manifests_of(log.run)
             self._run.chains.look(state, newest.seq, manifests=manifests, deadline_s=ROUND_DEADLINE_S)
 
-    def _sweep(self) -> None:
-        budget_bytes = self._run.settings.cache_total_bytes
-
-        def work() -> str | None:
-            swept = sweep(self._run.cache.directory, budget_bytes=budget_bytes)
-            return f"caches of {swept.runs} runs, {swept.bytes} bytes" if swept.runs else None
-
-        if budget_bytes:
-            self._step("sweep", work)
-
     def _compact(self, log: RunLog, attempt: int) -> str | None:
-        state = log.refresh(deadline_s=ROUND_DEADLINE_S)
-        newest = state.newest() if state.attempt == attempt else None
-        found = None if newest is None else self._run.synthetic.at_rest(state, newest.seq, self._policy())
+        newest = self._newest(log, attempt)
+        if newest is None:
+            return None
+        found = self._run.synthetic.at_rest(log.state, newest.seq, self._policy())
         if found is None:
             return None
         seq, verdict = found
-        self._log.info("compact.begun", seq=seq, why=verdict.why, figures=verdict.text)
-        entry = compact(
-            log, seq, mover(self._run.cache, give_way=self._give_way), deadline_s=ROUND_DEADLINE_S
-        )
+        move = mover(self._run.cache, give_way=self._give_way)
+        entry = compact(log, seq, move, deadline_s=ROUND_DEADLINE_S)
         if entry is None:
             return None
         self._run.metrics.compactions.labels(verdict.why).inc()
         return f"checkpoint {entry.replaces}, {entry.stored_bytes} bytes, {verdict.why}: {verdict.text}"
 
+    @staticmethod
+    def _newest(log: RunLog, attempt: int) -> Checkpoint | None:
+        """The newest checkpoint; None: there is none, or a newer attempt was opened."""
+        state = log.refresh(deadline_s=ROUND_DEADLINE_S)
+        return state.newest() if state.attempt == attempt else None
+
+    def _sweep(self) -> str | None:
+        if not (budget_bytes := self._settings.cache_total_bytes):
+            return None
+        swept = sweep(self._run.cache.directory, budget_bytes=budget_bytes)
+        return f"caches of {swept.runs} runs, {swept.bytes} bytes" if swept.runs else None
+
     def _give_way(self) -> None:
-        """Let saves and restores go first, for a moment."""
         until_s = time.monotonic() + GIVE_WAY_S
         while (self._restoring or self._saving()) and not self._stopped and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
-
-    def _prefetch(self, seq: int) -> str | None:
-        fetched = self._run.prefetch(seq, lambda: self._prefetching)
-        return f"{fetched} bytes" if fetched else None
 
     def _step(self, task: str, work: Callable[[], str | None]) -> None:
         counter = self._run.metrics.housekeeping

@@ -2,16 +2,11 @@
 
     settings (environment, flags)  <  the newest commit's directive  <  the newest answer's
 
-Policy and directive are the messages of proto/deltashard/v1: this module makes them of settings and of a commit's
-metadata, and checks them. Nothing changes one in place.
-
 A directive replaces the one before. Its zero and empty fields keep what the pod started with, but for those that it
 names in `whole`: they count as they are, so that a policy can go from seconds to steps and back under a run. Both
-timers off is refused: no remote party may switch saving off. Its content is its identity, and the newest answer holds:
-the controller says again what it wants as long as another one is in force. The one in force rides in the metadata of
-every commit under `KEY`, with the workload it was given to: a sidecar of that workload, as long as no controller gave
-it one, continues under it whenever a trainer starts. A sidecar of another workload (a run continued by `run-id`) does
-not: its user chose again.
+timers off is refused: no remote party may switch saving off. The one in force rides in the metadata of every commit
+under `KEY`, with the workload it was given to: a sidecar of that workload, as long as no controller gave it one,
+continues under it. A sidecar of another workload (a run continued by `run-id`) does not: its user chose again.
 
 docs/design/016-directives.md has the reasons.
 """
@@ -50,7 +45,6 @@ def stated(policy: pb.Policy) -> dict[str, Any]:
 
 
 def changed(policy: pb.Policy, **fields: Any) -> pb.Policy:
-    """`policy` with other values of these fields."""
     return pb.Policy(**stated(policy) | fields)
 
 
@@ -96,7 +90,6 @@ def received(message: fleet.Directive, workload: str) -> fleet.Directive:
 
 
 def text_of(directive: fleet.Directive) -> str:
-    """The text that `recorded` reads: a commit's metadata."""
     fields = {field.name: value for field, value in directive.ListFields()}
     fields |= {"policy": stated(directive.policy), "whole": list(directive.whole)}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -126,9 +119,6 @@ def _checked(directive: fleet.Directive) -> fleet.Directive:
     if not directive.id or not directive.HasField("policy"):
         raise BadDirective("it has no id or no policy", where=where)
     if whole & _TIMERS and not stated(directive.policy).keys() & _TIMERS:
-        raise BadDirective(
-            "it would turn off every timer",
-            where=where,
-            remedy="a pod of its own settings may save on demand only; no directive can have it so",
-        )
+        remedy = "a pod of its own settings may save on demand only; no directive can have it so"
+        raise BadDirective("it would turn off every timer", where=where, remedy=remedy)
     return directive

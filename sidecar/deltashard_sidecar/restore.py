@@ -3,14 +3,12 @@
     chain of the log -> indexes -> plan (pure) -> Fetcher: cache first, ranges coalesced, every frame hash-checked
                                                      -> straight into a block -> `filled` -> trainer applies -> `freed`
 
-Which request (a byte range of whole frames) lies in which block is fixed by the plan (`pack_blocks`, pure): in order, a
-block is closed when the next request does not fit. The message with the last frame or tail of a block says so, and the
-trainer sends the block back after applying it. Two blocks are always there for a restore, no request spans two, and
-frames that await their tails are of one request: so a trainer that frees what it applied can never wait for a sidecar
-that waits for it.
+Which request (a byte range of whole frames) lies in which block is fixed by the plan (`pack_blocks`, pure). The message
+with the last frame or tail of a block says so, and the trainer sends the block back after applying it. Two blocks are
+always there for a restore, no request spans two, and frames that await their tails are of one request: so a trainer
+that frees what it applied can never wait for a sidecar that waits for it.
 
-Only proof makes a checkpoint *invalid* (a hash wrong twice in the store, a confirmed 404); all else is *unavailable*,
-after retries under the restore's deadline.
+Only proof makes a checkpoint *invalid* (a hash wrong twice in the store, a confirmed 404); all else is *unavailable*.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError
 from deltashard_checkpoint.format.frame import FrameKind
 from deltashard_checkpoint.format.index import box_message, box_of
-from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import plan_restore, went_on
@@ -38,7 +36,7 @@ from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.block import Use
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.session.attachment import Attachment
-from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+from deltashard_sidecar.telemetry.structured_logging import explain
 
 PREFETCH_BYTES = 32 << 20
 FETCH_THREADS = 4
@@ -76,32 +74,24 @@ def baseline_under(plan: Plan) -> int:
 
 def cause_of(error: BaseException) -> Cause:
     """Invalid (fall back), unavailable (try again), not_found, mismatch, or error."""
-    match error:
-        case DeltashardError(cause=Cause.NOT_FOUND):
-            return Cause.NOT_FOUND
-        case DeltashardError(cause=Cause.MISMATCH):
-            return Cause.MISMATCH
-        case FormatError(cause=Cause.CORRUPT):
-            return Cause.INVALID
-        case FormatError():  # written by a newer version: nothing is wrong with it
-            return Cause.ERROR
-        case EnvironmentFault():
-            return Cause.UNAVAILABLE
-        case _:
-            return Cause.ERROR
+    if isinstance(error, DeltashardError) and error.cause in {Cause.NOT_FOUND, Cause.MISMATCH}:
+        return Cause(error.cause)
+    if isinstance(error, FormatError):  # another: written by a newer version, and nothing is wrong with it
+        return Cause.INVALID if error.cause == Cause.CORRUPT else Cause.ERROR
+    return Cause.UNAVAILABLE if isinstance(error, EnvironmentFault) else Cause.ERROR
 
 
 class Restore:
     """One Restore call."""
 
     def __init__(
-        self, *, run: Run, who: Attachment, want: pb.RestoreRequest.Want, keeper: ArenaKeeper, log: Logger
+        self, *, run: Run, who: Attachment, want: pb.RestoreRequest.Want, keeper: ArenaKeeper
     ) -> None:
         self._run = run
         self._who = who
         self._want = want
         self._keeper = keeper
-        self._log = log.bind(seq=want.seq, rank=who.rank)
+        self._log = run.logger.bind(seq=want.seq, rank=who.rank)
         self._blocks: dict[int, int] = {}
         self._places: list[tuple[int, int]] = []
         self._next = 0
@@ -115,36 +105,34 @@ class Restore:
         """Where most bytes came from, cache or store, once everything was handed over."""
 
     def plan(self) -> tuple[RunState, Plan]:
-        """(state of the source run, plan); raises what planning raises."""
-        want, settings = self._want, self._run.settings
-        if want.from_run and want.from_run != self._run.name:
-            log = RunLog(self._run.store, want.from_run)
-        else:
-            log = self._run.log_of(self._who)
+        want, deadline_s = self._want, self._run.settings.restore_deadline_s
+        other = want.from_run if want.from_run != self._run.name else ""
+        log = RunLog(self._run.store, other) if other else self._run.log_of(self._who)
         state = log.state
         if want.seq not in state.checkpoints:
-            state = log.refresh(deadline_s=settings.restore_deadline_s)
-        if log.run != self._run.name:
+            state = log.refresh(deadline_s=deadline_s)
+        if other:
             self._other = log, state
         wanted: dict[str, list[Box]] = {}
         for message in want.boxes:
             wanted.setdefault(message.table, []).append(box_of(message))
         schemas = {table.fqn: table for table in self._who.tables}
+        if unknown := wanted.keys() - schemas.keys():
+            raise IncompletePlan(f"table {min(unknown)} was not named at Attach", where="restore")
         plan = plan_restore(
             self._run.store,
             state,
             want.seq,
-            [Want(schema=_schema(schemas, fqn), boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
+            [Want(schema=schemas[fqn], boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
             blobs=want.blobs,
             rank=want.rank,
             world_size=self._who.world_size,
             strict=not want.lenient,
             mapping=dict(want.mapping),
             weights_only=want.weights_only,
-            indexes=self._run.reads.take(self._who),
-            manifests=self._run.reads.manifests_of(state.run),
-            shared=self._run.reads.shared(self._who),
-            deadline_s=settings.restore_deadline_s,
+            manifests=self._run.manifests_of(state.run),
+            shared=self._run.shared(self._who),
+            deadline_s=deadline_s,
         )
         return state, plan
 
@@ -167,7 +155,15 @@ class Restore:
             )
             crash_point("restore.planned")
             yield pb.RestoreReply(plan=chained)
-            fetcher = self._fetcher(state.run)
+            fetcher = Fetcher(
+                self._run.store,
+                state.run,
+                cache=self._run.cache,
+                shared=self._run.shared(self._who),
+                prefetch_bytes=PREFETCH_BYTES,
+                workers=FETCH_THREADS,
+                deadline_s=self._run.settings.restore_deadline_s,
+            )
             yield from self._frames(fetcher, plan, alive)
             stats, seconds = fetcher.stats, time.monotonic() - began_s
             done = pb.RestoreReply.Done(
@@ -179,16 +175,13 @@ class Restore:
             source = "cache" if stats.cache_bytes >= stats.store_bytes else "store"
             metrics.restores.labels("done").inc()
             metrics.restore_seconds.labels(source).observe(seconds)
-            metrics.restore_bytes.labels("cache").inc(stats.cache_bytes)
-            metrics.restore_bytes.labels("store").inc(stats.store_bytes)
             self._log.info("restore.served", frames=plan.frames, source=source, seconds=round(seconds, 3))
             self.step, self.source = chained.step, source
             yield pb.RestoreReply(done=done)
         except DeltashardError as error:
             cause = cause_of(error)
-            if (cause is Cause.NOT_FOUND and self._other is not None) or (
-                cause is Cause.INVALID and self._moved()
-            ):
+            lacks = cause is Cause.NOT_FOUND and self._other is not None
+            if lacks or (cause is Cause.INVALID and self._moved()):
                 cause = Cause.MOVED
             metrics.restores.labels(cause).inc()
             self._log.warning("restore.failed", cause=cause, **explain(error))
@@ -210,17 +203,6 @@ class Restore:
         except DeltashardError as error:
             self._log.info("restore.unsure", **explain(error))
             return False
-
-    def _fetcher(self, run: str) -> Fetcher:
-        return Fetcher(
-            self._run.store,
-            run,
-            cache=self._run.cache,
-            shared=self._run.reads.shared(self._who),
-            prefetch_bytes=PREFETCH_BYTES,
-            workers=FETCH_THREADS,
-            deadline_s=self._run.settings.restore_deadline_s,
-        )
 
     def _frames(self, fetcher: Fetcher, plan: Plan, alive: Callable[[], bool]) -> Iterator[pb.RestoreReply]:
         metrics = self._run.metrics
@@ -266,7 +248,8 @@ class Restore:
             raise RestoreStopped("the trainer wants no more of it", where="restore")
         number, offset = self._places[self._next]
         if number not in self._blocks:
-            gives_up = self._gives_up if wait else _at_once()
+            looks = iter((False,))  # or one look
+            gives_up = self._gives_up if wait else lambda: next(looks, True)
             block = self._keeper.take_serving(self._who.local_rank, give_up=gives_up)
             if block is None:
                 if wait:
@@ -305,15 +288,3 @@ class Restore:
 
 def _failed(cause: Cause, message: str) -> pb.RestoreReply:
     return pb.RestoreReply(failed=pb.RestoreReply.Failed(cause=cause, message=message))
-
-
-def _at_once() -> Callable[[], bool]:
-    """A `give_up` that allows one look."""
-    looks = iter((False,))
-    return lambda: next(looks, True)
-
-
-def _schema(schemas: dict[str, TableSchema], fqn: str) -> TableSchema:
-    if fqn not in schemas:
-        raise IncompletePlan(f"table {fqn} was not named at Attach", where="restore")
-    return schemas[fqn]

@@ -1,11 +1,9 @@
 """Saves that the controller ordered: each is carried out once, and how it ended is told until no answer names it.
 
 The first cut of this pod that begins after an order came carries it out, whoever asked for that cut: its id and its pin
-go into the commit. Any rank's sidecar can do so, for ranks cut together. A cut that fails ends the order, too, but for
-one that another takes the place of.
-
-The newest `KEPT` ids are remembered. A sidecar that starts again knows none, and finds in the log what was done; so
-does that of another pod. What is not seen there (it is retired by then) is done once more.
+go into the commit. A cut that fails ends the order, too, but for one that another takes the place of. The newest `KEPT`
+ids are remembered. A sidecar that starts again, or of another pod, finds in the log what was done; what is not seen
+there (it is retired by then) is done once more.
 """
 
 from __future__ import annotations
@@ -118,6 +116,5 @@ class SaveOrders:
                     known.over = over
 
     def over(self) -> list[fleet.SaveOver]:
-        """How orders ended that somebody waits for."""
         with self._lock:
             return [each.over for each in self._known.values() if each.named and each.over is not None]

@@ -30,7 +30,6 @@ from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.save.sink import PERIODIC, Cut, PartSink, decline
 from deltashard_sidecar.save_orders import SaveOrders
 from deltashard_sidecar.session.attachment import Attachment
-from deltashard_sidecar.session.capacity import raw_bytes
 from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.trainer_control import TrainerControl
 
@@ -65,30 +64,20 @@ class SaveService:
         self.pool = ThreadPoolExecutor(
             parts.settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
         )
-        self._settings = parts.settings
-        self._sessions = parts.sessions
+        self._parts = parts
+        self._run = parts.run
         self._joint = JointCommits()
         self._gone: dict[int, tuple[Attachment, int]] = {}
-        self._in_flight_saves = parts.in_flight_saves
         self._control = control
-        self._activity = parts.activity
-        self._markers = parts.markers
         self._maintenance = maintenance
         self._orders = orders
-        self._keeper = parts.keeper
-        self._run = parts.run
-        self._decider = parts.decider
-        self._metrics = parts.metrics
-        self._log = parts.log
 
     def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """Begin a save; raises `SaveRefused`, and then a peer need not wait for this rank's part of the cut."""
-        attempt = session.attempt.number
-        if attempt is not None:
-            why = self._run.removal.look(self._run.log_of(session.who), attempt)
-            if why is not None:
-                self._metrics.failures.labels(Cause.REMOVED).inc()
-                raise SaveRefused(begin.cut, Cause.REMOVED, why)
+        attempt = session.attempt
+        if attempt is not None and (why := self._run.still_removed(session.who, attempt)) is not None:
+            self._parts.metrics.failures.labels(Cause.REMOVED).inc()
+            raise SaveRefused(begin.cut, Cause.REMOVED, why)
         try:
             return self._begun(session, begin)
         except SaveRefused:
@@ -100,102 +89,89 @@ class SaveService:
         self, session: Session, begin: pb.SaveRequest.Begin, preparation: Preparation
     ) -> Iterator[pb.SaveReply]:
         """A cut of this session is near: blocks for it, and what it would be asked for if it began now."""
+        running, why = self._parts.in_flight_saves.of_rank(session.who.local_rank), self._run.removed
+        attempt = 0
         try:
             attempt = _attempt_of(session, begin)
         except SaveRefused as refused:
-            yield _not_prepared(str(refused))
+            why = str(refused)
+        if why is None and running is not None and not running.has_ended:
+            why = "another save of this rank is in flight"
+        if why is not None:
+            yield pb.SaveReply(prepared=pb.SaveReply.Prepared(refused=why))
             return
-        if (why := self._run.removal.why) is not None:
-            yield _not_prepared(why)
-            return
-        running = self._in_flight_saves.of_rank(session.who.local_rank)
-        if running is not None and not running.has_ended:
-            yield _not_prepared("another save of this rank is in flight")
-            return
-        policy, ranks = self._control.in_force.policy, self._ranks(session)
-        content = self._content(session, attempt, begin, policy, ranks)
+        content = self._content(session, attempt, begin, self._ranks(session))
         since = self._since(session, attempt, begin, content)
         granted = preparation.grant()
         if session.who.rank == 0:
-            self._decider.prepares()
+            self._parts.decider.prepares()
         crash_point("stage.prepared")
-        yield pb.SaveReply(
-            prepared=pb.SaveReply.Prepared(covers=content.covers, fresh_first=since is not None)
-        )
+        prepared = pb.SaveReply.Prepared(covers=content.covers, fresh_first=since is not None)
+        yield pb.SaveReply(prepared=prepared)
         yield pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted))
 
     def gone(self, session: Session) -> None:
         """A rank's process has died. What the others cut with it, and it did not, waits for no part of it."""
-        attempt, who = session.attempt.number, session.who
+        attempt, who = session.attempt, session.who
         if attempt is None or who.world_size == 1:
             return
         self._gone[who.local_rank] = who, attempt
-        for cut in {
-            save.cut.cut for save in self._in_flight_saves.in_flight() if save.cut.attempt == attempt
-        }:
+        in_flight = self._parts.in_flight_saves.in_flight()
+        for cut in {save.cut.cut for save in in_flight if save.cut.attempt == attempt}:
             self._decline_for_gone(attempt, cut)
 
     def came_back(self, session: Session) -> None:
         """A process attached that may train on under its attempt: it had not died."""
         _, under = self._gone.get(session.who.local_rank, (None, None))
-        if under is not None and under == session.attempt.number:
+        if under is not None and under == session.attempt:
             del self._gone[session.who.local_rank]
 
     def _decline_for_gone(self, attempt: int, cut: int) -> None:
         for who, under in list(self._gone.values()):
-            last = self._in_flight_saves.of_rank(who.local_rank)
+            last = self._parts.in_flight_saves.of_rank(who.local_rank)
             brought = last is not None and (last.cut.attempt, last.cut.cut) == (attempt, cut)
             if under == attempt and not brought:
                 decline(self._run, who, attempt, cut, joint=self._joint, gone=True)
 
     def _begun(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         _attempt_of(session, begin)
-        rank = session.who.local_rank
+        parts, rank = self._parts, session.who.local_rank
         self._make_way(rank, begin)
-        self._keeper.copies_stopped(rank)
-        save = self._in_flight_saves.begin(rank, lambda: self._made(session, begin))
+        parts.keeper.copies_stopped(rank)
+        save = parts.in_flight_saves.begin(rank, lambda: self._made(session, begin))
         if save is None:
             raise SaveRefused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
         if begin.urgent:
             self._control.hurried(session)
         self._control.direct(session)
         if begin.tracking_faults:
-            self._activity.tracking_fault(begin.tracking_faults, step=begin.step)
-            self._metrics.tracking_faults.inc(begin.tracking_faults)
-        cut = save.cut
-        self._decline_for_gone(cut.attempt, cut.cut)
-        self._log.info(
-            "save.begun",
-            attempt=cut.attempt,
-            cut=cut.cut,
-            step=cut.step,
-            reason=cut.reason,
-            covers=cut.content.covers,
-            rank=session.who.rank,
-        )
+            parts.activity.tracking_fault(begin.tracking_faults, step=begin.step)
+            parts.metrics.tracking_faults.inc(begin.tracking_faults)
+        self._decline_for_gone(save.cut.attempt, save.cut.cut)
+        save.log.info("save.begun", reason=save.cut.reason, covers=save.cut.content.covers)
         return save
 
     def _made(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """The save, decided and counted as begun; only `InFlightSaves` calls this, so it cannot end before."""
         attempt = _attempt_of(session, begin)  # while an urgent save waited, another may have been opened
-        cut = self._decided(session, attempt, begin)
+        parts, cut = self._parts, self._decided(session, attempt, begin)
         save = Save(
             session=session,
             cut=cut,
             sink=PartSink(
                 self._run, session.who, cut, joint=self._joint, expected=lambda: self._expected(cut)
             ),
-            keeper=self._keeper,
+            keeper=parts.keeper,
             submit=self.pool.submit,
-            metrics=self._metrics,
-            log=self._log,
+            metrics=parts.metrics,
+            log=parts.log,
             ended=self._ended,
         )
         self._control.begins(session, attempt, step=begin.step)
         if session.who.rank == 0:
             # Its boundary of that step waits for us: the control line stands still.
-            reading = Reading(begin.step, self._keeper.step_time_s(session.who.local_rank))
-            self._decider.save_begins(
+            reading = Reading(begin.step, parts.keeper.step_time_s(session.who.local_rank))
+            parts.decider.save_begins(
                 MeasuredSave(cut=cut.cut, begun=reading, timed=cut.reason in PERIODIC),
                 planned_steps=begin.planned_steps,
                 partial=begin.pls_target > 0,
@@ -204,23 +180,18 @@ class SaveService:
 
     def _decided(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Cut:
         """What the cut holds and how long it may hold training, by the policy in force. No store is asked."""
-        in_force = self._control.in_force
-        policy = in_force.policy
+        parts, in_force, who = self._parts, self._control.in_force, session.who
         ranks = self._ranks(session)
-        content = self._content(session, attempt, begin, policy, ranks)
-        if (override := content.override) is not None:
-            self._metrics.turns.labels(override.kind).inc()
-            self._log.info("save.decided", cut=begin.cut, covers=content.covers, why=override.text)
-        waits = session.stalls.wait_out
+        content = self._content(session, attempt, begin, ranks)
+        if content.override:
+            parts.log.info("save.decided", cut=begin.cut, covers=content.covers, why=content.override)
+        waits = session.waits_out_stall
         if waits:
-            self._log.warning("save.waits_out_its_stall", aborted=session.stalls.aborted, cut=begin.cut)
-        arena_bytes = self._keeper.ledger.total * self._keeper.block_bytes
-        if content.covers is None and (raw := raw_bytes(session.who.tables, session.who.boxes)) > arena_bytes:
-            # It can only go on as batches are encoded: to abort it and try again would take longer still.
-            waits = True
-            self._log.info(
-                "save.larger_than_the_arena", raw_bytes=raw, arena_bytes=arena_bytes, cut=begin.cut
-            )
+            parts.log.warning("save.waits_out_its_stall", aborted=session.stall_aborts, cut=begin.cut)
+        # One that is larger than the arena can only go on as batches are encoded: to abort it and try again would take
+        # longer still.
+        waits |= content.covers is None and who.raw_bytes > parts.settings.blocks * parts.keeper.block_bytes
+        closing = begin.urgent or begin.reason == "close"
         return Cut(
             attempt=attempt,
             cut=begin.cut,
@@ -228,23 +199,21 @@ class SaveService:
             reason=begin.reason,
             urgent=begin.urgent,
             content=content,
-            stall_budget_s=0.0 if waits else self._settings.stall_budget_s,
-            deadline_s=self._settings.save_deadline_s,
+            stall_budget_s=0.0 if waits else parts.settings.stall_budget_s,
+            deadline_s=parts.settings.save_deadline_s,
             since=self._since(session, attempt, begin, content),
-            samples=chooses_bits(policy) and (session.who.rank == 0 or ranks.here),
-            layout=session.attempt.layout,
+            samples=chooses_bits(in_force.policy) and (who.rank == 0 or ranks.here),
+            layout=session.layout,
             orders=self._orders.open(),
             follows=None if in_force.directive is None else text_of(in_force.directive),
-            profile=self._decider.text(closing=begin.urgent or begin.reason == "close")
-            if session.who.rank == 0
-            else None,
+            profile=parts.decider.text(closing=closing) if who.rank == 0 else None,
         )
 
     def _content(
-        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, policy: pb.Policy, ranks: Ranks
+        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, ranks: Ranks
     ) -> CutContent:
-        who, expected = session.who, self._decider.expected()
-        return self._run.cuts.decide(self._run.known(who), who, attempt, begin, policy, expected, ranks)
+        who, policy, expected = session.who, self._control.in_force.policy, self._parts.decider.expected()
+        return self._run.cuts.decide(self._run.state(), who, attempt, begin, policy, expected, ranks)
 
     def _since(
         self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, content: CutContent
@@ -254,41 +223,33 @@ class SaveService:
         # IMPORTANT: who asks for all rows may not vouch for its marks.
         if commit is None or begin.full or commit == content.covers:
             return None
-        state, who = self._run.known(session.who), session.who
+        state, who = self._run.state(), session.who
         alike = encoded_alike(state, attempt, commit, tables=who.tables, precision=content.precision)
         return commit if alike else None
 
     def _ranks(self, session: Session) -> Ranks:
-        others = (s.who for s in self._sessions.all() if s.attempt.number == session.attempt.number)
+        others = (s.who for s in self._parts.sessions.all() if s.attempt == session.attempt)
         found = {who.rank: who for who in (*others, session.who)}
         tables = {table.fqn: table for who in found.values() for table in who.tables}
         return Ranks(tables=tuple(tables.values()), here=len(found) == session.who.world_size)
 
     def _expected(self, cut: Cut) -> set[int]:
         """Ranks of this pod that bring, or brought, a part to the cut: they train under its attempt, or save it."""
-        trains = {s.who.rank for s in self._sessions.all() if s.attempt.number == cut.attempt}
+        trains = {s.who.rank for s in self._parts.sessions.all() if s.attempt == cut.attempt}
         saves = {
             save.who.rank
-            for save in self._in_flight_saves.in_flight()
+            for save in self._parts.in_flight_saves.in_flight()
             if (save.cut.attempt, save.cut.cut) == (cut.attempt, cut.cut)
         }
         return trains | saves
-
-    def _is_reporter(self, save: Save) -> bool:
-        """Whether this save, of all of the pod's that make one checkpoint, is the one that counts it."""
-        same = [
-            each.who.local_rank for each in self._in_flight_saves.newest() if each.cut.cut == save.cut.cut
-        ]
-        return save.who.local_rank == min(same, default=save.who.local_rank)
 
     def _make_way(self, rank: int, begin: pb.SaveRequest.Begin) -> None:
         """Refuse while another save of the rank is in flight.
 
         An urgent save cancels one that stages and waits a while for one that uploads; any other waits only for what is
-        about to end anyway: an abort on its way, a stream being closed, an end that is being told (the trainer may have
-        heard of it already, and begins anew).
+        about to end anyway: an abort on its way, a stream being closed, an end that is being told.
         """
-        running = self._in_flight_saves.of_rank(rank)
+        running = self._parts.in_flight_saves.of_rank(rank)
         if running is None:
             return
         if begin.urgent and running.staging and not running.cut.urgent:
@@ -297,65 +258,46 @@ class SaveService:
         patience_s = URGENT_WAIT_S if begin.urgent else BRIEF_WAIT_S if brief else 0.0
         if running.over.wait(patience_s) and running.stream_over.wait(BRIEF_WAIT_S):
             return
-        self._metrics.skipped.inc()
+        self._parts.metrics.skipped.inc()
         raise SaveRefused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.state.value.lower()}")
 
     def _ended(self, save: Save) -> None:
         """A save committed or failed: the metrics, people, the trainer and other pods hear of it."""
-        cut, commit = save.cut, save.commit
-        if commit is not None and self._is_reporter(save):
-            self._metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
-            self._log.info(
-                "save.committed",
-                seq=commit.seq,
-                attempt=cut.attempt,
-                cut=cut.cut,
-                step=cut.step,
-                baseline=commit.baseline,
-                durable_s=round(commit.durable_s, 3),
-                stored_bytes=commit.stored_bytes,
-            )
-        self._activity.ended(save)
+        parts, cut, commit, rank0 = self._parts, save.cut, save.commit, save.who.rank == 0
+        # Of the saves of the pod that make one checkpoint, one counts it.
+        same = [s.who.local_rank for s in parts.in_flight_saves.newest() if s.cut.cut == cut.cut]
+        if commit is not None and save.who.local_rank == min(same, default=save.who.local_rank):
+            parts.metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
+            facts = {"seq": commit.seq, "baseline": commit.baseline, "stored_bytes": commit.stored_bytes}
+            save.log.info("save.committed", durable_s=round(commit.durable_s, 3), **facts)
+        parts.activity.ended(save)
         self._orders.ended(save)
         self._control.ended(save)
-        if save.who.rank == 0:
-            self._measure(save)
+        if rank0:
+            parts.decider.save_ended(cut.cut, self._cost(save))
         # In this order: a save that begins is in flight before its wish is taken back.
         awaited = self._control.awaits_urgent(cut.attempt)
-        if not awaited and all(
-            other is save or other.cut.attempt != cut.attempt for other in self._in_flight_saves.in_flight()
-        ):
-            self._markers.end(cut.attempt)
+        others = (each for each in parts.in_flight_saves.in_flight() if each is not save)
+        if not awaited and all(each.cut.attempt != cut.attempt for each in others):
+            parts.markers.end(cut.attempt)
         full = commit is None and save.failure[0] is Cause.FULL
-        if save.who.rank == 0 and (commit is not None or full):
-            self._maintenance.due(self._run.log_of(save.who), save.cut.attempt, full=full)
+        if rank0 and (commit is not None or full):
+            self._maintenance.due(self._run.log_of(save.who), cut.attempt, full=full)
 
-    def _measure(self, save: Save) -> None:
-        """The decider hears what a save of rank 0 cost, as far as that is known at its end."""
+    def _cost(self, save: Save) -> Cost | None:
         commit, seal = save.commit, save.sealed
         if commit is None or seal is None:
-            self._decider.save_failed(save.cut.cut)
-            return
+            return None
         entry = self._run.log_of(save.who).state.checkpoints.get(commit.seq)
-        self._decider.committed(
-            save.cut.cut,
-            Cost(
-                stall_s=seal.stall_s if entry is None else entry.stall_s,  # of the slowest rank
-                slower_s=seal.slowdown_s,
-                durable_s=commit.durable_s,
-            ),
-        )
-
-
-def _not_prepared(why: str) -> pb.SaveReply:
-    return pb.SaveReply(prepared=pb.SaveReply.Prepared(refused=why))
+        stall_s = seal.stall_s if entry is None else entry.stall_s  # of the slowest rank
+        return Cost(stall_s=stall_s, slower_s=seal.slowdown_s, durable_s=commit.durable_s)
 
 
 def _attempt_of(session: Session, begin: pb.SaveRequest.Begin) -> int:
     """The attempt that a session's save is of; raises `SaveRefused` when it may commit nothing."""
-    attempt, fence = session.attempt.number, session.fence
+    attempt, fence = session.attempt, session.fence
     if fence is not None:
-        raise SaveRefused(begin.cut, fence.cause, fence.why)
+        raise SaveRefused(begin.cut, *fence)
     if attempt is None:
         raise SaveRefused(begin.cut, Cause.INVALID, "no attempt is open: restore() first")
     return attempt

@@ -1,16 +1,16 @@
 """Settings: one frozen dataclass, filled from `DELTASHARD_*` variables and overridden by the command line.
 
 A field `every_s` is the variable `DELTASHARD_EVERY_S` and the flag `--every-s`; what the downward API says of the pod
-has the names that Kubernetes' own examples use (`POD_NAME`). The docstring under each field is its reference entry:
-tools/settings_page.py renders docs/reference/sidecar-settings.md from this file. Sizes take plain bytes or a suffix
-(`KiB MiB GiB`). Everything is checked here, once; the rest of the sidecar trusts it.
+has Kubernetes' usual names (`POD_NAME`). The docstring under each field is its reference entry, from which
+tools/settings_page.py makes docs/reference/sidecar-settings.md. Sizes take plain bytes or a suffix (`KiB MiB GiB`).
+Everything is checked here, once; the rest of the sidecar trusts it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,40 +31,10 @@ from deltashard_proto.arena_layout import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
 
 _PLAIN_VARIABLES = frozenset({"pod_name", "pod_namespace", "pod_uid", "node_name"})
 _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _YEAR_S = 366 * 86400.0
 _EXACT = 1 << 53
 """Steps beyond this are no exact numbers in every language that reads the log."""
-RANGES: Mapping[str, tuple[float, float]] = {
-    "arena_bytes": (4 * DEFAULT_BLOCK_BYTES, 1 << 44),
-    "block_bytes": (MAX_FRAME_BYTES, 1 << 30),
-    "cache_bytes": (32 << 20, 1 << 50),
-    "cache_total_bytes": (0, 1 << 50),
-    "every_s": (0, _YEAR_S),
-    "every_steps": (0, _EXACT),
-    "least_s": (0, _YEAR_S),
-    "most_s": (0, _YEAR_S),
-    "least_bits": (0, 8),
-    "encode_threads": (0, 1024),
-    "upload_concurrency": (1, 256),
-    "pack_bytes": (MAX_FRAME_BYTES, MAX_PACK_BYTES),
-    "stall_budget_s": (0, _YEAR_S),
-    "stream_idle_s": (1, _YEAR_S),
-    "save_deadline_s": (1, _YEAR_S),
-    "attach_deadline_s": (0, _YEAR_S),
-    "open_deadline_s": (1, _YEAR_S),
-    "restore_deadline_s": (1, _YEAR_S),
-    "term_deadline_s": (0, _YEAR_S),
-    "keep_last": (1, _EXACT),
-    "keep_every_steps": (0, _EXACT),
-    "gc_grace_s": (0, _YEAR_S),
-    "housekeeping_s": (-_YEAR_S, _YEAR_S),
-    "compact_after": (0, _EXACT),
-    "restore_goal_s": (0, _YEAR_S),
-    "metrics_port": (-1, 65535),
-    "pods": (0, _EXACT),
-    "linger_s": (-1, _YEAR_S),
-}
-"""Every number's least and greatest value: what is outside is refused at start, instead of failing later."""
 WORDS: Mapping[str, Sequence[str]] = {
     **CHOICES,
     "runs": ("", ONE_RUN, RUN_PER_POD),
@@ -75,6 +45,11 @@ WORDS: Mapping[str, Sequence[str]] = {
 
 class SettingError(UserError):
     """A variable or flag is unknown, missing or malformed."""
+
+
+def _number(default: float, least: float, most: float) -> Any:
+    """A number with its least and greatest value: what is outside is refused at start, instead of failing later."""
+    return field(default=default, metadata={"range": (least, most)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,31 +68,30 @@ class Settings:
     """Unix socket to serve on; default `sidecar.sock` in the runtime directory."""
     owner: str = ""
     """Workload identity written to the run's first entry; another owner is refused unless it says takeover."""
-    arena_bytes: int = 256 << 20
+    arena_bytes: int = _number(256 << 20, 4 * DEFAULT_BLOCK_BYTES, 1 << 44)
     """Shared memory for cuts and restores, allocated in full at start."""
-    block_bytes: int = DEFAULT_BLOCK_BYTES
+    block_bytes: int = _number(DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES, 1 << 30)
     """Size of one block of the arena; at least the largest frame (8 MiB)."""
-    cache_bytes: int = 10 << 30
+    cache_bytes: int = _number(10 << 30, 32 << 20, 1 << 50)
     """Budget of the local cache, packs that wait for the store included."""
-    cache_total_bytes: int = 0
+    cache_total_bytes: int = _number(0, 0, 1 << 50)
     """Budget of this cache and other runs' beside it, of which the least recently used go; 0: they are left alone."""
-    every_s: float = 0.0
+    every_s: float = _number(0.0, 0, _YEAR_S)
     """Save every so many seconds; 0 is off."""
-    every_steps: int = 0
+    every_steps: int = _number(0, 0, _EXACT)
     """Save every so many steps; 0 is off."""
     goal: str = ""
-    """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02; nothing or fixed: as
-    `every_s` and `every_steps` say. A chosen interval begins at `every_s`, or a minute, until saves were measured."""
-    least_s: float = 0.0
+    """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02; nothing or fixed: as `every_s` and
+    `every_steps` say. Until saves were measured it is `every_s`, or a minute."""
+    least_s: float = _number(0.0, 0, _YEAR_S)
     """Shortest interval that may be chosen, in seconds; 0: no bound of the user's."""
-    most_s: float = 0.0
+    most_s: float = _number(0.0, 0, _YEAR_S)
     """Longest interval that may be chosen, in seconds; 0: no bound of the user's."""
     profile_key: str = ""
-    """Names image and limits: what saves cost is remembered from commit to commit, and counts where this, the node's
-    processors, the world size and the version are the same."""
+    """Names image and limits: what saves cost, as a commit says, counts where this and the machine are the same."""
     bits_goal: str = ""
     """How bits of weights are chosen, by table: budget or check-n-run; nothing or fixed: as `encoding` says."""
-    least_bits: int = 0
+    least_bits: int = _number(0, 0, 8)
     """Bits that no table is stored below when they are chosen; 0: no bound of the user's."""
     tables: str = ""
     """Encodings of single tables, before all else: `emb.user=q8,emb.item=q4`."""
@@ -127,49 +101,38 @@ class Settings:
     """Encoding of point-wise optimizer state: {choices}. Row-wise state is always exact."""
     differential: str = DEFAULT_DIFFERENTIAL
     """Which rows a save holds: {choices}."""
-    encode_threads: int = 0
-    """Threads that encode; 0 is one per core, at most 4."""
-    upload_concurrency: int = 4
-    """Packs uploaded at once."""
-    pack_bytes: int = 64 << 20
+    pack_bytes: int = _number(64 << 20, MAX_FRAME_BYTES, MAX_PACK_BYTES)
     """A pack object is closed at this size."""
-    stall_budget_s: float = 30.0
+    stall_budget_s: float = _number(30.0, 0, _YEAR_S)
     """Longest time a cut may hold the trainer, which then aborts it; after two such aborts the next waits it out."""
-    stream_idle_s: float = 120.0
+    stream_idle_s: float = _number(120.0, 1, _YEAR_S)
     """A save or restore whose trainer says nothing for so long is ended."""
-    save_deadline_s: float = 1800.0
+    save_deadline_s: float = _number(1800.0, 1, _YEAR_S)
     """From staged to committed; beyond it the save fails and the next one covers its rows."""
-    attach_deadline_s: float = 60.0
+    attach_deadline_s: float = _number(60.0, 0, _YEAR_S)
     """How long Attach waits for the save an earlier trainer of this rank left behind, before it aborts that save."""
-    open_deadline_s: float = 300.0
+    open_deadline_s: float = _number(300.0, 1, _YEAR_S)
     """How long Open waits for the store and for another pod's closing save."""
-    restore_deadline_s: float = 600.0
+    restore_deadline_s: float = _number(600.0, 1, _YEAR_S)
     """How long a restore retries an unreachable store before it fails as unavailable."""
-    term_deadline_s: float = 25.0
+    term_deadline_s: float = _number(25.0, 0, _YEAR_S)
     """After SIGTERM: a save in flight is finished within this time or aborted."""
-    keep_last: int = 3
+    keep_last: int = _number(3, 1, _EXACT)
     """Retention: the newest so many checkpoints are kept (with all that they cover)."""
-    keep_every_steps: int = 0
-    """Retention: besides, one checkpoint of every so many steps is kept; 0 is off."""
-    gc_grace_s: float = 3600.0
+    gc_grace_s: float = _number(3600.0, 0, _YEAR_S)
     """Retired objects are deleted after this time, by the store's clock."""
-    housekeeping_s: float = 60.0
+    housekeeping_s: float = _number(60.0, -_YEAR_S, _YEAR_S)
     """Shortest time between rounds of retention, gc and compaction; 0: one after every commit; negative: off."""
-    compact_after: int = 16
+    compact_after: int = _number(16, 0, _EXACT)
     """A chain of consecutive deltas longer than this is compacted into one part; 0 is off."""
-    restore_goal_s: float = 0.0
-    """A chain that is expected to take longer to restore than this is compacted (one rank); 0: no goal."""
     synthetic_baselines: bool = True
     """At one rank, where it costs training less than a cut of all rows, the baseline is made by compaction."""
-    prefetch: bool = True
-    """At start, bring the newest checkpoint's frames (of one rank) into the local cache before a trainer asks."""
-    metrics_port: int = -1
+    metrics_port: int = _number(-1, -1, 65535)
     """Port of the Prometheus endpoint; 0 picks a free one (see ready.json), -1 is off."""
     metrics_host: str = "127.0.0.1"
     """Address the Prometheus endpoint binds; in a pod `::`, every one of both families."""
-    linger_s: float = -1.0
-    """Exit when no trainer has been attached and no save in flight for so long, after the start for 30 s more; -1 never
-    exits (pods)."""
+    linger_s: float = _number(-1.0, -1, _YEAR_S)
+    """Exit when no trainer was attached and no save in flight for so long (at start 30 s more); -1: never (pods)."""
     log_level: str = "info"
     """debug, info, warning or error."""
     fleet: str = ""
@@ -196,7 +159,7 @@ class Settings:
     """The pod's completion index or ordinal."""
     replica: str = ""
     """Which Job of a JobSet, which part of a PyTorchJob (master, worker); goes before the index."""
-    pods: int = 0
+    pods: int = _number(0, 0, _EXACT)
     """Numbered pods that the workload was made with; 0: not known, or without numbers."""
     runs: str = ""
     """one: the workload's pods are ranks of one run; per-pod: each numbered pod trains a run of its own,
@@ -204,36 +167,30 @@ class Settings:
     policy: str = ""
     """Name of the CheckpointPolicy the pod was injected with."""
     restore_from: str = ""
-    """`RUN` or `RUN@PIN`: a run that has no log yet begins with a copy of this checkpoint, without a pin the newest, of
-    another run of the store. One that has a log goes on with that."""
+    """`RUN` or `RUN@PIN`: a run that has no log yet begins with a copy of this checkpoint (without a pin the newest)
+    of another run of the store."""
 
     def __post_init__(self) -> None:
         validate_run(self.run)
         if self.restore_from:
             validate_run(self.restore_from.partition("@")[0])
-        for field in fields(self):
-            where = f"{flag_of(field.name)} or {variable_of(field.name)}"
-            check(field.name, getattr(self, field.name), where=where)
+        for name in self.__slots__:
+            check(name, getattr(self, name), where=f"{flag_of(name)} or {variable_of(name)}")
         if 0 < self.most_s < self.least_s:
-            raise SettingError(
-                f"no interval is at least {self.least_s:g} s and at most {self.most_s:g} s",
-                where="least_s, most_s",
-                remedy="least_s is the shortest interval that may be chosen, most_s the longest",
-            )
+            what = f"no interval is at least {self.least_s:g} s and at most {self.most_s:g} s"
+            remedy = "least_s is the shortest interval that may be chosen, most_s the longest"
+            raise SettingError(what, where="least_s, most_s", remedy=remedy)
         if self.block_bytes % 4096:
-            raise SettingError(
-                f"block_bytes is {self.block_bytes}", where="block_bytes", remedy="a multiple of 4096"
-            )
+            what = f"block_bytes is {self.block_bytes}"
+            raise SettingError(what, where="block_bytes", remedy="a multiple of 4096")
         if self.arena_bytes < 4 * self.block_bytes:
-            raise SettingError(
-                f"an arena of {self.arena_bytes} bytes is too small",
-                where="arena_bytes",
-                remedy=f"at least 4 blocks of {self.block_bytes} bytes for each trainer of the pod",
-            )
+            what = f"an arena of {self.arena_bytes} bytes is too small"
+            remedy = f"at least 4 blocks of {self.block_bytes} bytes for each trainer of the pod"
+            raise SettingError(what, where="arena_bytes", remedy=remedy)
 
     @property
     def socket_path(self) -> Path:
-        return self.socket if self.socket is not None else self.dir / "sidecar.sock"
+        return self.socket or self.dir / "sidecar.sock"
 
     @property
     def arena_path(self) -> Path:
@@ -255,23 +212,23 @@ class Settings:
 
     @property
     def threads(self) -> int:
-        return self.encode_threads or min(4, os.cpu_count() or 1)
+        return min(4, os.cpu_count() or 1)
+
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    each.name: each.metadata["range"] for each in fields(Settings) if each.metadata
+}
 
 
 def check(name: str, value: Any, *, where: str) -> None:
     """Raises a `UserError` unless `value`, of the setting's type, is one of its words or within its range."""
     if name in WORDS and value not in WORDS[name]:
-        raise SettingError(
-            f"{name} is {value[:40]!r}", where=where, remedy=f"one of {', '.join(WORDS[name])}"
-        )
-    if name in RANGES:
-        least, most = RANGES[name]
-        if not least <= value <= most:  # nor is NaN
-            raise SettingError(
-                f"{name} is {value}",
-                where=where,
-                remedy=f"from {int(least)} to {int(most)}; see the settings reference",
-            )
+        what = f"{name} is {value[:40]!r}"
+        raise SettingError(what, where=where, remedy=f"one of {', '.join(WORDS[name])}")
+    least, most = RANGES.get(name, (None, None))
+    if least is not None and most is not None and not least <= value <= most:  # nor is NaN
+        remedy = f"from {int(least)} to {int(most)}; see the settings reference"
+        raise SettingError(f"{name} is {value}", where=where, remedy=remedy)
     if name == "goal" and value:
         goal_of(value, where=where)
     if name == "tables":
@@ -295,47 +252,40 @@ def variable_of(name: str) -> str:
 
 
 def _parse(name: str, kind: str, text: str) -> object:
-    """One value from its text; `kind` is the field's annotation."""
     try:
-        if kind == "bool":
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
-                text.lower()
-            ]
-        if kind == "int":
-            for suffix, factor in _SUFFIXES.items():
-                if text.endswith(suffix):
-                    return int(float(text[: -len(suffix)]) * factor)
-            return int(text)
-        if kind == "float":
-            return float(text)
+        match kind:
+            case "bool":
+                return _BOOLS[text.lower()]
+            case "int" if text[-3:] in _SUFFIXES:
+                return int(float(text[:-3]) * _SUFFIXES[text[-3:]])
+            case "int":
+                return int(text)
+            case "float":
+                return float(text)
     except (ValueError, KeyError, OverflowError):
-        raise SettingError(
-            f"{text!r} is no {kind}", where=name, remedy=f"see {name} in the settings reference"
-        ) from None
+        remedy = f"see {name} in the settings reference"
+        raise SettingError(f"{text!r} is no {kind}", where=name, remedy=remedy) from None
     return Path(text) if "Path" in kind else text
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Settings from the environment, then from `--flag value` or `--flag=value`; raises `SettingError`."""
     known = {f.name: str(f.type) for f in fields(Settings)}
-    values: dict[str, object] = {}
-    for name, kind in known.items():
-        text = environ.get(variable_of(name))
-        if text is not None and text != "":
-            values[name] = _parse(variable_of(name), kind, text)
+    values = {
+        name: _parse(variable_of(name), kind, text)
+        for name, kind in known.items()
+        if (text := environ.get(variable_of(name)))
+    }
     rest = list(argv)
     while rest:
         flag, has_value, text = rest.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--") or name not in known:
             raise SettingError(f"unknown argument {flag!r}", where="command line", remedy="see --help")
-        if not has_value:
-            if not rest:
-                raise SettingError(f"{flag} needs a value", where="command line")
-            text = rest.pop(0)
-        values[name] = _parse(flag, known[name], text)
-    missing = [f.name for f in fields(Settings) if f.default is MISSING and f.name not in values]
-    if missing:
+        if not has_value and not rest:
+            raise SettingError(f"{flag} needs a value", where="command line")
+        values[name] = _parse(flag, known[name], text if has_value else rest.pop(0))
+    if missing := [f.name for f in fields(Settings) if f.default is MISSING and f.name not in values]:
         names = ", ".join(f"{flag_of(name)} ({variable_of(name)})" for name in missing)
         raise SettingError(f"missing: {names}", where="settings")
     return Settings(**values)  # type: ignore[arg-type]  # _parse follows the annotations

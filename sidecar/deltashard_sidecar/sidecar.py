@@ -1,13 +1,13 @@
 """The sidecar itself: every call of the contract as a plain method, over arena, sessions, saves and the run.
 
-`grpc_server` translates gRPC to these methods, `main` gives them a process. It holds its parts: what trainers are told
-is in `control` (`trainer_control`), saves begin and end in `saves` (`save_service`). Locks are taken in this order and
-never another; only the first may wait long, and none below it is held while waiting:
+`grpc_server` translates gRPC to these methods, `main` gives them a process. What trainers are told is in `control`
+(`trainer_control`), saves begin and end in `saves` (`save_service`). Locks are taken in this order and never another;
+only the first may wait long, and none below it is held while waiting:
 
     `_attaching` (one Attach at a time) > `InFlightSaves` (a rank's turn to save) > `TrainerControl` (policy, timers,
     control lines) > `Sessions` > a session's and its parts' > a save's > the arena's
 
-Rules kept here: a rank that attaches first has whatever its predecessor staged finished or aborted.
+A rank that attaches first has whatever its predecessor staged finished or aborted.
 """
 
 from __future__ import annotations
@@ -24,31 +24,26 @@ from deltashard_proto.arena_layout import LINES
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.activity import Activity
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.block import MIN_BLOCKS_PER_RANK, Use
-from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.deciding.measurements import Opening
 from deltashard_sidecar.deciding.step_meter import Reading
-from deltashard_sidecar.handoff import PendingUploadMarkers
 from deltashard_sidecar.maintenance import MaintenanceLoop
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.restore import Restore
 from deltashard_sidecar.run.identity import check_alone
 from deltashard_sidecar.run.run import Run
-from deltashard_sidecar.save.save import InFlightSaves, Save
+from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.save_orders import SaveOrders
 from deltashard_sidecar.save_service import SaveRefused, SaveService
-from deltashard_sidecar.session.attachment import BadAttach, check_attach
-from deltashard_sidecar.session.capacity import check_capacity
-from deltashard_sidecar.session.session import Session, Sessions
-from deltashard_sidecar.settings import Settings
-from deltashard_sidecar.telemetry.metric import Metrics
-from deltashard_sidecar.telemetry.structured_logging import Logger
+from deltashard_sidecar.session.attachment import BadAttach, check_attach, check_capacity
+from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.trainer_control import TrainerControl
 
 FIRST_S = 30.0
 """So long, beside `linger_s`, a sidecar waits for its first trainer."""
+LET_GO_S = 5.0
+"""A killed process lets its lock go within moments; a live one keeps it."""
 
 
 class Stopping(EnvironmentFault):
@@ -61,47 +56,18 @@ class RankTaken(UserError):
     """Another live process holds this rank's writer lock."""
 
 
-class Sidecar:
+class Sidecar(Parts):
     """One sidecar process, without its transport."""
 
-    def __init__(
-        self, settings: Settings, *, keeper: ArenaKeeper, run: Run, metrics: Metrics, log: Logger
-    ) -> None:
-        self.settings = settings
-        self.keeper = keeper
-        self.run = run
-        self.metrics = metrics
-        self.log = log
-        self.sessions = Sessions()
-        self.in_flight_saves = InFlightSaves()
-        self.activity = Activity(run.incidents)
-        self.markers = PendingUploadMarkers(run, log)
+    def __init__(self, keeper: ArenaKeeper, run: Run) -> None:
+        super().__init__(keeper, run)
+        in_flight = self.in_flight_saves.in_flight
+        self.control = TrainerControl(self)
         self.maintenance = MaintenanceLoop(
-            run,
-            log=log,
-            policy=lambda: self.control.in_force.policy,
-            saving=lambda: bool(self.in_flight_saves.in_flight()),
+            run, policy=lambda: self.control.in_force.policy, saving=lambda: bool(in_flight())
         )
-        self.decider = Decider(settings, metrics=metrics, log=log)
-        parts = Parts(
-            settings=settings,
-            sessions=self.sessions,
-            in_flight_saves=self.in_flight_saves,
-            keeper=keeper,
-            run=run,
-            activity=self.activity,
-            markers=self.markers,
-            decider=self.decider,
-            metrics=metrics,
-            log=log,
-        )
-        self.control = TrainerControl(parts)
-        self.orders = SaveOrders(
-            ask=self.control.save_ordered, state=run.state, in_flight=self.in_flight_saves.in_flight
-        )
-        self.saves = SaveService(
-            parts, control=self.control, maintenance=self.maintenance, orders=self.orders
-        )
+        self.orders = SaveOrders(ask=self.control.save_ordered, state=run.state, in_flight=in_flight)
+        self.saves = SaveService(self, control=self.control, maintenance=self.maintenance, orders=self.orders)
         self.stopping = False
         self._attaching = threading.Lock()
         self._outlived = 0, 0.0
@@ -109,18 +75,17 @@ class Sidecar:
         self._idle_since_s = time.monotonic() + FIRST_S
         self._unseen: Session | None = None
         """Rank 0's, which goes on in an attempt that is not seen in the log yet."""
-        metrics.watch_blocks(keeper.counts, [use.value for use in Use])
-        metrics.blocked.set_function(lambda: keeper.blocked(self.sessions.ranks())[0])
-        metrics.watch_steps(self._steps)
+        self.metrics.watch_blocks(keeper.counts, [use.value for use in Use])
+        self.metrics.blocked.set_function(lambda: self.blocked()[0])
+        self.metrics.steps = self._steps
 
-    def start(self) -> None:
-        self.maintenance.start()
+    def blocked(self) -> tuple[float, str]:
+        """(seconds, why) of the save that is due and blocked for longest, by the trainers' word."""
+        return self.keeper.blocked(session.who.local_rank for session in self.sessions.all())
 
     def _steps(self) -> dict[tuple[str, int], int]:
-        training = [each.who for each in self.sessions.all() if each.attempt.number is not None]
+        training = [each.who for each in self.sessions.all() if each.attempt is not None]
         return {(self.run.name, who.rank): self.keeper.step_of(who.local_rank) for who in training}
-
-    # Attachments.
 
     def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
         """Take a trainer process in; raises `BadAttach`, `AloneAmongPods`, `RankTaken` or `Stopping`."""
@@ -137,19 +102,19 @@ class Sidecar:
             self._idle_since_s = time.monotonic()  # it may be gone again before anybody looks
             self.saves.came_back(session)
         crash_point("attach.admitted")
-        attempt = session.attempt.number
+        attempt = session.attempt
         if attempt is not None:
-            session.attempt.found(self.run.resume(session.who, attempt))
+            session.last_commit = self.run.resume(session.who, attempt)
             self._found(session, attempt)
         elif session.who.rank == 0:
             self.decider.came()
         self.metrics.leads |= session.who.rank == 0
         self.decider.attached(len(self.sessions.all()))
-        self.activity.attached()
+        self.activity.closed_in_order = False
         self.log.info(
             "trainer.attached",
             session=session.id,
-            rank=session.who.rank,
+            rank=request.rank,
             trainer_pid=request.pid,
             attempt=attempt,
         )
@@ -162,7 +127,7 @@ class Sidecar:
             control_line=request.local_rank,
             session=session.id,
             has_checkpoint=bool(self.run.log.state.checkpoints),
-            last_commit=session.attempt.last_commit,
+            last_commit=session.last_commit,
             policy=self.control.policy,
             run=self.run.name,
             url=self.settings.url,
@@ -175,13 +140,12 @@ class Sidecar:
 
         A killed group's other ranks let their locks go within moments. Raises `BadAttach`.
         """
-        deadline_s = time.monotonic() + min(5.0, self.settings.attach_deadline_s)
-        while (what := self._disagreement(request)) is not None:
+        until_s = time.monotonic() + min(LET_GO_S, self.settings.attach_deadline_s)
+        while self._disagreement(request) is not None:
             self._reap()
-            if self._disagreement(request) is not None and time.monotonic() > deadline_s:
-                raise BadAttach(
-                    what, where="attach", remedy="end the processes of the other group, or use another run"
-                )
+            if (what := self._disagreement(request)) is not None and time.monotonic() > until_s:
+                remedy = "end the processes of the other group, or use another run"
+                raise BadAttach(what, where="attach", remedy=remedy)
             time.sleep(0.02)
 
     def _disagreement(self, request: pb.AttachRequest) -> str | None:
@@ -195,38 +159,32 @@ class Sidecar:
                 return f"{mine} attaches beside {theirs}: they are not of one group"
             if who.rank == request.rank:
                 return f"{mine} attaches as local rank {request.local_rank}, {theirs} is local rank {who.local_rank}"
-            if request.HasField("attempt") and attempt.number is not None:
-                if attempt.number == request.attempt and attempt.layout != request.layout:
+            if request.HasField("attempt") and attempt is not None:
+                if attempt == request.attempt and session.layout != request.layout:
                     return f"{mine} attaches with another layout than {theirs}"
-                if attempt.number > request.attempt:
-                    return f"{mine} attaches under attempt {request.attempt}, {theirs} trains under {attempt.number}"
+                if attempt > request.attempt:
+                    return f"{mine} attaches under attempt {request.attempt}, {theirs} trains under {attempt}"
         return None
 
     def _admit_to_arena(self, rank: int) -> None:
         if self.keeper.attached(rank):
             return
-        ledger = self.keeper.ledger
-        raise BadAttach(
-            f"the arena has {ledger.total} blocks of {self.keeper.block_bytes} bytes, too few for "
-            f"{len(ledger.ranks) + 1} trainers",
-            where="arena",
-            remedy=f"set arena_bytes to at least {MIN_BLOCKS_PER_RANK} blocks a trainer",
-        )
+        blocks, trainers = self.keeper.ledger.total, len(self.keeper.ledger.ranks) + 1
+        what = f"the arena has {blocks} blocks of {self.keeper.block_bytes} bytes, too few for {trainers} trainers"
+        remedy = f"set arena_bytes to at least {MIN_BLOCKS_PER_RANK} blocks a trainer"
+        raise BadAttach(what, where="arena", remedy=remedy)
 
     def _refuse_when_stopping(self) -> None:
         if self.stopping:
             raise Stopping("the sidecar is stopping", where="sidecar", remedy="wait for the next one")
 
     def _await_free_rank(self, rank: int, pid: int) -> None:
-        """A killed predecessor lets its lock go within moments; a live one keeps it."""
-        deadline_s = time.monotonic() + min(5.0, self.settings.attach_deadline_s)
+        until_s = time.monotonic() + min(LET_GO_S, self.settings.attach_deadline_s)
         while (holder := self.keeper.writer_pid(rank)) is not None and holder not in (0, pid):
-            if time.monotonic() > deadline_s:
-                raise RankTaken(
-                    f"process {holder} trains as local rank {rank} of this sidecar",
-                    where=str(self.settings.dir),
-                    remedy="end it, or use another run or runtime directory",
-                )
+            if time.monotonic() > until_s:
+                what = f"process {holder} trains as local rank {rank} of this sidecar"
+                remedy = "end it, or use another run or runtime directory"
+                raise RankTaken(what, where=str(self.settings.dir), remedy=remedy)
             time.sleep(0.02)
 
     def _end_predecessor(self, rank: int, request: pb.AttachRequest) -> None:
@@ -241,33 +199,27 @@ class Sidecar:
         if save is None:
             return
         save.stream_over.wait(5.0)
-        same = old is not None and old.who.pid == request.pid and request.HasField("attempt")
-        if not same and not save.over.wait(self._patience_s(save)):
+        if old is not None and old.who.pid == request.pid and request.HasField("attempt"):
+            return  # the same process goes on
+        # One deadline for all ranks of a group.
+        if self._outlived[0] != save.cut.attempt:
+            self._outlived = save.cut.attempt, time.monotonic() + self.settings.attach_deadline_s
+        if not save.over.wait(max(0.0, self._outlived[1] - time.monotonic())):
             save.cancel(Cause.SUPERSEDED, "a new trainer attached and this save did not end in time")
 
-    def _patience_s(self, save: Save) -> float:
-        """How long an Attach waits for a predecessor's save: one deadline for all ranks of a group."""
-        now_s = time.monotonic()
-        if self._outlived[0] != save.cut.attempt:
-            self._outlived = save.cut.attempt, now_s + self.settings.attach_deadline_s
-        return max(0.0, self._outlived[1] - now_s)
-
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
-        """Open an attempt for a session; raises what the log raises."""
         self._refuse_when_stopping()
         session = self.sessions.get(request.session)
         who = session.who
         if who.rank != 0 or (who.world_size > 1) != bool(request.layout):
-            raise UserError(
-                f"rank {who.rank} of {who.world_size} opens an attempt "
-                + ("with a layout" if request.layout else "without a layout"),
-                where="open attempt",
-                remedy="rank 0 opens it for all, with the layout of all ranks; one rank alone has none",
-            )
-        step_seen = self.keeper.step_of(session.who.local_rank)
-        session.attempt.asked()
+            how = "with a layout" if request.layout else "without a layout"
+            what = f"rank {who.rank} of {who.world_size} opens an attempt {how}"
+            remedy = "rank 0 opens it for all, with the layout of all ranks; one rank alone has none"
+            raise UserError(what, where="open attempt", remedy=remedy)
+        step_seen = self.keeper.step_of(who.local_rank)
+        session.asked_at_s = time.time()
         try:
-            reply = self.run.open(request, session.who, gone=lambda: session.closed, step_seen=step_seen)
+            reply = self.run.open(request, who, gone=lambda: session.closed, step_seen=step_seen)
         except FencedError as error:
             self.activity.fenced(Cause(error.cause), str(error), step=step_seen)
             raise
@@ -277,26 +229,23 @@ class Sidecar:
         self.control.adopt()  # first: what was measured stands under the goal that it was measured for
         # Rank 0 begins an attempt: its sidecar decides how often the run saves. One that is opened late trains already.
         self._unseen = None
-        reading = self._reading(session) if late else Reading(reply.step, session.attempt.asked_at_s)
-        opening = replace(
-            self._opening(session, reply.attempt, reading),
-            resumed=reply.HasField("resume_seq"),
-            step_seen=reply.last_step_seen,
-        )
+        opening = self._opening(session, reply.attempt)
+        if not late:
+            opening = replace(opening, reading=Reading(reply.step, session.asked_at_s))
+        opening = replace(opening, resumed=reply.HasField("resume_seq"), step_seen=reply.last_step_seen)
         self.decider.opened(opening, self.run.log_of(who).state)
         self.control.opened(session, reply, late=late)
         self.activity.opened(reply)
-        self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=session.who.rank)
+        self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=who.rank)
         self.control.direct(session)
         return reply
 
-    def _opening(self, session: Session, attempt: int, reading: Reading) -> Opening:
+    def _opening(self, session: Session, attempt: int) -> Opening:
         return Opening(
-            run=self.run.name,
             attempt=attempt,
             world_size=session.who.world_size,
             ranks_here=len(self.sessions.all()),
-            reading=reading,
+            reading=self._reading(session),
         )
 
     def _found(self, session: Session, attempt: int) -> None:
@@ -305,16 +254,15 @@ class Sidecar:
         What the run was told, measured and chose stands in its log. Where that cannot be read yet, nothing is decided
         before it is: a commit would say that nothing had been known.
         """
-        who, state = session.who, self.run.state()
+        state = self.run.state()
         self.control.adopt()
-        if who.rank != 0:
+        if session.who.rank != 0:
             return
         self._unseen = None if attempt in state.attempts else session
-        if self._unseen is not None:
-            return
-        self.run.bits.goes_on(state, attempt)
-        self.decider.opened(self._opening(session, attempt, self._reading(session)), state)
-        self.control.decided()
+        if self._unseen is None:
+            self.run.bits.goes_on(state, attempt)
+            self.decider.opened(self._opening(session, attempt), state)
+            self.control.decided()
 
     def _reading(self, session: Session) -> Reading:
         rank = session.who.local_rank
@@ -322,17 +270,14 @@ class Sidecar:
 
     def _look(self) -> None:
         for session in self.sessions.all():
-            if session.who.rank == 0 and session.attempt.number is not None:
+            if session.who.rank == 0 and session.attempt is not None:
                 if session is self._unseen:
-                    self._found(session, session.attempt.number)
+                    self._found(session, session.attempt)
                 if self.decider.look(self._reading(session)):
                     self.control.decided()
                 return
 
-    # Saves and restores.
-
     def begin(self, begin: pb.SaveRequest.Begin) -> Save:
-        """Begin a save; raises `SaveRefused`, or `UnknownSession`."""
         session = self.sessions.get(begin.session)
         if self.stopping:
             raise SaveRefused(begin.cut, Cause.STOPPING, "the sidecar is stopping")
@@ -345,15 +290,13 @@ class Sidecar:
         requests: Iterator[pb.RestoreRequest],
         alive: Callable[[], bool],
     ) -> Iterator[pb.RestoreReply]:
-        restore = Restore(run=self.run, who=session.who, want=want, keeper=self.keeper, log=self.log)
+        restore = Restore(run=self.run, who=session.who, want=want, keeper=self.keeper)
         try:
             with self.maintenance.restoring(), session.presence.sign():
                 yield from restore.serve(requests, alive)
         finally:
             if restore.source and (want.boxes or not session.who.boxes):  # blobs come first, rows last
                 self.activity.restored(session, step=restore.step, source=restore.source)
-
-    # Time.
 
     def tick(self) -> bool:
         """Once in a while: timers, dead trainers, silent streams. False when a lingering sidecar may exit."""
@@ -362,10 +305,10 @@ class Sidecar:
             self.control.direct(session)
         self._look()
         self._reap()
-        now_s = time.monotonic()
-        for save in self.in_flight_saves.staging():
-            if now_s - save.heard_s > self.settings.stream_idle_s:
-                save.cancel(Cause.DEADLINE, f"the trainer said nothing for {self.settings.stream_idle_s} s")
+        now_s, idle_s = time.monotonic(), self.settings.stream_idle_s
+        for save in self.in_flight_saves.newest():
+            if save.staging and now_s - save.heard_s > idle_s:
+                save.cancel(Cause.DEADLINE, f"the trainer said nothing for {idle_s} s")
         self.metrics.spooled.set(self.run.cache.used_bytes)
         self.run.forget_others(self._sessions_in_use)
         if self.sessions.all() or self.in_flight_saves.in_flight():
@@ -391,15 +334,12 @@ class Sidecar:
 
     def _stopped_saving(self, session: Session) -> None:
         """The trainer is gone: only a save that is on its way is worth waiting for."""
-        attempt = session.attempt.number
-        if not any(save.cut.attempt == attempt for save in self.in_flight_saves.in_flight()):
-            self.markers.end(attempt)
+        if not any(save.cut.attempt == session.attempt for save in self.in_flight_saves.in_flight()):
+            self.markers.end(session.attempt)
 
     def _sessions_in_use(self) -> set[str]:
-        """Ids of the attached sessions and of those whose last save still goes on without them."""
-        return {s.id for s in self.sessions.all()} | {
-            save.who.id for save in self.in_flight_saves.in_flight()
-        }
+        saving = {save.who.id for save in self.in_flight_saves.in_flight()}
+        return {session.id for session in self.sessions.all()} | saving
 
     def detach(self, request: pb.DetachRequest) -> pb.DetachReply:
         """A trainer leaves; with `wait`, once its save has ended or the deadline passed."""
@@ -409,25 +349,23 @@ class Sidecar:
         idle = save is None or save.over.is_set()
         if request.wait and save is not None:
             idle = save.over.wait(request.deadline_s or self.settings.save_deadline_s)
-        last = session.attempt.last_commit
-        self.activity.left(session, step=self.keeper.step_of(rank), idle=idle)
+        durable = session.attempt is not None and session.durable_step == self.keeper.step_of(rank)
+        self.activity.closed_in_order = idle and durable
         self.sessions.close(session)
         session.presence.cancel_streams()
         self._stopped_saving(session)
         self.keeper.dismiss(rank)
         self.log.info("trainer.detached", session=session.id, rank=session.who.rank, idle=idle)
-        return pb.DetachReply(last_commit=last, idle=idle)
-
-    # The end.
+        return pb.DetachReply(last_commit=session.last_commit, idle=idle)
 
     def terminate(self, hurry: Callable[[], bool]) -> None:
         """Finish or abort what is in flight, by the deadline or until `hurry()`; afterwards nothing is half done."""
         self.stopping = True
         self.maintenance.stop()
-        deadline_s = time.monotonic() + self.settings.term_deadline_s
+        until_s = time.monotonic() + self.settings.term_deadline_s
         self.markers.begin({save.cut.attempt for save in self.in_flight_saves.in_flight()})
         for save in self.in_flight_saves.in_flight():
-            while not (hurry() or save.over.wait(0.05)) and time.monotonic() < deadline_s:
+            while not (hurry() or save.over.wait(0.05)) and time.monotonic() < until_s:
                 pass
         for save in self.in_flight_saves.in_flight():
             save.cancel(Cause.STOPPING, "the sidecar had to stop before this save was durable")

@@ -1,9 +1,8 @@
 """What trainers are told to do: when to save, under which policy, and that somebody else trains now.
 
-It speaks to the trainers by two roads: the control line, which `Checkpointer.step()` reads without a system call, and
-the notices of Watch. It hears from the timer, from the hook of a pod that stops (`notify`), from the controller
-(`follow`, `save_ordered`) and from saves that begin and end. Its lock covers the policy in force, the timers of all
-sessions, their control lines and how each rank's last save ended; it is never held while waiting.
+It speaks to them by the control line, which `Checkpointer.step()` reads without a system call, and by the notices of
+Watch. Its lock covers the policy in force, the timers of all sessions, their control lines and how each rank's last
+save ended; it is never held while waiting.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import UserError
@@ -23,7 +23,6 @@ from deltashard_sidecar.activity import FENCED
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.policy import KEY, InForce, policy_of, recorded, stated
 from deltashard_sidecar.save.save import Save
-from deltashard_sidecar.session import notice as notices
 from deltashard_sidecar.session.schedule import Schedule
 from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.telemetry.structured_logging import explain
@@ -33,15 +32,8 @@ class TrainerControl:
     """What holds for the attached trainers, and what they are told. Thread-safe."""
 
     def __init__(self, parts: Parts) -> None:
-        self._workload = parts.settings.workload_uid
+        self._parts = parts
         self._sessions = parts.sessions
-        self._in_flight_saves = parts.in_flight_saves
-        self._markers = parts.markers
-        self._keeper = parts.keeper
-        self._run = parts.run
-        self._decider = parts.decider
-        self._metrics = parts.metrics
-        self._log = parts.log
         self._lock = threading.Lock()
         self._in_force = InForce(started_with=policy_of(parts.settings))
         self._governed = False
@@ -58,9 +50,7 @@ class TrainerControl:
     @property
     def policy(self) -> pb.Policy:
         """What trainers are told: the policy in force, with the timers that the decider chose."""
-        return self._decider.over(self._in_force.policy)
-
-    # Trainers that come.
+        return self._parts.decider.over(self._in_force.policy)
 
     def admit(self, request: pb.AttachRequest) -> Session:
         """A new session, under the policy in force; the rank's older one must have been closed."""
@@ -69,11 +59,11 @@ class TrainerControl:
             policy, now_s = self.policy, time.monotonic()
             schedule = Schedule(every_s=policy.every_s, every_steps=policy.every_steps, anchor_s=now_s)
             if request.HasField("attempt"):
-                schedule = schedule.opened(now_s=now_s, step=self._keeper.step_of(rank))
+                schedule = schedule.opened(now_s=now_s, step=self._parts.keeper.step_of(rank))
             session = self._sessions.add(request, schedule)
             # Its last session may have ended before it read how its last save did.
             attempt, notice = self._outcomes.get(rank, (None, None))
-            if notice is not None and attempt == session.attempt.number:
+            if notice is not None and attempt == session.attempt:
                 session.notices.post(notice)
         return session
 
@@ -82,14 +72,10 @@ class TrainerControl:
         with self._lock:
             session.opened(reply)
             if late:
-                session.attempt.handed_over()
-            sessions = self._pace()
-            session.schedule = session.schedule.opened(
-                now_s=time.monotonic(), step=reply.step, phase=self._decider.phase()
-            )
-        self._tell(sessions)
-
-    # What the controller says.
+                session.handed_over()
+            self._pace()
+            session.schedule = session.schedule.opened(now_s=time.monotonic(), step=reply.step)
+        self._tell()
 
     def follow(self, directive: fleet.Directive, *, adopted: bool = False) -> None:
         """Go on under `directive`, an answer's or, `adopted`, a commit's. No save is touched that has begun."""
@@ -100,48 +86,46 @@ class TrainerControl:
             before = self._in_force
             self._in_force = after = before.after(directive)
             if after is not before:
-                self._decider.governed(after.policy)
-            sessions = self._pace()
-        if after is before:
-            return
-        self._metrics.directives.inc()
-        self._log.info("directive.followed", id=directive.id, policy=stated(after.policy))
-        self._tell(sessions, anew=True)
+                self._parts.decider.governed(after.policy)
+            self._pace()
+        if after is not before:
+            self._parts.log.info("directive.followed", id=directive.id, policy=stated(after.policy))
+            self._tell(anew=True)
 
     def decided(self) -> None:
-        """The decider chose other timers: they hold at once, counted from where the current interval began."""
         with self._lock:
-            sessions = self._pace()
-        self._tell(sessions)
+            self._pace()
+        self._tell()
 
-    def _pace(self) -> list[Session]:
+    def _pace(self) -> None:
         """Set every session's timer to the policy; the lock is held."""
-        policy, sessions = self.policy, self._sessions.all()
-        for session in sessions:
-            session.schedule = session.schedule.paced(every_s=policy.every_s, every_steps=policy.every_steps)
-        return sessions
+        policy = self.policy
+        for session in self._sessions.all():
+            session.schedule = replace(
+                session.schedule, every_s=policy.every_s, every_steps=policy.every_steps
+            )
 
-    def _tell(self, sessions: list[Session], *, anew: bool = False) -> None:
+    def _tell(self, *, anew: bool = False) -> None:
         """Tell trainers the policy, where it is another one than they were told last, or `anew`."""
         told, self._told = self._told, self.policy
         if self._told == told and not anew:
             return
-        for session in sessions:
+        for session in self._sessions.all():
             session.notices.post(pb.Notice(policy=self._told))
             self.direct(session)
 
     def adopt(self) -> None:
         """Follow what this workload's newest commit was told, as long as no controller has said anything."""
-        newest = self._run.state().newest()
+        newest = self._parts.run.state().newest()
         text = None if newest is None else newest.metadata.get(KEY)
         if text is None:
             return
         try:
             directive = recorded(text)
         except UserError as error:
-            self._log.warning("directive.unreadable", **explain(error))
+            self._parts.log.warning("directive.unreadable", **explain(error))
             return
-        if directive.workload == self._workload:
+        if directive.workload == self._parts.settings.workload_uid:
             self.follow(directive, adopted=True)
 
     def save_ordered(self, order: fleet.SaveOrder) -> Session | None:
@@ -149,23 +133,18 @@ class TrainerControl:
 
         Of several ranks one is enough: whichever it is, they cut together.
         """
-        able = [s for s in self._sessions.all() if self._may_save(s)]
-        if not able:
-            return None
-        if order.urgent:
+        able = next((s for s in self._sessions.all() if self._may_save(s)), None)
+        if able is not None and order.urgent:
             self.notify(order.reason, order.deadline_s)
-        else:
-            notice = notices.save_now(order.reason, deadline_s=order.deadline_s, urgent=False)
-            able[0].notices.post(notice)
-            self._log.info("save.ordered", reason=order.reason, id=order.id, rank=able[0].who.rank)
-        return able[0]
-
-    # Saves.
+        elif able is not None:
+            _ask(able, order.reason, order.deadline_s, urgent=False)
+            self._parts.log.info("save.ordered", reason=order.reason, id=order.id, rank=able.who.rank)
+        return able
 
     def begins(self, session: Session, attempt: int, *, step: int) -> None:
         """A save of the session begins: its interval starts anew, unless another attempt was opened since."""
         with self._lock:
-            if session.attempt.number == attempt:
+            if session.attempt == attempt:
                 session.schedule = session.schedule.began(now_s=time.monotonic(), step=step)
 
     def hurried(self, session: Session) -> None:
@@ -180,33 +159,32 @@ class TrainerControl:
         if save.commit is not None:
             notice = pb.Notice(committed=save.commit)
         else:
-            notice = notices.save_failed(save.cut.cut, cause, message)
+            failed = pb.Notice.SaveFailed(cut=save.cut.cut, cause=cause, message=message)
+            notice = pb.Notice(save_failed=failed)
         with self._lock:
             session = self._sessions.of_rank(rank)
             self._outcomes[rank] = attempt, notice
-            if session is None or session.attempt.number != attempt:
+            if session is None or session.attempt != attempt:
                 return
-            session.schedule = session.schedule.ended()
+            session.schedule = replace(session.schedule, busy=False)
         if save.commit is not None:
-            session.attempt.committed(attempt, save.commit)
+            session.committed(attempt, save.commit)
         elif cause in FENCED:
-            session.fenced(cause, message)
+            session.fence = cause, message
         if (fence := session.fence) is not None:
-            by = self._run.newest_attempt(session.who)
-            taken_over = fence.cause is Cause.TAKEN_OVER
-            session.notices.post(notices.fenced(attempt, by, fence.why, taken_over=taken_over))
+            # A newer attempt of the run is open: this trainer can never commit again.
+            by = self._parts.run.log_of(session.who).state.attempt or 0
+            taken_over = fence[0] is Cause.TAKEN_OVER
+            fenced = pb.Notice.Fenced(attempt=attempt, by=by, message=fence[1], taken_over=taken_over)
+            session.notices.post(pb.Notice(fenced=fenced))
         self.direct(session)  # first: whoever heard of the commit finds the step of the next cut
         session.notices.post(notice)
 
     def awaits_urgent(self, attempt: int) -> bool:
         """Whether a trainer of this attempt was told to save at once and has not begun."""
-        return any(s.urgent and s.attempt.number == attempt for s in self._sessions.all())
+        return any(s.urgent and s.attempt == attempt for s in self._sessions.all())
 
-    # Notices and the control line.
-
-    def watch(self, session_id: str, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
-        """Notices of a session until it ends or `alive()` is false."""
-        session = self._sessions.get(session_id)
+    def watch(self, session: Session, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
         with session.presence.sign():
             for notice in session.notices.read(alive):
                 acknowledges = notice.WhichOneof("kind") == "committed"
@@ -218,33 +196,36 @@ class TrainerControl:
 
     def notify(self, reason: str, deadline_s: float) -> int:
         """Have every trainer with an open attempt save now; returns how many were told."""
-        told = 0
-        for session in self._sessions.all():
-            attempt = session.attempt.number
-            if attempt is not None and self._may_save(session):
-                with self._lock:
-                    session.urgent = reason
-                self._markers.begin((attempt,))
-                session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=True))
-                self.direct(session)
-                told += 1
-        self._log.info("notified", reason=reason, deadline_s=deadline_s, trainers=told)
-        return told
+        told = [session for session in self._sessions.all() if self._may_save(session)]
+        for session in told:
+            with self._lock:
+                session.urgent = reason
+            self._parts.markers.begin([] if session.attempt is None else [session.attempt])
+            _ask(session, reason, deadline_s, urgent=True)
+            self.direct(session)
+        self._parts.log.info("notified", reason=reason, deadline_s=deadline_s, trainers=len(told))
+        return len(told)
 
     def _may_save(self, session: Session) -> bool:
-        return session.may_commit and self._run.removal.why is None
+        return session.may_commit and self._parts.run.removed is None
 
     def direct(self, session: Session) -> None:
-        rank = session.who.local_rank
+        """Write the session's control line: at which step it saves next, and whether that is urgent."""
+        rank, keeper = session.who.local_rank, self._parts.keeper
         with self._lock:
             if session.closed:
                 return
-            step = self._keeper.step_of(rank)
+            step = keeper.step_of(rank)
             before = session.schedule.skipped
             session.schedule, at = session.schedule.advance(now_s=time.monotonic(), step=step)
-            self._metrics.skipped.inc(session.schedule.skipped - before)
-            running = self._in_flight_saves.of_rank(rank)
+            self._parts.metrics.skipped.inc(session.schedule.skipped - before)
+            running = self._parts.in_flight_saves.of_rank(rank)
             urgent = bool(session.urgent) and (running is None or running.over.is_set() or running.staging)
             # Ranks cut together: only rank 0 hears the timer, the others hear rank 0.
             due = at if session.who.rank == 0 else NEVER
-            self._keeper.direct(rank, save_at_step=step if urgent else due, urgent=urgent)
+            keeper.direct(rank, save_at_step=step if urgent else due, urgent=urgent)
+
+
+def _ask(session: Session, reason: str, deadline_s: float, *, urgent: bool) -> None:
+    save_now = pb.Notice.SaveNow(reason=reason, deadline_s=deadline_s, urgent=urgent)
+    session.notices.post(pb.Notice(save_now=save_now))

@@ -31,24 +31,13 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 States = dict[tuple[int, int], list[np.ndarray]]
 
 # Instants of a save, and whether the interrupted cut is committed afterwards.
-SAVE_POINTS = {
-    "stage.granted": False,
-    "stage.batch_received": False,
-    "stage.batch_received:3": False,
-    "encode.first": False,
-    "encode.first:2": False,
-    "stage.sealed": False,
-    "pack.before_put": False,
-    "pack.during_put": False,
-    "pack.after_put": False,
-    "index.before_put": False,
-    "index.after_put": False,
-    "commit.after_list": False,
-    "commit.before_log_put": False,
-    "commit.after_log_put": True,
-    "ack.before_send": True,
-    "ack.after_send": True,
-}
+BEFORE_ENTRY = [
+    "stage.granted", "stage.batch_received", "stage.batch_received:3", "encode.first", "encode.first:2",
+    "stage.sealed", "pack.before_put", "pack.during_put", "pack.after_put", "index.before_put", "index.after_put",
+    "commit.after_list", "commit.before_log_put",
+]  # fmt: skip
+AFTER_ENTRY = ["commit.after_log_put", "ack.before_send", "ack.after_send"]
+SAVE_POINTS = {**dict.fromkeys(BEFORE_ENTRY, False), **dict.fromkeys(AFTER_ENTRY, True)}
 
 
 class Story:
@@ -65,7 +54,6 @@ class Story:
 
     def cut(self, trainer: Trainer) -> int:
         self.model.train()
-        assert trainer.attempt is not None
         self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
         return trainer.save()
 
@@ -103,16 +91,30 @@ class Story:
             assert not opened.HasField("resume_seq")
         else:
             assert (opened.resume_attempt, opened.cut) == expected
-            self.model.wipe()
-            trainer.restore(opened.resume_seq)
-            assert same(self.model.state(), self.states[expected])
+            trainer.restores(opened.resume_seq, self.states[expected])
         commit = trainer.committed(self.cut(trainer))
         self.model.wipe()
         trainer.restore(commit.seq)
-        assert trainer.attempt is not None
         assert same(self.model.state(), self.states[trainer.attempt, commit.cut])
         self.check()
         trainer.close()
+
+    def killed(self, process: SidecarProcess, trainer: Trainer, **flags: object) -> None:
+        """The sidecar died at its point; the next one brings a new trainer back."""
+        interrupted(process)
+        trainer.close()
+        with sidecar(self.root, self.url, encoding="fp32", **flags) as again:
+            self.comes_back(again)
+
+    def cuts_until_killed(self, process: SidecarProcess, trainer: Trainer, count: int = 6) -> None:
+        """A slow machine may keep house only after the last of them."""
+        with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
+            for _ in range(count):
+                trainer.committed(self.cut(trainer))
+                if any(event["event"] == "save.decided" for event in process.events()):
+                    break  # more cuts, while a slow machine compacts, would end with a full one
+            eventually(lambda: process.poll() is not None)
+            raise SaveRefused("gone", "killed between saves")
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +159,8 @@ def test_sidecar_killed_during_a_save(story: Story, point: str, committed: bool)
         assert point == "ack.after_send"
         raise SaveRefused("gone", "acknowledged, then killed")
     interrupted(process)
-    assert trainer.attempt is not None
     assert story.newest() == ((trainer.attempt, 1) if committed else before)
-    trainer.close()
-    with sidecar(story.root, story.url, encoding="fp32") as again:
-        story.comes_back(again)
+    story.killed(process, trainer)
 
 
 def test_sidecar_killed_while_a_cut_larger_than_the_arena_waits_for_blocks(tmp_path: Path) -> None:
@@ -175,9 +174,7 @@ def test_sidecar_killed_while_a_cut_larger_than_the_arena_waits_for_blocks(tmp_p
         story.cut(trainer)
     interrupted(process)
     assert story.newest() is None
-    trainer.close()
-    with sidecar(story.root, story.url, encoding="fp32", arena_bytes="32MiB") as again:
-        story.comes_back(again)
+    story.killed(process, trainer, arena_bytes="32MiB")
 
 
 @pytest.mark.parametrize("point", ["stage.batch_received", "index.after_put", "commit.after_log_put"])
@@ -199,23 +196,14 @@ def test_the_trainer_lives_through_a_killed_sidecar(story: Story, point: str) ->
         commit = trainer.committed(story.cut(trainer))
         story.check()
         assert commit.attempt == trainer.attempt
-        story.model.wipe()
-        trainer.restore(commit.seq)
-        assert same(story.model.state(), story.states[commit.attempt, commit.cut])
+        trainer.restores(commit.seq, story.states[commit.attempt, commit.cut])
     trainer.close()
 
 
 COPY_POINTS = [
-    "pack.during_put",
-    "index.after_put",
-    "cp.after_data",
-    "cp.after_hint",
-    "cp.after_first_entry",
-    "cp.before_last_entry",
-    "cp.after_last_entry",
-    "attempt.before_open",
-    "attempt.after_open",
-]
+    "pack.during_put", "index.after_put", "cp.after_data", "cp.after_hint", "cp.after_first_entry",
+    "cp.before_last_entry", "cp.after_last_entry", "attempt.before_open", "attempt.after_open",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("point", COPY_POINTS)
@@ -288,10 +276,7 @@ def test_sidecar_killed_while_a_run_is_created(tmp_path: Path, point: str) -> No
     trainer = Trainer(process.socket, story.model)
     with pytest.raises(grpc.RpcError):
         trainer.open()
-    interrupted(process)
-    trainer.close()
-    with sidecar(story.root, story.url, encoding="fp32") as again:
-        story.comes_back(again)
+    story.killed(process, trainer)
 
 
 @pytest.mark.parametrize(
@@ -303,10 +288,7 @@ def test_sidecar_killed_while_a_trainer_comes_back(story: Story, point: str) -> 
     trainer = Trainer(process.socket, story.model)
     with pytest.raises((SaveRefused, grpc.RpcError)):
         trainer.restore(trainer.open().resume_seq)
-    interrupted(process)
-    trainer.close()
-    with sidecar(story.root, story.url, encoding="fp32") as again:
-        story.comes_back(again)
+    story.killed(process, trainer)
 
 
 @pytest.mark.parametrize(
@@ -318,15 +300,8 @@ def test_sidecar_killed_while_it_keeps_house(story: Story, point: str) -> None:
     process = story.sidecar(crash_at=point, **flags)
     trainer = Trainer(process.socket, story.model)
     trainer.restore(trainer.open().resume_seq)
-    with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
-        for _ in range(6):
-            trainer.committed(story.cut(trainer))
-        eventually(lambda: process.poll() is not None)
-        raise SaveRefused("gone", "killed between saves")
-    interrupted(process)
-    trainer.close()
-    with sidecar(story.root, story.url, encoding="fp32", **flags) as again:
-        story.comes_back(again)
+    story.cuts_until_killed(process, trainer)
+    story.killed(process, trainer, **flags)
 
 
 @pytest.mark.parametrize("point", ["compact.after_packs", "compact.after_index", "compact.after_log_put"])
@@ -336,47 +311,25 @@ def test_sidecar_killed_while_it_compacts(story: Story, point: str) -> None:
     process = story.sidecar(crash_at=point, **flags)
     trainer = Trainer(process.socket, story.model, consecutive=True)
     trainer.restore(trainer.open().resume_seq)
-    with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
-        for _ in range(6):
-            trainer.committed(story.cut(trainer))
-        eventually(lambda: process.poll() is not None)
-        raise SaveRefused("gone", "killed between saves")
+    story.cuts_until_killed(process, trainer)
     interrupted(process)
-    trainer.close()
     compactions = RunLog(open_store(story.url), "run").refresh().compactions
     assert bool(compactions) == (point == "compact.after_log_put")
-    with sidecar(story.root, story.url, encoding="fp32", **flags) as again:
-        story.comes_back(again)
+    story.killed(process, trainer, **flags)
 
 
-COMPACTION_POINTS = {
-    "compact.after_packs": False,
-    "compact.after_index": False,
-    "compact.before_log_put": False,
-    "compact.after_log_put": True,
-}
-
-
-@pytest.mark.parametrize(("point", "compacted"), COMPACTION_POINTS.items(), ids=list(COMPACTION_POINTS))
-def test_sidecar_killed_while_it_makes_a_synthetic_baseline(
-    story: Story, point: str, compacted: bool
-) -> None:
+@pytest.mark.parametrize("point", ["after_packs", "after_index", "before_log_put", "after_log_put"])
+def test_sidecar_killed_while_it_makes_a_synthetic_baseline(story: Story, point: str) -> None:
     """A cut built on what was to be compacted, and it is not, or just was. Its trainer goes on building on that."""
     flags = {"housekeeping-s": 0, "keep-last": 20}
-    process = story.sidecar(crash_at=point, **flags)
+    process = story.sidecar(crash_at=f"compact.{point}", **flags)
     trainer = Trainer(process.socket, story.model, rebases=True)
     trainer.restore(trainer.open().resume_seq)
-    with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
-        for _ in range(12):
-            trainer.committed(story.cut(trainer))
-            if any(event["event"] == "save.decided" for event in process.events()):
-                break  # more cuts, while a slow machine compacts, would end with a full one
-        eventually(lambda: process.poll() is not None)
-        raise SaveRefused("gone", "killed between saves")
+    story.cuts_until_killed(process, trainer, 12)
     interrupted(process)
     state = RunLog(open_store(story.url), "run").refresh()
     (rebased,) = {event["covers"] for event in process.events() if event["event"] == "save.decided"}
-    assert (rebased in state.compactions) == compacted
+    assert (rebased in state.compactions) == (point == "after_log_put")
     assert any(rebased in entry.covered for entry in state.checkpoints.values())
     story.check()
     with sidecar(story.root, story.url, encoding="fp32", **flags):
@@ -384,14 +337,10 @@ def test_sidecar_killed_while_it_makes_a_synthetic_baseline(
         commit = trainer.committed(story.cut(trainer))
         state = RunLog(open_store(story.url), "run").refresh()
         assert state.checkpoints[commit.seq].covered == (rebased,)
-        eventually(
-            lambda: rebased in RunLog(open_store(story.url), "run").refresh().compactions,
-            what="what was owed is made",
-        )
+        made = lambda: rebased in RunLog(open_store(story.url), "run").refresh().compactions  # noqa: E731
+        eventually(made, what="what was owed is made")
         story.check()
-    trainer.close()
-    with sidecar(story.root, story.url, encoding="fp32", **flags) as again:
-        story.comes_back(again)
+    story.killed(process, trainer, **flags)
 
 
 # The trainer dies.
@@ -431,17 +380,8 @@ die("staged")
 trainer.committed(cut.number)
 die("committed")
 """
-STAGES = {
-    "attached": False,
-    "opened": False,
-    "restoring": False,
-    "restored": False,
-    "begun": False,
-    "first table": False,
-    "before seal": False,
-    "staged": True,
-    "committed": True,
-}
+BEFORE_SEAL = ("attached", "opened", "restoring", "restored", "begun", "first table", "before seal")
+STAGES = {**dict.fromkeys(BEFORE_SEAL, False), "staged": True, "committed": True}
 
 
 @pytest.mark.parametrize(("stage", "commits"), STAGES.items(), ids=list(STAGES))

@@ -1,9 +1,4 @@
-"""A trainer for tests, as small as it can be: numpy tables, every message of the contract, no torch.
-
-It owns the tables of a `fake_model`, writes batches into granted blocks exactly as
-the contract says, and restores by applying frames with the checkpoint package's own applier. `sidecar_process` starts a
-real sidecar.
-"""
+"""A trainer for tests, as small as it can be: the numpy tables of a `fake_model`, every message of the contract."""
 
 from __future__ import annotations
 
@@ -12,8 +7,8 @@ import os
 import queue
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -27,7 +22,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
+from tests.support.fake_model import Model, same
 
 DEADLINE_S = 180.0
 """Of a call, and of what a stream is to bring: what hangs fails, and what a busy machine does slowly does not."""
@@ -100,9 +95,7 @@ class Trainer:
         shape = ArenaShape.within(self.reply.arena_bytes, block_bytes=self.reply.block_bytes)
         fd = os.open(self.reply.arena_path, os.O_RDWR | os.O_CLOEXEC)
         self.arena = Arena.mapped(Path(self.reply.arena_path), fd, shape)
-        self._arenas.append(
-            self.arena
-        )  # to close any descriptor of it drops every lock of this process on it
+        self._arenas.append(self.arena)  # to close a descriptor of it drops every lock of this process on it
         if self.lock:
             start, length = self.arena.line_lock_range(self.local_rank)
             fcntl.lockf(self.arena.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
@@ -112,30 +105,22 @@ class Trainer:
         return self.reply
 
     def _notices(self, watch: Iterator[pb.Notice]) -> None:
-        try:
+        lists = {"save_now": self.urgent, "fenced": self.fenced, "policy": self.policies}
+        with suppress(grpc.RpcError):
             for notice in watch:
-                match notice.WhichOneof("kind"):
-                    case "committed":
-                        self.commits[notice.committed.cut] = notice.committed
-                    case "save_failed":
-                        self.failures[notice.save_failed.cut] = notice.save_failed
-                    case "save_now":
-                        self.urgent.append(notice.save_now)
-                    case "fenced":
-                        self.fenced.append(notice.fenced)
-                    case "policy":
-                        self.policies.append(notice.policy)
-        except grpc.RpcError:
-            pass
+                kind = notice.WhichOneof("kind")
+                said = getattr(notice, kind)
+                if kind in lists:
+                    lists[kind].append(said)
+                else:
+                    {"committed": self.commits, "save_failed": self.failures}[kind][said.cut] = said
         if watch is self._watch:
             self.gone = True
 
     def open(self, which: str = "latest", **more: object) -> pb.OpenReply:
-        reply = self.stub.Open(
-            pb.OpenRequest(session=self.reply.session, which=which, **more), timeout=DEADLINE_S
-        )
-        self.attempt = reply.attempt
-        self.cut = 0
+        request = pb.OpenRequest(session=self.reply.session, which=which, **more)
+        reply = self.stub.Open(request, timeout=DEADLINE_S)
+        self.attempt, self.cut = reply.attempt, 0
         self.commits.clear()
         self.failures.clear()
         return reply
@@ -187,13 +172,12 @@ class Trainer:
 
     def committed(self, number: int) -> pb.Commit:
         """Wait for the commit of a cut; the baseline's marks are dropped when it is one."""
-        eventually(
-            lambda: number in self.commits or number in self.failures or self.gone, what=f"cut {number} ends"
-        )
-        if number not in self.commits and number not in self.failures:
-            raise SaveRefused("gone", "the sidecar is gone")
+        ended = lambda: number in self.commits or number in self.failures or self.gone  # noqa: E731
+        eventually(ended, what=f"cut {number} ends")
         if number in self.failures:
             raise SaveRefused(self.failures[number].cause, self.failures[number].message)
+        if number not in self.commits:
+            raise SaveRefused("gone", "the sidecar is gone")
         commit = self.commits[number]
         self.commit_seq = commit.seq
         for table in self.model.tables:
@@ -208,64 +192,51 @@ class Trainer:
         return self.committed(self.save(**options))
 
     def restore(
-        self,
-        seq: int,
-        *,
-        hold: Callable[[int], None] | None = None,
-        from_run: str = "",
+        self, seq: int, *, hold: Callable[[int], None] | None = None, from_run: str = ""
     ) -> pb.RestoreReply.Done:
         """Fill the model from a checkpoint; `hold(n)` is called before the n-th frame is applied."""
         outbox: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
         want = pb.RestoreRequest.Want(
-            session=self.reply.session,
-            seq=seq,
-            blobs=True,
-            from_run=from_run,
+            session=self.reply.session, seq=seq, blobs=True, from_run=from_run, rank=self.rank,
             boxes=[box_message(t.box) for t in self.model.tables],
-            rank=self.rank,
-        )
+        )  # fmt: skip
         self.batches_read: list[list[str]] = []
         outbox.put(pb.RestoreRequest(want=want))
         applier = FrameApplier([table.target() for table in self.model.tables])
+        tables = {table.fqn: table for table in self.model.tables}
         names: set[str] = set()
         done: pb.RestoreReply.Done | None = None
         count = 0
         try:
             for reply in self.stub.Restore(iter(outbox.get, None), timeout=DEADLINE_S):
                 kind = reply.WhichOneof("kind")
-                if kind == "batch":
-                    frames = reply.batch.frames
-                    self.batches_read.append([])
-                    for filled in frames:
-                        count += 1
-                        if hold is not None:
-                            hold(count)
-                        frame = bytes(self.arena.block(filled.block)[filled.offset :][: filled.length])
-                        tail = None
-                        if filled.HasField("tail_block"):
-                            held = self.arena.block(filled.tail_block)
-                            tail = bytes(held[filled.tail_offset :][: filled.tail_length])
-                        parsed = parse_frame(frame, tail)
-                        self.batches_read[-1].append(parsed.info.digest.hex())
-                        for applied in applier.apply(parsed):
-                            if not filled.baseline:
-                                table = next(
-                                    t for t in self.model.tables if t.fqn == applied.target.schema.fqn
-                                )
-                                table.dirty.update(int(row) for row in applied.rows)
-                        if parsed.info.name:
-                            names.add(parsed.info.name)
-                        freed = [filled.block] * filled.last + [filled.tail_block] * filled.tail_last
-                        if freed:
-                            outbox.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=freed)))
-                elif kind == "failed":
+                if kind == "failed":
                     raise SaveRefused(reply.failed.cause, reply.failed.message)
-                elif kind == "done":
+                if kind == "done":
                     done = reply.done
                     break
+                if kind == "batch":
+                    self.batches_read.append([])
+                for filled in reply.batch.frames:
+                    count += 1
+                    if hold is not None:
+                        hold(count)
+                    frame = bytes(self.arena.block(filled.block)[filled.offset :][: filled.length])
+                    tail = None
+                    if filled.HasField("tail_block"):
+                        held = self.arena.block(filled.tail_block)
+                        tail = bytes(held[filled.tail_offset :][: filled.tail_length])
+                    parsed = parse_frame(frame, tail)
+                    self.batches_read[-1].append(parsed.info.digest.hex())
+                    for applied in applier.apply(parsed):
+                        if not filled.baseline:
+                            tables[applied.target.schema.fqn].dirty.update(map(int, applied.rows))
+                    if parsed.info.name:
+                        names.add(parsed.info.name)
+                    if freed := [filled.block] * filled.last + [filled.tail_block] * filled.tail_last:
+                        outbox.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=freed)))
         finally:
             outbox.put(None)
-        assert done is not None
         applier.finish(blobs=names)
         self.blobs_read = frozenset(names)
         self.model.load_blobs(applier.blobs)
@@ -274,15 +245,20 @@ class Trainer:
             table.fresh, table.sent = set(), set()
         return done
 
+    def restores(self, seq: int, state: list[np.ndarray]) -> pb.RestoreReply.Done:
+        """Restore into a model that knows nothing: it has this state then."""
+        self.model.wipe()
+        done = self.restore(seq)
+        assert same(self.model.state(), state)
+        return done
+
     def stepped(self) -> None:
         """Tell the control line the step, as `Checkpointer.step()` does."""
         self.arena.line(self.local_rank)[STEP] = self.model.step
 
     def detach(self, *, wait: bool = False) -> pb.DetachReply:
-        return self.stub.Detach(
-            pb.DetachRequest(session=self.reply.session, wait=wait, deadline_s=DEADLINE_S),
-            timeout=2 * DEADLINE_S,
-        )
+        request = pb.DetachRequest(session=self.reply.session, wait=wait, deadline_s=DEADLINE_S)
+        return self.stub.Detach(request, timeout=2 * DEADLINE_S)
 
     def close(self) -> None:
         self._watch.cancel()
@@ -317,8 +293,14 @@ class Cut:
         if self.begun is None:
             self.outbox.put(None)
             assert self.over.wait(DEADLINE_S)
-            failed = self.end.failed if self.end is not None else None
-            raise SaveRefused(failed.cause if failed else "gone", failed.message if failed else "")
+            raise self._refused()
+
+    def _refused(self) -> SaveRefused:
+        return (
+            SaveRefused("gone", "")
+            if self.end is None
+            else SaveRefused(self.end.failed.cause, self.end.failed.message)
+        )
 
     @property
     def ended(self) -> bool:
@@ -329,7 +311,7 @@ class Cut:
         return not staged or self.number in self.trainer.commits or self.number in self.trainer.failures
 
     def _read(self) -> None:
-        try:
+        with suppress(grpc.RpcError):
             for reply in self.call:
                 match reply.WhichOneof("kind"):
                     case "begun":
@@ -340,11 +322,8 @@ class Cut:
                             self.granted.put(block)
                     case _:
                         self.end = reply
-        except grpc.RpcError:
-            pass
-        finally:
-            self.over.set()
-            self.began.set()
+        self.over.set()
+        self.began.set()
 
     def send(self, message: pb.SaveRequest) -> None:
         if self.held is not None:
@@ -354,18 +333,11 @@ class Cut:
 
     def _room(self, length: int) -> int:
         if self._block < 0 or self._at + length > self.trainer.reply.block_bytes:
-            end = time.monotonic() + DEADLINE_S
-            while True:
-                try:
-                    self._block, self._at = self.granted.get(timeout=0.05), 0
-                    break
-                except queue.Empty:
-                    if self.over.is_set() or self.end is not None:
-                        failed = self.end.failed if self.end is not None else None
-                        raise SaveRefused(
-                            failed.cause if failed else "gone", "while waiting for a block"
-                        ) from None
-                    assert time.monotonic() < end, "no block came"
+            ended = lambda: self.over.is_set() or self.end is not None  # noqa: E731
+            eventually(lambda: ended() or not self.granted.empty(), timeout_s=DEADLINE_S, what="a block")
+            if self.granted.empty():
+                raise self._refused()
+            self._block, self._at = self.granted.get(), 0
             self.blocks_used += 1
         at = self._at
         self._at += aligned(length)
@@ -418,7 +390,6 @@ class Cut:
 
     def write_all(self) -> None:
         """Every table and blob, as much as `begun.covers` asks for."""
-        assert self.begun is not None
         whole = not self.begun.HasField("covers")
         if self.begun.rebased:
             assert self.trainer.rebases
@@ -435,23 +406,17 @@ class Cut:
             self.blob(name, data)
 
     def seal(self, *, pin: str | None = None, full: bool = False, stall_s: float = 0.01) -> None:
+        pins = [] if pin is None else [pin]
         seal = pb.SaveRequest.Seal(
-            rows=self.rows,
-            raw_bytes=self.raw_bytes,
-            stall_s=stall_s,
-            pins=[] if pin is None else [pin],
-            full=full,
+            rows=self.rows, raw_bytes=self.raw_bytes, stall_s=stall_s, pins=pins, full=full
         )
         self.send(pb.SaveRequest(seal=seal))
         if self.held is not None:
             self.outbox.put(pb.SaveRequest(several=pb.SaveRequest.Several(requests=self.held)))
         self.outbox.put(None)
         assert self.over.wait(DEADLINE_S)
-        kind = None if self.end is None else self.end.WhichOneof("kind")
-        if kind != "staged":
-            failed = self.end.failed if self.end is not None else None
-            raise SaveRefused(failed.cause if failed else "gone", failed.message if failed else "")
-        assert self.begun is not None
+        if self.end is None or self.end.WhichOneof("kind") != "staged":
+            raise self._refused()
         for table in self.trainer.model.tables:
             table.sent |= table.fresh
             table.fresh = set()

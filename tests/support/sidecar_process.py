@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,6 @@ class Zygote:
             [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
         self.lock = threading.Lock()
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
         atexit.register(self.close)
 
@@ -43,8 +43,6 @@ class Zygote:
         return cls._one
 
     def ask(self, **request: object) -> int | None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with self.lock:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -78,7 +76,7 @@ class SidecarProcess:
         self.status: int | None = None
         options = {
             "url": url, "run": run, "dir": self.dir, "cache-dir": root / "cache", "arena-bytes": "64MiB",
-            "housekeeping-s": -1, "term-deadline-s": 5, "prefetch": "no", "cache-bytes": "512MiB", **flags,
+            "housekeeping-s": -1, "term-deadline-s": 5, "cache-bytes": "512MiB", **flags,
         }  # fmt: skip
         self.argv = ["serve"]
         for name, value in options.items():
@@ -122,10 +120,17 @@ class SidecarProcess:
         return facts
 
     def metrics_page(self) -> str:
-        """What Prometheus would scrape."""
         where = f"http://127.0.0.1:{self.ready()['metrics_port']}/metrics"
         with urllib.request.urlopen(where, timeout=limit_s(20)) as page:
             return page.read().decode()
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} ([0-9.e+-]+)$", self.metrics_page(), re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+    def blocks(self, use: str) -> int:
+        return int(self.metric(f'deltashard_arena_blocks{{use="{use}"}}'))
 
     def poll(self) -> int | None:
         if self.status is None:

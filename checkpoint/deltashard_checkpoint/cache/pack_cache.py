@@ -53,8 +53,6 @@ class PackCache:
         self.directory = directory
         self._removed = removed
         self.budget_bytes = budget_bytes
-        self.brought: set[str] = set()
-        """Keys of packs that this process fetched from the store: a restore from them is one from the store."""
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # oldest first
         self._used_bytes = 0
         self._changed = threading.Condition()  # re-entrant

@@ -4,16 +4,12 @@ It stands in `maintenance` because it decides about compaction; `write.different
 nothing of caches and rates. A compaction moves rows as they are encoded: it costs the trainer no stall, and nothing is
 encoded anew. What both cost is counted in seconds of training, for that is what they are taken from:
 
-    full cut      stall + slowdown while its rows are copied ahead + BUSY_SHARE * (encode + upload)
+    full cut      stall + BUSY_SHARE * (encode + upload)
     compaction    BUSY_SHARE * (fetch what is not cached + move + upload)
 
 Compacted is the checkpoint that the next cuts build on. At a cut (`at_cut`) that is the newest commit: the cut covers
 it and is a delta, and the trainer counts from there on. Between cuts (`at_rest`) it is what the log shows: for deltas
 on deltas the newest itself, else what the newest one covers.
-
-A time to restore is expected as bytes of the chain / rate of reading + `CHECKPOINT_S` for each checkpoint of it. A goal
-nearer than `SLACK` times what one baseline alone takes is never reached: it would only ask for a compaction after every
-cut, so it counts as that.
 """
 
 from __future__ import annotations
@@ -26,26 +22,11 @@ from deltashard_checkpoint.log.run_state import RunState
 
 BUSY_SHARE = 0.05
 """Assumed: of a second in which the sidecar encodes or moves bytes, at low priority, so much is lost to training."""
-CHECKPOINT_S = 0.2
-"""Assumed: what reading one checkpoint more takes, apart from its bytes (index, first answers)."""
-SLACK = 1.25
+READ_BYTES_PER_S, WRITE_BYTES_PER_S, MOVE_BYTES_PER_S = 200e6, 100e6, 1e9
+ENCODE_S_PER_BYTE = 3e-9
+"""Assumed, of rows before encoding; the rates above are, too."""
 NARROWER = 0.75
 """A baseline at the encoding in force that is smaller than so much of the compacted rows is worth its stall."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainRates:
-    """What was measured here; the defaults are assumed until it is."""
-
-    read_bytes_per_s: float = 200e6
-    write_bytes_per_s: float = 100e6
-    move_bytes_per_s: float = 1e9
-    encode_s_per_byte: float = 3e-9
-    """Of rows before encoding."""
-    stall_s: float = 0.0
-    """A cut that holds all rows stops training for so long; 0: not known, so nothing is saved by sparing it."""
-    slowdown_s: float = 0.0
-    """... and makes steps before it longer by so much in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +35,8 @@ class FullCut:
 
     raw_bytes: int
     stored_bytes: int
+    stall_s: float
+    """For so long it stops training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +55,7 @@ class Material:
 class BaselineVerdict:
     """Compact, and why; the figures are for people."""
 
-    why: Literal["goal", "cheaper", "length", "owed"]
+    why: Literal["cheaper", "length", "owed"]
     text: str
 
 
@@ -93,51 +76,26 @@ def material(state: RunState, seq: int, cached_bytes: int) -> Material:
     )
 
 
-def restore_s(chain_bytes: int, checkpoints: int, rates: ChainRates) -> float:
-    """How long a restore of such a chain is expected to take."""
-    return chain_bytes / rates.read_bytes_per_s + checkpoints * CHECKPOINT_S
-
-
-def full_cut_s(cut: FullCut, rates: ChainRates) -> float:
-    busy_s = cut.raw_bytes * rates.encode_s_per_byte + cut.stored_bytes / rates.write_bytes_per_s
-    return rates.stall_s + rates.slowdown_s + BUSY_SHARE * busy_s
-
-
-def compaction_s(found: Material, rates: ChainRates) -> float:
-    busy_s = (
-        found.fetch_bytes / rates.read_bytes_per_s
-        + found.chain_bytes / rates.move_bytes_per_s
-        + found.base_bytes / rates.write_bytes_per_s
-    )
-    return BUSY_SHARE * busy_s
-
-
-def too_long(found: Material, rates: ChainRates, goal_s: float) -> BaselineVerdict | None:
-    """Whether a restore of this chain would miss the goal, and one of its compaction would not; `goal_s` 0: none."""
-    alone_s = restore_s(found.base_bytes, 1, rates)
-    now_s = restore_s(found.chain_bytes, found.checkpoints, rates)
-    if goal_s <= 0 or now_s <= max(goal_s, SLACK * alone_s):
-        return None
-    return BaselineVerdict(
-        why="goal",
-        text=f"a restore would take {now_s:.1f} s, the goal is {goal_s:g} s, compacted {alone_s:.1f} s",
+def full_cut_s(cut: FullCut) -> float:
+    return cut.stall_s + BUSY_SHARE * (
+        cut.raw_bytes * ENCODE_S_PER_BYTE + cut.stored_bytes / WRITE_BYTES_PER_S
     )
 
 
-def at_cut(
-    found: Material, full: FullCut, rates: ChainRates, *, pays: bool, goal_s: float
-) -> BaselineVerdict | None:
-    """Whether the next cut covers what is compacted then, instead of holding all rows or ever more of them.
+def compaction_s(found: Material) -> float:
+    return BUSY_SHARE * (
+        found.fetch_bytes / READ_BYTES_PER_S
+        + found.chain_bytes / MOVE_BYTES_PER_S
+        + found.base_bytes / WRITE_BYTES_PER_S
+    )
 
-    `pays`: the predictor is about to ask for a baseline.
-    """
-    if full.stored_bytes < NARROWER * found.base_bytes:
+
+def at_cut(found: Material, full: FullCut) -> BaselineVerdict | None:
+    """Whether the next cut, of which a baseline is asked for, covers what is compacted then, and is none."""
+    compaction, cut = compaction_s(found), full_cut_s(full)
+    if full.stored_bytes < NARROWER * found.base_bytes or compaction >= cut:
         return None
-    compaction, cut = compaction_s(found, rates), full_cut_s(full, rates)
-    if pays:
-        figures = f"{compaction:.3f} s of training, a full cut {cut:.3f} s"
-        return BaselineVerdict(why="cheaper", text=figures) if compaction < cut else None
-    return too_long(found, rates, goal_s)
+    return BaselineVerdict(why="cheaper", text=f"{compaction:.3f} s of training, a full cut {cut:.3f} s")
 
 
 def target(state: RunState, seq: int, *, consecutive: bool) -> int:
@@ -146,18 +104,14 @@ def target(state: RunState, seq: int, *, consecutive: bool) -> int:
     return seq if consecutive or not covered else max(covered)
 
 
-def at_rest(
-    found: Material, rates: ChainRates, *, owes: bool, longest: int, goal_s: float
-) -> BaselineVerdict | None:
-    """Whether the `target` of the newest checkpoint is compacted now; `longest` 0: no chain is too long by itself.
+def at_rest(checkpoints: int, *, owes: bool, longest: int) -> BaselineVerdict | None:
+    """Whether a `target` of so many checkpoints is compacted now; `longest` 0: no chain is too long.
 
     `owes`: deltas do not build on deltas, so a target that is one was made so at a cut, by `at_cut`, and is owed. The
     log alone says it, and a sidecar that starts anew sees it there.
     """
     if owes:
-        return BaselineVerdict(why="owed", text=f"{found.checkpoints} checkpoints under the newest cut")
-    if longest and found.checkpoints > longest:
-        return BaselineVerdict(
-            why="length", text=f"{found.checkpoints} checkpoints, at most {longest} are wanted"
-        )
-    return too_long(found, rates, goal_s)
+        return BaselineVerdict(why="owed", text=f"{checkpoints} checkpoints under the newest cut")
+    if 0 < longest < checkpoints:
+        return BaselineVerdict(why="length", text=f"{checkpoints} checkpoints, at most {longest} are wanted")
+    return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -28,10 +28,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
-from deltashard_checkpoint.cache.pack_spool import PackSpool
 from deltashard_checkpoint.errors import (
-    DeltashardError,
-    EnvironmentFault,
     FormatError,
     InvalidCheckpoint,
     UnsupportedVersion,
@@ -45,9 +42,7 @@ from deltashard_checkpoint.format.frame import (
     checked_tail,
     with_tail,
 )
-from deltashard_checkpoint.format.index import Pack
 from deltashard_checkpoint.restore.plan import (
-    MAX_REQUEST_BYTES,
     Plan,
     PlannedFrame,
     RangeRequest,
@@ -102,7 +97,7 @@ class FetchedFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStats:
-    """Where the bytes came from; what a prefetch of this process had brought into the cache came from the store."""
+    """Where the bytes came from."""
 
     cache_bytes: int
     store_bytes: int
@@ -182,11 +177,10 @@ class Fetcher:
             raise self._too_late(request)
         key = object_key.run_key(self._run, request.key)
         cached = self._cache is not None and self._cache.read_into(key, request.offset, memory)
-        local = cached and self._cache is not None and key not in self._cache.brought
         if not cached:
-            local = cached = self._from_store_once(key, request, memory, until)
+            cached = self._from_store_once(key, request, memory, until)
         with self._lock:
-            if local:
+            if cached:
                 self._cache_bytes += request.length
             else:
                 self._store_bytes += request.length
@@ -329,51 +323,3 @@ def _memory(request: RangeRequest, destination: Destination | None, *, wait: boo
     if destination is not None:
         return destination(request, wait=wait)
     return memoryview(np.empty(request.length, np.uint8).data)
-
-
-def warm_cache(
-    store: Store,
-    run: str,
-    packs: Iterable[Pack],
-    cache: PackCache,
-    *,
-    deadline_s: float = 3600.0,
-    stopped: Callable[[], bool] = lambda: False,
-) -> int:
-    """Bring whole packs into the cache, in order, until it has no room left that is free; the bytes fetched.
-
-    Never evicts what is there and never fails a restore that follows: on any trouble with a pack it stops quietly,
-    and what was not brought is read from the store later.
-    """
-    fetched = 0
-    until = time.monotonic() + deadline_s
-    for pack in packs:
-        key = object_key.run_key(run, pack.key)
-        if key in cache:
-            continue
-        if stopped() or time.monotonic() >= until or cache.used_bytes + pack.bytes > cache.budget_bytes:
-            break
-        try:
-            spool = cache.create(key, capacity_bytes=pack.bytes)
-        except EnvironmentFault:
-            break
-        try:
-            _spool_pack(store, key, pack.bytes, spool, until)
-            cache.seal(spool)
-        except (DeltashardError, OSError):
-            cache.discard(spool)
-            break
-        cache.brought.add(key)
-        cache.unpin(key)
-        fetched += pack.bytes
-    return fetched
-
-
-def _spool_pack(store: Store, key: str, size: int, spool: PackSpool, until: float) -> None:
-    piece = memoryview(np.empty(min(size, MAX_REQUEST_BYTES), np.uint8).data)
-    spool.reserve(size)
-    for at in range(0, size, MAX_REQUEST_BYTES):
-        part = piece[: size - at]
-        with deadline(max(0.0, until - time.monotonic())):
-            store.get_into(key, at, part)
-        spool.write(at, part)

@@ -24,7 +24,7 @@ chain reads an excluded one, and another attempt is opened that names what was r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -124,16 +124,14 @@ def open_attempt(  # noqa: PLR0913
     takeover: bool = False,
     closing_wait_s: float = CLOSING_WAIT_S,
     deadline_s: float = DEFAULT_DEADLINE_S,
-    choosing: Callable[[RunState, Checkpoint], None] | None = None,
     basis: ResumeBasis | None = None,
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
 
     `layout` are the bytes of the layout (`format.layout`) that `world_size` ranks keep; None: one rank holds every
     table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster; `took_part` is the
-    newest attempt in which the pod is known to have been, whoever opened it. `choosing` hears of the checkpoint that
-    will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to read
-    it may begin with that. `basis`: what the trainer has loaded already.
+    newest attempt in which the pod is known to have been, whoever opened it. `basis`: what the trainer has
+    loaded already.
     Raises `OwnerMismatch`, `FencedError` (`Overtaken`), what `select` raises, `LogStopped` when the log holds an entry
     of a newer version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run
     of a name that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its
@@ -170,8 +168,6 @@ def open_attempt(  # noqa: PLR0913
             basis.check(now, resume)
             writer = basis.token
         chosen[:] = [(now, resume)]
-        if resume is not None and choosing is not None:
-            choosing(now, resume)
         return opener.entry(now, seq, writer, resume)
 
     sealed = log.append(

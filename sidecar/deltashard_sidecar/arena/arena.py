@@ -1,11 +1,8 @@
 """The shell around the arena: the mapped file, the block ledger under one lock, writer locks, control lines.
 
-The sidecar is the only process that creates or grows the file. A restarted sidecar re-opens the same file (its pages
-are charged to the pod already) with a new epoch, which voids every block an older epoch granted. Whether a trainer may
-still be writing is asked of the kernel: a live trainer holds a POSIX record lock on its control line, and a lock dies
-with its process, whatever killed it.
-
-Writers of other threads learn of freed blocks through `on_free` callbacks, called outside the lock.
+A restarted sidecar re-opens the same file (its pages are charged to the pod already) with a new epoch, which voids
+every block an older epoch granted. Whether a trainer may still be writing is asked of the kernel: a live one holds a
+POSIX record lock on its control line, and a lock dies with its process, whatever killed it.
 """
 
 from __future__ import annotations
@@ -81,23 +78,19 @@ class ArenaKeeper:  # noqa: PLR0904
 
     @property
     def whole(self) -> bool:
-        """Whether the file still has every byte of the arena."""
         return self.arena.whole
 
     def _refuse_truncated(self) -> None:
         """Before memory of a block is touched: a page that was cut off would end this process with SIGBUS.
 
-        A file that is truncated between this look and the touch still does, as a kill would; the process that is
-        started next makes the arena whole.
+        A file that is truncated between this look and the touch still does, as a kill would.
         """
         if not self.whole:
-            raise ArenaUnavailable(
-                "the arena's file was truncated",
-                where=str(self.arena.path),
-                remedy="leave the runtime directory to the sidecar; it stops now, and the next one makes it again",
+            remedy = (
+                "leave the runtime directory to the sidecar; it stops now, and the next one makes it again"
             )
-
-    # Writer locks.
+            where = str(self.arena.path)
+            raise ArenaUnavailable("the arena's file was truncated", where=where, remedy=remedy)
 
     def writer_pid(self, rank: int) -> int | None:
         """The process that holds the rank's writer lock (0 when it lives in another pid namespace), or None."""
@@ -136,17 +129,13 @@ class ArenaKeeper:  # noqa: PLR0904
         self.ledger.settle(rank)
 
     def dismiss(self, rank: int) -> None:
-        """No trainer of `rank` is attached any more."""
         with self._lock:
             self.ledger.dismiss(rank)
         line = self.arena.line(rank)
         line[SAVE_AT_STEP], line[URGENT] = NEVER, 0
         self._announce()
 
-    # Blocks.
-
     def grant(self, rank: int) -> list[int]:
-        """Blocks `rank` may write from now on."""
         with self._lock:
             return self.ledger.grant(rank)
 
@@ -176,7 +165,6 @@ class ArenaKeeper:  # noqa: PLR0904
         self._announce()
 
     def read_all(self, rank: int) -> None:
-        """The trainer said that it reads no more."""
         with self._lock:
             self.ledger.read_all(rank)
         self._announce()
@@ -208,8 +196,6 @@ class ArenaKeeper:  # noqa: PLR0904
         with self._lock:
             return self.ledger.counts()
 
-    # Who waits for blocks.
-
     def on_free(self, rank: int, callback: Callable[[], None] | None) -> None:
         """Call `callback` whenever blocks became free, until it is replaced or set to None."""
         with self._lock:
@@ -225,10 +211,7 @@ class ArenaKeeper:  # noqa: PLR0904
         for callback in callbacks:
             callback()
 
-    # Control lines.
-
     def step_of(self, rank: int) -> int:
-        """The last step the trainer of `rank` finished."""
         return int(self.arena.line(rank)[STEP])
 
     def step_time_s(self, rank: int) -> float:
@@ -236,9 +219,8 @@ class ArenaKeeper:  # noqa: PLR0904
 
     def blocked(self, ranks: Iterable[int]) -> tuple[float, str]:
         """(seconds, why) of the save that is due and blocked for longest, by the trainers' word; (0, ""): none is."""
-        words = [
-            (int(line[BLOCKED_SINCE_NS]), int(line[BLOCKED_WHY])) for line in map(self.arena.line, ranks)
-        ]
+        lines = map(self.arena.line, ranks)
+        words = ((int(line[BLOCKED_SINCE_NS]), int(line[BLOCKED_WHY])) for line in lines)
         since_ns, why = min((each for each in words if each[0]), default=(0, 0))
         return (max(0.0, (time.time_ns() - since_ns) / 1e9), text_of(why)) if since_ns else (0.0, "")
 
@@ -255,6 +237,3 @@ class ArenaKeeper:  # noqa: PLR0904
         """
         if all(self.writer_pid(rank) is None for rank in range(LINES)):
             self.arena.release_blocks()
-
-    def close(self) -> None:
-        self.arena.close()

@@ -89,38 +89,34 @@ def rows_of(
     if d.table >= len(tables):
         raise BadBatch(f"table {d.table} of {len(tables)}", where="row batch")
     schema = tables[d.table]
-    where = f"row batch of {schema.fqn}"
-    if not d.col_start < d.col_stop <= schema.columns:
-        raise BadBatch(f"columns [{d.col_start}, {d.col_stop}) of {schema.columns}", where=where)
-    # Every row takes at least a byte, so this bounds the products below.
-    if not 0 < d.rows <= min(schema.rows, block_bytes):
-        raise BadBatch(f"{d.rows} rows of a table of {schema.rows}", where=where)
-    if d.again and not d.fresh:
-        raise BadBatch("rows are sent again that did not change", where=where)
-    if d.contiguous and d.row_start + d.rows > schema.rows:
-        raise BadBatch(f"rows from {d.row_start}, {d.rows} of them, of {schema.rows}", where=where)
     within = tuple(
         range(box.row_start, box.row_stop)
         for box in boxes
         if box.table == schema.fqn and box.col_start <= d.col_start and d.col_stop <= box.col_stop
     )
-    last = d.row_start + d.rows - 1
-    if not within or (d.contiguous and not any(d.row_start in mine and last in mine for mine in within)):
-        raise BadBatch(
-            f"rows from {d.row_start}, {d.rows} of them, columns [{d.col_start}, {d.col_stop}) lie in no box of this "
-            "trainer",
-            where=where,
-        )
+    last, what = d.row_start + d.rows - 1, ""
+    if not d.col_start < d.col_stop <= schema.columns:
+        what = f"columns [{d.col_start}, {d.col_stop}) of {schema.columns}"
+    elif (
+        not 0 < d.rows <= min(schema.rows, block_bytes)
+    ):  # a row has a byte at least: it bounds the products below
+        what = f"{d.rows} rows of a table of {schema.rows}"
+    elif d.again and not d.fresh:
+        what = "rows are sent again that did not change"
+    elif d.contiguous and last >= schema.rows:
+        what = f"rows from {d.row_start}, {d.rows} of them, of {schema.rows}"
+    elif not within or (d.contiguous and not any(d.row_start in mine and last in mine for mine in within)):
+        asked = f"columns [{d.col_start}, {d.col_stop})"
+        what = f"rows from {d.row_start}, {d.rows} of them, {asked} lie in no box of this trainer"
+    if what:
+        raise BadBatch(what, where=f"row batch of {schema.fqn}")
     columns = d.col_stop - d.col_start
-    widths = [element_type.by_name(schema.dtype).itemsize_bytes * columns]
-    widths += [
-        element_type.by_name(spec.dtype).itemsize_bytes * spec.values(columns) for spec in schema.fields
-    ]
+    values = [(schema.dtype, columns), *((spec.dtype, spec.values(columns)) for spec in schema.fields)]
+    widths = [element_type.by_name(dtype).itemsize_bytes * count for dtype, count in values]
     offsets, length = sections(d.rows, contiguous=d.contiguous, row_bytes=widths)
     if d.offset % 64 or d.offset + length > block_bytes:
-        raise BadBatch(
-            f"[{d.offset}, {d.offset + length}) lies outside a block of {block_bytes}", where=where
-        )
+        what = f"[{d.offset}, {d.offset + length}) lies outside a block of {block_bytes}"
+        raise BadBatch(what, where=f"row batch of {schema.fqn}")
     return Rows(
         schema=schema,
         rows=d.rows,
@@ -136,17 +132,12 @@ def rows_of(
 
 
 def check_blob(chunk: pb.BlobChunk, block_bytes: int) -> None:
-    """Raise `BadBatch` unless the chunk fits its block and its blob."""
-    where = f"blob {chunk.name[:100]!r}"
-    if not chunk.name or len(chunk.name) > 1024:
-        raise BadBatch("a blob's name has 1 to 1024 characters", where=where)
-    if (
-        chunk.length > MAX_FRAME_BYTES - 4096
-        or chunk.offset % 64
-        or chunk.offset + chunk.length > block_bytes
-    ):
-        raise BadBatch(f"[{chunk.offset}, {chunk.offset + chunk.length}) lies outside a block", where=where)
-    if chunk.blob_offset + chunk.length > chunk.blob_bytes or (chunk.length == 0 and chunk.blob_bytes > 0):
-        raise BadBatch(
-            f"{chunk.length} bytes at {chunk.blob_offset} of a blob of {chunk.blob_bytes}", where=where
-        )
+    end, what = chunk.offset + chunk.length, ""
+    if not 0 < len(chunk.name) <= 1024:
+        what = "a blob's name has 1 to 1024 characters"
+    elif chunk.length > MAX_FRAME_BYTES - 4096 or chunk.offset % 64 or end > block_bytes:
+        what = f"[{chunk.offset}, {end}) lies outside a block"
+    elif chunk.blob_offset + chunk.length > chunk.blob_bytes or (chunk.length == 0 and chunk.blob_bytes > 0):
+        what = f"{chunk.length} bytes at {chunk.blob_offset} of a blob of {chunk.blob_bytes}"
+    if what:
+        raise BadBatch(what, where=f"blob {chunk.name[:100]!r}")

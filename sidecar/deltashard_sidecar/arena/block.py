@@ -11,8 +11,8 @@ stopped) or through quarantine, which ends when the rank's writer lock is free, 
 or began its next save. A block under a live writer handed to anybody else would mix two cuts. After a restart nobody
 knows which blocks an older epoch had granted: while a writer of then may live (`embargo`), none is given out at all.
 
-Saves never take the last `RESERVED_PER_RANK` free blocks per attached rank: a restore can always move. Each rank may
-hold at most its fair share of the rest, so one rank's cut cannot starve another's.
+Saves never take the last `RESERVED_PER_RANK` free blocks per attached rank: a restore can always move. Each rank holds
+at most its fair share of the rest.
 """
 
 from __future__ import annotations
@@ -92,24 +92,20 @@ class Ledger:
         return len(self._free)
 
     def counts(self) -> dict[str, int]:
-        """Blocks by use, for the metrics."""
         found = Counter(block.use.value for block in self.blocks)
         return {use.value: found.get(use.value, 0) for use in Use}
 
     def held(self, rank: int, *uses: Use) -> list[int]:
-        """Blocks of `rank` in one of `uses`."""
         return [block.index for block in self.blocks if block.rank == rank and block.use in uses]
 
-    def grant(self, rank: int, limit: int | None = None) -> list[int]:
+    def grant(self, rank: int, limit: int = 1 << 30) -> list[int]:
         """Grant `rank` what it may have now: up to its fair share, leaving the restore reserve free."""
         if self.embargo:
             return []
         ranks = max(1, len(self.ranks))
         reserve = ranks * RESERVED_PER_RANK
         share = max(1, (self.total - reserve) // ranks)
-        room = min(share - len(self.held(rank, Use.GRANTED, Use.FILLED)), len(self._free) - reserve)
-        if limit is not None:
-            room = min(room, limit)
+        room = min(share - len(self.held(rank, Use.GRANTED, Use.FILLED)), len(self._free) - reserve, limit)
         return [self._take(rank, Use.GRANTED) for _ in range(max(0, room))]
 
     def take_serving(self, rank: int) -> int | None:
@@ -131,16 +127,14 @@ class Ledger:
 
     def check_granted(self, rank: int, index: int) -> None:
         """Raise `NotGranted` unless `rank` may hand over bytes in block `index` now."""
-        if (
-            not 0 <= index < self.total
-            or self.blocks[index].rank != rank
-            or self.blocks[index].use is not Use.GRANTED
-        ):
-            raise NotGranted(
-                f"block {index} is not granted to local rank {rank}",
-                where="arena",
-                remedy="blocks of an older epoch or stream are void: begin the save again",
-            )
+        if not self._is(index, rank, Use.GRANTED):
+            what = f"block {index} is not granted to local rank {rank}"
+            remedy = "blocks of an older epoch or stream are void: begin the save again"
+            raise NotGranted(what, where="arena", remedy=remedy)
+
+    def _is(self, index: int, rank: int, use: Use) -> bool:
+        """Whether a block that a trainer names is one, and its own for this use."""
+        return 0 <= index < self.total and (self.blocks[index].rank, self.blocks[index].use) == (rank, use)
 
     def received(self, index: int) -> None:
         block = self._expect(index, Use.GRANTED)
@@ -162,11 +156,7 @@ class Ledger:
 
     def served(self, rank: int, index: int) -> None:
         """The trainer applied every frame of a serving block."""
-        if (
-            not 0 <= index < self.total
-            or self.blocks[index].rank != rank
-            or self.blocks[index].use is not Use.SERVING
-        ):
+        if not self._is(index, rank, Use.SERVING):
             raise NotGranted(f"block {index} does not hold frames for local rank {rank}", where="arena")
         self._release(self.blocks[index])
 
@@ -196,10 +186,8 @@ class Ledger:
 
     def settle(self, rank: int) -> int:
         """No writer of `rank` lives (or it attached again): its quarantined blocks are freed; returns how many."""
-        found = self.held(rank, Use.QUARANTINED)
         freed = 0
-        for index in found:
-            block = self.blocks[index]
+        for block in map(self.blocks.__getitem__, self.held(rank, Use.QUARANTINED)):
             block.use = Use.FILLED
             freed += self._settle(block)
         return freed

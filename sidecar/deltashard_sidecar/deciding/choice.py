@@ -8,12 +8,11 @@ Without a goal, and with `fixed`, the timers stay as stated, and what `auto` wou
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from deltashard_checkpoint.deciding.goal import AUTO, FIXED, Goal, goal
+from deltashard_checkpoint.deciding.goal import AUTO, FIXED, goal
 from deltashard_checkpoint.deciding.interval import (
     ENOUGH,
     EVIDENCE_RATIO,
@@ -30,15 +29,13 @@ from deltashard_checkpoint.deciding.record import Held
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.deciding.measurements import Measurements, Opening
+from deltashard_sidecar.deciding.measurements import Measurements
 from deltashard_sidecar.policy import changed
 
 MEASURING_S = 60.0
 """Interval until saves were measured, where the policy has none."""
 SOONEST_S = 1.0
 """However many attempts before ended without a checkpoint."""
-PHASE_SHARE = 0.1
-"""By so much of an interval, either way, an attempt's first save is off: runs that start together drift apart."""
 Cause = Literal["measured", "cost", "failures", "durable", "policy"]
 """Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
 interval; another goal or bound."""
@@ -55,16 +52,9 @@ class Choice:
     """None while saves are measured."""
     every_s: float
     every_steps: int
-    phase: float
-    """By which share of the interval the attempt's first save is off, -0.1 to 0.1."""
     decision: fleet.Decision
     cause: Cause | None
     """Why `held` is another one than before; None: it is not."""
-
-    @property
-    def timers(self) -> tuple[float, int] | None:
-        """Those that replace the policy's; None: none do."""
-        return (self.every_s, self.every_steps) if self.applied else None
 
     def over(self, policy: pb.Policy) -> pb.Policy:
         if not self.applied:
@@ -111,13 +101,7 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
             every_s = most_s
     decision.value = timers(every_s, every_steps)
     return Choice(
-        applied=applied,
-        held=held,
-        every_s=every_s,
-        every_steps=every_steps,
-        phase=_phase(known.opening, aim) if applied else 0.0,
-        decision=decision,
-        cause=cause,
+        applied=applied, held=held, every_s=every_s, every_steps=every_steps, decision=decision, cause=cause
     )
 
 
@@ -164,13 +148,6 @@ def _cap_s(policy: pb.Policy, doublings: int) -> float:
     about half of what it trained, however long it lives.
     """
     return within(policy, max(SOONEST_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
-
-
-def _phase(opening: Opening, aim: Goal) -> float:
-    digest = hashlib.sha256(f"{opening.run}\0{opening.attempt}".encode()).digest()
-    phase = PHASE_SHARE * (2 * int.from_bytes(digest[:8]) / (1 << 64) - 1)
-    # What may be lost at most was promised.
-    return -abs(phase) if aim.aim == "lost-work" else phase
 
 
 def timers(every_s: float, every_steps: int) -> str:

@@ -7,12 +7,11 @@ other part. A sidecar without rank 0 never hears of an attempt, and decides noth
 from __future__ import annotations
 
 import os
-import re
+import platform
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, Profile
 from deltashard_checkpoint.deciding.evidence import NONE, Expected, rates
@@ -38,46 +37,31 @@ from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
-CPUINFO = Path("/proc/cpuinfo")
 MAX_KEY = 200
 """Characters of a profile's key: it rides in every commit."""
-_MODEL = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 
 
 class Decider:
     """Measurements and the choice in force. Thread-safe; its lock is the last of all."""
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        metrics: Metrics,
-        log: Logger,
-        clock: Callable[[], float] = time.time,
+        self, settings: Settings, *, metrics: Metrics, log: Logger, clock: Callable[[], float] = time.time
     ) -> None:
-        """`clock`: Unix seconds."""
         self._metrics = metrics
         self._log = log
         self._clock = clock
-        self._place = place(settings.profile_key)
+        self._place = f"{settings.profile_key}, {os.cpu_count()} x {platform.machine()}".lstrip(", ")
         self._lock = threading.Lock()
         self._policy = policy_of(settings)
         self._known: Measurements | None = None
         """None before an attempt."""
         self._choice: Choice | None = None
-        self._looked_at: tuple[float, int] | None = None
-        """The timers that were chosen at the last look; None: none were."""
-
-    # What holds.
+        self._looked_at = self._policy
+        """The policy that held at the last look."""
 
     def over(self, policy: pb.Policy) -> pb.Policy:
         choice = self._choice
         return policy if choice is None else choice.over(policy)
-
-    def phase(self) -> float:
-        """By which share of the interval the attempt's first save is off, -0.1 to 0.1; 0 where nothing is chosen."""
-        choice = self._choice
-        return 0.0 if choice is None else choice.phase
 
     def text(self, *, closing: bool) -> str | None:
         """What rides in a commit that begins now; `closing`: the trainer's end asked for it. None: nothing does."""
@@ -89,9 +73,7 @@ class Decider:
         return text if len(text) <= MAX_TEXT else None
 
     def measured(self) -> fleet.Measured | None:
-        """For reports; None: another pod decides."""
-        known = self._known
-        if known is None:
+        if (known := self._known) is None:
             return None
         profile, cost_s = known.profile, known.cost_s
         return fleet.Measured(
@@ -114,11 +96,8 @@ class Decider:
         return Expected(rates=known.rates, trained_s=known.evidence.exposure_s, step_s=known.profile.step_s)
 
     def decisions(self) -> list[fleet.Decision]:
-        """What holds, what would, and why."""
         choice = self._choice
         return [] if choice is None else [choice.decision]
-
-    # What it hears.
 
     def governed(self, policy: pb.Policy) -> None:
         with self._lock:
@@ -126,8 +105,8 @@ class Decider:
             self._decide()
 
     def opened(self, opening: Opening, state: RunState) -> None:
-        """A trainer of rank 0 begins an attempt, or continues one; `state`: the log as it stands."""
-        key = key_of(self._place, opening.world_size)
+        # What is cut off, if it has to be, is the place's end.
+        key = f"world size {opening.world_size}, {version()}, {self._place}"[:MAX_KEY]
         with self._lock:
             before = self._known
             if before is not None and before.opening.attempt > opening.attempt:
@@ -147,7 +126,7 @@ class Decider:
             record = recorded(text)
         except UserError as error:
             self._log.warning("profile.unreadable", **explain(error))
-            return Record(profile=Profile(key=key))
+            return None
         if record.profile.key == key:
             self._log.info("profile.adopted", saves=record.profile.save.n, seq=newest.seq)
             return record
@@ -161,7 +140,8 @@ class Decider:
         self._hear(lambda known, now_s: known.came(now_s))
 
     def gone(self) -> None:
-        self._hear(lambda known, now_s: known.gone(now_s))
+        """Rank 0's trainer went away without a word."""
+        self._hear(lambda known, now_s: replace(known, left_s=now_s, save=None))
 
     def prepares(self) -> None:
         """Rows are copied ahead of a cut from now on: steps are not quiet."""
@@ -170,17 +150,15 @@ class Decider:
     def save_begins(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> None:
         self._hear(lambda known, _: known.save_begins(save, planned_steps=planned_steps, partial=partial))
 
-    def save_failed(self, cut: int) -> None:
-        self._hear(lambda known, now_s: known.save_failed(cut, now_s))
-
-    def committed(self, cut: int, cost: Cost) -> None:
-        self._hear(lambda known, now_s: known.save_committed(cut, cost, now_s))
+    def save_ended(self, cut: int, cost: Cost | None) -> None:
+        """A save is durable, or failed (`cost` None)."""
+        self._hear(lambda known, now_s: known.save_ended(cut, cost, now_s))
 
     def look(self, reading: Reading) -> bool:
         """One look at rank 0's control line, once a tick; True when the timers are others than at the look before."""
         self._hear(lambda known, now_s: known.read(reading, now_s))
         with self._lock:
-            before, self._looked_at = self._looked_at, None if self._choice is None else self._choice.timers
+            before, self._looked_at = self._looked_at, self.over(self._policy)
             return before != self._looked_at
 
     def _hear(self, change: Callable[[Measurements, float], Measurements]) -> None:
@@ -189,8 +167,6 @@ class Decider:
             if (before := self._known) is None:
                 return
             self._known = change(before, self._clock())
-            if (trained_s := self._known.meter.trained_s - before.meter.trained_s) > 0:
-                self._metrics.trained.inc(trained_s)
             if calls_for_choice(before, self._known):
                 self._decide()
 
@@ -207,43 +183,18 @@ class Decider:
             self._log.error("decider.unexpected", exc_info=error)
             choice = None
         self._choice = choice  # at once: others read it without the lock
-        self._show()
-
-    def _decided(self, choice: Choice, cause: str, before: Measurements) -> None:
-        self._metrics.decided.labels(cause).inc()
-        self._log.info(
-            "decided",
-            subject="interval",
-            goal=choice.decision.goal,
-            interval=choice.decision.would,
-            before="" if before.held is None else f"every {before.held.basis.seconds:.4g} s",
-            cause=cause,
-            why=choice.decision.why,
-            bound=choice.decision.bound,
-            unreachable=choice.decision.unreachable,
-            evidence=choice.decision.evidence,
-        )
-
-    def _show(self) -> None:
-        metrics, choice, known = self._metrics, self._choice, self._known
+        metrics, known = self._metrics, self._known
         held = None if choice is None else choice.held
         metrics.interval.labels("in_force").set(self.over(self._policy).every_s)
         metrics.interval.labels("chosen").set(0.0 if held is None else held.basis.seconds)
         metrics.cost.set(0.0 if known is None else known.profile.save.mean)
         metrics.mtbf.set(0.0 if known is None else known.rates.mtbf_s)
 
-
-def place(stated: str, *, cpuinfo: Path = CPUINFO) -> str:
-    """Where a profile is measured: `stated` (the setting `profile_key`) and the node's processors."""
-    try:
-        found = _MODEL.search(cpuinfo.read_text())
-    except OSError:
-        found = None
-    model = "processors" if found is None else found[1].strip()
-    return ", ".join(each for each in (stated, f"{os.cpu_count()} x {model}") if each)
-
-
-def key_of(where: str, world_size: int) -> str:
-    """The name of a profile: one that was measured under another name is not continued."""
-    # What is cut off, if it has to be, is the place's end.
-    return f"world size {world_size}, {version()}, {where}"[:MAX_KEY]
+    def _decided(self, choice: Choice, cause: str, before: Measurements) -> None:
+        self._metrics.decided.labels(cause).inc()
+        said = {
+            name: getattr(choice.decision, name)
+            for name in ("goal", "why", "bound", "unreachable", "evidence")
+        }
+        was = "" if before.held is None else f"every {before.held.basis.seconds:.4g} s"
+        self._log.info("decided", interval=choice.decision.would, before=was, cause=cause, **said)

@@ -4,7 +4,8 @@
     its commit          stall (of the slowest rank), seconds to durable, slowdown while rows were copied ahead
     the first step that ended after it     what the steps between took beyond quiet ones: the save's cost is complete
 
-Only saves of a timer are measured: who asks for one mostly waits for it, and an end has no step after it.
+Only saves of a timer are measured: who asks for one mostly waits for it, and an end has no step after it. Failures are
+counted where a trainer comes back; the counts ride in commits (`record`), and the next process goes on from them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
 from deltashard_checkpoint.deciding.ending import ends
@@ -21,7 +23,6 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 
-from deltashard_sidecar.deciding.history import Past, follows_rewind, past, without_checkpoint
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 
 MEMORY = 40
@@ -62,7 +63,6 @@ class MeasuredSave:
 class Opening:
     """An attempt that begins, or that is found under way."""
 
-    run: str
     attempt: int
     world_size: int
     ranks_here: int
@@ -88,9 +88,8 @@ class Measurements:
     profile: Profile
     held: Held | None = None
     """The choice in force."""
-    past: Past = field(default_factory=Past)
-    here: Evidence = NONE
-    """Beside the past: recorded by a decider before, and seen by this one."""
+    evidence: Evidence = NONE
+    """Recorded by a decider before, and seen by this one."""
     meter: StepMeter = field(default_factory=StepMeter)
     saves: int = 0
     save: MeasuredSave | None = None
@@ -107,12 +106,6 @@ class Measurements:
     """Whether the trainer recovers partially."""
     left_steps: float = math.inf
 
-    # What follows from it.
-
-    @property
-    def evidence(self) -> Evidence:
-        return self.past.evidence(self.profile.step_s).plus(self.here)
-
     @property
     def rates(self) -> Rates:
         return rates(self.evidence, pods=self.opening.pods)
@@ -123,8 +116,6 @@ class Measurements:
 
     def record(self, *, closing: bool) -> Record:
         return Record(profile=self.profile, held=self.held, evidence=self.evidence, closing=closing)
-
-    # What happens.
 
     def attached(self, ranks_here: int) -> Measurements:
         """So many ranks are attached now: how many pods the run has follows from it."""
@@ -139,28 +130,20 @@ class Measurements:
         reschedule = _sampled(self.profile.reschedule, gap_s)
         return replace(gone, profile=replace(self.profile, reschedule=reschedule))
 
-    def gone(self, now_s: float) -> Measurements:
-        """Rank 0's trainer went away without a word."""
-        return replace(self, left_s=now_s, save=None)
-
     def save_begins(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> Measurements:
         step = save.begun.step
         left_steps = planned_steps - step if planned_steps > step else math.inf
         return replace(self, save=save, left_steps=left_steps, partial=partial)
 
-    def save_failed(self, cut: int, now_s: float) -> Measurements:
-        """It will never commit, and is no measurement."""
-        if self.save is None or self.save.cut != cut:
-            return self
-        return replace(self, save=replace(self.save, ended_s=now_s))
-
-    def save_committed(self, cut: int, cost: Cost, now_s: float) -> Measurements:
-        """A save of rank 0 is durable. What it cost is known once the trainer has ended a step after it."""
-        doublings = None if self.doublings is None else self.doublings + 1
-        now = replace(self, committed=True, doublings=doublings)
+    def save_ended(self, cut: int, cost: Cost | None, now_s: float) -> Measurements:
+        """A save of rank 0 is durable, or failed (`cost` None). What it cost is known at the first step after it."""
+        now = self
+        if cost is not None:
+            doublings = None if self.doublings is None else self.doublings + 1
+            now = replace(self, committed=True, doublings=doublings)
         if self.save is None or self.save.cut != cut:
             return now
-        measured = self.save.timed and math.isfinite(cost.stall_s) and cost.stall_s >= 0
+        measured = cost is not None and self.save.timed and 0 <= cost.stall_s < math.inf
         return replace(now, save=replace(self.save, ended_s=now_s, cost=cost if measured else None))
 
     def read(self, reading: Reading, now_s: float) -> Measurements:
@@ -168,15 +151,14 @@ class Measurements:
             return self  # what the line says of time is not this attempt's yet
         prepares = now_s - self.disturbed_s < PREPARED_S
         meter = self.meter.read(reading, quiet=self.save is None and not prepares)
-        now = replace(self, meter=meter)
-        if (trained_s := meter.trained_s - self.meter.trained_s) > 0:
-            now = replace(now, here=self.here.trained(trained_s))
+        trained_s, profile = meter.trained_s - self.meter.trained_s, self.profile
         if meter.step_s:
-            now = replace(now, profile=replace(self.profile, step_s=_short(meter.step_s)))
+            profile = replace(profile, step_s=_short(meter.step_s))
         if self.restoring:
-            now = replace(
-                now, restoring=False, profile=_with_restore(now.profile, self.opening.reading, reading)
-            )
+            profile = _with_restore(profile, self.opening.reading, reading)
+        now = replace(self, meter=meter, profile=profile, restoring=False)
+        if trained_s > 0:
+            now = replace(now, evidence=self.evidence.trained(trained_s))
         save = self.save
         if save is None or save.ended_s is None or reading.at_s <= save.ended_s:
             return now
@@ -185,7 +167,6 @@ class Measurements:
 
 
 def _with_restore(profile: Profile, opened: Reading, reading: Reading) -> Profile:
-    """At the first step after a restore: what it took from open to there, without the steps seen since."""
     seconds = reading.at_s - opened.at_s - (reading.step - opened.step - 1) * profile.step_s
     return replace(profile, restore=_sampled(profile.restore, seconds)) if seconds > 0 else profile
 
@@ -196,8 +177,7 @@ def _with_save(known: Measurements, begun: Reading, cost: Cost, reading: Reading
         stall=_sampled(known.profile.stall, cost.stall_s),
         durable=_sampled(known.profile.durable, cost.durable_s),
     )
-    slower_s = cost.slower_s if math.isfinite(cost.slower_s) else 0.0
-    slower_s = min(max(slower_s, 0.0), PREPARED_S)
+    slower_s = min(max(cost.slower_s, 0.0), PREPARED_S) if math.isfinite(cost.slower_s) else 0.0
     lost: float | None = cost.stall_s
     if profile.step_s > 0:
         # With the stall, which lies between the step that was cut and the next one.
@@ -214,15 +194,18 @@ def opened(
 ) -> Measurements:
     """A trainer of rank 0 begins an attempt, or continues one; `state`: the log as it stands.
 
-    `before` None: this process does not know the run, and continues from `record`, what its newest commit says, and
-    where that is None from the log alone. `key` names the profile (`Profile.key`).
+    `before` None: this process does not know the run, and continues from `record`, what its newest commit says, if it
+    says anything. `key` names the profile (`Profile.key`).
     """
     came_back = opening.resumed
     if before is None:
         # Its coming back was counted by a process that ended before it could commit so.
         attempt = state.attempts.get(opening.attempt)
         came_back |= attempt is not None and attempt.resumes_from is not None and attempt.last_seq is None
-        before = _first(opening, state, key, record, came_back=came_back)
+        record = record or Record(profile=Profile(key=key))
+        before = Measurements(
+            opening=opening, profile=record.profile, held=record.held, evidence=record.evidence
+        )
     newest = state.newest()
     same = before.profile.key == key
     empty = without_checkpoint(state, before=opening.attempt)
@@ -232,7 +215,7 @@ def opened(
         opening=opening,
         profile=before.profile if same else Profile(key=key),
         held=before.held if same else None,
-        meter=before.meter.began(None),
+        meter=replace(before.meter, last=None),
         save=None,
         left_steps=math.inf,
         restoring=opening.resumed,
@@ -245,20 +228,19 @@ def opened(
     if opening.step_seen:
         lossy = opening.step_seen > newest.step
     lossy &= not follows_rewind(state, opening.attempt)
-    return replace(now, committed=False, here=now.here.incident(lossy=lossy))
+    return replace(now, committed=False, evidence=now.evidence.incident(lossy=lossy))
 
 
-def _first(
-    opening: Opening, state: RunState, key: str, record: Record | None, *, came_back: bool
-) -> Measurements:
-    if record is not None:
-        return Measurements(opening=opening, profile=record.profile, held=record.held, here=record.evidence)
-    # The last attempt's end is counted where it is seen: by the trainer that comes back.
-    newest = state.newest()
-    last = None if newest is None else newest.attempt
-    goes_on = came_back or last == opening.attempt
-    found = past(state, open_attempt=last if goes_on else None)
-    return Measurements(opening=opening, profile=Profile(key=key), past=found)
+def follows_rewind(state: RunState, attempt: int) -> bool:
+    """Whether it is a person's rewind that attempt `attempt` comes right after: what was before it did not fail."""
+    before = max((n for n in state.attempts if n < attempt), default=None)
+    return before is not None and state.attempts[before].world_size == 0
+
+
+def without_checkpoint(state: RunState, *, before: int) -> int:
+    """Attempts in a row, up to attempt `before`, that ended without a checkpoint; a rewind is no attempt."""
+    real = sorted((n for n, each in state.attempts.items() if n < before and each.world_size), reverse=True)
+    return sum(1 for _ in takewhile(lambda n: state.attempts[n].last_seq is None, real))
 
 
 def calls_for_choice(before: Measurements, after: Measurements) -> bool:
@@ -272,8 +254,7 @@ def _sampled(measure: Measure, seconds: float) -> Measure:
 
 
 def _short(seconds: float) -> float:
-    """As many digits as a measurement has: it is written into every commit."""
-    return float(f"{seconds:.4g}")
+    return float(f"{seconds:.4g}")  # as many digits as a measurement has: it is written into every commit
 
 
 def _closing(text: str | None, otherwise: bool) -> bool:

@@ -44,22 +44,14 @@ class StepMeter:
     last: Reading | None = None
     windows: tuple[Window, ...] = ()
     """Quiet ones, oldest first: no save was in flight."""
-    steps: int = 0
-    """Of all windows."""
-    seconds: float = 0.0
     odd: int = 0
     """Windows in a row that were left out as pauses."""
     trained_s: float = 0.0
     """Seconds in which steps ended, saves and pauses included."""
 
-    def began(self, reading: Reading | None) -> Self:
-        """A trainer begins, or goes on, here; None: where it is read next."""
-        return replace(self, last=reading)
-
     def read(self, reading: Reading, *, quiet: bool) -> Self:
-        """After one more reading; `quiet`: no save was in flight since the one before."""
         if self.last is None or reading.step < self.last.step:
-            return self.began(reading)
+            return replace(self, last=reading)
         window = Window(reading.step - self.last.step, reading.at_s - self.last.at_s)
         if window.steps == 0:
             return self
@@ -70,20 +62,10 @@ class StepMeter:
         if not quiet:
             return after
         if not self._is_pause(window):
-            return after.and_quiet(window)
+            return replace(after, windows=(*self.windows, window)[-WINDOWS:], odd=0)
         if self.odd + 1 < FEWEST_WINDOWS:
             return replace(after, odd=self.odd + 1)
-        return replace(after, windows=(), steps=0, seconds=0.0).and_quiet(window)
-
-    def and_quiet(self, window: Window) -> Self:
-        gone = self.windows[:1] if len(self.windows) == WINDOWS else ()
-        return replace(
-            self,
-            windows=(*self.windows[len(gone) :], window),
-            steps=self.steps + window.steps - sum(each.steps for each in gone),
-            seconds=self.seconds + window.seconds - sum(each.seconds for each in gone),
-            odd=0,
-        )
+        return replace(after, windows=(window,), odd=0)
 
     def _is_pause(self, window: Window) -> bool:
         usual_s = self.step_s if len(self.windows) >= FEWEST_WINDOWS else 0.0
@@ -92,7 +74,8 @@ class StepMeter:
     @property
     def step_s(self) -> float:
         """Of a quiet step, the mean; 0: too few were seen."""
-        return self.seconds / self.steps if self.steps >= FEWEST_STEPS else 0.0
+        steps = sum(each.steps for each in self.windows)
+        return sum(each.seconds for each in self.windows) / steps if steps >= FEWEST_STEPS else 0.0
 
 
 def lost_s(since: Reading, until: Reading, *, step_s: float, in_flight_s: float) -> float | None:

@@ -1,8 +1,4 @@
-"""What a report says, read from the sidecar's parts, and what of it is news.
-
-Called from the reporting thread, and it only reads: a handful of the pipeline's attributes, and the newest log state
-any handle has seen.
-"""
+"""What a report says, read from the sidecar's parts by the reporting thread, and what of it is news."""
 
 from __future__ import annotations
 
@@ -28,14 +24,11 @@ CHECKPOINTS, PINS = 10, 4
 """Told of by name."""
 
 
-_SETTINGS = {"namespace": "pod_namespace", "pod": "pod_name", "node": "node_name"}
-"""Fields of `Who` that are settings of another name."""
-
-
 def who(settings: Settings) -> fleet.Who:
+    other = {"namespace": "pod_namespace", "pod": "pod_name", "node": "node_name"}
     said = fleet.Who(version=version(), started_at_s=time.time())
     for name in {each.name for each in said.DESCRIPTOR.fields} - {"version", "started_at_s"}:
-        setattr(said, name, getattr(settings, _SETTINGS.get(name, name)))
+        setattr(said, name, getattr(settings, other.get(name, name)))
     return said
 
 
@@ -70,17 +63,15 @@ class SidecarState:
             run=run.name,
             phase=self._phase(sessions),
             ranks=[
-                fleet.Rank(
-                    rank=who.rank, world_size=who.world_size, step=sidecar.keeper.step_of(who.local_rank)
-                )
-                for who in (s.who for s in sessions)
+                fleet.Rank(rank=w.rank, world_size=w.world_size, step=sidecar.keeper.step_of(w.local_rank))
+                for w in (s.who for s in sessions)
             ],
             attempt=_attempt(sessions),
             saves_failed_in_a_row=sidecar.activity.failed_in_a_row,
             store_ok=run.health.store_ok,
             store_proven=proven(run.store),
             credentials_ok=run.health.credentials_ok,
-            save_blocked=sidecar.keeper.blocked(sidecar.sessions.ranks())[1],
+            save_blocked=sidecar.blocked()[1],
             directive=sidecar.control.in_force.id,
         )
 
@@ -92,15 +83,14 @@ class SidecarState:
             return fleet.PHASE_STOPPING
         if not sessions:
             return fleet.PHASE_WAITING
-        ready = all(s.attempt.number is not None and not self._restores(s) for s in sessions)
+        ready = all(s.attempt is not None and not self._restores(s) for s in sessions)
         return fleet.PHASE_TRAINING if ready else fleet.PHASE_RESTORING
 
     def _restores(self, session: Session) -> bool:
         """Until every row is there; a trainer that steps has what it wanted."""
-        attempt = session.attempt
-        if attempt.restored or not attempt.resumed:
+        if session.restored or not session.resumed:
             return False
-        return self._sidecar.keeper.step_time_s(session.who.local_rank) < attempt.asked_at_s
+        return self._sidecar.keeper.step_time_s(session.who.local_rank) < session.asked_at_s
 
     def run(self) -> fleet.RunState:
         sidecar, state, now_s = self._sidecar, self._sidecar.run.state(), time.time()
@@ -115,7 +105,7 @@ class SidecarState:
             decisions=[*sidecar.decider.decisions(), *([] if bits is None else [bits])],
         )
         if (newest := state.newest()) is not None:
-            commits = (s.attempt.last_commit for s in sessions)
+            commits = (s.last_commit for s in sessions)
             # Our own says how long the commit took, the log does not.
             mine = next((c for c in commits if c is not None and c.seq == newest.seq), None)
             said.newest.CopyFrom(mine or commit_message(newest))
@@ -127,7 +117,7 @@ class SidecarState:
 
 
 def _attempt(sessions: list[Session]) -> int:
-    return max((s.attempt.number or 0 for s in sessions), default=0)
+    return max((s.attempt or 0 for s in sessions), default=0)
 
 
 def _newest(state: RunState) -> list[Checkpoint]:

@@ -2,8 +2,7 @@
 
 Every call is a connection of its own: TLS against the injected authority, the token as the file holds it now, no proxy,
 no redirect, `DEADLINE_S` for all of it. One is under way at a time, and an answer that comes later is dropped: the next
-report says it all again. Whatever goes wrong is counted by cause, and logged when the cause changes; `report_schedule`
-says when to come again. Without a controller training, saves and restores go on, under the newest commit's directive.
+report says it all again. Whatever goes wrong is counted by cause, and logged when the cause changes.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class ReportClient:
         self._thread.start()
 
     def nudge(self) -> None:
-        """Report now."""
         self._nudged = True
         self._wake.set()
 
@@ -112,8 +110,6 @@ class ReportClient:
             work()
         except Exception as error:  # noqa: BLE001 - what nobody foresaw costs a report, never the thread
             cause = next((cause for kind, cause in FAULTS if isinstance(error, kind)), "other")
-            if cause == "other" and self._said != cause:
-                self._log.error("fleet.unexpected", exc_info=error)
             self._failed(0, cause, f"{type(error).__name__}: {error}")
 
     def _look(self) -> None:

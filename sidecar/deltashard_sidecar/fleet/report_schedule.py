@@ -40,12 +40,10 @@ class ReportSchedule:
     nudged_s: float = float("-inf")
 
     def changed(self, now_s: float) -> Self:
-        """There is news: it is told as soon as the pace allows."""
         at_s = self.due_s if self.failures else max(now_s, self.full_s - (BURST - 1))
         return replace(self, due_s=min(self.due_s, at_s))
 
     def nudged(self, now_s: float) -> Self:
-        """Somebody asks for a report now; too often it is ignored."""
         return self if now_s - self.nudged_s < NUDGE_S else replace(self, due_s=now_s, nudged_s=now_s)
 
     def taken(self, next_s: float, now_s: float, uniform: Callable[[], float] = chance) -> Self:

@@ -34,10 +34,9 @@ class Beginning:
     """Begins the run. Thread-safe: of two that open at once, the second finds what the first has copied."""
 
     def __init__(
-        self, restore_from: str, store: Store, identity: Identity, *, cache: PackCache, log: Logger
+        self, restore_from: str, store: Store, identity: Identity, cache: PackCache, log: Logger
     ) -> None:
         """`restore_from`: RUN or RUN@PIN; empty: the run begins anew."""
-        self._source, _, self._pin = restore_from.partition("@")
         self._wanted = restore_from
         self._store = store
         self._identity = identity
@@ -55,12 +54,11 @@ class Beginning:
             return
         log = RunLog(self._store, self._identity.run)
         with self._lock:
-            if self._has_log(log, deadline_s):
-                if not self._told:
-                    self._logger.info("restore_from.ignored", what="the run has a log of its own")
-            else:
+            if not self._has_log(log, deadline_s):
                 self._check(request)
                 self._copy(log, deadline_s)
+            elif not self._told:
+                self._logger.info("restore_from.ignored", what="the run has a log of its own")
             self._told = True
 
     @staticmethod
@@ -74,32 +72,21 @@ class Beginning:
             return True
 
     def _check(self, request: pb.OpenRequest) -> None:
-        says = (
-            f"restore(from_run={request.from_run!r})"
-            if request.from_run
-            else "fresh=True"
-            if request.which == "none"
-            else ""
-        )
+        says = "fresh=True" if request.which == "none" else ""
+        if request.from_run:
+            says = f"restore(from_run={request.from_run!r})"
         if says:
-            raise BeginningRefused(
-                f"the run is to begin with a checkpoint of {self._wanted}, and the training script says {says}",
-                where=WHERE,
-                remedy="say it in one of the two places",
-            )
+            what = f"the run is to begin with a checkpoint of {self._wanted}, and the training script says {says}"
+            raise BeginningRefused(what, where=WHERE, remedy="say it in one of the two places")
 
     def _copy(self, log: RunLog, deadline_s: float) -> None:
-        source = RunLog(self._store, self._source)
-        which = f"pin:{self._pin}" if self._pin else "latest"
+        name, _, pin = self._wanted.partition("@")
+        source, which = RunLog(self._store, name), f"pin:{pin}" if pin else "latest"
+        where = f"{WHERE}; {self._store.url}"
         try:
+            owner = self._identity.owner
             done = start_run(
-                source,
-                log,
-                which,
-                self._cache,
-                owner=self._identity.owner,
-                goes_on=True,
-                deadline_s=deadline_s,
+                source, log, which, self._cache, owner=owner, goes_on=True, deadline_s=deadline_s
             )
         except (CheckpointNotFound, CompactionUnfit) as error:
             there = source.state.tip >= 0
@@ -108,20 +95,17 @@ class Beginning:
                 remedy = "leave it to the training script: restore(from_run=) reads it without a copy"
             elif there and error.remedy:
                 remedy = f"{error.remedy}; {remedy}"
-            raise BeginningRefused(
-                f"the run cannot begin with {which} of run {self._source!r}: "
-                + (error.what if there else "there is no such run in the store"),
-                where=f"{WHERE}; {self._store.url}",
-                remedy=remedy,
-            ) from error
+            what = error.what if there else "there is no such run in the store"
+            what = f"the run cannot begin with {which} of run {name!r}: {what}"
+            raise BeginningRefused(what, where=where, remedy=remedy) from error
         except TargetTaken as error:
             if self._has_log(log, deadline_s):
                 return  # another pod of this run was faster
-            raise BeginningRefused(
-                f"a copy that the run is to begin with was cut short, and does not go on: {error.what}",
-                where=f"{WHERE}; {self._store.url}",
-                remedy="start again, if another pod begins the run just now; else `deltashard rm --ended` removes it",
-            ) from error
+            what = f"a copy that the run is to begin with was cut short, and does not go on: {error.what}"
+            remedy = (
+                "start again, if another pod begins the run just now; else `deltashard rm --ended` removes it"
+            )
+            raise BeginningRefused(what, where=where, remedy=remedy) from error
         self._logger.info(
-            "restore_from.copied", source=self._source, seq=done.source_seq, step=done.step, bytes=done.bytes
+            "restore_from.copied", source=name, seq=done.source_seq, step=done.step, bytes=done.bytes
         )

@@ -2,10 +2,8 @@
 
 A choice needs errors of a sample of rows, which the first baseline of a process brings; before that everything is
 stored with 8 bit. It is made anew at every cut. Where it asks for more bits than rows are stored with, the cut becomes
-a baseline (`write.precision`); fewer bits begin at the next baseline, so that all rows of a table are stored alike.
-
-Of several ranks the first one that comes to a cut has the choice made, of all their tables, and the others store by
-it. That needs all of them at one sidecar: in several pods each sees only its own rows, and there bits are shown, and
+a baseline (`write.precision`); fewer bits begin at the next baseline. Of several ranks the first one at a cut has the
+choice made, of all their tables. In several pods each sidecar sees only its own rows: there bits are shown, and
 `encoding` and `tables` hold.
 """
 
@@ -14,7 +12,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.deciding.evidence import Expected
@@ -43,19 +42,13 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import chooses_bits
 from deltashard_sidecar.run.row_error import RowErrors
-from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 HORIZON_S = 86400.0
 """Restores are expected over so long where the trainer does not say how much is left."""
 
 
-_Cut = tuple[int, int, bool]
-"""Attempt, cut, and whether the rank ends with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class Ranks(NamedTuple):
     """Those of a run that this sidecar sees."""
 
     tables: Sequence[TableSchema]
@@ -67,7 +60,7 @@ class Ranks:
 class BitChoice:
     """The choice of one run, and what it rests on. Thread-safe."""
 
-    def __init__(self, *, metrics: Metrics, log: Logger) -> None:
+    def __init__(self, *, log: Logger) -> None:
         self.errors = RowErrors()
         self.decision: fleet.Decision | None = None
         """The newest; None: nothing is chosen."""
@@ -76,12 +69,11 @@ class BitChoice:
         self._harm = Harm()
         self._tables: Sequence[TableSchema] = ()
         """Of all ranks, as of the newest choice."""
-        self._of_cut: tuple[_Cut, Mapping[str, str]] | None = None
-        """What was chosen last, and for which cut; None: nothing was yet."""
+        self._of_cut: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
+        """What was chosen last, and for which attempt, cut, and whether the rank ends with it; None: nothing yet."""
         self._doubted = ""
         """The setting of whose names some are no table's, and it was said."""
         self._lock = threading.Lock()
-        self._metrics = metrics
         self._log = log
 
     def opened(self, attempt: int, source: Checkpoint | None, state: RunState) -> None:
@@ -92,9 +84,8 @@ class BitChoice:
 
     def goes_on(self, state: RunState, attempt: int) -> None:
         """An attempt is under way: what the process before knew of it stands in the log."""
-        with self._lock:
-            if self._attempt == attempt:
-                return  # this one's own, which knows more
+        if self._attempt == attempt:
+            return  # this one's own, which knows more
         resumed = state.attempts[attempt].resumes_from
         self.opened(attempt, None if resumed is None else state.checkpoints.get(resumed), state)
         mine = [c for c in state.checkpoints.values() if c.attempt == attempt and harm.KEY in c.metadata]
@@ -104,12 +95,11 @@ class BitChoice:
                 self._harm = found
 
     def _recorded(self, text: str | None) -> Harm:
-        if text is not None:
-            try:
-                return harm.recorded(text)
-            except DeltashardError as error:
-                self._log.warning("harm.unreadable", **explain(error))
-        return Harm()
+        try:
+            return Harm() if text is None else harm.recorded(text)
+        except DeltashardError as error:
+            self._log.warning("harm.unreadable", **explain(error))
+            return Harm()
 
     def encodings(
         self,
@@ -120,32 +110,26 @@ class BitChoice:
         *,
         attempt: int,
     ) -> dict[str, str]:
-        """Encodings that a cut shall store tables with; those of `policy.encoding` are left out."""
-        own, unknown = by_table(
-            encodings_of(policy.tables, where="tables"), [table.fqn for table in ranks.tables]
-        )
+        names = [table.fqn for table in ranks.tables]
+        own, unknown = by_table(encodings_of(policy.tables, where="tables"), names)
         if unknown and ranks.here and policy.tables != self._doubted:
             self._doubted = policy.tables
-            self._log.warning(
-                "tables.unknown", names=unknown, tables=sorted(table.fqn for table in ranks.tables)[:8]
-            )
-        stated = {table.fqn: own.get(table.fqn, policy.encoding) for table in ranks.tables}
+            self._log.warning("tables.unknown", names=unknown, tables=sorted(names)[:8])
+        encodings: Mapping[str, str] = {name: own.get(name, policy.encoding) for name in names}
         cut = attempt, begin.cut, begin.reason == "close"
-        with self._lock:
-            of_cut = self._of_cut
+        of_cut = self._of_cut
         if not chooses_bits(policy):
             self.decision = None
-            encodings: Mapping[str, str] = stated
         elif of_cut is not None and of_cut[0] == cut:
             encodings = of_cut[1]  # what another rank stores this cut by
         else:
             found = self._chosen(policy, ranks, begin, expected, own)
-            encodings = found.encodings if self.decides(policy, ranks) else stated
-            self._decided(policy, found, encodings, expected=expected, ranks=ranks)
-            with self._lock:
-                self._tables = ranks.tables
-                if begin.cut:  # 0: one that may come
-                    self._of_cut = cut, encodings
+            if ranks.here:
+                encodings = found.encodings
+            self._decided(policy, found, encodings, expected=expected, here=ranks.here)
+            self._tables = ranks.tables
+            if begin.cut:  # 0: one that may come
+                self._of_cut = cut, encodings
         return {table: encoding for table, encoding in encodings.items() if encoding != policy.encoding}
 
     def _chosen(
@@ -186,29 +170,21 @@ class BitChoice:
         encodings: Mapping[str, str],
         *,
         expected: Expected,
-        ranks: Ranks,
+        here: bool,
     ) -> None:
-        would = summary(found.encodings)
-        before = self.decision
-        self.decision = fleet.Decision(
+        before, between_s = self.decision, expected.rates.restores.mean_between_s
+        self.decision = now = fleet.Decision(
             subject="bits",
             goal=policy.bits_goal,
             value=summary(encodings),
-            would=would,
+            would=summary(found.encodings),
             why=found.why,
             bound=f"not below {policy.least_bits} bit" if policy.least_bits > BITS[0] else "",
-            evidence=(
-                f"{self._harm.restores} restores so far, one expected in "
-                f"{expected.rates.restores.mean_between_s / 3600:.3g} h"
-            ),
-            unreachable="" if ranks.here else "bits are chosen where all ranks are in one pod: shown here",
+            evidence=f"{self._harm.restores} restores so far, one expected in {between_s / 3600:.3g} h",
+            unreachable="" if here else "bits are chosen where all ranks are in one pod: shown here",
         )
-        if before is None or (before.value, before.would) != (self.decision.value, self.decision.would):
-            self._log.info("decided.bits", value=self.decision.value, would=would, why=found.why)
-
-    @staticmethod
-    def decides(policy: pb.Policy, ranks: Ranks) -> bool:
-        return chooses_bits(policy) and ranks.here
+        if before is None or (before.value, before.would) != (now.value, now.would):
+            self._log.info("decided.bits", value=now.value, would=now.would, why=found.why)
 
     def metadata(self, held: Stored | None) -> dict[str, str]:
         """What a commit says of the harm so far, and of what a restore of it would add; None: nobody chooses its bits.
@@ -216,18 +192,16 @@ class BitChoice:
         What restores did before is carried on then, too: bits may be chosen again.
         """
         with self._lock:
-            facts = {table.fqn: TableFacts(raw_bytes=_weight_bytes(table)) for table in self._tables}
+            tables, known, so_far = self._tables, self._attempt is not None, self._harm
         errors = {}
         if held is not None:
-            for name in large_tables(facts):
-                bits = ENCODINGS[held.of_table(name)].bits
-                if (error := self.errors.of(name).get(bits)) is not None:
+            for name in large_tables(
+                {each.fqn: TableFacts(raw_bytes=_weight_bytes(each)) for each in tables}
+            ):
+                if (error := self.errors.of(name).get(ENCODINGS[held.of_table(name)].bits)) is not None:
                     errors[name] = error
-        with self._lock:
-            if self._attempt is None:
-                return {}
-            told = replace(self._harm, error=errors)
-        return {harm.KEY: told.text()} if told.error or told.spent else {}
+        told = replace(so_far, error=errors)
+        return {harm.KEY: told.text()} if known and (told.error or told.spent) else {}
 
 
 def _weight_bytes(table: TableSchema) -> int:

@@ -1,12 +1,10 @@
 """Looks at whether the objects that a checkpoint is read from are still in the store.
 
-A delta restores only with all that its chain reads. Something else than this run may delete objects: a lifecycle rule
-of the bucket, a cleaning script, a hand. So before a cut is committed its chain is looked at: at a baseline, at the
-last save of a trainer, and when the last look is older than `LOOK_EVERY_S`; housekeeping looks, too. A checkpoint with
-missing objects is not built upon any more: the cut fails as an abandoned one does, and the next one is a baseline.
-
-A look is one LIST of `data/` for a trainer that is alone. A rank of many asks for each object of its own parts: a LIST
-would show it those of all ranks.
+Something else than this run may delete objects: a lifecycle rule of the bucket, a cleaning script, a hand. So before a
+cut is committed its chain is looked at: at a baseline, at the last save of a trainer, and when the last look is older
+than `LOOK_EVERY_S`; housekeeping looks, too. On a checkpoint with missing objects nothing is built any more: the cut
+fails as an abandoned one does, and the next one is a baseline. A look is one LIST of `data/` for a trainer that is
+alone. A rank of many asks for each object of its own parts: a LIST would show it those of all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.layout import layout_key
@@ -78,14 +76,13 @@ class ChainWatch:
         boxes: Iterable[Box] | None = None,
         rank: int = 0,
         alone: bool = True,
-        also: Mapping[str, Sequence[str]] | None = None,
+        also: Mapping[str, Sequence[str]] = MappingProxyType({}),
         deadline_s: float,
     ) -> None:
         """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at indexes `also` and their packs.
 
         Raises `ChainGone` where something is missing, and store errors.
         """
-        also = also or {}
         try:
             with deadline(deadline_s):
                 missing = self._missing(state, seq, also, manifests, boxes, alone, deadline_s)
@@ -104,12 +101,9 @@ class ChainWatch:
         first, count = min(missing), len(missing)
         self._log.error("chain.broken", seq=seq, missing=count, first=first)
         whose = "this save" if seq is None else f"the chain of checkpoint {seq}"
-        raise ChainGone(
-            f"{count} objects of {whose} are missing from the store or damaged, the first is {first}",
-            where=f"{self._store.url}/{state.run}",
-            remedy="the next save is a baseline and builds on nothing. Find what deletes below data/: a lifecycle rule "
-            "of the bucket, a cleaning script",
-        )
+        what = f"{count} objects of {whose} are missing from the store or damaged, the first is {first}"
+        remedy = "the next save is a baseline and builds on nothing. Find what deletes below data/: a script, a rule"
+        raise ChainGone(what, where=f"{self._store.url}/{state.run}", remedy=remedy)
 
     def _missing(
         self,
@@ -126,23 +120,23 @@ class ChainWatch:
 
         def gone(wanted: Mapping[str, str]) -> dict[str, str]:
             return {
-                key: prefix for key, prefix in wanted.items() if not self._is_there(state.run, key, there)
+                key: prefix
+                for key, prefix in wanted.items()
+                if run_key(state.run, key) not in there and not self._is_there(run_key(state.run, key))
             }
 
         read = () if seq is None else closure(state, (seq,))
-        documents = {}
+        documents: dict[str, str] = {}
         for entry in map(state.checkpoints.__getitem__, read):
             if (listed := entry.listed) is not None:
-                prefix = cut_prefix(entry.attempt, entry.cut)
-                documents[manifest_key(entry.attempt, entry.cut, listed.manifest)] = prefix
-                documents[layout_key(listed.layout)] = prefix
+                keys = manifest_key(entry.attempt, entry.cut, listed.manifest), layout_key(listed.layout)
+                documents |= dict.fromkeys(keys, cut_prefix(entry.attempt, entry.cut))
         if missing := gone(documents):
             return missing
         parts: tuple[Part, ...] = ()
         if seq is not None:
-            parts = tuple(
-                link.part for link in chain(manifests.listing(state, read), seq, boxes, strict=False)
-            )
+            links = chain(manifests.listing(state, read), seq, boxes, strict=False)
+            parts = tuple(link.part for link in links)
         indexes = {key: prefix_of(key) for key in (*(part.index_key for part in parts), *also)}
         if missing := gone(indexes):
             return missing
@@ -154,12 +148,10 @@ class ChainWatch:
             self.wrote(key, packs[key])
         return gone({pack: indexes[key] for key in indexes for pack in packs[key]})
 
-    def _is_there(self, run: str, key: str, listed: AbstractSet[str]) -> bool:
+    def _is_there(self, key: str) -> bool:
         """A listing may be stale: only an object that is asked for and not found is missing."""
-        where = run_key(run, key)
-        if where not in listed:
-            try:
-                self._store.head(where)
-            except ObjectNotFound:
-                return False
+        try:
+            self._store.head(key)
+        except ObjectNotFound:
+            return False
         return True

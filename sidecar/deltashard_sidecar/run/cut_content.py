@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from deltashard_checkpoint.deciding.evidence import Expected
 from deltashard_checkpoint.log.chain import may_cover
@@ -13,19 +12,11 @@ from deltashard_checkpoint.write.differential import Decision, History
 from deltashard_checkpoint.write.precision import OTHERS, StoredPrecision
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_sidecar.policy import chooses_bits
 from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
 from deltashard_sidecar.run.chain_watch import ChainWatch
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
 from deltashard_sidecar.session.attachment import Attachment
-
-
-class DifferentialOverride(NamedTuple):
-    """Why a cut does not hold what its differential alone would have it hold."""
-
-    kind: str
-    """A baseline is left to a compaction, which costs training less (cheaper) or restores in time (goal), or was made
-    already (compacted); or the cut is a baseline for more bits (raised)."""
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +25,11 @@ class CutContent:
 
     covers: int | None
     """Seq since which every changed row is held; None: all rows."""
-    override: DifferentialOverride | None
+    override: str
+    """Why it does not hold what its differential alone would have it hold; empty: it does.
+
+    A baseline is left to a compaction, or was made by one already; or the cut is a baseline for more bits.
+    """
     directive: str
     """For the log entry: what made this cut what it is."""
     precision: StoredPrecision
@@ -47,7 +42,7 @@ class CutContent:
     @property
     def rebased(self) -> bool:
         """Whether later cuts cover this seq, too: the trainer's marks since the baseline count from it."""
-        return self.override is not None and self.covers is not None
+        return self.override != "" and self.covers is not None
 
 
 class CutContents:
@@ -87,21 +82,24 @@ class CutContents:
             covers = base
         if decision == "since_commit" and commit is not None and leans(commit):
             covers = commit
-        override: DifferentialOverride | None = None
+        override = ""
         if who.world_size == 1 and not begin.full and commit is not None and commit != base and leans(commit):
             override = self._rebases(state, commit, history, policy, decision)
-            covers = covers if override is None else commit
+            covers = commit if override else covers
         stored = None if covers is None else precision.held(state, covers)
         if raised := precision.raised(asked, stored):
-            covers, override, stored = None, DifferentialOverride("raised", raised), None
-        elif self._bits.decides(policy, ranks):
+            covers, override, stored = None, raised, None
+        elif chooses_bits(policy) and ranks.here:
             # Fewer bits begin with a baseline: of all ranks, not of one that must send everything where others do not.
             alone = begin.full and differential.decide(policy.differential, history) != "full"
             newest = state.newest() if stored is None and alone and who.world_size > 1 else None
             beside = stored if newest is None else precision.held(state, newest.seq)
             asked = asked if beside is None else precision.finer(asked, beside)
         held = "baseline" if covers is None else f"since {covers}"
-        why = "" if override is None else f" ({override.text})"
+        why = f" ({override})" if override else ""
+        increments = None
+        if covers is not None and policy.differential != "consecutive":
+            increments = differential.increments_text(history, covers)
         return CutContent(
             covers=covers,
             override=override,
@@ -110,25 +108,17 @@ class CutContents:
                 f"{policy.encoding}, state {policy.state_encoding}"
             ),
             precision=asked,
-            increments=(
-                None
-                if covers is None or policy.differential == "consecutive"
-                else differential.increments_text(history, covers)
-            ),
+            increments=increments,
             chain_precision=asked if stored is None else precision.coarser(asked, stored),
         )
 
     def _rebases(
         self, state: RunState, commit: int, history: History, policy: pb.Policy, decision: Decision
-    ) -> DifferentialOverride | None:
-        """Why the cut, and the next ones, cover the trainer's newest commit; None: they do not."""
+    ) -> str:
+        """Why the cut, and the next ones, cover the trainer's newest commit; empty: they do not."""
         if decision == "since_commit" or policy.differential == "full" or history.baseline is None:
-            return None
-        if decision == "since_baseline" and commit in state.compactions:
-            return DifferentialOverride("compacted", "the newest checkpoint was compacted")
-        verdict = self._synthetic.at_cut(state, commit, history, policy, pays=decision == "full")
-        return (
-            None
-            if verdict is None
-            else DifferentialOverride(verdict.why, f"synthetic baseline: {verdict.text}")
-        )
+            return ""
+        if decision == "since_baseline":
+            return "the newest checkpoint was compacted" if commit in state.compactions else ""
+        verdict = self._synthetic.at_cut(state, commit, history, policy)
+        return "" if verdict is None else f"synthetic baseline: {verdict.text}"

@@ -2,12 +2,8 @@
 
 The pod's environment names the workload's run, and all pods of the workload are ranks of that one, however many there
 are: a changed world size never names another run. Only where the workload says so (`deltashard.io/runs: per-pod`) each
-numbered pod (of an Indexed Job, a JobSet, a StatefulSet, a PyTorchJob) trains a run of its own:
-
-    per-pod, numbered pod     `{run}-{index}`, in a JobSet or PyTorchJob `{run}-{replica}-{index}`: no two share a key
-    anything else             `{run}`
-
-The owner that is written to the run's log takes the same suffix.
+numbered pod trains a run of its own, `{run}-{index}`, in a JobSet or PyTorchJob `{run}-{replica}-{index}`, so that no
+two share a key; its owner takes the same suffix.
 
 A trainer without peers in one of several numbered pods would share its run with the others, and they would fence one
 another. Where nobody said which of the two is meant, it is refused.
@@ -15,7 +11,7 @@ another. Where nobody said which of the two is meant, it is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import RUN_PER_POD
@@ -23,8 +19,7 @@ from deltashard_checkpoint.vocabulary import RUN_PER_POD
 from deltashard_sidecar.settings import Settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class Identity(NamedTuple):
     """A run, and who owns it."""
 
     run: str
@@ -37,9 +32,7 @@ class AloneAmongPods(UserError):
 
 def identity(settings: Settings) -> Identity:
     suffix = f"-{number(settings)}" if settings.index and settings.runs == RUN_PER_POD else ""
-    return Identity(
-        run=settings.run + suffix, owner=settings.owner + suffix if settings.owner else settings.owner
-    )
+    return Identity(run=settings.run + suffix, owner=settings.owner and settings.owner + suffix)
 
 
 def number(settings: Settings) -> str:

@@ -1,12 +1,8 @@
 """The newest attempt that trainers of this pod took part in, kept over restarts of the sidecar.
 
-The log says which pod opened an attempt, that of rank 0; of the other pods of a group it says nothing. When ranks come
-together anew, rank 0 may be in another pod than before: one that opened an attempt once, was a pod of another rank in
-a later one, and opens again. Its sidecar vouches that it was not displaced meanwhile, but took part; and so do those of
-the other pods of the group, where its trainers were away in between.
-
-The file lies on the pod's disk beside the cache: it outlives the container and a reboot of the node, and goes with the
-pod.
+The log says which pod opened an attempt, that of rank 0. When ranks come together anew, rank 0 may be in another pod:
+one that opened an attempt once, was a pod of another rank in a later one, and opens again. Its sidecar vouches that it
+was not displaced meanwhile, but took part. The file lies on the pod's disk beside the cache, and goes with the pod.
 """
 
 from __future__ import annotations
@@ -24,26 +20,18 @@ class Participation:
     """Attempts that this pod's trainers were in. Thread-safe."""
 
     def __init__(self, folder: Path | None, log: Logger) -> None:
-        """`folder` None: outside of a cluster nobody asks."""
-        self._path = None if folder is None else folder / FILE
+        self._path = None if folder is None else folder / FILE  # None: outside of a cluster nobody asks
         self._logger = log
         self._lock = threading.Lock()
-        self._newest = self._read()
-
-    def _read(self) -> dict[str, int]:
-        if self._path is None:
-            return {}
-        try:
-            found = json.loads(self._path.read_text())
-            return {str(run): int(attempt) for run, attempt in found.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            self._logger.warning("participation.unreadable", error=str(error)[:200])
-            return {}
+        self._newest: dict[str, int] = {}
+        if self._path is not None and self._path.exists():
+            try:
+                found = json.loads(self._path.read_text())
+                self._newest = {str(run): int(attempt) for run, attempt in found.items()}
+            except (OSError, ValueError, AttributeError, TypeError) as error:
+                log.warning("participation.unreadable", error=str(error)[:200])
 
     def newest(self, run: str) -> int:
-        """Number of the newest attempt of a run that was taken part in; 0: none."""
         with self._lock:
             return self._newest.get(run, 0)
 

@@ -37,39 +37,26 @@ class RowErrors:
             self._sampled.clear()
 
     def offer(self, block: RowBlock) -> None:
-        """Measure a table once a baseline, by its first batch."""
         table = block.schema.fqn
         with self._lock:
             if table in self._sampled:
                 return
             self._sampled.add(table)
-        found = _errors(block)
-        with self._lock:
-            self._errors[table] = found
+        count, dtype, found = min(len(block), SAMPLE_ROWS), block.schema.dtype, {}
+        places = np.random.default_rng(SEED).choice(len(block), count, replace=False, shuffle=False)
+        sample = np.ascontiguousarray(block.weights[np.sort(places)])
+        for bits in BITS:
+            encoding = effective_encoding(encoding_named(BITS_CHOICES[bits]), dtype, len(block.columns))
+            if (error := _relative_error(encoding, sample, dtype=dtype)) is not None:
+                found[bits] = error
+        self._errors[table] = found
 
     def of(self, table: str) -> Mapping[int, float]:
         """Bits -> relative error; empty: not measured yet."""
-        with self._lock:
-            return self._errors.get(table, {})
+        return self._errors.get(table, {})
 
 
-def _errors(block: RowBlock) -> dict[int, float]:
-    places = np.random.default_rng(SEED).choice(
-        len(block), min(len(block), SAMPLE_ROWS), replace=False, shuffle=False
-    )
-    sample = np.ascontiguousarray(block.weights[np.sort(places)])
-    found = {}
-    for bits in BITS:
-        encoding = effective_encoding(
-            encoding_named(BITS_CHOICES[bits]), block.schema.dtype, len(block.columns)
-        )
-        error = relative_error(encoding, sample, dtype=block.schema.dtype)
-        if error is not None:
-            found[bits] = error
-    return found
-
-
-def relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dtype: str) -> float | None:
+def _relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dtype: str) -> float | None:
     """sqrt(sum |x - x'|^2 / sum |x|^2) over finite rows x and what a save and a restore make of them, x'.
 
     None where there is nothing to compare: no row but zeros, or a block that the encoding does not fit.
@@ -80,16 +67,9 @@ def relative_error(encoding: Encoding, weights: npt.NDArray[np.generic], *, dtyp
     if not encoded.fits:
         return None
     exact = widened(weights, dtype_name(weights, dtype)).astype(np.float64)
+    exceptions, exponent = encoded.exceptions, encoded.exponent
     restored = decode_rows(
-        encoding,
-        scales,
-        biases,
-        codes,
-        encoded.exponent,
-        rows=n,
-        columns=d,
-        exceptions=encoded.exceptions,
-        dtype="float64",
+        encoding, scales, biases, codes, exponent, rows=n, columns=d, exceptions=exceptions, dtype="float64"
     )
     finite = np.isfinite(exact).all(axis=1)
     norm = float((exact[finite] ** 2).sum())

@@ -1,11 +1,8 @@
 """The run as this sidecar sees it: store, log, cache, attempts, and what trainers learn of them.
 
-Nothing here is needed to start: the store is first asked when a trainer opens an attempt (or by the background look at
-the log that makes Attach's reply and the prefetch better informed). Decisions at a cut are made from what is known
-already; the commit judges again, at its slot.
-
-Every session commits through a handle of its own on the log, so that a commit which waits for a store that is down
-never keeps another trainer from opening its attempt.
+The store is first asked when a trainer opens an attempt, or by the background look at the log at start. Decisions at a
+cut are made from what is known already; the commit judges again, at its slot. Every session commits through a handle of
+its own on the log, so that a commit which waits for a store that is down never keeps another trainer from opening.
 """
 
 from __future__ import annotations
@@ -13,20 +10,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.index import table_message
 from deltashard_checkpoint.format.object_key import new_token, run_key
-from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.entry import Checkpoint, entry_key
 from deltashard_checkpoint.log.log_error import LogRemoved, stopped
+from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.log.selection import select
-from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
-from deltashard_checkpoint.restore.fetcher import warm_cache
+from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.url import open_store
@@ -42,10 +39,7 @@ from deltashard_sidecar.run.bit_choice import BitChoice
 from deltashard_sidecar.run.chain_watch import ChainWatch
 from deltashard_sidecar.run.cut_content import CutContents
 from deltashard_sidecar.run.identity import identity
-from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.participation import Participation
-from deltashard_sidecar.run.read_ahead import ReadAhead
-from deltashard_sidecar.run.removed_run import RemovedRun
 from deltashard_sidecar.run.store_health import StoreHealth
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
 from deltashard_sidecar.session.attachment import Attachment
@@ -60,21 +54,17 @@ LATE_DEADLINE_S = 3.0
 """For reading what a full store holds, and for each try to open an attempt late."""
 OPEN_AGAIN_S = 0.5
 """Between looks of an Open that waits for credentials or a bucket."""
+REMOVED_LOOK_S = 1.0
+"""For the look whether a removed run is there again: training waits for the save's begin."""
+SHARED_IDLE_S = 60.0
+"""So long after the last read of a restore, what ranks have read for one another is kept."""
 
 
-def commit_message(entry: Checkpoint, *, durable_s: float = 0.0, baseline: bool | None = None) -> pb.Commit:
+def commit_message(entry: Checkpoint, *, baseline: bool | None = None) -> pb.Commit:
     """What a trainer learns of a checkpoint; `baseline`: whether its own part is one, None: whether all are."""
-    return pb.Commit(
-        seq=entry.seq,
-        attempt=entry.attempt,
-        cut=entry.cut,
-        step=entry.step,
-        baseline=entry.baseline if baseline is None else baseline,
-        durable_s=durable_s,
-        stored_bytes=entry.stored_bytes,
-        raw_bytes=entry.raw_bytes,
-        rows=entry.rows,
-    )
+    same = ("seq", "attempt", "cut", "step", "stored_bytes", "raw_bytes", "rows")
+    said = {name: getattr(entry, name) for name in same}
+    return pb.Commit(baseline=entry.baseline if baseline is None else baseline, **said)
 
 
 class Run:
@@ -83,36 +73,35 @@ class Run:
     def __init__(self, settings: Settings, *, metrics: Metrics, log: Logger) -> None:
         self.settings = settings
         self.incidents = Incidents(metrics, awaited=bool(settings.fleet))
-        self.measured = MeasuredRates()
-        self.health = StoreHealth(self.incidents, metrics=metrics, log=log, measured=self.measured)
+        self.health = StoreHealth(self.incidents, metrics=metrics, log=log)
         self.store: Store = open_store(settings.url, observer=self.health)
         self.cache = PackCache(
             Path(settings.cache_dir),
             budget_bytes=settings.cache_bytes,
             removed=lambda: log.warning(
                 "cache.made_again",
-                what="the cache directory was removed, and is made again: the next restore reads from the store",
+                what="the cache directory was removed: the next restore reads from the store",
                 where=str(settings.cache_dir),
                 remedy="leave it to the sidecar while that lives",
             ),
         )
-        self.synthetic = SyntheticBaselines(settings, self.cache, self.measured)
+        self.synthetic = SyntheticBaselines(settings, self.cache)
         self.identity = identity(settings)
         self.participation = Participation(settings.cache_dir.parent if settings.pod_uid else None, log)
         self.log = RunLog(self.store, self.identity.run)
-        self.removal = RemovedRun()
-        self._beginning = Beginning(
-            settings.restore_from, self.store, self.identity, cache=self.cache, log=log
-        )
+        self.removed: str | None = None
+        """What the log said when a save or an Open found the run gone, removed by a person; None: it was not."""
+        self._beginning = Beginning(settings.restore_from, self.store, self.identity, self.cache, log)
         self.token = new_token()
         self.report_bodies = ReportBodyCache()
         self.pace = CommitPace()
         self.metrics = metrics
         self.chains = ChainWatch(self.store, metrics=metrics, log=log)
-        self.bits = BitChoice(metrics=metrics, log=log)
+        self.bits = BitChoice(log=log)
         self.cuts = CutContents(self.bits, self.chains, self.synthetic)
-        self.reads = ReadAhead(self.store)
-        self._logger = log
+        self._shared = SharedReads()
+        self._manifests: dict[str, Manifests] = {}
+        self.logger = log
         self._lock = threading.Lock()
         self._logs: dict[str, RunLog] = {}
         self._seen: RunState | None = None
@@ -122,27 +111,24 @@ class Run:
         return self.identity.run
 
     def close(self) -> None:
-        self.reads.close()
         self.cache.close()
         self.store.close()
 
-    # What is known.
-
-    def learn(self, *, deadline_s: float) -> RunState | None:
-        """The log at its tip; None when the store does not answer in time. Nothing is written."""
+    def learn(self, log: RunLog, *, deadline_s: float) -> bool:
+        """Read the log to its tip; False when the store does not answer in time. Nothing is written."""
         try:
-            return self.log.refresh(deadline_s=deadline_s)
+            log.refresh(deadline_s=deadline_s)
         except DeltashardError as error:
-            self._logger.warning("log.unseen", **explain(error))
-        return None
+            self.logger.warning("log.unseen", **explain(error))
+            return False
+        return True
 
     def state(self) -> RunState:
         """The newest that any handle has seen. No store is asked."""
         with self._lock:
             seen = [self.log.state, *(log.state for log in self._logs.values())]
-            if self._seen is not None:
-                seen.append(self._seen)
-            self._seen = max(seen, key=lambda state: state.tip)
+            before = [] if self._seen is None else [self._seen]
+            self._seen = max(seen + before, key=lambda state: state.tip)
             return self._seen
 
     def log_of(self, who: Attachment) -> RunLog:
@@ -150,36 +136,32 @@ class Run:
             return self._logs.get(who.id, self.log)
 
     def forget_others(self, used: Callable[[], set[str]]) -> None:
-        """Let go what is not used any more: handles of sessions (`used` gives the ids of those in use), bytes read.
-
-        What is held is looked at first: a session is attached before it gets a handle, so one that is held already and
-        yet not in use is over.
-        """
+        """Let go what is not used any more: handles of sessions (`used` gives the ids of those in use), bytes read."""
+        self._shared.let_go(idle_s=SHARED_IDLE_S)
         with self._lock:
             held = set(self._logs)
-        held |= self.reads.held()
-        over = held - used() if held else held
-        if over:
+        # In this order: a session is attached before it gets a handle, so one that has one and is not in use is over.
+        if held and (over := held - used()):
             self.state()  # remembers what they have seen
+            with self._lock:
+                for session_id in over:
+                    self._logs.pop(session_id, None)
+
+    def shared(self, who: Attachment) -> SharedReads | None:
+        """What ranks of this pod read of a checkpoint for one another; None for a trainer that has no peers."""
+        return self._shared if who.world_size > 1 else None
+
+    def manifests_of(self, run: str) -> Manifests:
         with self._lock:
-            for session_id in over:
-                self._logs.pop(session_id, None)
-        self.reads.let_go(over)
-
-    def newest_attempt(self, who: Attachment) -> int:
-        """The attempt that fences all others, as last seen."""
-        return self.log_of(who).state.attempt or 0
-
-    # Attempts.
+            if run not in self._manifests:
+                self._manifests = {run: Manifests(self.store, run)}
+            return self._manifests[run]
 
     def resume(self, who: Attachment, attempt: int) -> pb.Commit | None:
         """Last commit of the attempt that a trainer attached in the middle of, as far as the store answers."""
         log = self.log.fork()
-        try:
-            with deadline(REATTACH_DEADLINE_S):  # of each request, too: the trainer waits
-                log.refresh(deadline_s=REATTACH_DEADLINE_S)
-        except DeltashardError as error:
-            self._logger.warning("log.unseen", **explain(error))
+        with deadline(REATTACH_DEADLINE_S):  # of each request, too: the trainer waits
+            self.learn(log, deadline_s=REATTACH_DEADLINE_S)
         with self._lock:
             self._logs[who.id] = log
         self.participation.took_part(self.name, attempt)
@@ -193,39 +175,33 @@ class Run:
     ) -> pb.OpenReply:
         """Open an attempt for a trainer; raises what `open_attempt` raises, and what reading `from_run` does.
 
-        In a pod, what a person must mend elsewhere (a Secret, a bucket, a quota) is waited for, by this deadline and
-        while the trainer is not `gone`: the store's health tells people meanwhile, and a container that restarts
-        instead would only lose its pod's back-off to it. What is there to be restored is not waited with: a store that
-        takes no entry is read, and the trainer asks again with what it has read (`OpenRequest.basis`), which is not
-        waited for.
+        In a pod, what a person must mend elsewhere (a Secret, a bucket, a quota) is waited for while the trainer is not
+        `gone`: the store's health tells people meanwhile, and a container that restarts instead would only lose its
+        pod's back-off to it. A store that takes no entry is read all the same, and the trainer asks again with what it
+        has read (`OpenRequest.basis`), which is not waited for.
         """
         if request.HasField("basis"):
             with deadline(LATE_DEADLINE_S):  # training stands still meanwhile
                 return self._open(request, who, step_seen=0, deadline_s=LATE_DEADLINE_S)
         until_s = time.monotonic() + self.settings.open_deadline_s
-        waits = False
         while True:
             try:
                 left_s = max(0.0, until_s - time.monotonic())
                 return self._open(request, who, step_seen=step_seen, deadline_s=left_s)
             except LogRemoved as error:
-                if self.removal.why is not None:
+                if self.removed is not None:
                     raise
-                self.removal.noticed(str(error))
+                self.removed = str(error)
             except (AccessDenied, BucketMissing, StoreFull) as error:
                 if (reply := self._unopened(request, who, error, step_seen=step_seen)) is not None:
                     return reply
                 if not self.settings.workload_uid or gone() or time.monotonic() >= until_s:
                     raise
-                if not waits:
-                    waits = True
-                    self._logger.warning("open.waits", **explain(error))
                 time.sleep(OPEN_AGAIN_S)
 
     def _source(
         self, request: pb.OpenRequest, deadline_s: float
     ) -> tuple[RunState | None, Checkpoint | None, str]:
-        """(the other run that is read, its checkpoint, what of our own run is resumed from then)."""
         which = request.which or "latest"
         if not request.from_run:
             return None, None, which
@@ -264,7 +240,7 @@ class Run:
             return None
         with self._lock:
             self._logs[who.id] = log
-        self._logger.warning("attempt.unopened", **explain(refusal))
+        self.logger.warning("attempt.unopened", **explain(refusal))
         damage = (read or state).damage() or ""
         reply = pb.OpenReply(
             basis=pb.Basis(attempt=basis.attempt, resume_seq=basis.resume, token=basis.token),
@@ -281,15 +257,15 @@ class Run:
         known = self.state().tip
         if not request.HasField("basis"):
             self._beginning.ensure(request, deadline_s=deadline_s)
-        log = self.log.fork() if self.removal.why is None else RunLog(self.store, self.name)
+        log = self.log.fork() if self.removed is None else RunLog(self.store, self.name)
         read, source, which = self._source(request, deadline_s)
         damage = "" if read is None else read.damage() or ""
         lost = damage != "" and (request.which or "latest") == "latest"
         basis: ResumeBasis | None = None
         if request.HasField("basis"):
-            read_before = request.basis
-            seq = read_before.resume_seq if read_before.HasField("resume_seq") else None
-            basis = ResumeBasis(attempt=read_before.attempt, resume=seq, token=read_before.token)
+            said = request.basis
+            seq = said.resume_seq if said.HasField("resume_seq") else None
+            basis = ResumeBasis(attempt=said.attempt, resume=seq, token=said.token)
         opened = open_attempt(
             log,
             owner=self.identity.owner,
@@ -303,22 +279,19 @@ class Run:
             takeover=request.takeover,
             closing_wait_s=min(CLOSING_WAIT_S, deadline_s),
             deadline_s=deadline_s,
-            choosing=None
-            if basis
-            else lambda state, checkpoint: self.reads.begin(who, state, checkpoint.seq),
             basis=basis,
         )
         if opened.attempt <= known:
             self._forget()
         with self._lock:
             self._logs[who.id] = log
-        self.removal.forget()
+        self.removed = None
         self.participation.took_part(self.name, opened.attempt)
         damage = "; ".join(filter(None, (damage, opened.damage, self._debris(opened.state))))
         if damage:
             self.metrics.log_damaged.inc()
-            self._logger.error("log.damaged", what=damage, voided=opened.voided)
-        resume = source if source is not None else opened.resume
+            self.logger.error("log.damaged", what=damage, voided=opened.voided)
+        resume = source or opened.resume
         reply = pb.OpenReply(
             attempt=opened.attempt,
             waited_s=opened.waited_s,
@@ -326,8 +299,7 @@ class Run:
             log_damage=damage,
             layout=opened.state.attempts[opened.attempt].layout,
         )
-        earlier = [number for number in opened.state.attempts if number < opened.attempt]
-        if earlier:
+        if earlier := [number for number in opened.state.attempts if number < opened.attempt]:
             reply.previous_attempt = max(earlier)
         self.bits.opened(opened.attempt, resume, read or opened.state)
         if resume is not None:
@@ -364,32 +336,17 @@ class Run:
             "to another name), of a removal (`deltashard rm` first), or saves whose log is lost (`deltashard scan`)"
         )
 
-    def known(self, who: Attachment) -> RunState:
-        """The log that a cut of this trainer builds on. No store is asked."""
-        # Another rank of this pod may have heard of the last commit: the newest that any handle has seen counts.
-        log = self.log_of(who)
-        return max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
+    def still_removed(self, who: Attachment, attempt: int) -> str | None:
+        """Why a save of this attempt may write nothing: the run was removed. Asks the store only after that.
 
-    # Prefetch.
-
-    def prefetch(self, seq: int, wanted: Callable[[], bool]) -> int:
-        """Bring the packs of a checkpoint's chain into the local cache, newest first; returns the bytes fetched.
-
-        Whole packs, as they were written: a later read checks every frame's hash. Stops when `wanted()` is false, or
-        when the cache has no room that costs nothing. Of a checkpoint of many ranks nothing is fetched: which
-        rows will be this pod's is not known yet, and all of them are more than a pod has room for.
+        Training goes on, and each save looks again: what looks so may pass, as a directory that was mounted elsewhere.
         """
-        state = self.log.state
-        if state.checkpoints[seq].listed is not None:
-            return 0
-        parts = [link.part for link in chain(state, seq)]
-        indexes = load_indexes(self.store, state.run, parts, deadline_s=self.settings.restore_deadline_s)
-        packs = [pack for index in indexes.values() for pack in index.packs]
-        return warm_cache(
-            self.store,
-            state.run,
-            packs,
-            self.cache,
-            deadline_s=self.settings.restore_deadline_s,
-            stopped=lambda: not wanted(),
-        )
+        log = self.log_of(who)
+        if self.removed is not None:
+            with suppress(DeltashardError), deadline(REMOVED_LOOK_S):
+                if log.state.tip < 0:
+                    log.store.head(log.key(entry_key(attempt)))
+                    self.removed = None
+                elif log.read_slot(log.state.tip).hash == log.state.tip_hash:
+                    self.removed = None
+        return self.removed

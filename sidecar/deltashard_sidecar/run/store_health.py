@@ -1,15 +1,12 @@
-"""Whether the store answers, from the calls that are made on it anyway: no probe of its own.
+"""Whether the store answers, from the calls that are made on it anyway (`stores.retry.StoreObserver`): no probe.
 
-Every try of every call comes by here (`stores.retry.StoreObserver`). An answer that is about an object (there, not
-there, taken) means the store is well. A refusal that waiting will not mend by itself (bucket missing, quota full, keys
-denied, a clock that is off) counts at once; an unreachable store counts once several tries in a row failed over some
-seconds, since single ones are retried and forgotten. Each cause is one incident, with the refusal's own sentence.
+An answer that is about an object (there, not there, taken) means the store is well. A refusal that waiting will not
+mend by itself (bucket missing, quota full, keys denied, a clock that is off) counts at once, an unreachable store once
+several tries in a row failed over some seconds. Each cause is one incident, with the refusal's own sentence.
 
 How it stands is kept for each kind of call (write, read, list, delete), because rights and quotas are given for each: a
-trouble of that sort ends with the next success of its own kind, whatever other calls bring. What is wrong with the
-whole store ends with any success, and what keeps requests from it (no keys, no connection) with any answer.
-
-The pipeline's threads call this: the way of a healthy store takes no lock.
+trouble of that sort ends with the next success of its own kind. What is wrong with the whole store ends with any
+success, and what keeps requests from it (no keys, no connection) with any answer.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from deltashard_checkpoint.stores.retry import StoreObserver
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.telemetry.incident import Incidents
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
@@ -37,8 +33,6 @@ OF_ONE_KIND = frozenset({Cause.DENIED, Cause.FULL, Cause.REFUSED})
 """Causes that say nothing about other kinds of calls."""
 UNANSWERED = frozenset({Cause.MISSING, Cause.UNAVAILABLE})
 """Causes for which no request reached the store."""
-
-_ANSWERS = (ObjectNotFound, ObjectExists)
 _CAUSES = frozenset(
     [Cause.MISSING, Cause.DENIED, Cause.BUCKET_MISSING, Cause.FULL, Cause.CLOCK, Cause.UNAVAILABLE]
 )
@@ -46,10 +40,9 @@ _CAUSES = frozenset(
 
 def cause_of(error: Exception | None) -> Cause | None:
     """Why the store did not serve; None when the fault, if any, is not the store's. Pure."""
-    known = next(
-        (cause for cause in _CAUSES if isinstance(error, DeltashardError) and error.cause == cause), None
-    )
-    return known or (Cause.REFUSED if isinstance(error, UserError) else None)
+    if isinstance(error, DeltashardError) and error.cause in _CAUSES:
+        return Cause(error.cause)
+    return Cause.REFUSED if isinstance(error, UserError) else None
 
 
 class StoreHealth(StoreObserver):
@@ -62,10 +55,8 @@ class StoreHealth(StoreObserver):
         metrics: Metrics,
         log: Logger,
         clock: Callable[[], float] = time.monotonic,
-        measured: MeasuredRates | None = None,
     ) -> None:
         self._incidents = incidents
-        self._measured = measured
         self._metrics = metrics
         self._log = log
         self._clock = clock
@@ -86,11 +77,11 @@ class StoreHealth(StoreObserver):
 
     def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:  # noqa: ARG002 - the observer's
         cause, kind = cause_of(error), KINDS.get(operation, operation)
-        if cause is None:
-            if (self._causes or self._failures) and (error is None or isinstance(error, _ANSWERS)):
+        if error is None or cause is None:
+            answered = error is None or isinstance(error, ObjectNotFound | ObjectExists)
+            if answered and (self._causes or self._failures):
                 self._recovered(kind)
             return
-        assert error is not None
         if cause is Cause.UNAVAILABLE:  # every other error is an answer
             self._metrics.retries.inc()
         with self._lock:
@@ -98,10 +89,8 @@ class StoreHealth(StoreObserver):
             if self._failures == 0:
                 self._failing_since_s = now_s
             self._failures += 1
-            lasting = (
-                self._failures >= UNAVAILABLE_TRIES and now_s - self._failing_since_s >= UNAVAILABLE_AFTER_S
-            )
-            if cause is Cause.UNAVAILABLE and not lasting:
+            lasts = now_s - self._failing_since_s >= UNAVAILABLE_AFTER_S
+            if cause is Cause.UNAVAILABLE and not (lasts and self._failures >= UNAVAILABLE_TRIES):
                 return
             others = {
                 key: each
@@ -110,19 +99,15 @@ class StoreHealth(StoreObserver):
             }
             told = cause in self._causes.values()
             self._causes = {**others, kind: cause}
-            if told:
-                return
-        missing = cause is Cause.MISSING
-        self._log.error("credentials.missing" if missing else "store.failing", cause=cause, **explain(error))
-        self._incidents.add(
-            fleet.INCIDENT_KIND_CREDENTIALS_MISSING if missing else fleet.INCIDENT_KIND_STORE_UNAVAILABLE,
-            cause=cause,
-            message=str(error),
-        )
-
-    def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
-        if self._measured is not None and error is None:
-            self._measured.called(operation, seconds, size_bytes)
+        if not told:
+            missing = cause is Cause.MISSING
+            event = "credentials.missing" if missing else "store.failing"
+            self._log.error(event, cause=cause, **explain(error))
+            self._incidents.add(
+                fleet.INCIDENT_KIND_CREDENTIALS_MISSING if missing else fleet.INCIDENT_KIND_STORE_UNAVAILABLE,
+                cause=cause,
+                message=str(error),
+            )
 
     def _recovered(self, kind: str) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Synthetic baselines as this sidecar sees them: what lies in its cache, what it measured, what its settings want.
+"""Synthetic baselines as this sidecar sees them: what lies in its cache, and what its settings want.
 
 The rule is `maintenance.synthetic`; nothing here asks the store.
 """
@@ -8,12 +8,7 @@ from __future__ import annotations
 import itertools
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
-from deltashard_checkpoint.format.object_key import (
-    compaction_pack_key,
-    pack_key,
-    parse_index_key,
-    run_key,
-)
+from deltashard_checkpoint.format.object_key import compaction_pack_key, pack_key, parse_index_key, run_key
 from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import synthetic
@@ -23,17 +18,15 @@ from deltashard_checkpoint.write.differential import History
 from deltashard_checkpoint.write.part_writer import pack_size
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.settings import Settings
 
 
 class SyntheticBaselines:
     """Of one run's sidecar. Thread-safe."""
 
-    def __init__(self, settings: Settings, cache: PackCache, measured: MeasuredRates) -> None:
+    def __init__(self, settings: Settings, cache: PackCache) -> None:
         self._settings = settings
         self._cache = cache
-        self._measured = measured
 
     @property
     def on(self) -> bool:
@@ -41,40 +34,31 @@ class SyntheticBaselines:
         return self._settings.synthetic_baselines and self._settings.housekeeping_s >= 0
 
     def at_cut(
-        self, state: RunState, commit: int, history: History, policy: pb.Policy, *, pays: bool
+        self, state: RunState, commit: int, history: History, policy: pb.Policy
     ) -> synthetic.BaselineVerdict | None:
-        """Whether a cut covers `commit`, its trainer's newest, which is compacted then; None: decide without."""
+        """Whether a cut, of which a baseline is asked for, covers `commit`, its trainer's newest; None: it does not."""
         if not self.on or policy.differential in OVER_NEWEST or not compactable(state, commit):
             return None
-        found = self._material(state, commit)
+        found = synthetic.material(state, commit, self._cached_bytes(state, commit))
         if found.checkpoints > 2:
             return None  # what it builds on is owed its compaction still: it fails, or takes too long
-        full = synthetic.FullCut(raw_bytes=history.raw_bytes, stored_bytes=history.full_bytes)
-        rates = self._measured.rates(
-            raw_bytes=history.raw_bytes, stall_s=_full_stall_s(state, commit, history)
+        full = synthetic.FullCut(
+            raw_bytes=history.raw_bytes,
+            stored_bytes=history.full_bytes,
+            stall_s=_full_stall_s(state, commit, history),
         )
-        return synthetic.at_cut(found, full, rates, pays=pays, goal_s=self._settings.restore_goal_s)
+        return synthetic.at_cut(found, full)
 
     def at_rest(
         self, state: RunState, newest: int, policy: pb.Policy
     ) -> tuple[int, synthetic.BaselineVerdict] | None:
-        """(what to compact now, why); None: nothing."""
-        consecutive = policy.differential in OVER_NEWEST
-        owes = self.on and not consecutive
+        owes = self.on and policy.differential not in OVER_NEWEST
         seq = synthetic.target(state, newest, consecutive=not owes)
         if not compactable(state, seq):
             return None
-        verdict = synthetic.at_rest(
-            self._material(state, seq),
-            self._measured.rates(raw_bytes=0, stall_s=0.0),
-            owes=owes,
-            longest=self._settings.compact_after,
-            goal_s=self._settings.restore_goal_s if consecutive else 0.0,
-        )
+        checkpoints = len(synthetic.checkpoints_of(state, seq))
+        verdict = synthetic.at_rest(checkpoints, owes=owes, longest=self._settings.compact_after)
         return None if verdict is None else (seq, verdict)
-
-    def _material(self, state: RunState, seq: int) -> synthetic.Material:
-        return synthetic.material(state, seq, self._cached_bytes(state, seq))
 
     def _cached_bytes(self, state: RunState, seq: int) -> int:
         """Bytes of the chain's packs that are here. Packs of a writer with smaller ones may go uncounted."""
@@ -83,13 +67,10 @@ class SyntheticBaselines:
             key = parse_index_key(part.index_key)
             most = part.stored_bytes // pack_size(self._settings.pack_bytes, self._cache) + 2
             for n, kind in itertools.product(range(most), (False, True)):
-                name = (
-                    compaction_pack_key(token=key.token, n=n, state=kind)
-                    if key.attempt is None or key.cut is None or key.rank is None
-                    else pack_key(
-                        attempt=key.attempt, cut=key.cut, rank=key.rank, token=key.token, n=n, state=kind
-                    )
-                )
+                name = compaction_pack_key(token=key.token, n=n, state=kind)
+                if key.attempt is not None and key.cut is not None and key.rank is not None:
+                    of = {"attempt": key.attempt, "cut": key.cut, "rank": key.rank}
+                    name = pack_key(**of, token=key.token, n=n, state=kind)
                 found += self._cache.bytes_of(run_key(state.run, name))
         return found
 

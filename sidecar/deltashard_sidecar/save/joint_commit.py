@@ -1,9 +1,8 @@
 """The parts that one pod's ranks bring to a cut are committed together: by one call, when the last is durable.
 
 Each rank's save ends in a thread of its own, which comes here with its report. All but the last wait for what becomes
-of the call that the last one makes. A rank whose save fails takes the cut away from the others of its pod, who then
-have nothing to wait for, and tells the other pods (`abandon_part`); none of this pod's parts was reported until then,
-so no peer can have committed them.
+of the call that the last one makes. A rank whose save fails takes the cut away from the others of its pod, and tells
+the other pods (`abandon_part`); none of this pod's parts was reported until then, so no peer can have committed them.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ class _Gathering:
 
     reports: dict[int, PartReport] = field(default_factory=dict)
     committing: bool = False
-    committed: Committed | None = None
-    failure: Exception | None = None
+    outcome: Committed | Exception | None = None
 
-    @property
-    def over(self) -> bool:
-        return self.committed is not None or self.failure is not None
+    def result(self) -> Committed:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        assert self.outcome is not None
+        return self.outcome
 
 
 class JointCommits:
@@ -65,7 +65,7 @@ class JointCommits:
             gathering = self._gathering(attempt, cut)
             gathering.reports[rank] = report
             self._changed.notify_all()
-            while not gathering.over:
+            while gathering.outcome is None:
                 missing = expected() - gathering.reports.keys()
                 if not missing and not gathering.committing:
                     gathering.committing = True
@@ -75,37 +75,29 @@ class JointCommits:
                     raise PartsMissing(sorted(missing), f"attempt {attempt}, cut {cut}")
                 self._changed.wait(min(left_s, LOOK_AGAIN_S))
             else:
-                return _outcome(gathering)
+                return gathering.result()
             reports = [gathering.reports[each] for each in sorted(gathering.reports)]
+        outcome: Committed | Exception
         try:
-            committed, failure = commit(reports), None
+            outcome = commit(reports)
         except Exception as error:  # noqa: BLE001 - each rank's save hears of it, and fails by it
-            committed, failure = None, error
+            outcome = error
         with self._changed:
-            gathering.committed, gathering.failure = committed, failure
+            gathering.outcome = outcome
             self._changed.notify_all()
-            return _outcome(gathering)
+            return gathering.result()
 
     def withdraw(self, attempt: int, cut: int, rank: int) -> bool:
         """This rank's part will not come; False when the cut's commit has begun, or is over, without it mattering."""
         with self._changed:
             gathering = self._gathering(attempt, cut)
-            if gathering.committing or gathering.over:
+            if gathering.committing or gathering.outcome is not None:
                 return False
-            gathering.failure = GivenUp(
-                f"rank {rank} gave this cut up", where=f"attempt {attempt}, cut {cut}"
-            )
+            where = f"attempt {attempt}, cut {cut}"
+            gathering.outcome = GivenUp(f"rank {rank} gave this cut up", where=where)
             self._changed.notify_all()
             return True
 
     def _gathering(self, attempt: int, cut: int) -> _Gathering:
-        """That of a cut; those of older cuts and attempts are let go, who waits in one keeps it."""
         self._gatherings = {key: held for key, held in self._gatherings.items() if key >= (attempt, cut - 1)}
         return self._gatherings.setdefault((attempt, cut), _Gathering())
-
-
-def _outcome(gathering: _Gathering) -> Committed:
-    if gathering.failure is not None:
-        raise gathering.failure
-    assert gathering.committed is not None
-    return gathering.committed

@@ -1,7 +1,7 @@
 """The life of one save, as data: STAGING -> STAGED -> UPLOADING -> COMMITTED | ABORTED.
 
-`TABLE` says for every state which events may happen and where they lead; there is no other place that knows. An event
-that a state does not list is a bug of ours (`IllegalEvent`), never silently ignored. What each state means to the rest:
+`TABLE` says for every state which events may happen and where they lead; any other is a bug of ours (`IllegalEvent`).
+What each state means to the rest:
 
 - STAGING: the trainer holds blocks and stands still. Its death ends the save; nothing of it is in the log.
 - STAGED: every byte is the sidecar's. From here the trainer may die and the save still commits.

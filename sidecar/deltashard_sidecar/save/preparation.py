@@ -1,8 +1,4 @@
-"""Blocks that a trainer holds before its cut begins, to copy rows into them while it trains.
-
-They pass to the save that begins on the same stream. If none does, the stream's end decides about them as it does for a
-save: with the trainer's word that its copies have stopped they are free, without it they are quarantined.
-"""
+"""Blocks that a trainer holds before its cut begins, to copy rows into them while it trains."""
 
 from __future__ import annotations
 
@@ -11,22 +7,22 @@ from deltashard_sidecar.arena.block import Use
 
 
 class Preparation:
-    """Of one stream, used by its thread."""
+    """Of one stream, used by its thread. The blocks pass to the save that begins on the stream.
+
+    If none does, the stream's end decides about them as it does for a save: with the trainer's word that its copies
+    have stopped (`stopped`) they are free, without it they are quarantined.
+    """
 
     def __init__(self, keeper: ArenaKeeper, rank: int) -> None:
-        """`rank`: the local one."""
         self._keeper = keeper
         self._rank = rank
         self._blocks: set[int] = set()
-        self._stopped = False
+        self.stopped = False
 
     def close(self) -> None:
-        """The stream has ended."""
-        if not self._blocks:
-            return
-        if self._stopped:
+        if self._blocks and self.stopped:
             self._keeper.surrender(self._rank, self._blocks)
-        else:
+        elif self._blocks:
             self._keeper.quarantine(self._rank, Use.GRANTED, self._blocks)
 
     def grant(self) -> list[int]:
@@ -35,10 +31,6 @@ class Preparation:
         granted = self._keeper.grant(self._rank)
         self._blocks.update(granted)
         return granted
-
-    def stopped(self) -> None:
-        """The trainer said that nothing is being copied any more."""
-        self._stopped = True
 
     def hand_over(self) -> int:
         """The blocks are a save's from now on; returns how many."""

@@ -6,12 +6,9 @@
                      it begins when the trainer has stopped copying, or will soon need blocks again
     finisher thread  after the seal: waits for the last batch, uploads, commits, tells the trainer
 
-After the seal the trainer is not needed any more. Whatever fails, fails this save only: blocks go back, what was
-spooled is dropped, one notice and one count per cause; the trainer's marks stay and the next save covers them.
-
-How a stream ends decides about its blocks: a seal or an abort is the trainer's word that its copies have stopped;
-anything else (the stream broke, or the sidecar itself failed the save) sends them to quarantine, until the rank's
-writer lock is free, the rank attaches again, or its next save begins.
+Whatever fails, fails this save only: blocks go back, what was spooled is dropped; the trainer's marks stay and the next
+save covers them. A seal or an abort is the trainer's word that its copies have stopped; any other end of the stream
+sends its blocks to quarantine, until the rank's writer lock is free, it attaches again, or its next save begins.
 """
 
 from __future__ import annotations
@@ -48,28 +45,16 @@ class Cancelled(EnvironmentFault):
     cause = Cause.DEADLINE
 
 
-CAUSES = frozenset(
-    [
-        Cause.TAKEN_OVER,
-        Cause.FENCED,
-        Cause.ABANDONED,
-        Cause.LOG_LOST,
-        Cause.REMOVED,
-        Cause.UNAVAILABLE,
-        Cause.FULL,
-        Cause.DEADLINE,
-        Cause.INVALID,
-    ]
-)
+_ENDED_BY = (Cause.TAKEN_OVER, Cause.FENCED, Cause.ABANDONED, Cause.LOG_LOST, Cause.REMOVED)
+CAUSES = frozenset([*_ENDED_BY, Cause.UNAVAILABLE, Cause.FULL, Cause.DEADLINE, Cause.INVALID])
 """Causes of errors that are a save's as they stand."""
 
 
 def cause_of(error: BaseException) -> Cause:
     """Cause of a save that `error` ended; whatever is not of `CAUSES` is an error."""
-    return next(
-        (cause for cause in CAUSES if isinstance(error, DeltashardError) and error.cause == cause),
-        Cause.ERROR,
-    )
+    if isinstance(error, DeltashardError) and error.cause in CAUSES:
+        return Cause(error.cause)
+    return Cause.ERROR
 
 
 class Save:
@@ -97,12 +82,12 @@ class Save:
         self.sealed: pb.SaveRequest.Seal | None = None
         self.stream_over = threading.Event()
         self.over = threading.Event()
-        self._stalls = session.stalls
+        self._session = session
         self._sink = sink
         self._keeper = keeper
         self._submit = submit
         self._metrics = metrics
-        self._log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=self.who.rank)
+        self.log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=self.who.rank)
         self._ended = ended
         self._outbox: queue.SimpleQueue[pb.SaveReply | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -115,8 +100,6 @@ class Save:
         self._blocks_granted = 0
         self._blocks_used = 0
 
-    # The stream.
-
     def start(self, *, prepared: int = 0) -> None:
         """Grant the first blocks, beside those `prepared` before; to be called before `read` and `replies`."""
         self._blocks_granted += prepared
@@ -124,7 +107,6 @@ class Save:
         self._grant()
 
     def replies(self) -> Iterator[pb.SaveReply]:
-        """What to send the trainer; ends when the stream is over."""
         content = self.cut.content
         begun = pb.SaveReply.Begun(
             covers=content.covers,
@@ -146,7 +128,7 @@ class Save:
                 self.heard_s = time.monotonic()
                 self._take(request)
         except Exception as error:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
-            self._log.debug("save.stream_broke", **explain(error))
+            self.log.debug("save.stream_broke", **explain(error))
         finally:
             self._stream_ended()
 
@@ -173,17 +155,14 @@ class Save:
             elif kind == "abort":
                 self._abort(request.abort.cause)
             elif kind == "several":
-                self._take_several(request.several)
+                for each in request.several.requests:
+                    if (inner := each.WhichOneof("kind")) not in ("rows", "blob", "seal"):
+                        self.fail(BadBatch(f"{inner!r} among several descriptors", where="save stream"))
+                    self._take(each)
             else:
                 self.fail(BadBatch(f"unexpected message {kind!r} in a save", where="save stream"))
         except (BadBatch, NotGranted) as error:
             self.fail(error)
-
-    def _take_several(self, several: pb.SaveRequest.Several) -> None:
-        for request in several.requests:
-            if (kind := request.WhichOneof("kind")) not in ("rows", "blob", "seal"):
-                raise BadBatch(f"{kind!r} among several descriptors", where="save stream")
-            self._take(request)
 
     def _received(self, block: int, offset: int, length: int) -> memoryview:
         # Only the stream thread comes here. No lock of ours is held: freeing a block grants it to other saves.
@@ -193,7 +172,6 @@ class Save:
             self._pending += 1
             self._blocks_used += self._open_block != block
         self._open_block = block
-        self._metrics.queue.inc()
         crash_point("stage.batch_received")
         return data
 
@@ -230,7 +208,6 @@ class Save:
             self.fail(error)
         finally:
             self._keeper.encoded(block)
-            self._metrics.queue.dec()
             with self._drained:
                 self._pending -= 1
                 self._drained.notify_all()
@@ -250,15 +227,12 @@ class Save:
         with self._lock:
             self._happened(SaveEvent.SEAL)
             self.sealed = seal
-        self._stop_granting()
+        # The trainer writes no more: its open and unused blocks are ours again.
+        self._keeper.on_free(self.who.local_rank, None)
+        self._keeper.surrender(self.who.local_rank)
         self._metrics.stall.observe(seal.stall_s)
-        self._metrics.copied(
-            rows=seal.rows, ahead=seal.precopied_rows, again=seal.recopied_rows, slower_s=seal.slowdown_s
-        )
-        self._stalls.sealed()
-        self._log.info(
-            "save.staged", stall_s=round(seal.stall_s, 4), rows=seal.rows, raw_bytes=seal.raw_bytes
-        )
+        self._session.stall_aborts = 0
+        self.log.info("save.staged", stall_s=round(seal.stall_s, 4), rows=seal.rows, raw_bytes=seal.raw_bytes)
         crash_point("stage.sealed")
         name = f"finish-{self.cut.attempt}-{self.cut.cut}"
         threading.Thread(target=self._finish, args=(seal,), name=name, daemon=True).start()
@@ -267,16 +241,11 @@ class Save:
         self._outbox.put(None)
         self._encode_held()
 
-    def _stop_granting(self) -> None:
-        """The trainer writes no more: its open and unused blocks are ours again."""
-        self._keeper.on_free(self.who.local_rank, None)
-        self._keeper.surrender(self.who.local_rank)
-
     def _abort(self, cause: str) -> None:
         self._stopped_copying = True
         stalled = cause == Cause.STALL_BUDGET
+        self._session.stall_aborts = self._session.stall_aborts + 1 if stalled else 0
         known = Cause.STALL_BUDGET if stalled else Cause.ABORTED
-        self._stalls.gave_up(stalled=stalled)
         self._end(SaveEvent.ABORT, known, cause or "the trainer aborted the save")
 
     def _stream_ended(self) -> None:
@@ -285,17 +254,12 @@ class Save:
         if staging:
             self._end(SaveEvent.BREAK, Cause.BROKEN, "the stream ended before the seal")
         self._keeper.on_free(self.who.local_rank, None)
-        if self.sealed is None:
-            if self._stopped_copying:
-                self._keeper.surrender(self.who.local_rank)
-            else:
-                count = self._keeper.quarantine(self.who.local_rank, Use.GRANTED)
-                if count:
-                    self._log.warning("save.quarantined", blocks=count)
+        if self.sealed is None and self._stopped_copying:
+            self._keeper.surrender(self.who.local_rank)
+        elif self.sealed is None and (count := self._keeper.quarantine(self.who.local_rank, Use.GRANTED)):
+            self.log.warning("save.quarantined", blocks=count)
         self.stream_over.set()
         self._outbox.put(None)
-
-    # The end.
 
     def _finish(self, seal: pb.SaveRequest.Seal) -> None:
         deadline_s = self.begun_s + self.cut.deadline_s
@@ -315,7 +279,7 @@ class Save:
             commit.durable_s = time.monotonic() - self.begun_s
             with self._lock:
                 if self.has_ended:
-                    self._log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
+                    self.log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
                 else:
                     self._happened(SaveEvent.COMMIT)
             self.commit = commit
@@ -326,7 +290,7 @@ class Save:
     def fail(self, error: BaseException) -> None:
         """This save ends here, for this reason; no-op when it has ended."""
         if not isinstance(error, DeltashardError):
-            self._log.error("save.unexpected", exc_info=error)
+            self.log.error("save.unexpected", exc_info=error)
         self._end(SaveEvent.FAIL, cause_of(error), str(error))
 
     def cancel(self, cause: Cause, message: str) -> None:
@@ -341,7 +305,7 @@ class Save:
             self._happened(event)
             self.failure = (cause, message)
             self._drained.notify_all()
-        self._log.warning("save.failed", cause=cause, message=message, state=was.value)
+        self.log.warning("save.failed", cause=cause, message=message, state=was.value)
         self._metrics.failures.labels(cause).inc()
         if was is SaveState.STAGING:
             failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
@@ -356,8 +320,8 @@ class Save:
         """It is over, whatever telling that meets: the rank's next save waits for this."""
         try:
             self._ended(self)
-        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs the news, never the saves to come
-            self._log.error("save.untold", exc_info=error)
+        except Exception:
+            self.log.exception("save.untold")
         finally:
             self.over.set()
 
@@ -386,21 +350,14 @@ class InFlightSaves:
             running = self._by_rank.get(rank)
             if running is not None and not (running.over.is_set() and running.stream_over.is_set()):
                 return None
-            save = make()
-            self._by_rank[rank] = save
-        return save
+            save = self._by_rank[rank] = make()
+            return save
 
     def of_rank(self, rank: int) -> Save | None:
-        """Newest save of the rank, in flight or over."""
         return self._by_rank.get(rank)
 
     def newest(self) -> list[Save]:
-        """Newest save of each rank, in flight or over."""
         return list(self._by_rank.values())
 
     def in_flight(self) -> list[Save]:
-        """Saves that have not ended."""
-        return [save for save in list(self._by_rank.values()) if not save.over.is_set()]
-
-    def staging(self) -> list[Save]:
-        return [save for save in list(self._by_rank.values()) if save.staging]
+        return [save for save in self.newest() if not save.over.is_set()]

@@ -1,7 +1,6 @@
 """Where the batches of one save go: encoded into frames, spooled into packs, uploaded, committed.
 
-Each encoding thread has one buffer and reuses it: a frame and its tail are in pack files when `add` returns, so the
-memory of encoding is one frame with its tail a thread, whatever the size of the cut.
+Each encoding thread reuses one buffer: the memory of encoding is one frame with its tail a thread.
 """
 
 from __future__ import annotations
@@ -51,6 +50,8 @@ GIVE_UP_DEADLINE_S = 10.0
 
 PERIODIC = ("timer", "steps", "baseline")
 """Reasons of saves that nobody waits for: news of their commits may be some seconds late."""
+UPLOADS = 4
+"""Packs uploaded at once."""
 
 _buffers = threading.local()
 
@@ -105,13 +106,13 @@ class PartSink:
         expected: Callable[[], AbstractSet[int]],
     ) -> None:
         """`expected` gives the ranks of this pod whose parts `joint` waits for."""
-        settings = run.settings
         self._run = run
         self._who = who
         self._cut = cut
         self._joint = joint
         self._expected = expected
         self._begun_s = time.monotonic()
+        self._alone = who.world_size == 1
         self._log = run.log_of(who)
         if cut.content.covers is None:
             run.bits.errors.begin_baseline()
@@ -129,31 +130,24 @@ class PartSink:
                 covers=cut.content.covers,
             ),
             run.cache,
-            pack_bytes=settings.pack_bytes,
-            uploads=settings.upload_concurrency,
-            deadline_s=settings.save_deadline_s,
+            pack_bytes=run.settings.pack_bytes,
+            uploads=UPLOADS,
+            deadline_s=run.settings.save_deadline_s,
         )
 
     def rows(self, batch: Rows, data: memoryview) -> None:
-        """Encode and spool one batch; called from the pool, as `blob` is."""
-        block = batch.block(data)
-        asked = self._cut.content.precision.of_table(block.schema.fqn)
+        if batch.again and self._cut.since is None:
+            raise BadBatch("rows are sent again that were not wanted apart", where="row batch")
+        block, precision, metrics = batch.block(data), self._cut.content.precision, self._run.metrics
+        asked = precision.of_table(block.schema.fqn)
         encoding = encoding_named(asked)
         if self._cut.samples:
             self._run.bits.errors.offer(block)
-        options = EncodeOptions(
-            encoding=encoding,
-            state_encoding=self._cut.content.precision.state,
-        )
+        options = EncodeOptions(encoding=encoding, state_encoding=precision.state)
         columns = len(block.columns)
         rows = min(len(block), rows_per_frame(block.schema, columns, encoding))
         out = _buffer(frame_bound(block.schema, columns, rows))
-        metrics = self._run.metrics
-        if batch.again and self._cut.since is None:
-            raise BadBatch("rows are sent again that were not wanted apart", where="row batch")
-        began_s = time.thread_time()
         for frame in encode_row_frames(block, options, step=self._cut.step, out=out):
-            self._run.measured.encoded(frame.raw_bytes, time.thread_time() - began_s)
             held = frame.info.encoding
             # A frame that could not be encoded as asked is not as it was in that checkpoint, changed or not.
             new = batch.fresh or (batch.fresh is not None and held != asked)
@@ -162,7 +156,6 @@ class PartSink:
             metrics.rows.labels("in", held).inc(frame.info.rows)
             metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
             metrics.frame_bytes.labels("in", held).inc(frame.info.stored_bytes)
-            began_s = time.thread_time()
 
     def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
         frame = encode_blob(
@@ -184,7 +177,6 @@ class PartSink:
         part = self._writer.finish()
         index = self._writer.index
         assert index is not None
-        self._run.measured.slowed(index.raw_bytes, seal.slowdown_s)
         self._look(part, [pack.key for pack in index.packs], deadline_s)
         if index.rows != seal.rows:
             raise BadBatch(f"{seal.rows} rows were sealed, {index.rows} arrived", where="seal")
@@ -205,7 +197,7 @@ class PartSink:
         try:
             committed = self._committed(report, deadline_s)
         except LogRemoved as error:
-            self._run.removal.noticed(str(error))
+            self._run.removed = str(error)
             raise
         self._run.metrics.lost(committed.entry.metadata.get(PLS_KEY, "0"))
         # Ranks may have covered different checkpoints: a trainer hears what its own part is.
@@ -227,7 +219,7 @@ class PartSink:
         chains.look(
             state,
             covers,
-            manifests=self._run.reads.manifests_of(self._log.run),
+            manifests=self._run.manifests_of(self._log.run),
             boxes=self._who.boxes,
             rank=rank,
             alone=self._alone,
@@ -236,35 +228,27 @@ class PartSink:
         )
 
     def _committed(self, report: PartReport, deadline_s: float) -> Committed:
-        """The cut in the log, with the parts of this pod's other ranks."""
+        cut = self._cut
+
+        def commit(reports: Sequence[PartReport]) -> Committed:
+            return commit_parts(
+                self._log,
+                attempt=cut.attempt,
+                cut=cut.cut,
+                step=cut.step,
+                world_size=self._who.world_size,
+                reports=reports,
+                layout=cut.layout,
+                bodies=self._run.report_bodies,
+                pace=self._run.pace if cut.reason in PERIODIC else None,
+                since_s=time.monotonic() - self._begun_s,
+                deadline_s=deadline_s,
+            )
+
         if self._alone:
-            return self._commit((report,), deadline_s)
+            return commit((report,))
         return self._joint.commit(
-            self._cut.attempt,
-            self._cut.cut,
-            report,
-            expected=self._expected,
-            commit=lambda reports: self._commit(reports, deadline_s),
-            deadline_s=deadline_s,
-        )
-
-    @property
-    def _alone(self) -> bool:
-        return self._who.world_size == 1
-
-    def _commit(self, reports: Sequence[PartReport], deadline_s: float) -> Committed:
-        return commit_parts(
-            self._log,
-            attempt=self._cut.attempt,
-            cut=self._cut.cut,
-            step=self._cut.step,
-            world_size=self._who.world_size,
-            reports=reports,
-            layout=self._cut.layout,
-            bodies=self._run.report_bodies,
-            pace=self._run.pace if self._cut.reason in PERIODIC else None,
-            since_s=time.monotonic() - self._begun_s,
-            deadline_s=deadline_s,
+            cut.attempt, cut.cut, report, expected=self._expected, commit=commit, deadline_s=deadline_s
         )
 
     def _metadata(self, seal: pb.SaveRequest.Seal, *, baseline: bool) -> dict[str, str]:
@@ -301,7 +285,7 @@ def decline(
     """
     if not joint.withdraw(attempt, cut, who.rank) and not gone:
         return
-    if run.removal.why is not None:
+    if run.removed is not None:
         return  # nobody waits where there is no run
     log = run.log_of(who)
 

@@ -1,4 +1,8 @@
-"""Who attached: what a trainer process said of itself at Attach, checked, and never changed afterwards. Pure."""
+"""Who attached: what a trainer process said of itself at Attach, checked, and never changed afterwards. Pure.
+
+While the store is away, an encoded full cut lies in the arena and the cache directory. If it cannot fit there, no
+baseline could ever wait for the store: that is refused before the first step, not found after an outage.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import re
 import secrets
 from dataclasses import dataclass
 
+from deltashard_checkpoint.codecs.encoding import effective_encoding, section_bytes
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.index import box_of, table_of
+from deltashard_checkpoint.format.row_block import raw_row_bytes
 from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
+from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL, encoding_named, stored_state_dtype
 from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.settings import Settings
 
 _LAYOUT = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
@@ -24,7 +33,6 @@ class Attachment:
     """One attachment of a trainer process, under its session's id."""
 
     id: str
-    protocol: int
     rank: int
     local_rank: int
     world_size: int
@@ -40,7 +48,6 @@ class Attachment:
         """Attachment of a request that `check_attach` let pass, under a new id."""
         return cls(
             id=secrets.token_hex(8),
-            protocol=TRAINER_PROTOCOL.common(request.protocol_min, request.protocol_max) or 0,
             rank=request.rank,
             local_rank=request.local_rank,
             world_size=max(1, request.world_size),
@@ -49,6 +56,14 @@ class Attachment:
             boxes=tuple(box_of(box) for box in request.boxes),
             fingerprint=dict(request.fingerprint),
             layout=request.layout,
+        )
+
+    @property
+    def raw_bytes(self) -> int:
+        schemas = {table.fqn: table for table in self.tables}
+        return sum(
+            (box.row_stop - box.row_start) * raw_row_bytes(schemas[box.table], box.col_stop - box.col_start)
+            for box in self.boxes
         )
 
 
@@ -62,21 +77,52 @@ def check_attach(request: pb.AttachRequest, lines: int) -> int:
             where="attach",
             remedy="use trainer library and sidecar image of neighbouring versions",
         )
-    if request.local_rank >= lines:
-        raise BadAttach(f"local rank {request.local_rank}: at most {lines} trainers a pod", where="attach")
-    if request.rank >= max(1, request.world_size):
-        raise BadAttach(f"rank {request.rank} of world size {request.world_size}", where="attach")
-    if request.layout and _LAYOUT.fullmatch(request.layout) is None:
-        raise BadAttach(f"{request.layout[:80]!r} is no layout's digest", where="attach")
     named = {table.fqn: table for table in request.tables}
-    if len(named) != len(request.tables):
-        raise BadAttach("two tables have one name", where="attach")
+    what = ""
+    if request.local_rank >= lines:
+        what = f"local rank {request.local_rank}: at most {lines} trainers a pod"
+    elif request.rank >= max(1, request.world_size):
+        what = f"rank {request.rank} of world size {request.world_size}"
+    elif request.layout and _LAYOUT.fullmatch(request.layout) is None:
+        what = f"{request.layout[:80]!r} is no layout's digest"
+    elif len(named) != len(request.tables):
+        what = "two tables have one name"
     for box in request.boxes:
         table = named.get(box.table)
-        if (
+        if not what and (
             table is None
             or not box.row_start < box.row_stop <= table.rows
             or not box.col_start < box.col_stop <= table.columns
         ):
-            raise BadAttach(f"box {box.table}[{box.row_start}:{box.row_stop}] is in no table", where="attach")
+            what = f"box {box.table}[{box.row_start}:{box.row_stop}] is in no table"
+    if what:
+        raise BadAttach(what, where="attach")
     return protocol
+
+
+def encoded_bytes(request: pb.AttachRequest, *, encoding: str, state_encoding: str) -> int:
+    """Bytes of one full cut of what the trainer owns, as stored (row ids and headers left out: they are small)."""
+    tables = {table.fqn: table for table in request.tables}
+    total = request.blob_bytes
+    for box in request.boxes:
+        table, columns = tables[box.table], box.col_stop - box.col_start
+        row_bytes = sum(
+            section_bytes(effective_encoding(encoding_named(encoding), table.dtype, columns), 1, columns)
+        )
+        for field in table.fields:
+            dtype = stored_state_dtype(state_encoding, pointwise=field.pointwise, dtype=field.dtype)
+            row_bytes += element_type.by_name(dtype).itemsize_bytes * (columns if field.pointwise else 1)
+        total += (box.row_stop - box.row_start) * row_bytes
+    return total
+
+
+def check_capacity(request: pb.AttachRequest, settings: Settings) -> None:
+    need = encoded_bytes(request, encoding=settings.encoding, state_encoding=settings.state_encoding)
+    if need > settings.arena_bytes + settings.cache_bytes:
+        raise BadAttach(
+            f"one full checkpoint takes about {need} bytes encoded as {settings.encoding}; the arena "
+            f"({settings.arena_bytes}) and the cache ({settings.cache_bytes}) hold less",
+            where="capacity",
+            remedy="give the cache more room (cache_bytes; on Kubernetes a CheckpointPolicy's cacheSize), or choose a "
+            "smaller encoding",
+        )

@@ -2,9 +2,6 @@
 
 A session outlives its streams, not its process: the writer lock on the control line and the Watch stream tell whether
 the process lives. When both are gone the session is dropped by `reap`, and whatever it had staged goes on alone.
-
-Its parts, each written by one class: `who` (frozen), `presence`, `attempt`, `stalls` (their own methods), `schedule`
-and `urgent` (`TrainerControl`, under its lock), `fence` and `closed` (`Session`).
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from deltashard_checkpoint.errors import UserError
@@ -19,14 +17,16 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.session.attachment import Attachment
-from deltashard_sidecar.session.attempt import Fence, SessionAttempt
-from deltashard_sidecar.session.notice import Notices
 from deltashard_sidecar.session.schedule import Schedule
 
 GRACE_S = 20.0
 """A trainer has so long after Attach to take its writer lock or to watch before it counts as dead."""
 STALL_ABORTS = 2
 """After so many saves in a row aborted for their stall, the next one waits it out."""
+
+
+NOTICES = 256
+"""Those that one trainer has not read are at most so many."""
 
 
 class UnknownSession(UserError):
@@ -87,41 +87,79 @@ class Presence:
             return lock_held if self._locked else self._signs > 0 or young
 
 
-class Stalls:
-    """Saves in a row that the trainer aborted for their stall budget; written by the rank's saves, one at a time."""
+class Notices:
+    """Notices on their way to one trainer, unasked. Thread-safe.
+
+    A trainer that does not read loses the oldest. That is safe because nothing depends on a single notice: AttachReply
+    carries the last commit, and a fenced attempt is refused again at its next save.
+    """
 
     def __init__(self) -> None:
-        self.aborted = 0
+        self._ready = threading.Condition()
+        self._queue: deque[pb.Notice] = deque(maxlen=NOTICES)
+        self._closed = False
 
-    def sealed(self) -> None:
-        self.aborted = 0
+    def post(self, notice: pb.Notice) -> None:
+        with self._ready:
+            self._queue.append(notice)
+            self._ready.notify_all()
 
-    def gave_up(self, *, stalled: bool) -> None:
-        """The trainer aborted a cut, for its stall or for another reason."""
-        self.aborted = self.aborted + 1 if stalled else 0
+    def close(self) -> None:
+        """End every reader once the queue is empty."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify_all()
 
-    @property
-    def wait_out(self) -> bool:
-        """Whether the next save has no stall budget."""
-        return self.aborted >= STALL_ABORTS
+    def poke(self) -> None:
+        with self._ready:
+            self._ready.notify_all()
+
+    def read(self, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
+        """Notices as they come, until closed or until `alive()` is false (call `poke` when it changes)."""
+        while True:
+            with self._ready:
+                self._ready.wait_for(lambda: self._queue or self._closed or not alive())
+                if not self._queue or not alive():
+                    return  # what is queued is left to the next reader
+                notice = self._queue.popleft()
+            yield notice
 
 
 class Session:
-    """One attached trainer process. Thread-safe, `schedule` and `urgent` excepted."""
+    """One attached trainer process, and the attempt that it trains under. A fall-back or a takeover replaces that.
+
+    Thread-safe, but `schedule` and `urgent`, which `TrainerControl` writes under its lock, and `stall_aborts`, which
+    the rank's saves write one at a time.
+    """
 
     def __init__(self, who: Attachment, schedule: Schedule, *, attempt: int | None) -> None:
         self.who = who
         self.notices = Notices()
         self.presence = Presence()
-        self.attempt = SessionAttempt(attempt, who.layout)
-        self.stalls = Stalls()
         self.schedule = schedule
         self.urgent = ""
         """Why a save is wanted now; empty: none is."""
-        self.fence: Fence | None = None
-        """Why its attempt can never commit again; None while it can."""
+        self.stall_aborts = 0
+        """Saves in a row that the trainer aborted for their stall budget."""
         self.closed = False
         """What had begun before goes on alone; calls are answered with `UnknownSession`."""
+        self.attempt = attempt
+        """Its number in the log; None before one is open."""
+        self.layout = who.layout
+        """Digest of the layout of its ranks; empty: one rank, which holds every table whole."""
+        self.fence: tuple[Cause, str] | None = None
+        """Why the attempt can never commit again; None while it can."""
+        self.asked_at_s = 0.0
+        """When it was asked for, Unix seconds."""
+        self.resumed = False
+        """Whether it resumes from a checkpoint."""
+        self.restored = False
+        """Whether every row of that was handed over."""
+        self.lost_steps = 0
+        """Steps lost by the restart that this attempt is, as far as this arena saw."""
+        self.last_commit: pb.Commit | None = None
+        self.durable_step: int | None = None
+        """Newest step that a crash of the trainer cannot take back."""
         self._lock = threading.Lock()
 
     @property
@@ -130,16 +168,33 @@ class Session:
 
     @property
     def may_commit(self) -> bool:
-        return self.attempt.number is not None and self.fence is None
+        return self.attempt is not None and self.fence is None
+
+    @property
+    def waits_out_stall(self) -> bool:
+        return self.stall_aborts >= STALL_ABORTS
 
     def opened(self, reply: pb.OpenReply) -> None:
+        """An attempt was opened, in place of any before."""
+        lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else 0
         with self._lock:
-            self.attempt.opened(reply)
-            self.fence = None
+            self.attempt, self.layout, self.fence = reply.attempt, reply.layout, None
+            self.last_commit = None
+            self.resumed, self.restored = reply.HasField("resume_seq"), False
+            self.durable_step = reply.step if self.resumed else None
+            self.lost_steps = max(0, lost)
 
-    def fenced(self, cause: Cause, why: str) -> None:
+    def committed(self, attempt: int, commit: pb.Commit) -> None:
+        """A save of this attempt is durable; of another attempt than the session's it is no news."""
         with self._lock:
-            self.fence = Fence(cause=cause, why=why)
+            if attempt == self.attempt:
+                self.last_commit, self.durable_step = commit, commit.step
+
+    def handed_over(self) -> bool:
+        """Every row of what it resumes from was handed over; True the first time."""
+        with self._lock:
+            first, self.restored = not self.restored, True
+            return first
 
     def close(self) -> None:
         """It is over; Watch streams end once they have read what is queued."""
@@ -163,16 +218,11 @@ class Sessions:
         return session
 
     def get(self, session_id: str) -> Session:
-        """Live session of that id; raises `UnknownSession`."""
-        with self._lock:
-            for session in self._by_rank.values():
-                if session.id == session_id and not session.closed:
-                    return session
-        raise UnknownSession(
-            f"session {session_id!r} is not attached",
-            where="sidecar",
-            remedy="attach again (the library does)",
-        )
+        for session in self.all():
+            if session.id == session_id and not session.closed:
+                return session
+        what = f"session {session_id!r} is not attached"
+        raise UnknownSession(what, where="sidecar", remedy="attach again (the library does)")
 
     def of_rank(self, local_rank: int) -> Session | None:
         with self._lock:
@@ -182,10 +232,6 @@ class Sessions:
         with self._lock:
             return list(self._by_rank.values())
 
-    def ranks(self) -> list[int]:
-        with self._lock:
-            return list(self._by_rank)
-
     def close(self, session: Session) -> None:
         with self._lock:
             session.close()
@@ -193,7 +239,6 @@ class Sessions:
                 del self._by_rank[session.who.local_rank]
 
     def reap(self, lock_held: Callable[[int], bool]) -> list[Session]:
-        """Close the sessions whose process is gone; returns them."""
         dead = [s for s in self.all() if not s.presence.alive(lock_held=lock_held(s.who.local_rank))]
         for session in dead:
             self.close(session)

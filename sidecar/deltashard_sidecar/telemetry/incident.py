@@ -39,31 +39,22 @@ class Incidents:
 
         A restore is a fact of its attempt, and is never merged with another's.
         """
-        now_s = time.time()
+        now_s, message = time.time(), message[:MAX_TEXT]
         with self._lock:
             for each in self._kept:
                 same = (each.kind, each.cause) == (kind, cause) and kind != fleet.INCIDENT_KIND_RESTORED
                 if same and each.id > self._sent and now_s - each.at_s < MERGE_S:
                     each.count += 1
-                    each.message = message[:MAX_TEXT]
+                    each.message = message
                     return
             self._newest += 1
-            self._kept.append(
-                fleet.Incident(
-                    id=self._newest,
-                    kind=kind,
-                    at_s=now_s,
-                    cause=cause,
-                    message=message[:MAX_TEXT],
-                    count=1,
-                    **more,
-                )
-            )
-            dropped = len(self._kept) > LIMIT
-            if dropped:
+            made = fleet.Incident(id=self._newest, kind=kind, at_s=now_s, cause=cause, count=1, **more)
+            made.message = message
+            self._kept.append(made)
+            if len(self._kept) > LIMIT:
                 self._kept.popleft()
-        if dropped and self._awaited:
-            self._metrics.incidents_dropped.inc()
+                if self._awaited:
+                    self._metrics.incidents_dropped.inc()
 
     def kept(self, *, sent: bool = False) -> list[fleet.Incident]:
         """Those not told, oldest first; `sent`: a report with them is under way, until `told` is called."""

@@ -3,14 +3,14 @@
 An event is a short name (`save.staged`, `restore.failed`); everything else is a key. Errors of ours log their what,
 where and remedy; a traceback only for what no one foresaw. A line that cannot be written is lost, and nothing else is.
 
-A child sidecar's stderr is a file in memory, `sidecar.log` in its runtime directory: `bound` moves it aside to
-`sidecar.log.1` when it is large, so that a long life of small events costs a bounded amount.
+A child sidecar's stderr is a file in memory, `sidecar.log` in its runtime directory: `bound` copies it aside to
+`sidecar.log.1` and empties it when it is large. A line that comes between the two is lost.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,37 +20,21 @@ import structlog
 from deltashard_checkpoint.errors import DeltashardError
 
 Logger = structlog.stdlib.BoundLogger
-
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-
-
 LOG_BYTES = 4 << 20
 """A log file is moved aside at this size; one older file is kept."""
 
 
 def bound(path: Path, *, limit_bytes: int = LOG_BYTES) -> bool:
-    """Begin a new log file when stderr is `path` and that has grown to the limit; whether it did.
-
-    Lines of other threads go to the one file or the other, whole: descriptors 1 and 2 are replaced atomically.
-    """
-    mine = os.fstat(2)
-    if mine.st_size < limit_bytes:
-        return False
-    try:
-        there = path.lstat()
-        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            return False  # a terminal, a container's pipe, somebody's file
-        path.replace(path.with_name(f"{path.name}.1"))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(path, flags, 0o600)
-    except OSError:
-        return False  # it goes on in the old file
-    out = os.fstat(1)
-    os.dup2(fd, 2)
-    if (out.st_dev, out.st_ino) == (mine.st_dev, mine.st_ino):
-        os.dup2(fd, 1)
-    os.close(fd)
-    return True
+    """Begin a new log file when stderr is `path` and that has grown to the limit; whether it did."""
+    with suppress(OSError):
+        mine = os.fstat(2)
+        if mine.st_size >= limit_bytes and os.path.samestat(path.lstat(), mine):
+            older = path.with_name(f"{path.name}.1")
+            older.unlink(missing_ok=True)
+            shutil.copyfile(path, older)
+            os.ftruncate(2, 0)  # it is opened for appending
+            return True
+    return False  # a terminal, a container's pipe, somebody's file; or it goes on in the old one
 
 
 class _Stderr:
@@ -74,7 +58,7 @@ def configure(level: str, *, run: str) -> Logger:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(default=str),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(file=cast("TextIO", _Stderr())),
         cache_logger_on_first_use=True,
     )
@@ -85,10 +69,6 @@ def configure(level: str, *, run: str) -> Logger:
 def explain(error: BaseException) -> dict[str, str]:
     """What to log of an error: ours by its parts, others by type and text."""
     if isinstance(error, DeltashardError):
-        return {
-            "error": type(error).__name__,
-            "what": error.what,
-            "where": error.where,
-            "remedy": error.remedy,
-        }
+        parts = {"what": error.what, "where": error.where, "remedy": error.remedy}
+        return {"error": type(error).__name__, **parts}
     return {"error": type(error).__name__, "what": str(error)}

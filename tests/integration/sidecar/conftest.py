@@ -1,4 +1,4 @@
-"""A sidecar of one test, and a trainer that has opened an attempt in it."""
+"""A sidecar of one test, a trainer that has opened an attempt in it, and who takes its reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,27 @@ import pytest
 
 from tests.support.fake_model import Model
 from tests.support.fake_trainer import Trainer
+from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.sidecar_process import SidecarProcess, sidecar
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a store on a directory; `minio` for tests that say so."""
+    if getattr(request, "param", "file") == "file":
+        return f"file://{tmp_path}/store"
+    return str(request.getfixturevalue("minio_url"))
+
+
+@pytest.fixture(scope="session")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def server(authority: Authority) -> Iterator[FleetServer]:
+    with FleetServer(authority) as one:
+        yield one
 
 
 @pytest.fixture

@@ -9,24 +9,24 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model, same
+from tests.support.fake_model import Model
 from tests.support.fake_trainer import Trainer
 from tests.support.sidecar_process import sidecar
 
 
+@pytest.mark.parametrize("url", ["file", "minio"], indirect=True)
 @pytest.mark.parametrize("noticed_by", ["the last save", "housekeeping"])
 def test_a_swept_base_is_noticed_and_the_next_save_builds_on_nothing(
     tmp_path: Path, url: str, noticed_by: str
 ) -> None:
     housekeeping_s = 0.05 if noticed_by == "housekeeping" else -1
-    with sidecar(
-        tmp_path,
-        url,
-        encoding="fp32",
-        differential="consecutive",
-        housekeeping_s=housekeeping_s,
-        metrics_port=0,
-    ) as process:
+    flags = {
+        "encoding": "fp32",
+        "differential": "consecutive",
+        "housekeeping_s": housekeeping_s,
+        "metrics_port": 0,
+    }
+    with sidecar(tmp_path, url, **flags) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
         base = trainer.save_and_commit()
@@ -52,7 +52,5 @@ def test_a_swept_base_is_noticed_and_the_next_save_builds_on_nothing(
         assert [each.baseline for each in commits].count(True) == 1
         trainer.close()
         again = Trainer(process.socket, Model())
-        again.model.wipe()
-        again.restore(again.open().resume_seq)
-        assert same(again.model.state(), trainer.model.state())
+        again.restores(again.open().resume_seq, trainer.model.state())
         again.close()

@@ -12,6 +12,7 @@ import pytest
 from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PRECISION_KEY
 from deltashard_checkpoint.whole_run import removal
@@ -19,7 +20,7 @@ from deltashard_checkpoint.write import precision
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
+from tests.support.fake_model import Model, same
 from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -87,16 +88,28 @@ def pods(root: Path, url: str, count: int, **flags: object) -> Iterator[list[Sid
         found = []
         for pod in range(count):
             (root / f"pod{pod}").mkdir(exist_ok=True)
-            process = SidecarProcess(
-                root / f"pod{pod}",
-                url,
-                encoding="fp32",
-                constants=PATIENT,
-                **{"arena_bytes": "256MiB", **flags},
-            )
+            options = {"encoding": "fp32", "constants": PATIENT, "arena_bytes": "256MiB", **flags}
+            process = SidecarProcess(root / f"pod{pod}", url, **options)
             stack.callback(process.kill)
             found.append(process)
         yield found
+
+
+@contextmanager
+def begun(root: Path, count: int = 2, ranks: int = 4, **flags: object) -> Iterator[tuple[str, Group, int]]:
+    """A store's URL, a group of so many pods and ranks, and the seq of its first checkpoint."""
+    url = (root / "store").as_uri()
+    with pods(root, url, count, **flags) as sidecars:
+        group = Group(sidecars, ranks)
+        group.open()
+        group.train()
+        yield url, group, group.save_and_commit()
+        group.close()
+
+
+def state_of(url: str) -> RunState:
+    with open_store(url) as store:
+        return RunLog(store, "run").refresh()
 
 
 def _assert_holds(url: str, seq: int, models: list[Model]) -> None:
@@ -120,40 +133,33 @@ def test_four_ranks_save_and_come_back(tmp_path: Path, count: int) -> None:
             group.train()
             seqs.append(group.save_and_commit())
         _assert_holds(url, seqs[-1], group.models)
-        with open_store(url) as store:
-            state = RunLog(store, "run").refresh()
+        state = state_of(url)
         assert [entry.covers for entry in state.checkpoints.values()] == [(None,), (seqs[0],), (seqs[0],)]
         wanted = [model.state() for model in group.models]
         group.close()
         again = Group(sidecars, 4, seed=50)
         assert again.open() == seqs[-1]
         again.restore(seqs[-1])
-        for model, state_ in zip(again.models, wanted, strict=True):
-            for found, held in zip(model.state(), state_, strict=True):
-                np.testing.assert_array_equal(found, held)
+        assert all(same(model.state(), held) for model, held in zip(again.models, wanted, strict=True))
         again.train()
         seq = again.save_and_commit()
         _assert_holds(url, seq, again.models)
-        with open_store(url) as store:
-            assert RunLog(store, "run").refresh().checkpoints[seq].covers == (seqs[0],)
+        assert state_of(url).checkpoints[seq].covers == (seqs[0],)
         again.close()
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path, count: int) -> None:
     """Of every rank's tables, also for those that rank 0 has not; in two pods `encoding` holds, and it is said why."""
-    url = (tmp_path / "store").as_uri()
-    flags = {"bits_goal": "budget", "differential": "full"}
-    with pods(tmp_path, url, count, **flags) as sidecars:
-        group = Group(sidecars, 4)
-        group.open()
-        for _ in range(2):  # the first one brings the sample
-            group.train()
-            seq = group.save_and_commit()
-        with open_store(url) as store:
-            entry = RunLog(store, "run").refresh().checkpoints[seq]
+    with begun(tmp_path, count, bits_goal="budget", differential="full") as (
+        url,
+        group,
+        _,
+    ):  # brings the sample
+        group.train()
+        seq = group.save_and_commit()
+        entry = state_of(url).checkpoints[seq]
         stored = precision.recorded(entry.metadata[PRECISION_KEY])
-        assert stored is not None
         chosen = {rank: stored.of_table(f"rank{rank}.big.weight") for rank in range(4)}
         if count == 2:
             assert set(chosen.values()) == {"fp32"}
@@ -168,48 +174,27 @@ def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path
         for rank, (model, held) in enumerate(zip(group.models, wanted, strict=True)):
             off = np.linalg.norm(model.tables[0].weights - held) / np.linalg.norm(held)
             assert off == pytest.approx(told.error[f"rank{rank}.big.weight"], rel=0.2)
-        group.close()
-
-
-def test_a_rank_that_sends_all_its_rows_alone_keeps_the_bits_of_the_others(tmp_path: Path) -> None:
-    """Fewer begin when all ranks bring a baseline: a table would lie with deltas of few bits over rows of 8."""
-    url = (tmp_path / "store").as_uri()
-    flags = {"bits_goal": "budget", "differential": "one-shot"}
-    with pods(tmp_path, url, 1, **flags) as sidecars:
-        group = Group(sidecars, 2)
-        group.open()
-        group.train()
-        base = group.save_and_commit()
-        group.train()
-        cuts = [trainer.save(full=trainer.rank == 1) for trainer in group.trainers]
-        (seq,) = {t.committed(cut).seq for t, cut in zip(group.trainers, cuts, strict=True)}
-        with open_store(url) as store:
-            entry = RunLog(store, "run").refresh().checkpoints[seq]
-        assert set(entry.covers) == {base, None}
-        stored = precision.recorded(entry.metadata[PRECISION_KEY])
-        assert stored is not None
-        assert {stored.of_table(f"rank{rank}.big.weight") for rank in range(2)} == {"q8"}
-        assert set(entry.encodings.values()) == {("q8",)}
-        group.close()
 
 
 def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_common_ones(
     tmp_path: Path,
 ) -> None:
     """Four ranks on two pods; one rank alone; and a trainer that says no rank."""
-    url = (tmp_path / "store").as_uri()
     common = {"meta", *(f"dense/rank{rank}.w" for rank in range(4))}
-    with pods(tmp_path, url, 2) as sidecars:
-        group = Group(sidecars, 4)
-        group.open()
-        group.train()
-        seq = group.save_and_commit()
+    with begun(tmp_path) as (url, group, seq):
         group.restore(seq)
         assert [trainer.blobs_read for trainer in group.trainers] == [
             common,
             *(common | {f"rank/{rank}/meta"} for rank in (1, 2, 3)),
         ]
-        group.close()
+    (tmp_path / "node").mkdir()
+    with pods(tmp_path / "node", url, 1) as sidecars:  # that has none of it: one rank reads for the others
+        again = Group(sidecars, 4, seed=50)
+        assert again.open() == seq
+        first, *others = [trainer.restore(seq) for trainer in again.trainers]
+        assert first.cache_bytes == 0
+        assert all(0 < each.cache_bytes < first.store_bytes for each in others)
+        again.close()
     with open_store(url) as store:
         assert read_checkpoint(store, "run").blobs.keys() == common
         assert read_checkpoint(store, "run", blobs=["rank/3/meta"]).tree("rank/3/meta")["rank"] == 3
@@ -220,44 +205,15 @@ def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_comm
         alone.model.wipe()
         alone.restore(seq)
         assert alone.blobs_read == common
-        for found, held in zip(alone.model.state(), group.models[0].state(), strict=True):
-            np.testing.assert_array_equal(found, held)
+        assert same(alone.model.state(), group.models[0].state())
         alone.close()
-
-
-def test_the_ranks_of_a_pod_read_common_blobs_for_one_another(tmp_path: Path) -> None:
-    """On a node that has none of it: the first rank reads all from the store, the others get the blobs from it."""
-    url = (tmp_path / "store").as_uri()
-    with pods(tmp_path, url, 1) as sidecars:
-        group = Group(sidecars, 4)
-        group.open()
-        group.train()
-        seq = group.save_and_commit()
-        group.close()
-    (tmp_path / "node").mkdir()
-    with pods(tmp_path / "node", url, 1) as sidecars:
-        again = Group(sidecars, 4, seed=50)
-        assert again.open() == seq
-        done = [trainer.restore(seq) for trainer in again.trainers]
-        first, *others = done
-        assert first.cache_bytes == 0
-        assert all(0 < each.cache_bytes < first.store_bytes for each in others)
-        for found, model in zip(again.models, group.models, strict=True):
-            for mine, wanted in zip(found.state(), model.state(), strict=True):
-                np.testing.assert_array_equal(mine, wanted)
-        again.close()
 
 
 def test_a_rank_that_gives_up_takes_the_cut_from_all_and_the_next_cut_holds_their_rows(
     tmp_path: Path,
 ) -> None:
     """In its own pod at once, in the other by the word it leaves; nobody waits for the deadline of a save."""
-    url = (tmp_path / "store").as_uri()
-    with pods(tmp_path, url, 2) as sidecars:
-        group = Group(sidecars, 4)
-        group.open()
-        group.train()
-        base = group.save_and_commit()
+    with begun(tmp_path) as (url, group, base):
         group.train()
         cuts = []
         for trainer in group.trainers:
@@ -273,18 +229,11 @@ def test_a_rank_that_gives_up_takes_the_cut_from_all_and_the_next_cut_holds_thei
         group.train()
         seq = group.save_and_commit()
         _assert_holds(url, seq, group.models)
-        with open_store(url) as store:
-            assert RunLog(store, "run").refresh().checkpoints.keys() == {base, seq}
-        group.close()
+        assert state_of(url).checkpoints.keys() == {base, seq}
 
 
 def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
-    url = (tmp_path / "store").as_uri()
-    with pods(tmp_path, url, 2) as sidecars:
-        group = Group(sidecars, 2)
-        group.open()
-        group.train()
-        base = group.save_and_commit()
+    with begun(tmp_path, ranks=2) as (url, group, base):
         group.train()
         group.models[1].train()
         cuts = group.save()
@@ -296,9 +245,7 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
         eventually(lambda: cuts[1] in group.trainers[1].failures, what="the other rank hears of it, too")
         seq = group.save_and_commit()
         _assert_holds(url, seq, group.models)
-        with open_store(url) as store:
-            assert RunLog(store, "run").refresh().checkpoints.keys() == {base, seq}
-        group.close()
+        assert state_of(url).checkpoints.keys() == {base, seq}
 
 
 def test_what_is_not_one_group_is_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -326,15 +273,9 @@ def test_what_is_not_one_group_is_refused_with_a_remedy(tmp_path: Path) -> None:
         group.close()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_run_that_was_removed_is_noticed_by_every_rank(tmp_path: Path, count: int) -> None:
-    """Of one pod or two; nobody tells anybody of a part that will not come, where there is no run to write into."""
-    url = f"file://{tmp_path}/store"
-    with pods(tmp_path, url, count) as found:
-        group = Group(found, 4)
-        group.open()
-        group.train()
-        group.save_and_commit()
+def test_a_run_that_was_removed_is_noticed_by_every_rank(tmp_path: Path) -> None:
+    """Of two pods; nobody tells anybody of a part that will not come, where there is no run to write into."""
+    with begun(tmp_path) as (url, group, _):
         log = RunLog(open_store(url), "run")
         removal.remove(log)
         group.train()
@@ -350,4 +291,3 @@ def test_a_run_that_was_removed_is_noticed_by_every_rank(tmp_path: Path, count: 
         assert [info.key for info in log.store.list("run/")] == left
         removal.remove(log)
         assert list(log.store.list("")) == []
-        group.close()

@@ -14,7 +14,6 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 def series(process: SidecarProcess) -> dict[str, str]:
-    """Values by name and labels."""
     lines = [line for line in process.metrics_page().splitlines() if not line.startswith("#")]
     return dict(line.rsplit(" ", 1) for line in lines)
 

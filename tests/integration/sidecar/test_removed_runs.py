@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,11 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from tests.support.eventually import eventually
 from tests.support.fake_model import Model, same
 from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.sidecar.training import training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
-@pytest.fixture
-def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
-    with sidecar(tmp_path, url, encoding="fp32", housekeeping_s=0.05, metrics_port=0) as one:
-        yield one
-
-
 def removed(url: str) -> RunLog:
-    """The run, removed by a person."""
     log = RunLog(open_store(url), "run")
     removal.remove(log)
     assert keys(log) == []
@@ -37,6 +30,7 @@ def keys(log: RunLog) -> list[str]:
     return [info.key for info in log.store.list("run/")]
 
 
+@pytest.mark.parametrize("url", ["file", "minio"], indirect=True)
 def test_a_run_that_was_removed_is_noticed_and_written_to_no_more(process: SidecarProcess, url: str) -> None:
     trainer = Trainer(process.socket, Model())
     trainer.open()
@@ -102,9 +96,7 @@ def test_a_sidecar_that_was_restarted_since_notices_it_too(tmp_path: Path, url: 
 def test_a_store_that_looked_empty_for_a_while_is_saved_to_again(tmp_path: Path) -> None:
     """A directory that was mounted elsewhere, say: the log is back, and nothing was removed."""
     url = f"file://{tmp_path}/store"
-    with sidecar(tmp_path, url, encoding="fp32") as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, url, encoding="fp32") as (_, trainer):
         trainer.save_and_commit()
         shutil.move(tmp_path / "store/run", tmp_path / "elsewhere")
         number = trainer.save()
@@ -112,4 +104,3 @@ def test_a_store_that_looked_empty_for_a_while_is_saved_to_again(tmp_path: Path)
         shutil.rmtree(tmp_path / "store/run")
         shutil.move(tmp_path / "elsewhere", tmp_path / "store/run")
         assert trainer.save_and_commit().seq == 3
-        trainer.close()

@@ -12,14 +12,12 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard.cut.save_stream import CutFailed
 from deltashard.errors import SaveFailed
 from torch import nn
 
 from tests.support.checkpointers import Make, checkpointers
 from tests.support.eventually import eventually
-from tests.support.fake_model import Model
-from tests.support.fake_trainer import Trainer
+from tests.support.sidecar.training import training
 from tests.support.sidecar_process import sidecar
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -35,21 +33,6 @@ class Pair(nn.Module):
         self.first = nn.Embedding(rows, DIM)
         self.second = nn.Embedding(rows, DIM)
         self.top = nn.Linear(DIM, 1)
-
-
-class Renamed(nn.Module):
-    """A `Pair` whose first table has another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.primary = nn.Embedding(ROWS, DIM)
-        self.second = nn.Embedding(ROWS, DIM)
-        self.top = nn.Linear(DIM, 1)
-
-    @property
-    def first(self) -> nn.Module:
-        """For `Loop.train`."""
-        return self.primary
 
 
 class Loop:
@@ -112,7 +95,6 @@ def test_row_state_that_appears_late_restores_over_an_older_baseline(make: Make)
     ckpt.close()
     again = Loop(adam, seed=1)
     restored = make(again).restore()
-    assert restored is not None
     assert not restored.fell_back
     assert equal(again.content(), loop.content())
 
@@ -138,55 +120,8 @@ def test_a_baseline_that_was_owed_stays_owed_when_its_save_fails(make: Make, tmp
     ckpt.close()
     again = Loop(adagrad, seed=2, rows=ROWS + 50)
     restored = make(again).restore()
-    assert restored is not None
     assert not restored.fell_back
     assert equal(again.content(), bigger.content())
-
-
-def test_a_renamed_table_begins_with_a_baseline(make: Make) -> None:
-    """A delta over rows that were stored under another name could never be put together again."""
-    loop = Loop(adagrad, seed=0)
-    with make(loop) as ckpt:
-        loop.train(ckpt, 3)
-    other = Loop(adagrad, seed=1)
-    other.net = Renamed()
-    other.optimizer = adagrad(other.net.parameters())
-    ckpt = make(other)
-    assert ckpt.restore(renames={"primary.weight": "first.weight"}) is not None
-    other.train(ckpt, 1)
-    assert ckpt.save().wait(120).baseline
-
-
-@pytest.mark.parametrize(("before", "after"), [(adam, adagrad), (adagrad, adam)])
-def test_another_optimizer_starts_from_its_own_state_and_a_baseline(
-    make: Make, before: Callable[..., Any], after: Callable[..., Any]
-) -> None:
-    """With strict=False rows come back without the old optimizer's state; the new one's is stored whole."""
-    loop = Loop(before, seed=0)
-    with make(loop) as ckpt:
-        loop.train(ckpt, 3)
-    other = Loop(after, seed=1)
-    ckpt = make(other)
-    restored = ckpt.restore(strict=False)
-    assert restored is not None
-    assert torch.equal(other.net.first.weight, loop.net.first.weight)
-    other.train(ckpt, 1)
-    assert ckpt.save().wait(120).baseline
-    other.train(ckpt, 1)
-    ckpt.close()
-    again = Loop(after, seed=2)
-    restored = make(again).restore()
-    assert restored is not None
-    assert equal(again.content(), other.content())
-
-
-def test_a_single_step_without_restore_is_saved_at_close(make: Make) -> None:
-    """close() makes the last boundary durable, also when it is the first."""
-    loop = Loop(adagrad, seed=0)
-    with make(loop) as ckpt:
-        loop.train(ckpt, 1)
-    assert ckpt.stats.last_commit is not None
-    assert ckpt.stats.last_commit.step == 1
 
 
 def test_a_finished_run_leaves_no_shared_memory(make: Make) -> None:
@@ -196,44 +131,12 @@ def test_a_finished_run_leaves_no_shared_memory(make: Make) -> None:
         loop.train(ckpt, 1)
         arena, pid = Path(ckpt.arena_path or ""), ckpt.sidecar_pid
         assert arena.stat().st_blocks * 512 >= 64 << 20
-    ended(pid)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
     assert arena.stat().st_blocks * 512 < 1 << 20
 
 
-def test_sigterm_saves_this_step_also_when_an_older_save_is_in_the_way(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sidecar refuses a second save while one uploads: within the grace the step is cut right after it."""
-    committed: list[int | None] = []
-    loop = Loop(adagrad, seed=0)
-    previous = signal.signal(signal.SIGTERM, lambda *_: committed.append(ckpt._outcomes.committed_step))
-    try:
-        ckpt = make(loop, grace_s=120.0)
-        ckpt.restore()
-        loop.train(ckpt, 2)
-        older = ckpt.save("older")
-        send = ckpt._wiring.taker._send
-        refused: list[int] = []
-
-        def busy_once(*args: Any, **options: Any) -> Any:
-            if not refused:
-                refused.append(1)
-                raise CutFailed("busy", "cut 1 is uploading")
-            return send(*args, **options)
-
-        monkeypatch.setattr(ckpt._wiring.taker, "_send", busy_once)
-        signal.raise_signal(signal.SIGTERM)
-        loop.train(ckpt, 1)
-        assert older.done
-        assert committed == [3]
-        ckpt.close()
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@pytest.mark.parametrize(
-    ("grace_s", "pod_s", "expected_s"), [("auto", 115, 115), ("auto", 10, 10), (60.0, 115, 60)]
-)
+@pytest.mark.parametrize(("grace_s", "pod_s", "expected_s"), [("auto", 115, 115), (60.0, 115, 60)])
 def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
     make: Make,
     tmp_path: Path,
@@ -256,7 +159,6 @@ def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
             older = ckpt.save("older")
             signal.raise_signal(signal.SIGTERM)
             term = ckpt._wiring.term
-            assert term is not None
             assert expected_s / 2 < term.left_s <= expected_s
             assert committed == []
             loop.train(ckpt, 1)
@@ -271,9 +173,7 @@ def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
 def test_news_of_a_save_reaches_the_next_attachment(tmp_path: Path, *, fails: bool) -> None:
     """A stream that broke took the news with it: a trainer that waited for it would never save again."""
     store = tmp_path / "store"
-    with sidecar(tmp_path, store.as_uri(), encoding="fp32") as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, store.as_uri(), encoding="fp32") as (process, trainer):
         trainer._watch.cancel()
         eventually(lambda: trainer.gone)
         if fails:
@@ -286,11 +186,3 @@ def test_news_of_a_save_reaches_the_next_attachment(tmp_path: Path, *, fails: bo
         assert not trainer.failures
         trainer.attach()
         eventually(lambda: number in (trainer.failures if fails else trainer.commits))
-        trainer.close()
-
-
-def ended(pid: int | None) -> None:
-    """Wait for a child sidecar's end."""
-    assert pid is not None
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)

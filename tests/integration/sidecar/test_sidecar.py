@@ -9,13 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
-from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance.word import pin, rewind
 from deltashard_checkpoint.stores.url import open_store
@@ -26,15 +23,10 @@ from deltashard_sidecar.main import EXIT_OWNED
 from tests.support.eventually import eventually
 from tests.support.fake_model import Model, same
 from tests.support.fake_trainer import SaveRefused, Trainer
+from tests.support.sidecar.training import training
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store"
-
-
-# The process.
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_command_line(tmp_path: Path, url: str) -> None:
@@ -96,120 +88,25 @@ def test_a_sidecar_that_hangs_is_not_healthy(
     eventually(healthy, what="it goes on")
 
 
-def test_the_sidecar_imports_no_torch() -> None:
-    """None of its modules does, directly or not."""
-    code = """
-import pkgutil, importlib, sys, deltashard_sidecar
-for m in pkgutil.iter_modules(deltashard_sidecar.__path__): importlib.import_module(f"deltashard_sidecar.{m.name}")
-sys.exit("torch" in sys.modules)"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-Coming = Callable[[SidecarProcess], Trainer]
-
-
-@contextmanager
-def lingering(
-    tmp_path: Path, url: str, coming: Callable[[], Coming]
-) -> Iterator[tuple[SidecarProcess, Trainer, int]]:
-    """A sidecar that lingers, its trainer, and for how many seconds it does.
-
-    `coming` makes, before the sidecar starts, what brings the trainer. Where a busy machine does that only after the
-    sidecar has lingered, it is done once more, with one that lingers longer.
-    """
-    longest_s = 100
-    for linger_s in (4, 20, longest_s):
-        come = coming()
-        root = tmp_path / f"{linger_s}"
-        root.mkdir()
-        with sidecar(root, url, wait=False, encoding="fp32", linger_s=linger_s) as process:
-            try:
-                trainer = come(process)
-            except Exception:
-                if linger_s == longest_s or "sidecar.lingered" not in process.log():
-                    raise
-                continue
-            yield process, trainer, linger_s
-            return
-
-
-def test_it_lingers_only_without_a_trainer(tmp_path: Path, url: str) -> None:
-    """An orphan of a laptop exits; while a trainer is attached it stays."""
-
-    def attached(process: SidecarProcess) -> Trainer:
-        process.ready()
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        return trainer
-
-    with lingering(tmp_path, url, lambda: attached) as (process, trainer, linger_s):
-        trainer.save_and_commit()
-        with pytest.raises(AssertionError, match="not within"):
-            eventually(lambda: process.poll() is not None, within_s=linger_s + 1.0)
-        trainer.detach()
-        assert process.died() == 0
-        trainer.close()
-
-
-def test_one_that_does_not_linger_stays_with_its_trainer(tmp_path: Path, url: str) -> None:
-    """linger_s=0: it ends when the trainer left, not at its first look."""
-    with sidecar(tmp_path, url, encoding="fp32", linger_s=0) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        with pytest.raises(AssertionError, match="not within"):
-            eventually(lambda: process.poll() is not None, within_s=2.0)
-        trainer.save_and_commit()
-        trainer.detach()
-        assert process.died() == 0
-        trainer.close()
-
-
 def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
-    """Its lock and its stream are gone, whatever killed it: the lingering sidecar exits."""
+    """Its lock and its stream are gone, whatever killed it: a sidecar that lingers exits once nobody is left."""
     code = (
         "import sys,os,signal;from pathlib import Path;from tests.support.fake_trainer import Model,Trainer;"
-        "print('ready',flush=True);t=Trainer(Path(input()),Model());t.open();os.kill(os.getpid(),signal.SIGKILL)"
+        "t=Trainer(Path(sys.argv[1]),Model());t.open();os.kill(os.getpid(),signal.SIGKILL)"
     )
-
-    def after_another() -> Coming:
-        killed = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=Path(__file__).parents[3],
-        )  # fmt: skip
-        assert killed.stdout is not None
-        # A Python that starts slowly is no part of the lingering.
-        assert killed.stdout.readline() == "ready\n"
-
-        def come(process: SidecarProcess) -> Trainer:
-            try:
-                process.ready()
-                killed.communicate(f"{process.socket}\n", timeout=120)
-                assert killed.returncode == -signal.SIGKILL
-            finally:
-                killed.kill()
-                killed.communicate()
-            trainer = Trainer(process.socket, Model())
-            assert trainer.open().attempt > 1
-            return trainer
-
-        return come
-
-    with lingering(tmp_path, url, after_another) as (process, trainer, _):
+    with sidecar(tmp_path, url, encoding="fp32", linger_s=15) as process:
+        killed = subprocess.run([sys.executable, "-c", code, process.socket], cwd=ROOT, check=False)
+        assert killed.returncode == -signal.SIGKILL
+        trainer = Trainer(process.socket, Model())
+        assert trainer.open().attempt > 1
         trainer.detach()
         trainer.close()
         assert process.died() == 0
-
-
-# Attach.
 
 
 def test_attach_refuses_what_cannot_be_served(process: SidecarProcess, tmp_path: Path) -> None:
-    """Each refusal says what to change."""
     model = Model()
     good = Trainer(process.socket, model)
-    request = pb.AttachRequest(protocol_min=7, protocol_max=9, world_size=1)
-    with pytest.raises(grpc.RpcError, match="trainer speaks 7-9, this sidecar 1-1"):
-        good.stub.Attach(request)
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, rank=3, world_size=2)
     with pytest.raises(grpc.RpcError, match="rank 3 of world size 2"):
         good.stub.Attach(request)
@@ -234,9 +131,6 @@ def test_a_rank_is_one_process(process: SidecarProcess, trainer: Trainer) -> Non
     with pytest.raises(grpc.RpcError, match="UnknownSession"):
         trainer.stub.Detach(pb.DetachRequest(session=old))
     trainer.save_and_commit()
-
-
-# Fencing, fallback, warm starts.
 
 
 def test_a_fenced_trainer_is_told_and_the_sidecar_serves_on(tmp_path: Path, url: str) -> None:
@@ -265,15 +159,11 @@ def test_a_fenced_trainer_is_told_and_the_sidecar_serves_on(tmp_path: Path, url:
 
 def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) -> None:
     """Flipped bits in the store: the restore fails as invalid, the next attempt excludes it and comes back from the older."""
-    with sidecar(tmp_path, url, encoding="fp32", differential="full") as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, url, encoding="fp32", differential="full") as (_, trainer):
         good = trainer.save_and_commit()
         state = trainer.model.state()
         trainer.model.train()
         bad = trainer.save_and_commit()
-        trainer.close()
-        process.kill()
     shutil.rmtree(tmp_path / "cache")
     for pack in (tmp_path / "store/run/data" / f"{bad.attempt:020d}" / f"{bad.cut:08d}").glob("*.pack"):
         data = bytearray(pack.read_bytes())
@@ -287,9 +177,7 @@ def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) ->
             trainer.restore(bad.seq)
         opened = trainer.open(exclude_seqs=[bad.seq])
         assert (opened.resume_seq, opened.fell_back) == (good.seq, True)
-        trainer.model.wipe()
-        trainer.restore(good.seq)
-        assert same(trainer.model.state(), state)
+        trainer.restores(good.seq, state)
         trainer.save_and_commit()
         trainer.close()
 
@@ -303,28 +191,6 @@ def test_restore_of_what_is_not_there(trainer: Trainer) -> None:
     trainer.attach()
     with pytest.raises(SaveRefused, match="mismatch"):
         trainer.restore(commit.seq)
-
-
-def test_warm_start_from_another_run(tmp_path: Path, url: str) -> None:
-    """Read from one run, commit to another; the first cut there is a baseline."""
-    with sidecar(tmp_path, url, encoding="fp32", run="source") as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        trainer.model.train()
-        trainer.save_and_commit()
-        state = trainer.model.state()
-        trainer.close()
-        process.kill()
-    with sidecar(tmp_path, url, encoding="fp32", run="target") as process:
-        trainer = Trainer(process.socket, Model())
-        opened = trainer.open(from_run="source")
-        assert opened.HasField("resume_seq")
-        trainer.model.wipe()
-        trainer.restore(opened.resume_seq, from_run="source")
-        assert same(trainer.model.state(), state)
-        trainer.base_seq = None
-        assert trainer.save_and_commit().baseline
-        trainer.close()
 
 
 def begin_from(root: Path, url: str, source: str, **options: object) -> str:
@@ -342,16 +208,13 @@ def begin_from(root: Path, url: str, source: str, **options: object) -> str:
 
 def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path, url: str) -> None:
     """What is not there, or is contradicted, is told and nothing is begun; with a log of its own it goes on with that."""
-    with sidecar(tmp_path, url, encoding="fp32", run="source") as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, url, encoding="fp32", run="source") as (_, trainer):
         trainer.model.train()
         commit = trainer.save_and_commit()
         pin(RunLog(open_store(url), "source"), "best", f"seq:{commit.seq}")
         state = trainer.model.state()
         trainer.model.train()
         trainer.save_and_commit()
-        trainer.close()
     said = begin_from(tmp_path, url, "nobody")
     assert "cannot begin with latest of run 'nobody': there is no such run in the store" in said
     said = begin_from(tmp_path, url, "source@worst")
@@ -361,10 +224,6 @@ def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path,
     assert list(open_store(url).list("warm/")) == []
 
     with sidecar(tmp_path, url, encoding="fp32", run="warm", restore_from="source@best") as process:
-        trainer = Trainer(process.socket, Model())
-        killed = trainer.stub.Open.future(pb.OpenRequest(session=trainer.reply.session))
-        killed.cancel()  # the copy may go on without it
-        trainer.close()
         trainer = Trainer(process.socket, Model())
         opened = trainer.open()
         assert (opened.step, opened.resume_attempt) == (commit.step, 1)
@@ -380,34 +239,10 @@ def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path,
         trainer.close()
 
 
-# The cache, housekeeping, the end.
-
-
-def test_prefetch_brings_the_newest_checkpoint_before_anyone_asks(tmp_path: Path, url: str) -> None:
-    """A pod on a new machine: an empty cache, filled while the trainer still imports its libraries."""
-    with sidecar(tmp_path, url, encoding="fp32") as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        commit = trainer.save_and_commit()
-        trainer.close()
-        process.kill()
-    shutil.rmtree(tmp_path / "cache")
-    with sidecar(tmp_path, url, encoding="fp32", prefetch="yes") as process:
-        eventually(lambda: any(event["event"] == "prefetch.done" for event in process.events()))
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
-        done = trainer.restore(commit.seq)
-        assert done.store_bytes > 0, "they came from the store, if early"
-        assert done.cache_bytes == 0
-        trainer.close()
-
-
 def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
     """Retention after commits, gc after its grace; what is kept restores."""
     flags = {"encoding": "fp32", "differential": "full", "housekeeping-s": 0, "gc-grace-s": 0, "keep-last": 2}
-    with sidecar(tmp_path, url, **flags) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, url, **flags) as (_, trainer):
         for _ in range(8):
             trainer.model.train()
             commit = trainer.save_and_commit()
@@ -419,10 +254,7 @@ def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
             return len(live) == 2 and len(cuts) <= 3
 
         eventually(settled, what="old checkpoints are gone")
-        trainer.model.wipe()
-        trainer.restore(commit.seq)
-        assert same(trainer.model.state(), state)
-        trainer.close()
+        trainer.restores(commit.seq, state)
 
 
 def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: str) -> None:
@@ -436,12 +268,9 @@ def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: st
         "differential": "full",
         "housekeeping-s": 3,
         "gc-grace-s": 0,
-        "keep-last": 3,
         "metrics-port": 0,
     }
-    with sidecar(tmp_path, url, **flags) as process:
-        trainer = Trainer(process.socket, Model())
-        trainer.open()
+    with training(tmp_path, url, **flags) as (process, trainer):
         first = trainer.save_and_commit()
         for _ in range(2):
             trainer.model.train()
@@ -457,21 +286,6 @@ def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: st
         assert state.newest().seq == first.seq
         assert newest.seq in state.aside
         assert newest.seq in state.checkpoints
-        trainer.close()
-
-
-def test_caches_of_ended_runs_make_room(tmp_path: Path, url: str) -> None:
-    """They go at start already, before any store answers; the cache of a run whose sidecar lives stays."""
-    for name in ("ended", "alive"):
-        PackCache(tmp_path / name, budget_bytes=1 << 20).close()
-        (tmp_path / name / f"{'0' * 32}.pack").write_bytes(bytes(4096))
-    with (
-        PackCache(tmp_path / "alive", budget_bytes=1 << 20),
-        sidecar(tmp_path, url, cache_total_bytes=1) as process,
-    ):
-        eventually(lambda: any(event["event"] == "sweep.done" for event in process.events()))
-        assert not (tmp_path / "ended").exists()
-        assert (tmp_path / "alive").exists()
 
 
 def test_sigterm_finishes_what_is_staged(tmp_path: Path, url: str) -> None:
@@ -482,7 +296,6 @@ def test_sigterm_finishes_what_is_staged(tmp_path: Path, url: str) -> None:
     number = trainer.save()
     assert process.terminate() == 0
     newest = RunLog(open_store(url), "run").refresh().newest()
-    assert newest is not None
     assert newest.cut == number
     assert not list(open_store(url).list("run/closing/"))
     trainer.close()

@@ -449,7 +449,7 @@ def test_lost_cache_and_shared_memory_come_back_from_the_store(make: Make, tmp_p
     shutil.rmtree(Path(arena).parent)
     shutil.rmtree(tmp_path / "cache")
     again = Loop(seed=1)
-    restored = make(again, sidecar={"prefetch": 0}).restore()
+    restored = make(again).restore()
     assert restored is not None
     assert (restored.step, restored.source, restored.lost_steps) == (5, "store", None)
     assert torch.equal(again.table()[0], loop.table()[0])

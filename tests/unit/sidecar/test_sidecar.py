@@ -28,17 +28,15 @@ TABLE = TableSchema(fqn="t", rows=100, columns=8, dtype="float32")
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    """A sidecar of a run that has no checkpoint."""
     config = settings.load(
         ["--url", (tmp_path / "store").as_uri(), "--run", "r", "--dir", str(tmp_path / "dir"),
          "--cache-dir", str(tmp_path / "cache"), "--arena-bytes", "64MiB"],
         {},
     )  # fmt: skip
     config.dir.mkdir()
-    metrics, log = Metrics(), configure("error", run="r")
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
-    run = Run(config, metrics=metrics, log=log)
-    made = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
+    run = Run(config, metrics=Metrics(), log=configure("error", run="r"))
+    made = Sidecar(keeper, run)
     yield made
     made.saves.pool.shutdown()
     run.close()
@@ -46,7 +44,6 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
 
 
 def attachment() -> pb.AttachRequest:
-    """Of a trainer in the middle of its run."""
     box = Box(table="t", row_start=0, row_stop=100, col_start=0, col_stop=8)
     return pb.AttachRequest(
         protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid(), attempt=1,
@@ -77,18 +74,6 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
     sidecar.detach(pb.DetachRequest(session=session.id))
 
 
-def test_the_log_of_a_session_goes_with_the_session(sidecar: Sidecar) -> None:
-    """Attachments come and go (a crash loop): after each, no handle on the log is left; a live one keeps its own."""
-    request = attachment()
-    for _ in range(3):
-        session = sidecar.sessions.get(sidecar.attach(request).session)
-        sidecar.tick()
-        assert sidecar.run.log_of(session.who) is not sidecar.run.log
-        sidecar.detach(pb.DetachRequest(session=session.id))
-        sidecar.tick()
-        assert sidecar.run.log_of(session.who) is sidecar.run.log
-
-
 def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +91,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
 
     def told(*_: Any) -> None:
         assert asked.wait(60.0)
+        raise RuntimeError("whatever goes wrong while it is told: the rank may save again")
 
     monkeypatch.setattr(first.over, "wait", waited)
     monkeypatch.setattr(sidecar.activity, "ended", told)
@@ -117,47 +103,6 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     stream.join(60.0)
     assert first.over.is_set()
     second.cancel(Cause.STOPPING, "it is over")
-
-
-def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever goes wrong while it is told: the rank may save again."""
-    session = sidecar.attach(attachment()).session
-    sidecar.open(pb.OpenRequest(session=session, which="none"))
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("nobody foresaw it")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(sidecar.activity, "ended", broken)
-        first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
-        first.start()
-        first.read(iter(()))
-    second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
-    second.cancel(Cause.STOPPING, "it is over")
-
-
-def test_a_save_is_counted_as_begun_before_anybody_can_end_it(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever cancels it finds its interval begun, so the timer is never left waiting for a save that is over."""
-    session = sidecar.sessions.get(sidecar.attach(attachment()).session)
-    sidecar.open(pb.OpenRequest(session=session.id, which="none"))
-    found: list[Save | None] = []
-    begins = sidecar.control.begins
-
-    def watched(*about: Any, **more: Any) -> None:
-        found.append(sidecar.in_flight_saves.of_rank(0))
-        begins(*about, **more)
-
-    monkeypatch.setattr(sidecar.control, "begins", watched)
-    save = sidecar.begin(pb.SaveRequest.Begin(session=session.id, cut=1, step=1))
-    assert found == [None]
-    assert sidecar.in_flight_saves.of_rank(0) is save
-    assert session.schedule.busy
-    save.cancel(Cause.STOPPING, "it is over")
-    assert not session.schedule.busy
 
 
 def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:
@@ -173,7 +118,6 @@ def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, li
 
 
 def rows(block: int) -> pb.SaveRequest:
-    """A batch at the start of a block."""
     return pb.SaveRequest(rows=pb.RowBatch(block=block, rows=10, contiguous=True, col_stop=8))
 
 
@@ -201,42 +145,6 @@ def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
     assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total
 
 
-def test_what_a_save_held_back_is_given_up_with_it_though_its_stream_goes_on(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stopped trainer's stream stays open for as long as it likes; blocks that it closed go back at once."""
-    save, blocks, given = staging(sidecar, monkeypatch)
-    freed: list[int] = []
-
-    def messages() -> Iterator[pb.SaveRequest]:
-        yield from map(rows, blocks[:3])
-        before = sidecar.keeper.counts()["free"]
-        save.cancel(Cause.DEADLINE, "the trainer said nothing")
-        freed.append(sidecar.keeper.counts()["free"] - before)
-
-    save.read(messages())
-    assert freed == [2], "the third is still open"
-    assert not given, "it waited for nobody"
-
-
-def test_what_was_held_back_is_all_queued_though_no_thread_can_be_started(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`ThreadPoolExecutor` queues first and complains then."""
-    save, blocks, given = staging(sidecar, monkeypatch)
-
-    def submit(encode: Any) -> None:
-        given.append(encode)
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(save, "_submit", submit)
-    save.read(iter([*map(rows, blocks[:3]), pb.SaveRequest(seal=pb.SaveRequest.Seal())]))
-    assert len(given) == 3
-    for encode in given:
-        encode()
-    assert save.over.wait(60.0)
-
-
 def test_an_attempt_that_is_opened_while_an_urgent_save_waits_is_the_saves(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +161,7 @@ def test_an_attempt_that_is_opened_while_an_urgent_save_waits_is_the_saves(
     save = sidecar.begin(
         pb.SaveRequest.Begin(session=session.id, step=1, cut=1, reason="notify", urgent=True)
     )
-    assert save.cut.attempt == session.attempt.number == 2
+    assert save.cut.attempt == session.attempt == 2
     save.cancel(Cause.DEADLINE, "the test is over")
     assert save.over.wait(60.0)
     assert not session.schedule.busy

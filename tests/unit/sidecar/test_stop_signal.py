@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from deltashard_sidecar.stop_signal import StopSignals
+from deltashard_sidecar.main import StopSignals
 
 
 @pytest.fixture
@@ -49,19 +49,4 @@ def test_signal_at_any_line_of_the_wait_is_heard(signals: StopSignals) -> None:
         assert result[1] or signals.wait(0.001), line
         line += 1
     assert line > 2
-
-
-def test_the_second_one_is_seen_without_waiting(signals: StopSignals) -> None:
-    signal.raise_signal(signal.SIGTERM)
-    assert signals.wait(0.0)
-    assert not signals.again()
-    signal.raise_signal(signal.SIGINT)
-    assert signals.again()
-
-
-def test_the_first_one_is_no_second_where_nobody_waited_for_it(signals: StopSignals) -> None:
-    """The process was stopping already, because its directory was removed: what is in flight is still waited for."""
-    signal.raise_signal(signal.SIGTERM)
-    assert not signals.again()
-    signal.raise_signal(signal.SIGTERM)
     assert signals.again()

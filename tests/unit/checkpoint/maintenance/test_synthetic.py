@@ -1,10 +1,6 @@
-"""When a baseline is made by compaction: costs of both ways, the goal, and what is compacted."""
+"""When a baseline is made by compaction: costs of both ways, and what is compacted."""
 
-import pytest
 from deltashard_checkpoint.maintenance.synthetic import (
-    CHECKPOINT_S,
-    SLACK,
-    ChainRates,
     FullCut,
     Material,
     at_cut,
@@ -12,7 +8,6 @@ from deltashard_checkpoint.maintenance.synthetic import (
     compaction_s,
     full_cut_s,
     material,
-    restore_s,
     target,
 )
 from hypothesis import given
@@ -21,9 +16,8 @@ from hypothesis import strategies as st
 from tests.support.checkpoint.run_builder import Run
 
 GB = 10**9
-RATES = ChainRates(read_bytes_per_s=1e8, write_bytes_per_s=1e8, stall_s=0.2)
 CACHED = Material(checkpoints=2, chain_bytes=int(1.4 * GB), fetch_bytes=0, base_bytes=GB)
-FULL = FullCut(raw_bytes=3 * GB, stored_bytes=GB)
+FULL = FullCut(raw_bytes=3 * GB, stored_bytes=GB, stall_s=0.2)
 
 sizes = st.integers(1, 10**12)
 materials = st.builds(
@@ -32,77 +26,26 @@ materials = st.builds(
     ),
     sizes, sizes, sizes, st.integers(2, 40),
 )  # fmt: skip
-some_rates = st.builds(
-    ChainRates,
-    read_bytes_per_s=st.floats(1e6, 1e10),
-    write_bytes_per_s=st.floats(1e6, 1e10),
-    encode_s_per_byte=st.floats(1e-10, 1e-7),
-    stall_s=st.floats(0, 10),
-    slowdown_s=st.floats(0, 10),
-)
 
 
-def test_a_cached_chain_is_compacted_when_the_predictor_asks_for_a_baseline():
-    found = at_cut(CACHED, FULL, RATES, pays=True, goal_s=0)
-    assert found is not None
-    assert found.why == "cheaper"
-    assert at_cut(CACHED, FULL, RATES, pays=False, goal_s=0) is None
-
-
-def test_a_chain_that_would_be_fetched_over_a_slow_link_is_not():
-    away = Material(checkpoints=2, chain_bytes=int(1.4 * GB), fetch_bytes=int(1.4 * GB), base_bytes=GB)
-    assert at_cut(away, FULL, ChainRates(read_bytes_per_s=1e7, stall_s=0.2), pays=True, goal_s=0) is None
-    assert at_cut(away, FULL, ChainRates(read_bytes_per_s=1e10, stall_s=0.2), pays=True, goal_s=0) is not None
-
-
-def test_after_bits_were_lowered_the_baseline_is_a_cut():
+def test_a_cached_chain_is_compacted_and_one_that_must_be_fetched_or_has_more_bits_is_not():
     """Compacted rows would keep their 8 bits for good, and each restore would read them."""
-    assert at_cut(CACHED, FullCut(raw_bytes=3 * GB, stored_bytes=GB // 3), RATES, pays=True, goal_s=0) is None
+    assert at_cut(CACHED, FULL).why == "cheaper"
+    away = Material(checkpoints=2, chain_bytes=14 * GB, fetch_bytes=14 * GB, base_bytes=GB)
+    assert at_cut(away, FULL) is None
+    assert at_cut(CACHED, FullCut(raw_bytes=3 * GB, stored_bytes=GB // 3, stall_s=0.2)) is None
 
 
-@given(materials, some_rates, st.builds(FullCut, raw_bytes=sizes, stored_bytes=sizes), st.floats(0, 1e6))
-def test_cheaper_is_said_only_of_what_is(found, rates, full, goal_s):
-    verdict = at_cut(found, full, rates, pays=True, goal_s=goal_s)
-    assert verdict is None or compaction_s(found, rates) < full_cut_s(full, rates)
-
-
-@given(materials, some_rates, st.floats(0, 1e6))
-def test_a_goal_asks_for_what_brings_it_nearer_and_for_nothing_once_it_is_reached(found, rates, goal_s):
-    verdict = at_rest(found, rates, owes=False, longest=0, goal_s=goal_s)
-    now_s = restore_s(found.chain_bytes, found.checkpoints, rates)
-    alone_s = restore_s(found.base_bytes, 1, rates)
-    if verdict is not None:
-        assert goal_s > 0
-        assert now_s > goal_s
-        assert alone_s * SLACK < now_s
-    elif goal_s > 0:
-        assert now_s <= max(goal_s, SLACK * alone_s)
-    after = Material(checkpoints=1, chain_bytes=found.base_bytes, fetch_bytes=0, base_bytes=found.base_bytes)
-    assert at_rest(after, rates, owes=False, longest=0, goal_s=goal_s) is None
-
-
-def test_the_goal_counts_bytes_and_checkpoints():
-    assert restore_s(GB, 3, ChainRates(read_bytes_per_s=1e8)) == pytest.approx(10 + 3 * CHECKPOINT_S)
-    long = Material(checkpoints=10, chain_bytes=3 * GB, fetch_bytes=0, base_bytes=GB)
-    found = at_rest(long, RATES, owes=False, longest=16, goal_s=20.0)
-    assert found is not None
-    assert (found.why, found.text) == (
-        "goal", "a restore would take 32.0 s, the goal is 20 s, compacted 10.2 s",
-    )  # fmt: skip
-    assert at_rest(long, RATES, owes=False, longest=16, goal_s=33.0) is None
-    assert at_cut(CACHED, FULL, RATES, pays=False, goal_s=13.0) is not None
+@given(materials, st.builds(FullCut, raw_bytes=sizes, stored_bytes=sizes, stall_s=st.floats(0, 10)))
+def test_cheaper_is_said_only_of_what_is(found, full):
+    assert at_cut(found, full) is None or compaction_s(found) < full_cut_s(full)
 
 
 def test_a_chain_is_too_long_beyond_the_setting():
-    def verdict(checkpoints: int, longest: int) -> str | None:
-        found = at_rest(
-            Material(checkpoints=checkpoints, chain_bytes=10, fetch_bytes=0, base_bytes=5), RATES,
-            owes=False, longest=longest, goal_s=0,
-        )  # fmt: skip
-        return None if found is None else found.why
-
-    assert [verdict(n, 16) for n in (2, 16, 17)] == [None, None, "length"]
-    assert verdict(1000, 0) is None
+    found = [at_rest(n, owes=False, longest=16) for n in (2, 16, 17)]
+    assert [each and each.why for each in found] == [None, None, "length"]
+    assert at_rest(1000, owes=False, longest=0) is None
+    assert at_rest(2, owes=True, longest=16).why == "owed"
 
 
 def test_what_the_next_cuts_build_on_is_compacted():

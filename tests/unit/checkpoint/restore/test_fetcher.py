@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format import frame_encoder, object_key
 from deltashard_checkpoint.format.frame import frame_length, parse_frame, parse_tail
 from deltashard_checkpoint.restore import checkpoint_reader
-from deltashard_checkpoint.restore.fetcher import Fetcher, warm_cache
+from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.plan import Plan, RangeRequest
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
@@ -237,25 +236,3 @@ def test_a_stalled_store_ends_with_the_deadline_and_an_early_close_stops_the_thr
     with pytest.raises(StoreUnavailable, match="not read within"):
         list(Fetcher(run.store, RUN, deadline_s=0.0).fetch(plan))
     assert time.monotonic() - started < 20
-
-
-def test_a_cold_cache_is_warmed_with_whole_packs_as_far_as_it_has_room(run: Run, tmp_path: Path) -> None:
-    """After a node was lost: prefetched packs serve the restore; trouble stops the warming and harms nothing."""
-    index = next(
-        iter(checkpoint_reader.load_indexes(run.store, RUN, run.log.refresh().newest().parts).values())
-    )
-    plan = _plan(run)
-    with PackCache(tmp_path / "cold", budget_bytes=1 << 30) as cold:
-        assert warm_cache(run.store, RUN, index.packs, cold) == sum(pack.bytes for pack in index.packs)
-        assert warm_cache(run.store, RUN, index.packs, cold) == 0
-        run.store.down = True
-        fetcher = Fetcher(run.store, RUN, cache=cold)
-        assert _frames(fetcher, plan)
-        read = sum(request.length for request in plan.requests)
-        assert (fetcher.stats.cache_bytes, fetcher.stats.store_bytes) == (0, read), "their true origin"
-    with PackCache(tmp_path / "down", budget_bytes=1 << 30) as cold:
-        assert warm_cache(run.store, RUN, index.packs, cold) == 0
-        assert cold.used_bytes == 0
-    run.store.down = False
-    with PackCache(tmp_path / "small", budget_bytes=120_000) as cold:
-        assert 0 < warm_cache(run.store, RUN, index.packs, cold) <= 120_000

@@ -43,14 +43,6 @@ def test_a_batch_is_laid_out_as_the_contract_says() -> None:
     assert np.shares_memory(block.weights, np.frombuffer(data, np.uint8))
 
 
-def test_contiguous_rows_need_no_ids() -> None:
-    """They are a range."""
-    batch = rows_of(
-        pb.RowBatch(rows=10, contiguous=True, row_start=990, col_start=0, col_stop=8), TABLES, WHOLE, BLOCK
-    )
-    assert batch.block(memoryview(bytes(batch.length))).ids == range(990, 1000)
-
-
 def test_only_rows_that_changed_are_sent_again() -> None:
     """What they say reaches the index, where others are refused."""
     place = {"rows": 1, "col_start": 0, "col_stop": 8}
@@ -74,7 +66,6 @@ SHARDS = (
 def test_rows_and_columns_outside_of_the_trainers_boxes_are_refused(
     row_start: int, rows: int, columns: tuple[int, int]
 ) -> None:
-    """One box must hold all of them."""
     place = {"rows": rows, "col_start": columns[0], "col_stop": columns[1]}
     with pytest.raises(BadBatch, match="lie in no box of this trainer"):
         rows_of(pb.RowBatch(contiguous=True, row_start=row_start, **place), TABLES, SHARDS, BLOCK)
@@ -90,15 +81,6 @@ def test_listed_rows_outside_of_the_trainers_boxes_are_refused() -> None:
             batch.block(memoryview(data))
     data[:16] = np.array((500, 599)).tobytes()
     assert batch.block(memoryview(data)).row_span == (500, 599)
-
-
-def test_rows_of_a_shard_are_taken() -> None:
-    """The last of its rows, some of its columns."""
-    batch = rows_of(
-        pb.RowBatch(rows=10, contiguous=True, row_start=590, col_start=1, col_stop=4), TABLES, SHARDS, BLOCK
-    )
-    block = batch.block(memoryview(bytes(batch.length)))
-    assert (block.ids, block.columns) == (range(590, 600), range(1, 4))
 
 
 @given(
@@ -152,7 +134,6 @@ def test_bad_chunks_are_refused(chunk: dict[str, object]) -> None:
 
 @given(st.lists(st.integers(1, BLOCK), max_size=60))
 def test_requests_are_packed_into_blocks_in_order(lengths: list[int]) -> None:
-    """None is split, none overlaps."""
     places = pack_blocks(lengths, BLOCK)
     assert len(places) == len(lengths)
     ends: dict[int, int] = {}

@@ -43,25 +43,9 @@ def test_two_ranks_share_fairly_and_cannot_starve_each_other() -> None:
 
 
 def test_an_arena_too_small_for_one_more_rank_refuses_it() -> None:
-    """Admission is by whole ranks."""
     blocks = ledger(MIN_BLOCKS_PER_RANK, 0)
     assert blocks.admit(0)
     assert not blocks.admit(1)
-
-
-def test_a_block_is_free_when_closed_and_all_its_batches_are_encoded() -> None:
-    """In either order."""
-    blocks = ledger()
-    a, b = blocks.grant(0, 2)
-    blocks.received(a)
-    blocks.received(a)
-    assert not blocks.encoded(a)
-    assert not blocks.closed(a)
-    assert blocks.encoded(a)
-    assert blocks.blocks[a].use is Use.FREE
-    blocks.received(b)
-    assert not blocks.encoded(b)
-    assert blocks.closed(b)
 
 
 def test_only_granted_blocks_may_be_handed_over() -> None:
@@ -78,30 +62,6 @@ def test_only_granted_blocks_may_be_handed_over() -> None:
         blocks.check_granted(0, a)
     with pytest.raises(BlockError):
         blocks.closed(a)
-
-
-def test_quarantined_blocks_come_back_only_by_settling() -> None:
-    """Encoding that goes on under quarantine does not free them."""
-    blocks = ledger()
-    granted = blocks.grant(0)
-    blocks.received(granted[0])
-    assert sorted(blocks.quarantine(0, Use.GRANTED)) == sorted(granted)
-    free = blocks.free
-    blocks.encoded(granted[0])
-    assert blocks.free == free
-    assert blocks.grant(0) == []
-    assert blocks.settle(0) == len(granted)
-    assert len(blocks.grant(0)) == len(granted)
-
-
-def test_settling_waits_for_batches_still_being_encoded() -> None:
-    """The writer is gone, but an encoder still reads the block."""
-    blocks = ledger()
-    (a,) = blocks.grant(0, 1)
-    blocks.received(a)
-    blocks.quarantine(0, Use.GRANTED)
-    assert blocks.settle(0) == 0
-    assert blocks.encoded(a)
 
 
 def test_nothing_is_given_out_under_embargo() -> None:
@@ -125,7 +85,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(rank=ranks, limit=st.integers(1, 8))
     def grant(self, rank: int, limit: int) -> None:
-        """What is granted was free."""
         before = {b.index for b in self.ledger.blocks if b.use is not Use.FREE}
         got = self.ledger.grant(rank, limit)
         assert not set(got) & before
@@ -134,7 +93,6 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(b.use is Use.GRANTED for b in self.ledger.blocks))
     @rule(data=st.data(), close=st.booleans())
     def hand_over(self, data: st.DataObject, close: bool) -> None:
-        """A batch arrives."""
         block = data.draw(st.sampled_from([b for b in self.ledger.blocks if b.use is Use.GRANTED]))
         self.ledger.received(block.index)
         if close:
@@ -143,12 +101,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(b.pending for b in self.ledger.blocks))
     @rule(data=st.data())
     def encode(self, data: st.DataObject) -> None:
-        """A batch is encoded."""
         self.ledger.encoded(data.draw(st.sampled_from([b for b in self.ledger.blocks if b.pending])).index)
 
     @rule(rank=ranks)
     def serve(self, rank: int) -> None:
-        """A restore takes a block."""
         got = self.ledger.take_serving(rank)
         if got is not None:
             assert self.ledger.blocks[got].rank == rank
@@ -156,31 +112,26 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(b.use is Use.SERVING for b in self.ledger.blocks))
     @rule(data=st.data())
     def applied(self, data: st.DataObject) -> None:
-        """A trainer applied its frames."""
         block = data.draw(st.sampled_from([b for b in self.ledger.blocks if b.use is Use.SERVING]))
         self.ledger.served(block.rank, block.index)
 
     @rule(rank=ranks, use=st.sampled_from([Use.GRANTED, Use.SERVING]))
     def break_stream(self, rank: int, use: Use) -> None:
-        """The stream of a rank breaks."""
         self.ledger.quarantine(rank, use)
 
     @rule(rank=ranks)
     def writer_gone(self, rank: int) -> None:
-        """Its writer lock is free."""
         self.ledger.settle(rank)
         assert not self.ledger.held(rank, Use.QUARANTINED)
 
     @rule(rank=ranks)
     def abort(self, rank: int) -> None:
-        """The trainer stops by its own word."""
         self.ledger.surrender(rank)
         self.ledger.read_all(rank)
         assert not self.ledger.held(rank, Use.GRANTED, Use.SERVING)
 
     @invariant()
     def accounted(self) -> None:
-        """Every block is in exactly one place."""
         free = [b.index for b in self.ledger.blocks if b.use is Use.FREE]
         assert sorted(self.ledger._free) == free
         assert sum(self.ledger.counts().values()) == 16
@@ -190,7 +141,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert block.use is not Use.FILLED or block.pending > 0
 
     def teardown(self) -> None:
-        """When everyone stopped, all blocks are free."""
         for rank in (0, 1):
             self.ledger.surrender(rank)
             self.ledger.read_all(rank)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY
@@ -18,7 +16,7 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.deciding.choice import CAUSES
-from deltashard_sidecar.deciding.decider import MAX_KEY, Decider, key_of, place
+from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.deciding.measurements import Cost, MeasuredSave, Opening
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.policy import changed
@@ -29,12 +27,12 @@ from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
 EMPTY = RunState(run="r")
+ONCE, LOSSY = "0 lossy failures and 1 restores", "1 lossy failures and 1 restores"
 
 
 def log_of(
     metadata: Mapping[str, str], *, attempt: int = 1, step: int = 100, reason: str = "timer"
 ) -> RunState:
-    """A log whose newest commit has this metadata."""
     newest = Checkpoint(
         seq=attempt + 1, previous="", writer="", at_s=0.0, attempt=attempt, cut=1, step=step, tables=(), encodings={},
         rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0, directive=f"{reason}; x", metadata=metadata,
@@ -47,13 +45,12 @@ class Life:
 
     def __init__(self, *, step_s: float = 0.5, seed: int = 0, **said: object) -> None:
         self.rng = random.Random(seed)
-        self.now_s, self.step, self.step_s, self.cut, self.partial = 1e9, 0, step_s, 0, False
-        self.metrics = Metrics()
-        self.policy = changed(pb.Policy(goal="auto"), **said)
-        needed = ["--url", "memory://x", "--run", "r", "--dir", "/d", "--cache-dir", "/c"]
-        config = settings.load(needed, {"DELTASHARD_GOAL": "auto"})
+        self.now_s, self.step, self.step_s, self.cut = 1e9, 0, step_s, 0
+        self.metrics, self.policy = Metrics(), changed(pb.Policy(goal="auto"), **said)
+        needed = ["--url", "memory://x", "--run", "r", "--dir", "/d", "--cache-dir", "/c", "--goal", "auto"]
+        log = configure("error", run="r")
         self.decider = Decider(
-            config, metrics=self.metrics, log=configure("error", run="r"), clock=lambda: self.now_s
+            settings.load(needed, {}), metrics=self.metrics, log=log, clock=lambda: self.now_s
         )
         self.decider.governed(self.policy)
 
@@ -64,56 +61,75 @@ class Life:
         attempt: int = 1,
         resumed: bool = False,
         seen: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self.decider.opened(
-            Opening(
-                run="r", attempt=attempt, world_size=world_size, ranks_here=1, reading=Reading(self.step, self.now_s),
-                resumed=resumed, step_seen=seen,
-            ),
-            state,
+        ranks: int = 1,
+    ) -> str:
+        """What is believed of failures once the attempt is open."""
+        opening = Opening(
+            attempt=attempt, world_size=ranks, ranks_here=ranks, reading=Reading(self.step, self.now_s),
+            resumed=resumed, step_seen=seen,
         )  # fmt: skip
+        self.decider.opened(opening, state)
+        return self.decision.evidence.partition("; ")[2]
+
+    def look(self, step: int | None = None, at_s: float | None = None) -> None:
+        self.decider.look(Reading(self.step if step is None else step, self.now_s if at_s is None else at_s))
 
     def train(self, seconds: float, *, looks: int = 4) -> None:
-        """Quiet steps."""
         until_s, pause_s = self.now_s + seconds, seconds / looks
         look_s = self.now_s + pause_s
         while self.now_s < until_s:
             count = max(1, int((min(look_s, until_s) - self.now_s) / self.step_s))
             self.step, self.now_s = self.step + count, self.now_s + count * self.step_s
             look_s += pause_s
-            self.decider.look(Reading(self.step, self.now_s))
+            self.look()
 
     def save(
-        self, *, stall_s: float, slower_s: float = 0.0, durable_s: float = 1.0, reason_timed: bool = True
+        self, *, stall_s: float, slower_s: float = 0.0, durable_s: float = 1.0, timed: bool = True
     ) -> None:
         """A save of the step that was last ended, and the first step after its commit."""
         self.cut += 1
-        begun = Reading(self.step, self.now_s)
-        save = MeasuredSave(cut=self.cut, begun=begun, timed=reason_timed)
-        self.decider.save_begins(save, planned_steps=0, partial=self.partial)
+        save = MeasuredSave(cut=self.cut, begun=Reading(self.step, self.now_s), timed=timed)
+        self.decider.save_begins(save, planned_steps=0, partial=False)
         ended_s = self.now_s + durable_s
         inside = int((durable_s - stall_s - slower_s) / self.step_s)
         self.now_s += stall_s + slower_s + inside * self.step_s
         self.step += inside
-        self.decider.look(Reading(self.step, self.now_s))
+        self.look()
         at_s, self.now_s = self.now_s, max(ended_s, self.now_s)
-        self.decider.committed(self.cut, Cost(stall_s=stall_s, slower_s=0.0, durable_s=durable_s))
-        self.decider.look(Reading(self.step, at_s))
+        self.decider.save_ended(self.cut, Cost(stall_s=stall_s, slower_s=0.0, durable_s=durable_s))
+        self.look(at_s=at_s)
         self.now_s = at_s + self.step_s
         self.step += 1
-        self.decider.look(Reading(self.step, self.now_s))
+        self.look()
 
-    @property
-    def every_s(self) -> float:
-        return self.decider.over(self.policy).every_s
-
-    def saves(self, count: int, cost_s: Callable[[], float], durable_s: float = 1.0) -> None:
+    def saves(self, count: int, cost_s: Callable[[], float] = lambda: 0.1, durable_s: float = 1.0) -> None:
         """So many saves at the interval in force, each costing this."""
         for _ in range(count):
             self.train(self.every_s, looks=2)
             drawn = cost_s()
             self.save(stall_s=drawn / 2, slower_s=drawn / 2, durable_s=max(durable_s, drawn))
+
+    def text(self, *, closing: bool = False) -> str:
+        return self.decider.text(closing=closing) or ""
+
+    def govern(self, **said: object) -> None:
+        self.policy = changed(self.policy, **said)
+        self.decider.governed(self.policy)
+
+    @property
+    def every_s(self) -> float:
+        return self.decider.over(self.policy).every_s
+
+    @property
+    def decision(self) -> fleet.Decision:
+        (one,) = self.decider.decisions()
+        return one
+
+    @property
+    def measured(self) -> fleet.Measured:
+        found = self.decider.measured()
+        assert found is not None
+        return found
 
     @property
     def changes(self) -> int:
@@ -123,45 +139,29 @@ class Life:
         return self.metrics.decided.labels(cause)._value.get()
 
 
-def chosen(life: Life) -> tuple[Life, str]:
-    """The same, that has measured enough saves for a choice; and the record of that in a commit."""
+def chosen(**said: object) -> str:
+    """The record of a life that has measured enough saves for a choice, in a commit."""
+    life = Life(**said)
     life.open()
-    life.saves(ENOUGH, lambda: 0.1)
-    text = life.decider.text(closing=False)
-    assert text is not None
-    return life, text
+    life.saves(ENOUGH)
+    return life.text()
 
 
-def test_a_pod_that_is_not_rank_0s_decides_nothing() -> None:
-    """It never hears of an attempt."""
-    life = Life(every_s=7.0)
-    life.train(10.0)
-    assert life.decider.over(life.policy) == life.policy
-    assert life.decider.measured() is None
-    assert life.decider.decisions() == []
-    assert life.decider.text(closing=False) is None
-
-
-@pytest.mark.parametrize("said", ["", "fixed"])
-def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown(said: str) -> None:
-    """Nothing is chosen or written; what saves cost is measured all the same."""
-    life = Life()
-    life.policy = changed(life.policy, every_s=7.0, every_steps=9, goal=said)
-    life.decider.governed(life.policy)
+def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() -> None:
+    """Nothing is chosen or written; what saves cost is measured all the same. Before an attempt nothing is known."""
+    life = Life(every_s=7.0, every_steps=9, goal="fixed")
+    assert (life.decider.over(life.policy), life.decider.measured(), life.text()) == (life.policy, None, "")
     life.open()
-    life.saves(ENOUGH - 1, lambda: 0.1)
-    (decision,) = life.decider.decisions()
-    assert (decision.goal, decision.value, decision.would) == ("fixed", "every 7 s or 9 steps", "")
-    life.saves(ENOUGH + 1, lambda: 0.1)
-    (decision,) = life.decider.decisions()
-    assert (decision.goal, decision.value) == ("fixed", "every 7 s or 9 steps")
-    assert decision.would == "every 1800 s"
-    assert decision.why.startswith("as stated; under auto a save costs 96.9 ms")
-    assert life.decider.over(life.policy) == life.policy
-    assert (life.decider.text(closing=False), life.decider.phase(), life.changes) == (None, 0.0, 0)
-    assert (life.decider.measured() or fleet.Measured()).saves == 2 * ENOUGH
-    life.policy = changed(life.policy, goal="auto")
-    life.decider.governed(life.policy)
+    life.saves(ENOUGH - 1)
+    shown = life.decision
+    assert (shown.goal, shown.value, shown.would) == ("fixed", "every 7 s or 9 steps", "")
+    life.saves(ENOUGH + 1)
+    shown = life.decision
+    assert (shown.value, shown.would) == ("every 7 s or 9 steps", "every 1800 s")
+    assert shown.why.startswith("as stated; under auto a save costs 96.9 ms")
+    assert (life.decider.over(life.policy), life.text(), life.changes) == (life.policy, "", 0)
+    assert life.measured.saves == 2 * ENOUGH
+    life.govern(goal="auto")
     assert life.every_s == 1800.0, "it was measured already"
 
 
@@ -172,18 +172,15 @@ def test_saves_are_measured_before_anything_is_chosen() -> None:
     assert (life.every_s, life.decider.over(life.policy).every_steps) == (0.0, 20)
     life = Life()
     life.open()
-    assert life.every_s == 60.0
-    life.saves(ENOUGH - 1, lambda: 0.1)
-    assert life.every_s == 60.0
-    (decision,) = life.decider.decisions()
-    assert (decision.value, decision.would) == ("every 60 s", "")
-    assert f"{ENOUGH - 1} of {ENOUGH}" in decision.why
-    life.saves(1, lambda: 0.1)
-    (decision,) = life.decider.decisions()
-    assert life.every_s == 1800.0
-    assert (decision.value, decision.would) == ("every 1800 s", "every 1800 s")
-    assert decision.bound == "not above 30 min (30 minutes)"
-    assert "a save costs 100 ms" in decision.why
+    life.saves(ENOUGH - 1)
+    shown = life.decision
+    assert (life.every_s, shown.value, shown.would) == (60.0, "every 60 s", "")
+    assert f"{ENOUGH - 1} of {ENOUGH}" in shown.why
+    life.saves(1)
+    shown = life.decision
+    assert (life.every_s, shown.value, shown.would) == (1800.0, "every 1800 s", "every 1800 s")
+    assert shown.bound == "not above 30 min (30 minutes)"
+    assert "a save costs 100 ms" in shown.why
     assert life.changed("measured") == 1
 
 
@@ -204,12 +201,9 @@ def test_a_cost_is_exact_wherever_looks_and_commits_fall(
     life.train(max(quiet_s, 40 * step_s), looks=7)
     life.save(stall_s=stall_s, slower_s=slower_s, durable_s=stall_s + slower_s + more_s)
     life.train(3 * step_s)  # a step may end just when the commit does
-    measured = life.decider.measured()
-    assert measured is not None
-    assert measured.cost_s == pytest.approx(
-        stall_s + slower_s, abs=2e-3 * (stall_s + slower_s + more_s + step_s) + 1e-5
-    )
-    assert measured.step_s == pytest.approx(step_s, rel=1e-3)
+    off_s = 2e-3 * (stall_s + slower_s + more_s + step_s) + 1e-5
+    assert life.measured.cost_s == pytest.approx(stall_s + slower_s, abs=off_s)
+    assert life.measured.step_s == pytest.approx(step_s, rel=1e-3)
 
 
 def test_only_what_a_timer_wanted_is_measured() -> None:
@@ -217,27 +211,22 @@ def test_only_what_a_timer_wanted_is_measured() -> None:
     life = Life(step_s=0.5)
     life.open()
     life.train(50.0)
-    life.save(stall_s=30.0, durable_s=30.0, reason_timed=False)
+    life.save(stall_s=30.0, durable_s=30.0, timed=False)
     begins = MeasuredSave(cut=99, begun=Reading(life.step, life.now_s), timed=True)
     life.decider.save_begins(begins, planned_steps=0, partial=False)
     life.now_s += 5.0
-    life.decider.save_failed(99)
-    life.step += 1
-    life.decider.look(Reading(life.step, life.now_s + 0.1))
-    life.now_s += 0.1
+    life.decider.save_ended(99, None)
+    life.step, life.now_s = life.step + 1, life.now_s + 0.1
+    life.look()
     life.train(50.0)
-    measured = life.decider.measured()
-    assert measured is not None
-    assert (measured.saves, measured.cost_s, measured.step_s) == (0, 0.0, 0.5)
+    assert (life.measured.saves, life.measured.cost_s, life.measured.step_s) == (0, 0.0, 0.5)
 
 
 @pytest.mark.parametrize("goal", ["auto", "overhead=1%", "lost-work=5m"])
 @pytest.mark.parametrize("spread", [0.3, 1.0])
 def test_a_day_of_noise_hardly_changes_anything(goal: str, spread: float) -> None:
     """Log-normal costs with a spread of 30 % and of 130 %: a handful of changes in a day, always within bounds."""
-    life = Life(seed=int(10 * spread), least_s=20.0, most_s=900.0)
-    life.policy = changed(life.policy, goal=goal)
-    life.decider.governed(life.policy)
+    life = Life(seed=int(10 * spread), least_s=20.0, most_s=900.0, goal=goal)
     life.open()
     begun_s, found = life.now_s, []
     while life.now_s < begun_s + 86400.0:
@@ -250,9 +239,7 @@ def test_a_day_of_noise_hardly_changes_anything(goal: str, spread: float) -> Non
 @pytest.mark.parametrize("factor", [4.0, 0.25])
 def test_a_cost_that_changes_fourfold_is_followed_within_40_saves(factor: float) -> None:
     """In both directions, after a day at the old cost, and then the interval fits the new one."""
-    life = Life(seed=3, most_s=3600.0)
-    life.policy = changed(life.policy, goal="overhead=1%")
-    life.decider.governed(life.policy)
+    life = Life(seed=3, most_s=3600.0, goal="overhead=1%")
     life.open()
     noise = life.rng
     life.saves(300, lambda: 1.0 * noise.lognormvariate(0, 0.3))
@@ -270,11 +257,9 @@ def test_failures_shorten_the_interval_and_ends_in_good_order_do_not() -> None:
     life.saves(2 * ENOUGH, lambda: 0.5)
     assert life.every_s == 1800.0
     for reason, lossy in (("close", 0.0), ("timer", 1.0), ("timer", 2.0), ("timer", 3.0)):
-        text = life.decider.text(closing=reason == "close")
-        assert text is not None
-        life.open(log_of({KEY: text}, reason=reason, step=life.step), attempt=life.cut + 2, resumed=True)
-        (decision,) = life.decider.decisions()
-        assert round(float(decision.evidence.partition("; ")[2].split()[0])) == lossy, "they fade a little"
+        state = log_of({KEY: life.text(closing=reason == "close")}, reason=reason, step=life.step)
+        told = life.open(state, attempt=life.cut + 2, resumed=True)
+        assert round(float(told.split()[0])) == lossy, "they fade a little"
         life.saves(ENOUGH, lambda: 0.5)
         assert (life.changed("failures") > 0) == (lossy > 1)
     assert life.every_s < 1200.0
@@ -284,183 +269,102 @@ def test_a_crash_loop_is_one_failure_and_what_the_arena_saw_decides() -> None:
     """Trainers that come back to the same commit: one incident; a step that was seen beyond it, or none."""
     life = Life()
     life.open()
-    life.saves(1, lambda: 0.1)
-    state = log_of({}, step=life.step)
+    life.saves(1)
     for attempt in (5, 6, 7):
-        life.open(state, attempt=attempt, resumed=True, seen=life.step)
-    (decision,) = life.decider.decisions()
-    assert "0 lossy failures and 1 restores" in decision.evidence
-    life.saves(1, lambda: 0.1)
-    life.open(log_of({}, step=life.step), attempt=8, resumed=True, seen=life.step + 3)
-    (decision,) = life.decider.decisions()
-    assert "1 lossy failures and 2 restores" in decision.evidence
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_who_comes_after_a_rewind_failed_in_nothing(*, restarted: bool) -> None:
-    """Its restore counts, for bits; the steps beyond the checkpoint were left by a person."""
-    life, text = chosen(Life())
-    rewind = Attempt(world_size=0, resumes_from=2, resumes_attempt=1, last_step=100)
-    after = Attempt(world_size=1, resumes_from=2, resumes_attempt=1, last_step=100)
-    state = replace(log_of({KEY: text}), attempts={1: replace(after, last_seq=9), 10: rewind, 11: after})
-    life = Life() if restarted else life
-    life.open(state, attempt=11, resumed=True, seen=life.step)
-    assert "0 lossy failures and 1 restores" in life.decider.decisions()[0].evidence
+        told = life.open(log_of({}, step=life.step), attempt=attempt, resumed=True, seen=life.step)
+    assert ONCE in told
+    life.saves(1)
+    told = life.open(log_of({}, step=life.step), attempt=8, resumed=True, seen=life.step + 3)
+    assert "1 lossy failures and 2 restores" in told
 
 
 def test_who_starts_next_goes_on_from_the_commit() -> None:
-    """Its profile, its choice and its evidence; of another world size only the evidence."""
+    """Its profile, its choice and its evidence; of another world size only the evidence. Nonsense is passed over."""
     first = Life()
     first.open()
     first.saves(ENOUGH, lambda: 0.2)
-    text = first.decider.text(closing=True)
-    assert text is not None
-    assert recorded(text).held is not None
-    state = log_of({KEY: text}, attempt=3)
-    again = Life()
-    again.open(state, attempt=5, resumed=True)
+    state = log_of({KEY: first.text(closing=True)}, attempt=3)
+    again, other, nonsense = Life(), Life(), Life()
+    assert ONCE in again.open(state, attempt=5, resumed=True)
     assert again.every_s == first.every_s == 1800.0
     assert again.changes == 0, "nothing was decided anew"
-    assert "0 lossy failures and 1 restores" in again.decider.decisions()[0].evidence
-    other = Life()
-    other.decider.opened(
-        Opening(
-            run="r", attempt=5, world_size=2, ranks_here=2, reading=Reading(0, other.now_s), resumed=True
-        ),
-        state,
-    )
-    assert other.every_s == 60.0
-    assert "0 lossy failures and 1 restores" in other.decider.decisions()[0].evidence
+    assert ONCE in other.open(state, attempt=5, resumed=True, ranks=2)
+    assert LOSSY in nonsense.open(log_of({KEY: '{"key":'}), attempt=3, resumed=True)
+    assert other.every_s == nonsense.every_s == 60.0
 
 
 def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
     """A log whose attempt 1 committed, and so many after it did not; the newest is open."""
-    state, nothing = log_of(metadata), Attempt(world_size=1, resumes_from=2, resumes_attempt=1)
-    first = Attempt(
-        world_size=1, resumes_from=None, resumes_attempt=None, last_cut=1, last_seq=2, last_step=100
-    )
-    later = dict.fromkeys(range(2, 3 + empty), nothing)
-    return replace(state, attempts={1: first, **later}, attempt=2 + empty)
+    nothing = Attempt(world_size=1, resumes_from=2, resumes_attempt=1)
+    first = replace(nothing, resumes_from=None, resumes_attempt=None, last_cut=1, last_seq=2, last_step=100)
+    attempts = {1: first, **dict.fromkeys(range(2, 3 + empty), nothing)}
+    return replace(log_of(metadata), attempts=attempts, attempt=2 + empty)
 
 
 def test_attempt_after_ones_without_a_checkpoint_saves_soon_and_then_twice_as_late() -> None:
-    """A minute, half of it for each further one; doubled with each commit, also of a sidecar before; bounds hold."""
-    _, text = chosen(Life(most_s=600.0))
+    """A minute, half of it for each further one, doubled with each commit; a rewind, in which nobody failed, is none."""
+    text = chosen(most_s=600.0)
     for empty, every_s in ((0, 600.0), (1, 60.0), (2, 30.0), (9, 1.0)):
         life = Life(most_s=600.0)
         life.open(log_of_attempts(empty, {KEY: text}), attempt=2 + empty, resumed=True)
         assert life.every_s == pytest.approx(every_s)
-    life = Life(most_s=600.0)
-    life.open(log_of_attempts(1, {KEY: text}), attempt=3, resumed=True)
-    (decision,) = life.decider.decisions()
-    assert (decision.value, decision.would) == ("every 60 s", "every 600 s")
-    assert "ended without a checkpoint" in decision.bound
-    found = []
+    state, life, found = log_of_attempts(1, {KEY: text}), Life(most_s=600.0), []
+    assert LOSSY in life.open(state, attempt=3, resumed=True)
+    assert (life.decision.value, life.decision.would) == ("every 60 s", "every 600 s")
+    assert "ended without a checkpoint" in life.decision.bound
     for _ in range(5):
-        life.saves(1, lambda: 0.1)
+        life.saves(1)
         found.append(life.every_s)
     assert found == [120.0, 240.0, 480.0, 600.0, 600.0]
-    state = log_of_attempts(1, {KEY: text})
     mine = {3: replace(state.checkpoints[2], attempt=3, seq=3)}
     again = Life(most_s=600.0)
     again.open(replace(state, checkpoints=state.checkpoints | mine), attempt=3, resumed=True)
     assert again.every_s == pytest.approx(120.0)
-
-
-def test_rewind_is_no_attempt_without_a_checkpoint() -> None:
-    _, text = chosen(Life(most_s=600.0))
-    state = log_of_attempts(1, {KEY: text})
-    rewound = state.attempts | {2: replace(state.attempts[2], world_size=0)}
-    life = Life(most_s=600.0)
-    life.open(replace(state, attempts=rewound), attempt=3, resumed=True)
-    assert life.every_s == pytest.approx(600.0)
+    rewound = Life(most_s=600.0)
+    attempts = state.attempts | {2: replace(state.attempts[2], world_size=0)}
+    assert ONCE in rewound.open(replace(state, attempts=attempts), attempt=3, resumed=True)
+    assert rewound.every_s == pytest.approx(600.0)
 
 
 def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
-    """The restore that the attempt began with."""
-    _, text = chosen(Life(most_s=600.0))
-    state = log_of_attempts(2, {KEY: text})
+    """The restore that the attempt began with, once; and what its own commits did not say, an earlier one did."""
+    state = log_of_attempts(2, {KEY: chosen(most_s=600.0)})
     life = Life(most_s=600.0)
-    life.open(state, attempt=4)
-    (decision,) = life.decider.decisions()
-    assert "1 lossy failures and 1 restores" in decision.evidence
-    life.saves(2, lambda: 0.1)
-    assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence, "once"
-    text = life.decider.text(closing=False)
-    assert text is not None
-    later = log_of({KEY: text}, attempt=4)
+    assert LOSSY in life.open(state, attempt=4)
+    life.saves(2)
+    assert LOSSY in life.decision.evidence, "once"
     mine = replace(state.attempts[4], last_cut=1, last_seq=5, last_step=100)
-    later = replace(later, attempts={**state.attempts, 4: mine}, attempt=4)
+    later = replace(log_of({KEY: life.text()}, attempt=4), attempts={**state.attempts, 4: mine}, attempt=4)
+    assert LOSSY in Life(most_s=600.0).open(later, attempt=4), "its commit says it"
+    state = log_of_attempts(0, {KEY: chosen(most_s=600.0)})
+    unsaid = replace(state.checkpoints[2], seq=7, attempt=2, step=200, metadata={})
+    mine = replace(state.attempts[2], last_cut=1, last_seq=7, last_step=200)
+    blind = replace(state, checkpoints={**state.checkpoints, 7: unsaid}, attempts={**state.attempts, 2: mine})
     life = Life(most_s=600.0)
-    life.open(later, attempt=4)
-    assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence, "its commit says it"
-
-
-def test_a_commit_that_was_made_before_the_log_was_seen_hides_nothing() -> None:
-    """A sidecar that started while the store was away commits without a record: the one before it counts."""
-    _, text = chosen(Life(most_s=600.0))
-    before = log_of({KEY: text}, attempt=1).checkpoints[2]
-    unsaid = replace(before, seq=3, cut=2, step=200, metadata={})
-    mine = Attempt(
-        world_size=1, resumes_from=None, resumes_attempt=None, last_cut=2, last_seq=3, last_step=200
-    )
-    life = Life(most_s=600.0)
-    life.open(RunState(run="r", checkpoints={2: before, 3: unsaid}, attempts={1: mine}, attempt=1))
+    life.open(blind, attempt=2)
     assert life.every_s == 600.0
-    assert recorded(life.decider.text(closing=False) or "").profile.save.n == ENOUGH
-
-
-def test_what_an_attempt_knew_is_found_by_the_next_though_its_last_commit_did_not_say_it() -> None:
-    """Its sidecar had committed before it saw the log, and died then."""
-    _, text = chosen(Life(most_s=600.0))
-    before = log_of({KEY: text}, attempt=1).checkpoints[2]
-    unsaid = replace(before, seq=4, attempt=3, step=200, metadata={})
-    first = Attempt(
-        world_size=1, resumes_from=None, resumes_attempt=None, last_cut=1, last_seq=2, last_step=100
-    )
-    second = Attempt(world_size=1, resumes_from=2, resumes_attempt=1, last_cut=1, last_seq=4, last_step=200)
-    third = Attempt(world_size=1, resumes_from=4, resumes_attempt=3)
-    attempts = {1: first, 3: second, 5: third}
-    life = Life(most_s=600.0)
-    life.open(
-        RunState(run="r", checkpoints={2: before, 4: unsaid}, attempts=attempts, attempt=5), attempt=5, resumed=True
-    )  # fmt: skip
-    assert life.every_s == 600.0
-    assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence
-
-
-def test_a_commit_that_says_nonsense_is_passed_over() -> None:
-    """Measured anew, and no sidecar ends by it."""
-    life = Life()
-    life.open(log_of({KEY: '{"key":'}), attempt=3, resumed=True)
-    assert life.every_s == 60.0
-    assert "1 lossy failures" in life.decider.decisions()[0].evidence
+    assert recorded(life.text()).profile.save.n == ENOUGH
 
 
 def test_how_long_a_restore_and_a_restart_take() -> None:
     """From the end of a trainer to the next, and from open to the first step."""
     life = Life()
     life.open()
-    life.saves(2, lambda: 0.1)
+    life.saves(2)
     life.decider.gone()
     life.now_s += 40.0
     life.decider.came()
     life.open(log_of({}, step=life.step), attempt=3, resumed=True, seen=life.step)
-    life.decider.look(
-        Reading(life.step, life.now_s - 50.0)
-    )  # the line still says what the last trainer wrote
+    life.look(at_s=life.now_s - 50.0)  # the line still says what the last trainer wrote
     life.now_s += 12.5 + life.step_s
     life.step += 2
-    life.decider.look(Reading(life.step, life.now_s))
-    measured = life.decider.measured()
-    assert measured is not None
-    assert (measured.reschedule_s, measured.restore_s) == (40.0, 12.5)
+    life.look()
+    assert (life.measured.reschedule_s, life.measured.restore_s) == (40.0, 12.5)
 
 
 def test_whatever_goes_wrong_with_a_decision_leaves_the_timers_as_they_are_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody foresaw it: it costs the decision."""
     life = Life(every_s=9.0)
     life.open()
 
@@ -468,25 +372,6 @@ def test_whatever_goes_wrong_with_a_decision_leaves_the_timers_as_they_are_said(
         raise ZeroDivisionError
 
     monkeypatch.setattr("deltashard_sidecar.deciding.decider.decide", broken)
-    life.saves(2, lambda: 0.1)
+    life.saves(2)
     assert life.every_s == 9.0
     assert life.decider.decisions() == []
-
-
-def test_a_place_is_what_was_stated_and_the_processors(tmp_path: Path) -> None:
-    """Nodes of another type are other places, where nothing is stated, too."""
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(
-        "processor\t: 0\nmodel name\t: AMD EPYC 7B13\nflags\t: fpu\nmodel name\t: AMD EPYC 7B13\n"
-    )
-    count = os.cpu_count()
-    assert place("trainer:v3, cpu 4", cpuinfo=cpuinfo) == f"trainer:v3, cpu 4, {count} x AMD EPYC 7B13"
-    assert place("", cpuinfo=cpuinfo) == f"{count} x AMD EPYC 7B13"
-    assert place("", cpuinfo=tmp_path / "none") == f"{count} x processors"
-
-
-def test_a_long_place_hides_no_other_world_size() -> None:
-    """What is cut off is the place's end."""
-    long = "registry.example/" + "x" * 400
-    assert key_of(long, 4) != key_of(long, 8)
-    assert len(key_of(long, 4)) == MAX_KEY

@@ -19,45 +19,33 @@ def metered(readings: list[tuple[int, float]]) -> StepMeter:
 def test_the_time_of_a_step_is_exact_however_many_lie_between_two_looks(
     steps: list[int], step_s: float
 ) -> None:
-    """A reading is a step and the time at which just that one ended: no part of a step is counted."""
     at, readings = 0, []
     for each in steps:
         at += each
         readings.append((at, 1e9 + at * step_s))
-    meter = metered(readings)
-    seen = at - steps[0]
+    meter, seen = metered(readings), at - steps[0]
     assert meter.step_s == (pytest.approx(step_s, rel=1e-3) if seen >= 10 else 0.0)
     assert meter.trained_s <= seen * step_s * (1 + 1e-3)
 
 
-def test_what_is_no_step_counts_for_nothing() -> None:
-    """The same step again, a clock set back, a trainer that begins anew, steps beside a save."""
+def test_what_is_no_step_counts_for_nothing_and_a_pause_until_it_is_usual() -> None:
+    """The same step again, a clock set back, a trainer that begins anew, steps beside a save, an evaluation."""
     meter = metered([(n, 0.1 * n) for n in range(100)])
     assert meter.read(Reading(99, 9.9), quiet=True) == meter
-    assert meter.read(Reading(100, 5.0), quiet=True).windows == meter.windows
-    assert meter.read(Reading(3, 20.0), quiet=True).windows == meter.windows
-    beside = meter.read(Reading(100, 10.5), quiet=False)
-    assert beside.windows == meter.windows
-    assert beside.trained_s == pytest.approx(meter.trained_s + 0.6)
-
-
-def test_a_pause_is_no_step_until_it_is_usual() -> None:
-    """An evaluation of ten minutes is left out; steps that are longer from now on are found."""
-    quiet = metered([(n, 0.1 * n) for n in range(100)])
-    paused = quiet.read(Reading(100, 610.0), quiet=True)
-    assert paused.step_s == quiet.step_s
-    assert paused.trained_s == pytest.approx(quiet.trained_s + 600.0), "of a gap ten minutes count"
-    meter, at_s = quiet, 9.9
-    for n in range(100, 100 + FEWEST_WINDOWS + 12):
-        at_s += 20.0
-        meter = meter.read(Reading(n, at_s), quiet=True)
+    for reading, quiet in ((Reading(100, 5.0), True), (Reading(3, 20.0), True), (Reading(100, 10.5), False)):
+        assert meter.read(reading, quiet=quiet).windows == meter.windows
+    paused = meter.read(Reading(100, 610.0), quiet=True)
+    assert paused.step_s == meter.step_s
+    assert paused.trained_s == pytest.approx(meter.trained_s + 600.0), "of a gap ten minutes count"
+    for n in range(FEWEST_WINDOWS + 12):
+        meter = meter.read(Reading(100 + n, 9.9 + 20.0 * (n + 1)), quiet=True)
     assert meter.step_s == pytest.approx(20.0)
 
 
 def test_what_a_save_took_is_the_steps_beside_it_less_quiet_ones() -> None:
     """Negative where noise makes it so; nothing where a pause or a set clock lies between."""
-    since = Reading(10, 100.0)
-    assert lost_s(since, Reading(20, 101.5), step_s=0.1, in_flight_s=1.0) == pytest.approx(0.5)
-    assert lost_s(since, Reading(20, 100.9), step_s=0.1, in_flight_s=1.0) == pytest.approx(-0.1)
-    assert lost_s(since, Reading(20, 700.0), step_s=0.1, in_flight_s=1.0) is None
-    assert lost_s(since, Reading(20, 50.0), step_s=0.1, in_flight_s=1.0) is None
+    found = [
+        lost_s(Reading(10, 100.0), Reading(20, at_s), step_s=0.1, in_flight_s=1.0)
+        for at_s in (101.5, 100.9, 700, 50)
+    ]
+    assert found == [pytest.approx(0.5), pytest.approx(-0.1), None, None]

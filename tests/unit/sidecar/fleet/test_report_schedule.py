@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from deltashard_sidecar.fleet.report_schedule import BURST, NUDGE_S, STRAY_S, STRAYS, ReportSchedule
+from deltashard_sidecar.fleet.report_schedule import BURST, ReportSchedule
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,40 +47,3 @@ def test_changes_cost_a_report_a_second(waits: list[float]) -> None:
             schedule = schedule.taken(300.0, now_s)
     assert reports <= BURST + sum(waits)
     assert reports >= min(len(waits), BURST)
-
-
-@given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=50))
-def test_nudges_cost_a_report_in_five_seconds(waits: list[float]) -> None:
-    """The first one counts at once, even under a back-off."""
-    now_s, reports = 100.0, 0
-    schedule = ReportSchedule().refused(403, now_s)
-    for wait_s in waits:
-        now_s += wait_s
-        schedule = schedule.nudged(now_s)
-        if now_s >= schedule.due_s:
-            reports += 1
-            schedule = schedule.taken(3600.0, now_s)
-    assert 1 <= reports <= 1 + sum(waits) / NUDGE_S
-
-
-def test_who_does_not_lead_is_passed_at_once_and_not_for_ever() -> None:
-    """Six tries, then as with no answer at all."""
-    schedule = ReportSchedule()
-    for _ in range(STRAYS):
-        schedule = schedule.refused(421, 100.0)
-        assert schedule.due_s == 100.0 + STRAY_S
-    assert schedule.refused(421, 100.0, uniform=lambda: 0.999).due_s > 150.0
-
-
-@pytest.mark.parametrize(
-    ("status", "retry_after_s", "first_s", "later_s"),
-    [(0, 0, 2, 60), (500, 0, 2, 60), (503, 0, 2, 60), (404, 0, 2, 60), (401, 0, 66, 66), (403, 0, 330, 330), (503, 7, 7.7, 7.7)],
-)  # fmt: skip
-def test_pauses(status: int, retry_after_s: float, first_s: float, later_s: float) -> None:
-    """The longest that chance allows, after the first and after many."""
-    schedule = ReportSchedule()
-    for number in range(20):
-        schedule = schedule.refused(status, 0.0, retry_after_s=retry_after_s, uniform=lambda: 1.0)
-        assert number or schedule.due_s == pytest.approx(first_s)
-    assert schedule.due_s == pytest.approx(later_s)
-    assert schedule.taken(15.0, 0.0).failures == 0

@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import structlog
-from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_sidecar.run import chain_watch
-from deltashard_sidecar.run.chain_watch import LOOK_EVERY_S, ChainGone, ChainWatch
+from deltashard_sidecar.run.chain_watch import ChainGone, ChainWatch
 from deltashard_sidecar.telemetry.metric import Metrics
 
 from tests.crash import log_victim
@@ -72,6 +70,13 @@ def test_a_look_is_one_list_and_reads_an_index_once(watched):
     assert watched.store.asked == ["list"]
 
 
+def test_a_damaged_index_counts_as_missing(watched):
+    watched.store.put(watched.objects(watched.base, ".index")[0], b"rotten")
+    with pytest.raises(ChainGone):
+        watched.look(watched.delta)
+    assert watched.watch.broken(watched.log.state, watched.delta)
+
+
 @pytest.mark.parametrize("ending", [".pack", ".index"])
 def test_what_is_missing_is_named_and_nothing_builds_on_it(watched, ending):
     watched.store.delete(watched.objects(watched.base, ending))
@@ -87,18 +92,6 @@ def test_what_is_missing_is_named_and_nothing_builds_on_it(watched, ending):
     watched.look(watched.other)
 
 
-def test_a_damaged_index_counts_as_missing(watched):
-    watched.store.put(watched.objects(watched.base, ".index")[0], b"rotten")
-    with pytest.raises(ChainGone):
-        watched.look(watched.delta)
-    assert watched.watch.broken(watched.log.state, watched.delta)
-
-
-def test_a_stale_listing_proves_nothing(watched, monkeypatch):
-    monkeypatch.setattr(watched.store, "list", lambda prefix, start_after="": iter(()))
-    watched.look(watched.delta)
-
-
 def test_a_baseline_looks_at_its_own_objects(watched):
     (part,) = parts_of(watched.log.state, watched.other)
     packs = [key.removeprefix("job/") for key in watched.objects(watched.other, ".pack")]
@@ -106,19 +99,3 @@ def test_a_baseline_looks_at_its_own_objects(watched):
     watched.store.delete([f"job/{packs[0]}"])
     with pytest.raises(ChainGone, match="objects of this save"):
         watched.look(None, also={part.index_key: packs})
-
-
-def test_what_is_known_of_checkpoints_that_are_gone_is_forgotten(watched):
-    watched.watch.wrote(f"{cut_prefix(9, 1)}00000-{'a' * 16}.index", ["gone"])
-    watched.look(watched.delta)
-    assert len(watched.watch._packs) == 2
-
-
-def test_a_look_is_due_when_the_last_one_is_old(watched, monkeypatch):
-    now_s = [5.0]
-    monkeypatch.setattr(chain_watch.time, "monotonic", lambda: now_s[0])
-    assert watched.watch.due(0)
-    watched.look(watched.delta)
-    assert (watched.watch.due(0), watched.watch.due(1)) == (False, True)
-    now_s[0] += LOOK_EVERY_S
-    assert watched.watch.due(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from deltashard_sidecar import settings
 from deltashard_sidecar.run.identity import AloneAmongPods, Identity, check_alone, identity
@@ -9,70 +11,42 @@ from deltashard_sidecar.run.identity import AloneAmongPods, Identity, check_alon
 
 def config(**environment: str) -> settings.Settings:
     known = {"URL": "memory://x", "RUN": "ns/job-uid", "OWNER": "ns/job-uid", "DIR": "/d", "CACHE_DIR": "/c"}
-    return settings.load(
-        [],
-        {
-            name if name.startswith("POD_") else f"DELTASHARD_{name}": text
-            for name, text in {**known, **environment}.items()
-        },
-    )
+    return settings.load([], {f"DELTASHARD_{name}": text for name, text in {**known, **environment}.items()})
 
 
 def test_all_pods_of_a_workload_train_its_run_unless_it_says_otherwise() -> None:
-    """However many ranks there are: a number in the name is the workload's own wish."""
+    """However many ranks there are: a number in the name is the workload's own wish. A JobSet's Jobs number anew."""
     for numbers in ({}, {"INDEX": "3"}, {"INDEX": "3", "RUNS": "one"}, {"RUNS": "per-pod"}):
         assert identity(config(**numbers)) == Identity(run="ns/job-uid", owner="ns/job-uid")
     assert identity(config(OWNER="")) == Identity(run="ns/job-uid", owner="")
     own = config(INDEX="3", RUNS="per-pod")
     assert identity(own) == Identity(run="ns/job-uid-3", owner="ns/job-uid-3")
+    pods = itertools.product(("0", "1", "11"), repeat=2)
+    runs = {identity(config(INDEX=index, REPLICA=replica, RUNS="per-pod")).run for index, replica in pods}
+    assert len(runs) == 9
 
 
 @pytest.mark.parametrize(
-    ("environment", "alone", "refused"),
+    ("environment", "ranks", "refused"),
     [
         ({}, 1, False),
         ({"INDEX": "0", "PODS": "4"}, 4, False),
         ({"INDEX": "0", "PODS": "4"}, 1, True),
-        ({"INDEX": "3", "PODS": "4"}, 1, True),
         ({"INDEX": "0", "PODS": "1"}, 1, False),
         ({"INDEX": "0"}, 1, False),  # a StatefulSet: how many there are is not known
         ({"INDEX": "1"}, 1, True),
         ({"INDEX": "0", "PODS": "2", "REPLICA": "1"}, 1, True),
-        ({"INDEX": "0", "PODS": "1", "REPLICA": "1"}, 1, False),
         ({"INDEX": "3", "PODS": "4", "RUNS": "per-pod"}, 1, False),
         ({"INDEX": "3", "PODS": "4", "RUNS": "one"}, 1, False),
     ],
 )
 def test_a_trainer_without_peers_is_refused_where_others_would_share_its_run(
-    environment: dict[str, str], alone: int, refused: bool
+    environment: dict[str, str], ranks: int, refused: bool
 ) -> None:
-    """They would fence one another, each in turn."""
     if not refused:
-        check_alone(config(**environment), alone)
+        check_alone(config(**environment), ranks)
         return
-    with pytest.raises(AloneAmongPods, match="number") as raised:
-        check_alone(config(POD_NAME="train-3-x", **environment), alone)
-    for told in ("train-3-x", "trains alone"):
-        assert told in raised.value.what
-    for told in ("per-pod", "init_process_group", "deltashard.io/runs: one"):
-        assert told in raised.value.remedy
-
-
-def test_no_two_pods_of_a_jobset_share_a_key() -> None:
-    """Its Jobs number their pods anew, each from 0."""
-    runs = [
-        identity(config(INDEX=index, REPLICA=replica, RUNS="per-pod"))
-        for replica in ("0", "1", "11")
-        for index in ("0", "1", "11")
-    ]
-    assert len({one.run for one in runs}) == 9
-
-
-@pytest.mark.parametrize("name", ["pod_name", "pod_namespace", "pod_uid", "node_name"])
-def test_the_downward_api_has_its_usual_names(name: str) -> None:
-    """POD_NAME, not DELTASHARD_POD_NAME."""
-    assert settings.variable_of(name) == name.upper()
-    assert getattr(settings.load([], {
-        "DELTASHARD_URL": "memory://x", "DELTASHARD_RUN": "r", "DELTASHARD_DIR": "/d", "DELTASHARD_CACHE_DIR": "/c",
-        name.upper(): "it",
-    }), name) == "it"  # fmt: skip
+    with pytest.raises(
+        AloneAmongPods, match="trains alone.*per-pod.*init_process_group.*deltashard.io/runs: one"
+    ):
+        check_alone(config(**environment), ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
     BucketMissing,
@@ -46,6 +47,8 @@ def test_they_are_kept_until_told_and_the_oldest_go_first(incidents: Incidents, 
     assert len(incidents.kept()) == 1
     failed(incidents, 99)
     assert incidents.kept()[-1].id == LIMIT + 4
+    incidents.add(fleet.INCIDENT_KIND_FENCED, cause="error", message="x" * 100_000)
+    assert len(incidents.kept()[-1].message) == 1000, "one sentence, not a log"
 
 
 def test_what_happens_again_is_counted_up_until_it_is_on_its_way(incidents: Incidents) -> None:
@@ -67,12 +70,6 @@ def test_what_happens_again_is_counted_up_until_it_is_on_its_way(incidents: Inci
     incidents.kept()[0].at_s -= 601
     incidents.add(fleet.INCIDENT_KIND_FENCED, cause="store", message="e")
     assert [(i.id, i.count) for i in incidents.kept()] == [(4, 2), (5, 1)]
-
-
-def test_long_messages_are_clipped(incidents: Incidents) -> None:
-    """One sentence, not a log."""
-    incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause="error", message="x" * 100_000)
-    assert len(incidents.kept()[0].message) == 1000
 
 
 class Health(StoreHealth):
@@ -114,43 +111,34 @@ def test_a_store_counts_as_unreachable_only_when_it_lasts(incidents: Incidents, 
 
 
 @pytest.mark.parametrize(
-    ("error", "cause", "store_ok", "credentials_ok"),
+    ("kind", "cause", "healthy"),
     [
-        (CredentialsMissing("no file"), "missing", True, False),
-        (AccessDenied("no"), "denied", False, True),
-        (BucketMissing("no"), "bucket_missing", False, True),
-        (StoreFull("no"), "full", False, True),
-        (ClockSkew("no"), "clock", False, True),
+        (CredentialsMissing, "missing", (True, False)),
+        (AccessDenied, "denied", (False, True)),
+        (BucketMissing, "bucket_missing", (False, True)),
+        (StoreFull, "full", (False, True)),
+        (ClockSkew, "clock", (False, True)),
     ],
 )
-def test_a_refusal_counts_at_once(
+@pytest.mark.parametrize("answer", [None, ObjectNotFound("no"), ObjectExists("taken")])
+def test_a_refusal_counts_at_once_and_an_answer_about_an_object_is_health(
     incidents: Incidents,
     metrics: Metrics,
-    error: Exception,
+    kind: type[DeltashardError],
     cause: str,
-    store_ok: bool,
-    credentials_ok: bool,
+    healthy: object,
+    answer: Exception,
 ) -> None:
-    """Waiting would not mend it; told once, and again when the cause changes."""
+    """Waiting would not mend it; told once, and again when the cause changes. Not there, or taken: the store is well."""
     health = Health(incidents, metrics)
-    health.tried(error)
-    health.tried(error)
-    assert (health.store_ok, health.credentials_ok) == (store_ok, credentials_ok)
+    health.tried(kind("no"))
+    health.tried(kind("no"))
+    assert (health.store_ok, health.credentials_ok) == healthy
     assert [i.cause for i in incidents.kept()] == [cause]
     health.tried(AccessDenied("other") if cause != "denied" else StoreFull("other"))
     assert len(incidents.kept()) == 2
-    health.tried(None)
+    health.tried(answer)
     assert (health.store_ok, health.credentials_ok) == (True, True)
-
-
-def test_an_answer_about_an_object_is_health(incidents: Incidents, metrics: Metrics) -> None:
-    """Not there, or taken: the store is well."""
-    health = Health(incidents, metrics)
-    for answer in (ObjectNotFound("no"), ObjectExists("taken")):
-        health.tried(StoreFull("full"))
-        assert not health.store_ok
-        health.tried(answer)
-        assert health.store_ok
 
 
 def test_one_kind_of_call_that_is_denied_stays_a_trouble_while_others_succeed(
@@ -165,42 +153,4 @@ def test_one_kind_of_call_that_is_denied_stays_a_trouble_while_others_succeed(
             assert not health.store_ok
     assert [i.message for i in incidents.kept()] == ["no right to delete"]
     health.tried(ObjectNotFound("gone already"), operation="delete")
-    assert health.store_ok
-
-
-def test_two_troubles_at_once_are_told_and_end_each_by_itself(incidents: Incidents, metrics: Metrics) -> None:
-    """A store that is full and whose list is denied: neither hides the other."""
-    health = Health(incidents, metrics)
-    for _ in range(2):
-        health.tried(StoreFull("no room"), operation="put_if_absent")
-        health.tried(AccessDenied("no right to list"), operation="list")
-    assert [i.cause for i in incidents.kept()] == ["full", "denied"]
-    health.tried(None, operation="put")
-    assert not health.store_ok
-    health.tried(None, operation="list")
-    assert health.store_ok
-
-
-def test_an_answer_ends_what_kept_requests_from_the_store(incidents: Incidents, metrics: Metrics) -> None:
-    """Keys that are there and wrong are denied, and no longer missing."""
-    health = Health(incidents, metrics)
-    health.tried(CredentialsMissing("no file"), operation="list")
-    assert (health.store_ok, health.credentials_ok) == (True, False)
-    health.tried(AccessDenied("wrong keys"), operation="put")
-    assert (health.store_ok, health.credentials_ok) == (False, True)
-    health.tried(CredentialsMissing("no file"), operation="put")
-    assert (health.store_ok, health.credentials_ok) == (True, False)
-    health.tried(None, operation="get")
-    assert (health.store_ok, health.credentials_ok) == (True, True)
-
-
-def test_a_full_store_that_can_be_read_is_still_full(incidents: Incidents, metrics: Metrics) -> None:
-    """Looks at the log go on between the tries to write: the trouble is told once, and a write ends it."""
-    health = Health(incidents, metrics)
-    for _ in range(3):
-        health.tried(StoreFull("no room"))
-        health.tried(None, operation="list")
-        assert not health.store_ok
-    assert [i.cause for i in incidents.kept()] == ["full"]
-    health.tried(None)
     assert health.store_ok

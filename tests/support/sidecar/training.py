@@ -1,0 +1,32 @@
+"""A sidecar with a trainer that has opened an attempt in it: what most tests begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.fake_model import Model
+from tests.support.fake_trainer import Trainer
+from tests.support.sidecar_process import SidecarProcess, sidecar
+
+
+@contextmanager
+def training(root: Path, url: str, **flags: object) -> Iterator[tuple[SidecarProcess, Trainer]]:
+    with sidecar(root, url, **flags) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        yield process, trainer
+        trainer.close()
+
+
+def pod(workload: str = "w-1", **more: object) -> dict[str, Any]:
+    """Flags of a sidecar in a pod of this workload."""
+    return {"run": "ns/job", "owner": "ns/job", "workload-uid": workload, "encoding": "fp32", **more}
+
+
+def place(tmp_path: Path, name: str) -> Path:
+    path = tmp_path / name
+    path.mkdir()
+    return path
