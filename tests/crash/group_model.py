@@ -22,8 +22,8 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -345,34 +345,17 @@ class Parts(SnapshotTaker):
         return SnapshotRows(mode="all")
 
 
-@dataclass
-class Counts:
-    """What happened, so that a schedule in which nothing does is seen."""
+COUNTED = """
+schedules lives steps switches cuts commits off declined overdue failed_parts vetoes away deaths zombies slow
+pins pins_failed waits waits_failed held
+"""
+Counts = make_dataclass("Counts", [(name, int, 0) for name in COUNTED.split()])
+"""What happened, so that a schedule in which nothing does is seen."""
 
-    schedules: int = 0
-    lives: int = 0
-    steps: int = 0
-    switches: int = 0
-    cuts: int = 0
-    commits: int = 0
-    off: int = 0
-    declined: int = 0
-    overdue: int = 0
-    failed_parts: int = 0
-    vetoes: int = 0
-    away: int = 0
-    deaths: int = 0
-    zombies: int = 0
-    slow: int = 0
-    pins: int = 0
-    pins_failed: int = 0
-    waits: int = 0
-    waits_failed: int = 0
-    held: int = 0
 
-    def add(self, other: Counts) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+def total(counts: Iterable[Counts]) -> Counts:
+    """Their sum."""
+    return Counts(*map(sum, zip(*map(astuple, counts), strict=True)))
 
 
 @dataclass
@@ -429,17 +412,16 @@ class World:
                 stack.enter_context(mock.patch.object(module, "time", sim.time))
             for module in (conductors, meetings, save_loop):
                 stack.enter_context(mock.patch.object(module, "threading", sim.threading))
-            for module in (conductors, meetings):
-                stack.enter_context(mock.patch.object(module, "GroupStore", store))
-            stack.enter_context(
-                mock.patch.object(step_clock, "_time_ns", return_value=0)
-            )  # no looks of the watchdog
-            stack.enter_context(mock.patch.object(conductors, "Orders", orders))
-            stack.enter_context(mock.patch.object(conductors, "_live", set()))
-            stack.enter_context(mock.patch.object(meetings, "_numbers", itertools.repeat(1)))
-            stack.enter_context(
-                mock.patch.object(meetings, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens)))
-            )
+            for module, name, stands_in in (
+                (conductors, "GroupStore", store),
+                (meetings, "GroupStore", store),
+                (step_clock, "_time_ns", lambda: 0),  # no looks of the watchdog
+                (conductors, "Orders", orders),
+                (conductors, "_live", set()),
+                (meetings, "_numbers", itertools.repeat(1)),
+                (meetings, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens))),
+            ):
+                stack.enter_context(mock.patch.object(module, name, stands_in))
             yield
 
     def _life(self, *, dies: bool) -> None:

@@ -1,7 +1,5 @@
 """The way to a store: private authorities, proxies, the bucket in the host's name, encryption at rest; on a real MinIO."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,9 +71,7 @@ def other_bundle(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "SSL_CERT_FILE"])
-def test_a_private_authority(
-    tls_minio: MinioServer, bundle: Path, other_bundle: Path, variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_authority(tls_minio, bundle, other_bundle, variable, monkeypatch):
     """The right one works; another one, none, and a file that is none are refused, by the variable's name."""
     url = tls_minio.url(tls_minio.new_bucket())
     monkeypatch.setenv(variable, str(bundle))
@@ -96,10 +92,7 @@ def test_a_private_authority(
         open_store(url)
 
 
-def test_clouds_trust_a_private_authority(
-    authority: Authority, bundle: Path, other_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Obstore and the clock's question read the same variables."""
+def test_clouds_trust_a_private_authority(authority, bundle, other_bundle, tmp_path, monkeypatch):
     issued = authority.issue()
     (tmp_path / "both.pem").write_bytes(issued.certificate + issued.key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -119,9 +112,7 @@ def test_clouds_trust_a_private_authority(
                     ask()
 
 
-def test_a_tunnel_through_a_proxy(
-    tls_minio: MinioServer, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tunnel_through_a_proxy(tls_minio, bundle, monkeypatch):
     """Everything under TLS goes by CONNECT; NO_PROXY is stronger; what fails names the proxy."""
     url = tls_minio.url(tls_minio.new_bucket())
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
@@ -149,7 +140,6 @@ def test_a_tunnel_through_a_proxy(
 
 
 def test_plain_requests_through_a_proxy(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole URLs; lower case counts, too; a proxy that is not there is named."""
     with ForwardProxy() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         with open_store(minio_url) as store:
@@ -171,7 +161,6 @@ def test_plain_requests_through_a_proxy(minio_url: str, monkeypatch: pytest.Monk
 
 
 def test_clouds_go_through_a_proxy(cloud: CloudServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Obstore and the clock's question read the same variables; NO_PROXY is stronger."""
     url = cloud.url(cloud.new_bucket())
     with ForwardProxy() as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
@@ -240,13 +229,7 @@ def test_the_bucket_in_the_hosts_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ("sse=aws:kms", {"x-amz-server-side-encryption": "aws:kms"}),
     ],
 )
-def test_encryption_at_rest(
-    tls_minio: MinioServer,
-    bundle: Path,
-    options: str,
-    header: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_encryption_at_rest(tls_minio, bundle, options, header, monkeypatch):
     """Every object is stored encrypted, as the server itself says of it, and reads back."""
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
     bucket = tls_minio.new_bucket()
@@ -262,9 +245,7 @@ def test_encryption_at_rest(
     client._http.clear()
 
 
-def test_encryption_that_cannot_be_had(
-    tls_minio: MinioServer, bundle: Path, minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encryption_that_cannot_be_had(tls_minio, bundle, minio_server, monkeypatch):
     """A key that the store does not have, a store without a key service, one that says nothing, a URL that is wrong."""
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
     with open_store(
@@ -285,10 +266,7 @@ def test_encryption_that_cannot_be_had(
         ):
             store.put("a", b"x")
         plain = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
-        with (
-            open_store(plain, policy=ONCE) as store,
-            pytest.raises(StoreUnavailable, match="not a store's"),
-        ):
+        with open_store(plain, policy=ONCE) as store, pytest.raises(StoreUnavailable, match="not a store's"):
             store.put("a", b"x")
     for wrong in ("sse=none", "sse=AES256&kms-key-id=k", "kms-key-id=k", "sse=aws:kms&kms-key-id=a%20b"):
         with pytest.raises(RequestRefused, match="use sse="):

@@ -1,7 +1,5 @@
 """Parts of many ranks: only those are made, and their indexes read, whose boxes meet what is wanted."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -65,16 +63,12 @@ def states(chance: random.Random) -> tuple[RunState, RunState]:
             layout=layout,
             listed=tuple(
                 ListedPart(
-                    token=f"{rank:016x}",
-                    xxh3=f"{seq:032x}",
-                    covers=chance.choice([None, *range(1, seq)]),
-                    rows=0,
-                    stored_bytes=0,
-                    common_blobs=chance.random() < 0.3,
+                    token=f"{rank:016x}", xxh3=f"{seq:032x}", covers=chance.choice([None, *range(1, seq)]),
+                    rows=0, stored_bytes=0, common_blobs=chance.random() < 0.3,
                 )
                 for rank in range(layout.world_size)
             ),
-        )
+        )  # fmt: skip
         manifest = Manifest(
             run=RUN, attempt=1, cut=seq, step=seq, layout=layout.digest, parts=listings[seq].listed
         )
@@ -83,10 +77,7 @@ def states(chance: random.Random) -> tuple[RunState, RunState]:
             tables=(), encodings={}, rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0,
         )  # fmt: skip
     inline = {seq: replace(entry, listed=None, parts=tuple(listings[seq])) for seq, entry in entries.items()}
-    return (
-        RunState(run=RUN, checkpoints=entries, listings=listings),
-        RunState(run=RUN, checkpoints=inline),
-    )
+    return (RunState(run=RUN, checkpoints=entries, listings=listings), RunState(run=RUN, checkpoints=inline))
 
 
 def any_box(chance: random.Random) -> Box:
@@ -94,12 +85,9 @@ def any_box(chance: random.Random) -> Box:
     rows, columns = SHAPES.get(table, (3, 3))
     a, c = chance.randrange(rows), chance.randrange(columns)
     return Box(
-        table=table,
-        row_start=a,
-        row_stop=chance.randrange(a + 1, rows + 3),
-        col_start=c,
+        table=table, row_start=a, row_stop=chance.randrange(a + 1, rows + 3), col_start=c,
         col_stop=chance.randrange(c + 1, columns + 1),
-    )
+    )  # fmt: skip
 
 
 def walked(state: RunState, seq: int, boxes: list[Box] | None) -> list[tuple[int, str, list[Box]]]:
@@ -109,7 +97,6 @@ def walked(state: RunState, seq: int, boxes: list[Box] | None) -> list[tuple[int
 
 @pytest.mark.parametrize("seed", range(300))
 def test_chains_through_lists_are_those_through_all_parts(seed: int) -> None:
-    """Whatever layouts, covers and boxes: the same links for the same pieces."""
     chance = random.Random(seed)
     listed, inline = states(chance)
     for boxes in (None, [any_box(chance) for _ in range(chance.randrange(1, 4))]):

@@ -1,7 +1,5 @@
 """Bytes that several readers want at once are read once, and a reader that fails takes nobody with it."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +20,7 @@ from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), st.integers(0, 400))
-def test_what_is_read_is_what_was_stored_within_the_budget(
-    asked: list[tuple[int, bool]], budget: int
-) -> None:
+def test_what_is_read_is_what_was_stored_within_the_budget(asked, budget):
     """One reader; some keys are forgotten after they were read. What was used last is still there."""
     shared = SharedReads(budget_bytes=budget)
     for key, wrong in asked:
@@ -42,7 +38,6 @@ def test_what_is_read_is_what_was_stored_within_the_budget(
 
 
 def test_who_comes_while_another_reads_waits_for_it() -> None:
-    """Eight readers of something larger than the budget: one read, for all."""
     shared, begun, go, reads = SharedReads(budget_bytes=0), threading.Event(), threading.Event(), []
 
     def fetch() -> bytes:
@@ -150,7 +145,6 @@ def _reads(run: Run) -> dict[str, int]:
 
 
 def test_the_second_rank_reads_rows_only(run: Run) -> None:
-    """Each its own, index and blobs once."""
     shared = SharedReads()
     alone = _restored(run, SharedReads())
     once = _reads(run)

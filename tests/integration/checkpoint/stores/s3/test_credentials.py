@@ -1,7 +1,5 @@
 """Where credentials come from, in which order, and that they are renewed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator
@@ -45,12 +43,9 @@ def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) 
         "[default]\naws_access_key_id=file\naws_secret_access_key=s\n[p]\naws_access_key_id=fp\naws_secret_access_key=s\n"
     )
     environment = {
-        **KEYS,
-        "AWS_SESSION_TOKEN": "session",
-        "MINIO_ACCESS_KEY": "minio",
-        "MINIO_SECRET_KEY": "m",
+        **KEYS, "AWS_SESSION_TOKEN": "session", "MINIO_ACCESS_KEY": "minio", "MINIO_SECRET_KEY": "m",
         "AWS_SHARED_CREDENTIALS_FILE": str(path),
-    }
+    }  # fmt: skip
     provider = StandardProvider(http=http, environment=environment)
     found = provider.retrieve()
     assert (found.access_key, found.secret_key, found.session_token) == ("aws", "aws-secret", "session")
@@ -64,7 +59,6 @@ def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) 
 
 
 def test_a_rotated_file_is_read_again(http: urllib3.PoolManager, tmp_path: Path) -> None:
-    """By replacement as Kubernetes does it, through a symlink that is swapped."""
     for name in ("one", "two"):
         (tmp_path / name).write_text(f"[default]\naws_access_key_id={name}\naws_secret_access_key=s\n")
     link = tmp_path / "credentials"
@@ -100,10 +94,7 @@ def test_a_web_identity(http: urllib3.PoolManager, tmp_path: Path, monkeypatch: 
             assert sts.requests == requests
 
 
-def test_a_token_service_that_is_down_is_worth_a_retry(
-    http: urllib3.PoolManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Down is unavailable, refused is denied; and the web token is in no message."""
+def test_a_token_service_that_is_down_is_worth_a_retry(http, tmp_path, monkeypatch):
     token = tmp_path / "token"
     token.write_text("a.web.token")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
@@ -119,9 +110,7 @@ def test_a_token_service_that_is_down_is_worth_a_retry(
             assert "a.web.token" not in str(caught.value)
 
 
-def test_absent_and_empty_files_are_missing_credentials(
-    http: urllib3.PoolManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_and_empty_files_are_missing_credentials(http, tmp_path, monkeypatch):
     """Told from wrong ones: the Secret or token may yet appear, and is then used by the next request."""
     path = tmp_path / "credentials"
     provider = StandardProvider(http=http, environment={"AWS_SHARED_CREDENTIALS_FILE": str(path)})
@@ -180,9 +169,7 @@ def keys_of(name: str) -> str:
     return f"aws_access_key_id = {name}\naws_secret_access_key = 5%s\n"
 
 
-def test_the_profile_is_chosen_as_botocore_does(
-    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_profile_is_chosen_as_botocore_does(http, home, monkeypatch):
     """Keys of the config file, a process before them, keys of the credentials file before both."""
     config = home / ".aws" / "config"
     config.write_text(f"[default]\n{keys_of('config')}[profile p]\n{keys_of('config-p')}")
@@ -200,10 +187,7 @@ def test_the_profile_is_chosen_as_botocore_does(
         StandardProvider(http=http).retrieve()
 
 
-def test_a_role_is_assumed_from_a_source_profile(
-    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A role comes before keys; the token service's refusal is told by its code alone."""
+def test_a_role_is_assumed_from_a_source_profile(http, home, monkeypatch):
     ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
     answer = sts_answer("assumed", timedelta(hours=1)).replace(b"WithWebIdentity", b"")
     assert ends.encode() in answer
@@ -227,9 +211,7 @@ def test_a_role_is_assumed_from_a_source_profile(
         StandardProvider(http=http).retrieve()
 
 
-def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(
-    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(http, home, monkeypatch):
     """No login, a process that fails, and no botocore; never a word of what a process printed."""
     config = home / ".aws" / "config"
     sso = "sso_start_url = https://x.awsapps.com/start\nsso_region = eu-west-1\nsso_account_id = 1\nsso_role_name = r\n"
@@ -248,10 +230,7 @@ def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(
     assert "deltashard[aws]" in caught.value.remedy
 
 
-def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadline(
-    http: urllib3.PoolManager, home: Path
-) -> None:
-    """It is asked once, and its answer is used when it comes."""
+def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadline(http, home):
     (home / "gate").touch()
     script = home / "slow.sh"
     script.write_text(
@@ -267,9 +246,7 @@ def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadlin
     assert provider.retrieve().access_key == "late"
 
 
-def test_a_pod_identity_token_may_end_in_a_newline(
-    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_identity_token_may_end_in_a_newline(http, home, monkeypatch):
     token = home / "token"
     token.write_text("a.pod.token\n")
     ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
