@@ -1,12 +1,7 @@
-"""SIGKILL of the sidecar while its trainer attaches, opens an attempt or restores: the program goes on, exactly.
-
-At every named instant, one sidecar each; and at random instants, `attach_kills.py`, of which
-`DELTASHARD_TEST_ATTACH_KILLS=200` runs so many.
-"""
-
-from pathlib import Path
+"""SIGKILL of the sidecar while its trainer attaches, opens an attempt or restores: the program goes on, exactly."""
 
 import numpy as np
+import Path
 import pytest
 from deltashard.errors import RestoreFailed
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from deltashard_checkpoint.backoff import Clocks
 from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import index_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -26,6 +27,12 @@ def rows(start: int, stop: int, table: str = "t") -> Box:
 
 
 WHOLE = rows(0, 8)
+HALVES = (rows(0, 4), rows(4, 8))
+
+
+def layout_of(halves: Sequence[Box] = HALVES) -> Layout:
+    """Of two ranks."""
+    return Layout.of(2, {"t": (8, 2)}, {rank: [half] for rank, half in enumerate(halves)})
 
 
 @dataclass
@@ -80,6 +87,23 @@ class Run:
             reports=[self.report(attempt, cut, covers, **more)],
         )  # fmt: skip
         return done.seq
+
+    def commit_halves(
+        self,
+        attempt: int,
+        cut: int,
+        covers: Sequence[int | None] = (None, None),
+        halves: Sequence[Box] = HALVES,
+    ) -> Checkpoint:
+        """One checkpoint of two ranks with a layout."""
+        self.step += 1
+        each = enumerate(zip(covers, halves, strict=True))
+        reports = [
+            self.report(attempt, cut, covered, rank=rank, boxes=[half]) for rank, (covered, half) in each
+        ]
+        return commit_parts(
+            self.log, attempt=attempt, cut=cut, step=self.step, world_size=2, layout=layout_of(halves).digest, reports=reports
+        ).entry  # fmt: skip
 
     def append(self, kind: type[Any], **members: Any) -> int:
         """An entry of this kind; its slot."""

@@ -8,21 +8,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log import repair as repairs
-from deltashard_checkpoint.log.entry import Checkpoint, Repaired, entry_key
+from deltashard_checkpoint.log.entry import Repaired, entry_key
 from deltashard_checkpoint.log.log_error import LogGap, LogStopped
 from deltashard_checkpoint.log.manifest import manifest_key
 from deltashard_checkpoint.log.repair import NothingToRepair, repair, salvage
 from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_cli.main import cli, exit_code
 
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, log_of, save, values
-from tests.support.checkpoint.run_builder import Run, begun, resealed, rows
+from tests.support.checkpoint.run_builder import begun, layout_of, resealed
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -221,21 +219,12 @@ def test_an_early_entry_lost_before_any_fold():
 
 def test_a_run_of_many_ranks_is_repaired_from_its_entries_and_manifests():
     """A lost attempt's layout is that of its first commit; a checkpoint without its manifest or layout is not kept."""
-    halves = [rows(0, 4), rows(4, 8)]
-    layout = Layout.of(2, {"t": (8, 2)}, dict(enumerate([half] for half in halves)))
-
-    def commit(run: Run, attempt: int, cut: int, covers: int | None = None) -> Checkpoint:
-        run.step += 1
-        return commit_parts(
-            run.log, attempt=attempt, cut=cut, step=run.step, world_size=2, layout=layout.digest,
-            reports=[run.report(attempt, cut, covers, rank=rank, boxes=[half]) for rank, half in enumerate(halves)],
-        ).entry  # fmt: skip
-
+    layout = layout_of()
     for gone in ("nothing", "manifest", "layout"):
         run, attempt = begun(world_size=2, layout=layout.data)
-        first = commit(run, attempt, 1)
-        second = commit(run, attempt, 2)
-        third = commit(run, attempt, 3, first.seq)
+        first = run.commit_halves(attempt, 1)
+        second = run.commit_halves(attempt, 2)
+        third = run.commit_halves(attempt, 3, (first.seq, first.seq))
         run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
         run.memory.delete(["job/" + entry_key(attempt)])
         if gone == "manifest":
@@ -255,7 +244,8 @@ def test_a_run_of_many_ranks_is_repaired_from_its_entries_and_manifests():
         run.log = run.reader()
         opened = run.open(world_size=2, layout=layout.data)
         assert opened.resume == left[-1]
-        assert commit(run, opened.attempt, 1, left[-1].seq).covers == (left[-1].seq,)
+        newest = left[-1].seq
+        assert run.commit_halves(opened.attempt, 1, (newest, newest)).covers == (newest,)
 
 
 def test_checkpoints_whose_objects_are_gone_are_not_kept():

@@ -23,35 +23,23 @@ from deltashard_checkpoint.stores.key_rule import BadKey
 from tests.support.checkpoint.store_conformance import get_range
 
 
-def test_data_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fsync of the file, then link or rename, then fsync of the directory; new directories are synced into their parents."""
-    events: list[str] = []
-    real = {"fsync": os.fsync, "link": os.link}
+def test_data_is_synced_before_it_is_named(tmp_path, monkeypatch):
+    """Fsync of the file, then link or rename, then fsync of the directory; new directories are synced into theirs."""
+    events, fsync, link, rename = [], os.fsync, os.link, Path.rename
 
-    def fsync(descriptor: int) -> None:
+    def synced(descriptor: int) -> None:
         target = Path(f"/proc/self/fd/{descriptor}").readlink()
         events.append(f"fsync {'dir ' + target.name if target.is_dir() else 'file'}")
-        real["fsync"](descriptor)
-
-    def link(source: Path, target: Path) -> None:
-        events.append("link")
-        real["link"](source, target)
+        fsync(descriptor)
 
     store = FileStore(tmp_path / "store")
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "link", lambda *paths: (events.append("link"), link(*paths)))
+    monkeypatch.setattr(Path, "rename", lambda *paths: (events.append("rename"), rename(*paths))[1])
     store.put_if_absent("log/0", b"x")
-    assert events == ["fsync dir store", "fsync file", "link", "fsync dir log"]
-    events.clear()
-    real_rename = Path.rename
-
-    def rename(path: Path, target: Path) -> Path:
-        events.append("rename")
-        return real_rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
     store.put("log/HINT", b"x")
-    assert events == ["fsync file", "rename", "fsync dir log"]
+    assert events[:4] == ["fsync dir store", "fsync file", "link", "fsync dir log"]
+    assert events[4:] == ["fsync file", "rename", "fsync dir log"]
 
 
 def test_stale_temporaries_go_with_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

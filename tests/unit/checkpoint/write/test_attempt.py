@@ -2,7 +2,6 @@
 
 import pytest
 from deltashard_checkpoint.errors import DeltashardError, UserError
-from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import CheckpointNotFound
@@ -21,7 +20,7 @@ from deltashard_checkpoint.write.attempt import OwnerMismatch
 from deltashard_checkpoint.write.closing import mark_closing, unmark_closing
 from deltashard_checkpoint.write.fencing import FencedError, TakenOver
 
-from tests.support.checkpoint.run_builder import Run, begun, rows
+from tests.support.checkpoint.run_builder import Run, begun
 
 
 def test_a_store_is_tried_before_anybody_waits_for_it():
@@ -341,11 +340,6 @@ def test_workloads_are_remembered_by_entries_and_cached_folds():
     state = run.log.state
     data = folded_state.dump(state)
     assert folded_state.load(data, "job", folded_state.name_of(state, data)) == state
-
-
-# Layouts
-
-HALVES = Layout.of(2, {"t": (8, 2)}, {0: [rows(0, 4)], 1: [rows(4, 8)]})
 
 
 def reading(run: Run, **options: object) -> attempts.ResumeBasis:

@@ -17,9 +17,8 @@ from deltashard_checkpoint.write.report import ReportBodyCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import TABLE, TOKEN, Run, begun, rows
-
-HALVES = [rows(0, 4), rows(4, 8)]
+from tests.support.checkpoint.faulty_store import FaultyStore
+from tests.support.checkpoint.run_builder import HALVES, TABLE, TOKEN, Run, begun, layout_of
 
 
 def commit(run: Run, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more):
@@ -124,30 +123,20 @@ def test_a_single_rank_writes_no_report():
 # With a layout
 
 
-LAYOUT = Layout.of(2, {"t": (8, 2)}, {rank: [held] for rank, held in enumerate(HALVES)})
+LAYOUT = layout_of()
 
 
-class Counted:
-    """What a run's store was asked for, under the run's `data/`."""
-
-    def __init__(self, run: Run) -> None:
-        self.gets: list[str] = []
-        self.lists: list[str] = []
-        get, list_ = run.memory.get, run.memory.list
-
-        def counted_get(key: str, *args, **options) -> bytes:
-            self.gets += [key] if "/data/" in key else []
-            return get(key, *args, **options)
-
-        def counted_list(prefix: str, *args, **options):
-            self.lists += [prefix] if "/data/" in prefix else []
-            return list_(prefix, *args, **options)
-
-        run.memory.get, run.memory.list = counted_get, counted_list
+def asked(run: Run) -> tuple[int, int]:
+    """(GETs, LISTs) of the run's `data/` since the last look."""
+    calls = [call.operation for call in run.store.calls if "/data/" in call.key]
+    run.store.calls.clear()
+    return calls.count("get"), calls.count("list")
 
 
 def laid_out() -> tuple[Run, int]:
     run = Run()
+    run.store = FaultyStore(run.memory)
+    run.log = run.reader()
     return run, run.open(world_size=2, layout=LAYOUT.data).attempt
 
 
@@ -183,7 +172,7 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
     run, attempt = laid_out()
     bodies = [ReportBodyCache(), ReportBodyCache()]
     for cut in range(1, 6):
-        counted = Counted(run)
+        asked(run)
         for rank, wait_s in ((1, 0.0), (0, 30.0)):
             encodings = {"t": ("q8",) if rank == 0 else ("q4",)}
             report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]], encodings=encodings)
@@ -193,8 +182,7 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
                     layout=LAYOUT.digest, bodies=bodies[rank], deadline_s=wait_s,
                 )  # fmt: skip
         assert done.entry.cut == cut
-        assert len(counted.gets) == (cut == 1)
-        assert len(counted.lists) == 2
+        assert asked(run) == (int(cut == 1), 2)
 
 
 def test_a_pod_without_rank_0_commits_when_that_one_died_before_the_entry():
@@ -207,12 +195,12 @@ def test_a_pod_without_rank_0_commits_when_that_one_died_before_the_entry():
 def test_a_pod_commits_for_all_its_ranks():
     run, attempt = laid_out()
     reports = [run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)]
-    counted = Counted(run)
+    asked(run)
     done = commit_parts(
         run.log, attempt=attempt, cut=1, step=7, world_size=2, reports=reports, layout=LAYOUT.digest, deadline_s=0.0
     )  # fmt: skip
     assert done.by_us
-    assert (counted.gets, len(counted.lists)) == ([], 1)
+    assert asked(run) == (0, 1)
 
 
 @pytest.mark.parametrize("which", ["step", "layout"])
