@@ -1,7 +1,8 @@
 """SIGKILL of the sidecar while its trainer attaches, opens an attempt or restores: the program goes on, exactly."""
 
+from pathlib import Path
+
 import numpy as np
-import Path
 import pytest
 from deltashard.errors import RestoreFailed
 
