@@ -92,7 +92,9 @@ RAISED = [
 ]
 
 
-def test_nothing_that_user_code_raises_reaches_the_loop(loop: Loop, hooks: Hooks) -> None:
+def test_nothing_that_user_code_raises_reaches_the_loop(
+    loop: Loop, hooks: Hooks, caplog: pytest.LogCaptureFixture
+) -> None:
     """Getters, validate= and on_event=, of whatever class; the next save is whole.
 
     KeyboardInterrupts, and what a handler of the user's raises, leave.
@@ -104,6 +106,7 @@ def test_nothing_that_user_code_raises_reaches_the_loop(loop: Loop, hooks: Hooks
             loop.ckpt.save().wait(60)
     hooks.getter = None
     assert loop.ckpt.stats.failures.total() == len(RAISED)
+    assert caplog.text.count("a save failed at step") == 1, "once until one is whole again"
 
     for error in RAISED:
         hooks.judge = error

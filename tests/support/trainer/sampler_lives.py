@@ -213,7 +213,10 @@ def check_each_once(data: Data, lives: list[Life], used: dict[int, Counter[int]]
         if not seen:
             continue
         repeated = {sample for sample, times in seen.items() if times > 1}
-        assert repeated <= (set() if data.drop_last else set(order(data, epoch)[: max(worlds) - 1]))
+        # Torch's sampler repeats the first ones of what was left, ours those of the epoch.
+        assert not (repeated and data.drop_last)
+        assert len(repeated) < max(worlds)
+        assert data.distributed or repeated <= set(order(data, epoch)[: max(worlds) - 1])
         assert all(seen[sample] == 2 for sample in repeated)
         missing = set(range(data.samples)) - seen.keys()
         allowed = max(life.world * life.batch_size for life in lives) if data.drop_batch else max(worlds)

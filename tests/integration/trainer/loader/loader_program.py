@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from tests.integration.trainer.loader.loader_world import Program, World
 
-Make = Callable[[], Any]
-Loop = Callable[[Any, Any, World], Iterator[Any]]
-"""Of a loader, perhaps another one, and the world: yields what to train on; a step follows each."""
+Make, Loop = Callable[[], Any], Callable[[Any, Any, World], Iterator[Any]]
+"""A loop, of a loader, perhaps another one, and the world, yields what to train on; a step follows each."""
 
 
 class Numbers(Dataset[Any]):
@@ -40,8 +39,8 @@ def shuffled(n: int = 23, batch: int = 4, *, noisy: bool = False, **options: Any
     return DataLoader(Numbers(n, noisy=noisy), batch_size=batch, shuffle=True, **options)
 
 
-def noisy(n: int = 23, batch: int = 4) -> Make:
-    return lambda: shuffled(n, batch, noisy=True)
+def noisy(*sizes: int) -> Make:
+    return lambda: shuffled(*sizes, noisy=True)
 
 
 def over(data: Callable[[], Any] = Numbers, **options: Any) -> Make:
@@ -116,15 +115,10 @@ def _validated_first(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
         yield from loader
 
 
-def _seeded_head(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _drawn_head(loader: Any, _other: Any, _world: World, *, seeded: bool = False) -> Iterator[Any]:
     for epoch in range(loader.epoch, 100):
-        np.random.seed(7 + epoch)
-        negatives = np.random.permutation(50)[:5]
-        yield from ((batch, negatives) for batch in loader)
-
-
-def _drawn_head(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
-    while True:
+        if seeded:
+            np.random.seed(7 + epoch)
         negatives = np.random.permutation(50)[:5]
         yield from ((batch, negatives) for batch in loader)
 
@@ -231,6 +225,11 @@ def _peeked(loader: Any, other: Any, world: World) -> Iterator[Any]:
     return _plain(loader, other, world)
 
 
+def _kept_and_given_again(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    while True:
+        yield from itertools.cycle(loader)
+
+
 def _listed(loader: Any, _other: Any, world: World) -> Iterator[Any]:
     batches = list(loader)
     while True:
@@ -245,7 +244,7 @@ LOOPS: dict[str, Loop] = {
     "alternated": _alternated,
     "validated": _validated,
     "validated first": _validated_first,
-    "seeded head": _seeded_head,
+    "seeded head": lambda *loaders: _drawn_head(*loaders, seeded=True),
     "drawn head": _drawn_head,
     "accumulated": _accumulated,
     "flushed": lambda *loaders: _accumulated(*loaders, flush=True),
@@ -259,7 +258,7 @@ LOOPS: dict[str, Loop] = {
     "prefetched by a thread": _by_thread,
     "spare iterators": _spare_iterators,
     "peeked": _peeked,
-    "itertools.cycle": lambda loader, *_: itertools.cycle(loader),
+    "itertools.cycle": _kept_and_given_again,
     "a list of batches": _listed,
 }
 
@@ -280,9 +279,6 @@ def made_anew(world: World) -> None:
         loader = world.wrap(shuffled(noisy=True), "train")
         for batch in loader:
             world.step(loader.epoch, batch)
-
-
-# Below the loader
 
 
 class Own(Sampler[int]):
@@ -335,8 +331,8 @@ class Counting(Numbers):
     reads = 0
 
     def __getitem__(self, i: int) -> float:
-        self.reads += 1
-        return i + 1000.0 * self.reads
+        self.reads += 1000
+        return float(i + self.reads)
 
 
 class Module:
@@ -378,18 +374,6 @@ def stream_in_state(world: World) -> None:
     stream = Stream()
     world.restore({"stream": stream})
     loop(lambda: DataLoader(stream, batch_size=4))(world)
-
-
-class Queue:
-    """A stream that cannot go back, as a consumer group of a broker."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            self.at += 1
-            yield self.at
 
 
 class PositionInAttribute:

@@ -19,6 +19,8 @@ from tests.integration.trainer.loader.loader_world import resumed
 
 SAMPLES = 22
 KINDS = ["shuffled", "sequential", "resumable", "stream", "list"]
+NOT_DRAWN = {"drawn head", "prefetched by a thread", "pipeline over epochs"}
+"""The loop itself draws, or batches that draw are fetched while others are trained on: of no fixed order."""
 NOISE = ["none", "torch", "numpy", "own", "rare", "count", "time"]
 
 
@@ -87,7 +89,7 @@ def test_any_loader_program_resumes_exactly_or_it_is_told(data: st.DataObject) -
     options = {"num_workers": workers, "persistent_workers": bool(workers) and data.draw(st.booleans())}
     options["batch_size"] = data.draw(st.integers(2, 5))
     make = partial(made, one_of(*KINDS), noise, data.draw(st.booleans()), **options)
-    how = one_of(*sorted(LOOPS.keys() - {"drawn head", "prefetched by a thread"}))
+    how = one_of(*sorted(LOOPS.keys() - NOT_DRAWN))
     other = make if how in ("zipped", "cycled", "nested", "alternated") else None
     pipelined = "pipeline" in how and data.draw(st.booleans())
     program = loop(make, how, other, skip=one_of("auto", "auto", "sampler", "replay"), pipelined=pipelined)

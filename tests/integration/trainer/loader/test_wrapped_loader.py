@@ -24,7 +24,6 @@ from tests.integration.trainer.loader.loader_program import (
     Buffered,
     Numbers,
     Own,
-    Queue,
     loop,
     shuffled,
 )
@@ -34,6 +33,18 @@ from tests.support.trainer.step_count import StepCount
 
 # torchdata asks torch for what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+class Queue:
+    """A stream that cannot go back, as a consumer group of a broker."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.at += 1
+            yield self.at
 
 
 class FromNumpy(Own):

@@ -293,14 +293,6 @@ def test_no_memory_is_moved_while_it_is_read():
     pool.shutdown()
 
 
-def test_restored_rows_count_as_touched():
-    """A restore writes the table without a step: nothing that was copied before is of use."""
-    table, writer, ahead = _half_marked()
-    list(ahead.copy(writer, "since_commit"))
-    table.marks.reseed(torch.tensor([1]))
-    assert ahead.renewed(table.cut(), "since_commit") is None
-
-
 @pytest.mark.parametrize("why", ["hashes", "strided", "small"])
 def test_tables_that_are_copied_at_the_cut_only(monkeypatch, why):
     """Marks of hashed tables come at the cut; the others are not worth it, or cannot be read row by row."""

@@ -222,30 +222,6 @@ def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None
     assert again.seen[1] == order(live, 1)
 
 
-def test_another_sampler_is_refused_within_an_epoch() -> None:
-    """From one to the other, either way; nor does a sampler that is made for other ranks fit."""
-    steps = StepCount()
-
-    def plain() -> LoaderRegistry:
-        registry = LoaderRegistry(steps)
-        registry.wrap(DataLoader(list(range(20)), batch_size=2, shuffle=True))
-        return registry
-
-    data = Data(samples=20)
-    (lost,) = resume(data, Life(saved=0), [])
-    lost.take(3)
-    with pytest.raises(CheckpointMismatch, match=r"order was ResumableSampler.* and is RandomSampler"):
-        resume_at(plain(), lost.tree())
-    shuffled = plain()
-    under_way = iter(shuffled.loaders["loader"])
-    next(under_way)
-    steps.now = 1
-    with pytest.raises(CheckpointMismatch, match="order was RandomSampler"):
-        resume(data, Life(saved=0), [shuffled.capture()[1]["loader"]])
-    with pytest.raises(CheckpointMismatch, match="shares was 1 and is 2"):
-        Rank(data, Life(saved=0, world=2), 0).resume(lost.tree())
-
-
 def test_another_order_begins_the_epoch_again_unless_it_is_refused() -> None:
     """The default: some samples twice, none left out; or as many batches are left out."""
     (lost,) = resume(Data(samples=20), Life(saved=0), [])
@@ -259,21 +235,6 @@ def test_another_order_begins_the_epoch_again_unless_it_is_refused() -> None:
     continued.resume(lost.tree(), "continue")
     continued.rest_of_epoch()
     assert continued.seen[0] == order(live, 0)[6:]
-
-
-def test_ranks_that_share_batches_deal_nothing_out() -> None:
-    """`shared=True`: all ranks draw the whole order, on any number of them."""
-    data = Data(samples=24)
-    ranks = [Rank(data, Life(saved=0, batch_size=3), 0, shared=True) for _ in range(2)]
-    for rank in ranks:
-        rank.take(5)
-    tree = handed_over([rank.tree() for rank in ranks], 0, 1)
-    back = Rank(data, Life(saved=0, batch_size=4), 0, shared=True)
-    back.resume(tree)
-    back.rest_of_epoch()
-    assert back.seen[0] == order(data, 0)[15:]
-    with pytest.raises(UserError, match="all ranks iterate the same batches"):
-        Rank(data, Life(saved=0, world=2), 0, shared=True)
 
 
 def test_a_pipeline_that_fetches_ahead_is_behind_what_it_was_handed() -> None:
@@ -323,3 +284,5 @@ def test_what_makes_no_sampler_is_refused(options: dict[str, Any], what: str) ->
         deltashard.ResumableSampler(**{"data": 5, "seed": 0} | options)
     with pytest.raises(UserError, match="epoch="):
         deltashard.ResumableSampler(5, seed=0).set_epoch(-1)
+    with pytest.raises(UserError, match="all ranks iterate the same batches"):
+        Rank(Data(samples=24), Life(saved=0, world=2), 0, shared=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
+from concurrent.futures import Future
 
 import pytest
+from deltashard.save.comparison import Comparison
 from deltashard.save.handle import Flight, SaveHandle, together
 from deltashard.save.wait import Asker, SnapshotGate
 from deltashard_proto.block_reason import BlockReason, text_of, word_of
@@ -55,3 +58,14 @@ def test_a_cut_takes_all_whose_metadata_agrees() -> None:
     flight = Flight(cut=1, step=1, reason="test", handles=taken)
     assert flight.metadata == {"loss": "1", "epoch": "2"}
     assert [each.exact for each in (plain, pins[0], first)] == [False, True, True]
+
+
+def test_a_comparison_that_is_not_over_is_not_waited_for_long() -> None:
+    """Of what was copied ahead with the live rows: whoever closes has a bound; what was not begun is not done any more."""
+    job: Future[None] = Future()
+    comparison = Comparison(lambda _work: job, found=lambda: pytest.fail("it was not over"))
+    comparison.begin(Flight(cut=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
+    found = comparison.result(time.monotonic())
+    assert found is not None
+    assert "not over in time" in found.failed
+    assert job.cancelled()
