@@ -3,17 +3,12 @@
 The code under test is the real one, from `save()` and `step()` down: save loop, taker, outcomes, requests, coordinator,
 conductor and meeting. What they hold on to is a stand-in: time passes when all wait; a thread is a greenlet, which stops
 at each look at what another thread writes and at each call of the group's store; a seeded scheduler says who continues.
-The sidecars are one object that hears of parts and tells, late, of commits. So a schedule is one number, and repeats exactly.
+A schedule is a few lives of a group over one store. Ranks save together or alone, pin, wait; sidecars want saves, are
+away, or fail one; validate= vetoes; a rank may be slow, may die, which ends a life, and leave a zombie.
 
-A schedule is a few lives of a group over one store, whose keys stay. All ranks run one program: steps with a collective
-each, saves that all ask for, saves of one rank, pins, waits; sidecars want saves now and then, are away, or fail one;
-validate= vetoes. One rank may be slow, its calls of the store may be; one may die, which ends a life, and leave a zombie.
-
-What must hold:
-- all parts of a cut are of one step, whatever becomes of it;
-- a cut that was granted is taken by every living rank at its step, or declined, so that no rank waits for a part in vain;
-- no boundary is held longer than the product says; a program in which nobody dies comes to its end, its last step
-  committed; a save that all ranks ask and wait for at one step is not lost because they did not find each other.
+What must hold: all parts of a cut are of one step; a cut that was granted is taken by every living rank, or declined; no
+boundary is held longer than the product says; a program in which nobody dies comes to its end, its last step committed;
+a save that all ranks ask and wait for at one step is not lost because they did not find each other.
 """
 
 from __future__ import annotations

@@ -1,26 +1,18 @@
 """A world in which everything about a run may go wrong, and the reference that knows what must be true all the same.
 
 The code under test is the real one: `RunLog`, `open_attempt`, `commit_parts`, retention, gc, compaction, over the real
-faulty store. Every process is a greenlet that stops before each store call; a seeded scheduler decides who goes on, who is
-killed there, who becomes a zombie, and when time passes. So a schedule is one number, and repeats exactly.
+faulty store. Every process is a greenlet that stops before each store call; a seeded scheduler decides who goes on, who
+is killed there, who becomes a zombie, and when time passes. So a schedule is one number, and repeats exactly.
 
-Data objects are light stand-ins (JSON: cell -> value; a pack and an index per part), because the protocol under test is
-the log's. Trainers are modelled with the marks that the format page asks of them (`Rank`): which rows a cut holds, what it
-covers, when marks are dropped, how they are seeded again. A cell is one (row, column) of one table; its value is the
-number of the write, so two cells are never equal by accident.
+Data objects are light stand-ins (JSON: cell -> value; a pack and an index per part). Trainers are modelled with the
+marks that the format page asks of them (`Rank`). A cell is one (row, column) of one table; its value is the number of
+the write, so two cells are never equal by accident.
 
-A gang of several ranks has a layout or none; the split of rows or columns changes from attempt to attempt. Now
-and then one rank cuts a step later than the others, or the ranks' boxes do not tile the table: neither may come to be.
-
-What must hold, whatever happened (`World.check`):
-- the log is dense, its entries never change, no entry breaks a rule of the fold;
-- every checkpoint's attempt was the newest one when it was committed: zombies never commit;
-- every live checkpoint restores exactly what was in the model at its cut, from the objects that lie there;
-- an acknowledged commit is in the log; the newest checkpoint is never retired; an attempt resumes from the newest
-  valid checkpoint at its slot; what an attempt loads is exactly what it says it resumes from;
-- after a rewind that is the checkpoint the run was rewound to, and what is pinned is never retired;
-- and after all that a new trainer opens, restores, trains, saves, and that restores too; a last round of housekeeping
-  leaves no object that nobody needs, and no memory of what is gone (`World.finish`).
+What must hold, whatever happened (`World.check`): the log is dense, its entries never change, none breaks a rule; zombies
+never commit; every live checkpoint restores exactly what was in the model at its cut; an acknowledged commit is in the
+log; the newest checkpoint, or that of a rewind, and what is pinned is never retired; an attempt resumes from the newest
+valid checkpoint, and loads exactly that. After all that a new trainer opens, restores, trains, saves; a last round of
+housekeeping leaves no object that nobody needs, and no memory of what is gone (`World.finish`).
 """
 
 from __future__ import annotations

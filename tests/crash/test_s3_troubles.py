@@ -1,12 +1,10 @@
 """Lives of trainers and sidecars before a real MinIO, behind a proxy that does what networks do; kills in between.
 
-Acknowledgements are lost, requests doubled and delivered late, refused in storms, cut, flipped, hung, tokens expire, and
-each life ends in its own way: the sidecar is killed at a named instant, or between two saves; its trainer vanishes in a
-cut; the server is killed and started again; or all end well. Whatever happened: each restore is that of the newest
-checkpoint, exactly; none that was acknowledged is missing; a checkpoint is never called invalid; and once the troubles
-are over `verify --deep` is clean and every live checkpoint reads back as it was cut.
+Acknowledgements are lost, requests doubled, delivered late, refused in storms, cut, flipped, hung; each life ends in its
+own way. Whatever happened: each restore is that of the newest checkpoint, exactly; none that was acknowledged is missing;
+a checkpoint is never called invalid; once the troubles are over `verify --deep` is clean, and all that is live reads back.
 
-Which troubles and which ends is fixed by seeds. `DELTASHARD_TEST_TROUBLES_S=3600` goes on with new seeds for an hour.
+Seeds fix it all. `DELTASHARD_TEST_TROUBLES_S=3600` goes on with new seeds for an hour.
 """
 
 import os
