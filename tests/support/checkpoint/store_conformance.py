@@ -1,12 +1,4 @@
-"""What every store must do, as a test class: a back-end's test inherits it and says how to make one.
-
-```python
-class TestMyStore(StoreTests):
-    @pytest.fixture
-    def store(self) -> Iterator[Store]:
-        yield MyStore(...)  # empty
-```
-"""
+"""What every store must do, as a test class: a back-end's test inherits it, with a fixture `store` of an empty store."""
 
 import random
 import threading

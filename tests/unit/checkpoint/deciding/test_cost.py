@@ -70,3 +70,8 @@ def test_the_longest_profile_fits():
 def test_garbage_raises_bad_profile_only(text):
     with pytest.raises(BadProfile):
         recorded(text)
+
+
+def test_history_begins_anew_with_the_newest_sample():
+    again = Profile(save=measure([1.0, 2.0, 3.0]), stall=measure([0.5])).restarted()
+    assert (again.save.n, again.save.newest, again.stall) == (0, (3.0,), measure([0.5]))

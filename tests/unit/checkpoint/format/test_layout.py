@@ -1,8 +1,10 @@
 """A layout is its bytes, and the boxes of all its ranks tile every table."""
 
+import contextlib
+
 import numpy as np
 import pytest
-from deltashard_checkpoint.errors import CorruptObject, DeltashardError, UserError
+from deltashard_checkpoint.errors import CorruptObject, DeltashardError, UnsupportedVersion, UserError
 from deltashard_checkpoint.format import layout as layouts
 from deltashard_checkpoint.format.layout import Layout, NotTiled
 from deltashard_checkpoint.format.schema import Box
@@ -152,3 +154,28 @@ def test_boxes_are_checked_slice_by_slice(at_once: int, monkeypatch: pytest.Monk
             Layout.decode(
                 Layout(world_size=n, tables=good.tables, columns={**columns, "col_stop": wide}).data
             )
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(tilings(), st.data())
+def test_mutated_bytes_are_refused_by_name(tiling, data):
+    """By the hash; and behind it, one form only: zeros between the columns, too."""
+    layout = Layout.of(*tiling)
+    raw = bytearray(layout.data)
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    mutated = bytes(raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw)
+    if mutated != layout.data:
+        with pytest.raises(CorruptObject):
+            Layout.decode(mutated, digest=layout.digest)
+        with contextlib.suppress(CorruptObject, UnsupportedVersion):
+            assert _written_anew(Layout.decode(mutated)) == mutated
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shapes"), [(1, {"a": (0, 2)}), (1, {"a": (4, 1 << 40)}), (1, {"": (4, 2)}), (0, {"a": (4, 2)})]
+)
+def test_what_is_no_table_or_no_group_has_no_layout(ranks, shapes):
+    with pytest.raises(UserError):
+        Layout.of(ranks, shapes, {}).check()

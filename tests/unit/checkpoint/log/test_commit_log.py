@@ -56,6 +56,16 @@ def run_checkpoint(run, attempt, cut, seq, writer):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("fault", [Fault.LOST_ACK, Fault.LANDS_LATE])
+def test_an_entry_whose_answer_was_lost_or_that_lands_late_is_known_as_our_own(fault):
+    run, store = faulty_run()
+    store.fail_next(fault, operation="put_if_absent")
+    sealed = run.log.append(genesis, before="", after="")
+    store.settle()
+    assert run.memory.get("job/" + entry_key(0)) == sealed.data
+    assert run.reader().refresh().tip == 0
+
+
 def test_an_unavailable_store_is_waited_for_and_then_named():
     run, store = faulty_run()
     store.fail_next(Fault.UNAVAILABLE, times=4)

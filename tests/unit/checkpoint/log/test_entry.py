@@ -198,6 +198,17 @@ def test_what_stands_for_parts_is_read_strictly(change):
         parse(resealed({**many_ranks(12), **change}), 12)
 
 
+def test_a_pin_has_a_name_and_a_persons_word_is_never_passed_over():
+    for seq, change in (
+        (20, {"name": ""}),
+        (20, {"ignorable": True}),
+        (22, {"ignorable": True}),
+        (11, {"layout": ""}),
+    ):
+        with pytest.raises(UnsupportedVersion):
+            parse(resealed({**many_ranks(seq), **change}), seq)
+
+
 def test_parts_stand_in_the_entry_or_in_a_manifest_and_not_in_both_or_none():
     here, there = many_ranks(5), many_ranks(12)
     listed = {name: there[name] for name in ("layout", "manifest", "world_size", "covers")}

@@ -101,3 +101,12 @@ def test_what_the_next_cuts_build_on_is_compacted():
     assert material(run.log.state, second, 0) == Material(
         checkpoints=2, chain_bytes=39, fetch_bytes=39, base_bytes=9
     )
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "longest", "long"), [(2, 16, 0), (16, 16, 0), (17, 16, 1), (1000, 0, 0)]
+)
+def test_a_chain_is_too_long_beyond_the_setting(checkpoints, longest, long):
+    chain = Material(checkpoints=checkpoints, chain_bytes=10, fetch_bytes=0, base_bytes=5)
+    found = at_rest(chain, RATES, owes=False, longest=longest, goal_s=0)
+    assert (found is not None and found.why == "length") == bool(long)
