@@ -57,17 +57,15 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bundle(authority: Authority, tmp_path: Path) -> Path:
-    path = tmp_path / "ca.crt"
-    path.write_bytes(authority.pem)
-    return path
+def bundle(authority, tmp_path) -> Path:
+    (tmp_path / "ca.crt").write_bytes(authority.pem)
+    return tmp_path / "ca.crt"
 
 
 @pytest.fixture
-def other_bundle(tmp_path: Path) -> Path:
-    path = tmp_path / "other.crt"
-    path.write_bytes(Authority("others").pem)
-    return path
+def other_bundle(tmp_path) -> Path:
+    (tmp_path / "other.crt").write_bytes(Authority("others").pem)
+    return tmp_path / "other.crt"
 
 
 @pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "SSL_CERT_FILE"])
@@ -247,27 +245,21 @@ def test_encryption_at_rest(tls_minio, bundle, options, header, monkeypatch):
 
 def test_encryption_that_cannot_be_had(tls_minio, bundle, minio_server, monkeypatch):
     """A key that the store does not have, a store without a key service, one that says nothing, a URL that is wrong."""
-    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
-    with open_store(
-        f"{tls_minio.url(tls_minio.new_bucket())}&sse=aws:kms&kms-key-id=another", policy=ONCE
-    ) as store:
-        with pytest.raises(RequestRefused, match=r"(?i)key"):
+
+    def refused(url: str, error: type[Exception], why: str) -> None:
+        with open_store(url, policy=ONCE) as store, pytest.raises(error, match=why):
             store.put("a", b"x")
+
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    url = tls_minio.url(tls_minio.new_bucket())
+    refused(f"{url}&sse=aws:kms&kms-key-id=another", RequestRefused, r"(?i)key")
     for name, value in minio_server.environment.items():
         monkeypatch.setenv(name, value)
-    with open_store(f"{minio_server.url(minio_server.new_bucket())}&sse=AES256", policy=ONCE) as store:
-        with pytest.raises(RequestRefused, match="key service"):
-            store.put("a", b"x")
+    refused(f"{minio_server.url(minio_server.new_bucket())}&sse=AES256", RequestRefused, "key service")
     with FixedAnswers(200) as answers:  # takes every object, and passes over what it does not know
-        url = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}&sse=AES256"
-        with (
-            open_store(url, policy=ONCE) as store,
-            pytest.raises(RequestRefused, match="answered nothing about encryption"),
-        ):
-            store.put("a", b"x")
-        plain = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
-        with open_store(plain, policy=ONCE) as store, pytest.raises(StoreUnavailable, match="not a store's"):
-            store.put("a", b"x")
+        url = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
+        refused(f"{url}&sse=AES256", RequestRefused, "answered nothing about encryption")
+        refused(url, StoreUnavailable, "not a store's")
     for wrong in ("sse=none", "sse=AES256&kms-key-id=k", "kms-key-id=k", "sse=aws:kms&kms-key-id=a%20b"):
         with pytest.raises(RequestRefused, match="use sse="):
             open_store(f"s3://bucket?endpoint=http://127.0.0.1:1&{wrong}")

@@ -25,15 +25,25 @@ def http() -> Iterator[urllib3.PoolManager]:
     pool.clear()
 
 
-def sts_answer(key: str, lives: timedelta) -> bytes:
-    ends = (datetime.now(UTC) + lives).strftime("%Y-%m-%dT%H:%M:%SZ")
+def in_an_hour() -> str:
+    return (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def sts_answer(key: str, ends: str, kind: str = "WithWebIdentity") -> bytes:
     return (
-        '<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">'
-        "<AssumeRoleWithWebIdentityResult><Credentials>"
-        f"<AccessKeyId>{key}</AccessKeyId><SecretAccessKey>sts-secret</SecretAccessKey>"
-        f"<SessionToken>token</SessionToken><Expiration>{ends}</Expiration>"
-        "</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
+        f'<AssumeRole{kind}Response xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><AssumeRole{kind}Result><Credentials>'
+        f"<AccessKeyId>{key}</AccessKeyId><SecretAccessKey>sts-secret</SecretAccessKey><SessionToken>token</SessionToken>"
+        f"<Expiration>{ends}</Expiration></Credentials></AssumeRole{kind}Result></AssumeRole{kind}Response>"
     ).encode()
+
+
+@pytest.fixture
+def token(tmp_path, monkeypatch) -> Path:
+    """The file of a web identity."""
+    path = tmp_path / "token"
+    path.write_text("a.web.token")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(path))
+    return path
 
 
 def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) -> None:
@@ -74,30 +84,21 @@ def test_a_rotated_file_is_read_again(http: urllib3.PoolManager, tmp_path: Path)
         provider.retrieve()
 
 
-def test_a_web_identity(http: urllib3.PoolManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_web_identity(http, token, monkeypatch):
     """The token's file is exchanged at the token service; kept while it lives, asked again when it is about to end."""
-    token = tmp_path / "token"
-    token.write_text("a.web.token")
-    for lives, requests in ((timedelta(hours=1), 1), (timedelta(seconds=1), 3)):
-        with FixedAnswers(200, sts_answer("assumed", lives)) as sts:
-            environment = {
-                "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
-                "AWS_ROLE_ARN": "arn:aws:iam::1:role/r",
-                "AWS_ENDPOINT_URL_STS": f"http://127.0.0.1:{sts.port}",
-            }
-            for name, value in environment.items():
-                monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/r")
+    soon = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    for ends, requests in ((in_an_hour(), 1), (soon, 3)):
+        with FixedAnswers(200, sts_answer("assumed", ends)) as sts:
+            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
             provider = StandardProvider(http=http)
-            for _ in range(3):
-                found = provider.retrieve()
-                assert (found.access_key, found.session_token) == ("assumed", "token")
+            found = [provider.retrieve() for _ in range(3)]
+            assert {(each.access_key, each.session_token) for each in found} == {("assumed", "token")}
             assert sts.requests == requests
 
 
-def test_a_token_service_that_is_down_is_worth_a_retry(http, tmp_path, monkeypatch):
-    token = tmp_path / "token"
-    token.write_text("a.web.token")
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+def test_a_token_service_that_is_down_is_worth_a_retry(http, token, monkeypatch):
+    """Down is unavailable, refused is denied; and the web token is in no message."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(StoreUnavailable, match="token service") as caught:
         StandardProvider(http=http).retrieve()
@@ -112,30 +113,29 @@ def test_a_token_service_that_is_down_is_worth_a_retry(http, tmp_path, monkeypat
 
 def test_absent_and_empty_files_are_missing_credentials(http, tmp_path, monkeypatch):
     """Told from wrong ones: the Secret or token may yet appear, and is then used by the next request."""
-    path = tmp_path / "credentials"
-    provider = StandardProvider(http=http, environment={"AWS_SHARED_CREDENTIALS_FILE": str(path)})
-    for content in (None, "", "[default]\n", "[other]\naws_access_key_id=a\naws_secret_access_key=b\n"):
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(CredentialsMissing) as caught:
-            provider.retrieve()
-        assert caught.value.where == str(path)
-        assert "Secret" in caught.value.remedy
-    path.write_text("[default]\naws_access_key_id=a\naws_secret_access_key=b\n")
-    assert provider.retrieve().access_key == "a"
-    token = tmp_path / "token"
-    with FixedAnswers(200, sts_answer("assumed", timedelta(hours=1))) as sts:
-        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
-        provider = StandardProvider(http=http)
-        for content in (None, ""):
+
+    def missing(provider: StandardProvider, path: Path, *contents: str) -> None:
+        path.unlink(missing_ok=True)
+        for content in (None, *contents):
             if content is not None:
-                token.write_text(content)
+                path.write_text(content)
             with pytest.raises(CredentialsMissing) as caught:
                 provider.retrieve()
-            assert caught.value.where == str(token)
+            assert caught.value.where == str(path)
+            assert "Secret" in caught.value.remedy or "token" in str(path)
+
+    path, keys = tmp_path / "credentials", "aws_access_key_id=a\naws_secret_access_key=b\n"
+    provider = StandardProvider(http=http, environment={"AWS_SHARED_CREDENTIALS_FILE": str(path)})
+    missing(provider, path, "", "[default]\n", f"[other]\n{keys}")
+    path.write_text(f"[default]\n{keys}")
+    assert provider.retrieve().access_key == "a"
+    with FixedAnswers(200, sts_answer("assumed", in_an_hour())) as sts:
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
+        provider = StandardProvider(http=http)
+        missing(provider, tmp_path / "token", "")
         assert sts.requests == 0
-        token.write_text("a.web.token")
+        (tmp_path / "token").write_text("a.web.token")
         assert provider.retrieve().access_key == "assumed"
 
 
@@ -159,8 +159,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def process_of(home: Path) -> str:
     """A real credential_process, whose keys live for an hour."""
     script = home / "keys.sh"
-    ends = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
-    script.write_text(PROCESS.format(folder=home, ends=ends))
+    script.write_text(PROCESS.format(folder=home, ends=in_an_hour()))
     script.chmod(0o755)
     return f"credential_process = {script}\n"
 
@@ -188,14 +187,11 @@ def test_the_profile_is_chosen_as_botocore_does(http, home, monkeypatch):
 
 
 def test_a_role_is_assumed_from_a_source_profile(http, home, monkeypatch):
-    ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    answer = sts_answer("assumed", timedelta(hours=1)).replace(b"WithWebIdentity", b"")
-    assert ends.encode() in answer
     (home / ".aws" / "config").write_text(
         f"[default]\nregion = eu-west-1\nrole_arn = arn:aws:iam::1:role/r\nsource_profile = base\n{keys_of('unused')}"
         f"[profile base]\n{keys_of('base')}"
     )
-    with FixedAnswers(200, answer) as sts:
+    with FixedAnswers(200, sts_answer("assumed", in_an_hour(), kind="")) as sts:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
         provider = StandardProvider(http=http)
         assert {provider.retrieve().access_key for _ in range(3)} == {"assumed"}
@@ -249,8 +245,7 @@ def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadlin
 def test_a_pod_identity_token_may_end_in_a_newline(http, home, monkeypatch):
     token = home / "token"
     token.write_text("a.pod.token\n")
-    ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    answer = f'{{"AccessKeyId": "pod", "SecretAccessKey": "s", "Token": "t", "Expiration": "{ends}"}}'
+    answer = f'{{"AccessKeyId": "pod", "SecretAccessKey": "s", "Token": "t", "Expiration": "{in_an_hour()}"}}'
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     with FixedAnswers(200, answer.encode()) as agent:
         monkeypatch.setenv(

@@ -11,6 +11,7 @@ import minio.time
 import pytest
 from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.stores import transport
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
     BucketMissing,
@@ -23,13 +24,14 @@ from deltashard_checkpoint.stores.abc import (
     StoreFull,
     StoreUnavailable,
 )
+from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.probe import probe
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
 from deltashard_checkpoint.stores.s3.store import S3Store
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.checkpoint.store_conformance import StoreTests, get_range
-from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
+from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers, Trickle
 from tests.support.server.minio_server import MinioServer
 from tests.support.server.troubled_s3 import Request, Trouble, TroubledS3
 
@@ -283,7 +285,7 @@ def test_a_silent_server(minio_server: MinioServer, minio_url: str) -> None:
 )
 def test_answers_are_named(minio_url, status, body, error, said):
     """An older gateway's, another web server's, and a full store's."""
-    with FixedAnswers(status, body) as server:
+    with FixedAnswers(status, body, {"Content-Type": "text/html"} if b"html" in body else {}) as server:
         url = f"s3://some-bucket?endpoint=http://127.0.0.1:{server.port}"
         with open_store(url) as store, pytest.raises(error, match=said):
             store.put_if_absent("a", b"x")
@@ -303,3 +305,22 @@ def test_a_missing_bucket_is_told_from_a_missing_object(minio_server, minio_url)
         ):
             with pytest.raises(BucketMissing, match="no-such-bucket-here"):
                 call(*arguments)
+
+
+def test_a_server_that_trickles_is_no_silence_but_the_deadline_ends_it(minio_url):
+    with Trickle(0.05) as server:
+        store = S3Store(bucket="some-bucket", endpoint=f"http://127.0.0.1:{server.port}")
+        with store, deadline(3.0), pytest.raises(StoreUnavailable, match="deadline"):
+            store.get("a")
+
+
+def test_plain_http_is_warned_of_once_and_not_for_this_machine(caplog):
+    transport._warned.clear()
+    for host in (
+        "http://127.0.0.1:1",
+        "http://localhost:1",
+        "https://minio.example",
+        *["http://minio.example:9"] * 3,
+    ):
+        S3Store(bucket="some-bucket", endpoint=host)
+    assert len(caplog.records) == caplog.text.count("http://minio.example:9") == 1
