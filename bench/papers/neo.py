@@ -414,8 +414,7 @@ def _of_resume(of: Found) -> str:
         f"{'that of' if equal else 'not that of'} the training that was never interrupted "
         f"(`{of['uninterrupted'][:16]}`); losses of the steps between "
         f"{'are equal, too' if of['losses_equal'] else 'differ'}. Trainings killed by SIGKILL, under "
-        "twenty optimizers: "
-        "`tests/integration/trainer/test_train_resume.py`."
+        "each optimizer: `tests/programs/test_cases.py`."
     )
 
 

@@ -3,8 +3,6 @@
 The run in DIRECTORY is `log_victim`'s, `job`; copies are `job` in `store2`, and `one` beside the run.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

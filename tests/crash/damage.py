@@ -8,8 +8,6 @@ came back with the newest one whose objects and entry are whole, and with what `
 Writes docs/measured/damage.json and the table in docs/damage.md.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -172,14 +170,10 @@ def restart(store: MemoryStore, story: Story) -> tuple[int, bool]:
     reported = False
     while True:
         opened = attempts.open_attempt(
-            _log(store),
-            owner="me",
-            world_size=story.ranks,
-            layout=log_victim.layout_of_two().data if story.ranks == 2 else None,
-            exclude=excluded,
-            closing_wait_s=0.0,
-            deadline_s=0.0,
-        )
+            _log(store), owner="me", world_size=story.ranks,
+            layout=log_victim.layout_of_two().data if story.ranks == 2 else None, exclude=excluded,
+            closing_wait_s=0.0, deadline_s=0.0,
+        )  # fmt: skip
         reported |= opened.fell_back or bool(opened.damage)
         assert opened.resume is not None, "the run began anew"
         try:

@@ -3,17 +3,12 @@
 The code under test is the real one, from `save()` and `step()` down: save loop, taker, outcomes, requests, coordinator,
 conductor and meeting. What they hold on to is a stand-in: time passes when all wait; a thread is a greenlet, which stops
 at each look at what another thread writes and at each call of the group's store; a seeded scheduler says who continues.
-The sidecars are one object that hears of parts and tells, late, of commits. So a schedule is one number, and repeats exactly.
+A schedule is a few lives of a group over one store. Ranks save together or alone, pin, wait; sidecars want saves, are
+away, or fail one; validate= vetoes; a rank may be slow, may die, which ends a life, and leave a zombie.
 
-A schedule is a few lives of a group over one store, whose keys stay. All ranks run one program: steps with a collective
-each, saves that all ask for, saves of one rank, pins, waits; sidecars want saves now and then, are away, or fail one;
-validate= vetoes. One rank may be slow, its calls of the store may be; one may die, which ends a life, and leave a zombie.
-
-What must hold:
-- all parts of a cut are of one step, whatever becomes of it;
-- a cut that was granted is taken by every living rank at its step, or declined, so that no rank waits for a part in vain;
-- no boundary is held longer than the product says; a program in which nobody dies comes to its end, its last step
-  committed; a save that all ranks ask and wait for at one step is not lost because they did not find each other.
+What must hold: all parts of a cut are of one step; a cut that was granted is taken by every living rank, or declined; no
+boundary is held longer than the product says; a program in which nobody dies comes to its end, its last step committed;
+a save that all ranks ask and wait for at one step is not lost because they did not find each other.
 """
 
 from __future__ import annotations
@@ -22,8 +17,8 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -345,34 +340,17 @@ class Parts(SnapshotTaker):
         return SnapshotRows(mode="all")
 
 
-@dataclass
-class Counts:
-    """What happened, so that a schedule in which nothing does is seen."""
+COUNTED = """
+schedules lives steps switches cuts commits off declined overdue failed_parts vetoes away deaths zombies slow
+pins pins_failed waits waits_failed held
+"""
+Counts = make_dataclass("Counts", [(name, int, 0) for name in COUNTED.split()])
+"""What happened, so that a schedule in which nothing does is seen."""
 
-    schedules: int = 0
-    lives: int = 0
-    steps: int = 0
-    switches: int = 0
-    cuts: int = 0
-    commits: int = 0
-    off: int = 0
-    declined: int = 0
-    overdue: int = 0
-    failed_parts: int = 0
-    vetoes: int = 0
-    away: int = 0
-    deaths: int = 0
-    zombies: int = 0
-    slow: int = 0
-    pins: int = 0
-    pins_failed: int = 0
-    waits: int = 0
-    waits_failed: int = 0
-    held: int = 0
 
-    def add(self, other: Counts) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+def total(counts: Iterable[Counts]) -> Counts:
+    """Their sum."""
+    return Counts(*map(sum, zip(*map(astuple, counts), strict=True)))
 
 
 @dataclass
@@ -429,17 +407,16 @@ class World:
                 stack.enter_context(mock.patch.object(module, "time", sim.time))
             for module in (conductors, meetings, save_loop):
                 stack.enter_context(mock.patch.object(module, "threading", sim.threading))
-            for module in (conductors, meetings):
-                stack.enter_context(mock.patch.object(module, "GroupStore", store))
-            stack.enter_context(
-                mock.patch.object(step_clock, "_time_ns", return_value=0)
-            )  # no looks of the watchdog
-            stack.enter_context(mock.patch.object(conductors, "Orders", orders))
-            stack.enter_context(mock.patch.object(conductors, "_live", set()))
-            stack.enter_context(mock.patch.object(meetings, "_numbers", itertools.repeat(1)))
-            stack.enter_context(
-                mock.patch.object(meetings, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens)))
-            )
+            for module, name, stands_in in (
+                (conductors, "GroupStore", store),
+                (meetings, "GroupStore", store),
+                (step_clock, "_time_ns", lambda: 0),  # no looks of the watchdog
+                (conductors, "Orders", orders),
+                (conductors, "_live", set()),
+                (meetings, "_numbers", itertools.repeat(1)),
+                (meetings, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens))),
+            ):
+                stack.enter_context(mock.patch.object(module, name, stands_in))
             yield
 
     def _life(self, *, dies: bool) -> None:

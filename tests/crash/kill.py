@@ -1,7 +1,5 @@
 """A process of a victim module that is killed at a crash point."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -13,11 +11,7 @@ def killed(victim: str, directory: Path, action: str, point: str) -> None:
     """Have the module tests.crash.`victim` act on the directory; it must pass the point, and is dead then."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.crash.{victim}", str(directory), action],
-        env={**os.environ, "DELTASHARD_CRASH_AT": point},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        env={**os.environ, "DELTASHARD_CRASH_AT": point}, cwd=Path(__file__).parents[2], capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, f"it did not pass {point}: {done.stderr}"

@@ -1,26 +1,18 @@
 """A world in which everything about a run may go wrong, and the reference that knows what must be true all the same.
 
 The code under test is the real one: `RunLog`, `open_attempt`, `commit_parts`, retention, gc, compaction, over the real
-faulty store. Every process is a greenlet that stops before each store call; a seeded scheduler decides who goes on, who is
-killed there, who becomes a zombie, and when time passes. So a schedule is one number, and repeats exactly.
+faulty store. Every process is a greenlet that stops before each store call; a seeded scheduler decides who goes on, who
+is killed there, who becomes a zombie, and when time passes. So a schedule is one number, and repeats exactly.
 
-Data objects are light stand-ins (JSON: cell -> value; a pack and an index per part), because the protocol under test is
-the log's. Trainers are modelled with the marks that the format page asks of them (`Rank`): which rows a cut holds, what it
-covers, when marks are dropped, how they are seeded again. A cell is one (row, column) of one table; its value is the
-number of the write, so two cells are never equal by accident.
+Data objects are light stand-ins (JSON: cell -> value; a pack and an index per part). Trainers are modelled with the
+marks that the format page asks of them (`Rank`). A cell is one (row, column) of one table; its value is the number of
+the write, so two cells are never equal by accident.
 
-A gang of several ranks has a layout or none; the split of rows or columns changes from attempt to attempt. Now
-and then one rank cuts a step later than the others, or the ranks' boxes do not tile the table: neither may come to be.
-
-What must hold, whatever happened (`World.check`):
-- the log is dense, its entries never change, no entry breaks a rule of the fold;
-- every checkpoint's attempt was the newest one when it was committed: zombies never commit;
-- every live checkpoint restores exactly what was in the model at its cut, from the objects that lie there;
-- an acknowledged commit is in the log; the newest checkpoint is never retired; an attempt resumes from the newest
-  valid checkpoint at its slot; what an attempt loads is exactly what it says it resumes from;
-- after a rewind that is the checkpoint the run was rewound to, and what is pinned is never retired;
-- and after all that a new trainer opens, restores, trains, saves, and that restores too; a last round of housekeeping
-  leaves no object that nobody needs, and no memory of what is gone (`World.finish`).
+What must hold, whatever happened (`World.check`): the log is dense, its entries never change, none breaks a rule; zombies
+never commit; every live checkpoint restores exactly what was in the model at its cut; an acknowledged commit is in the
+log; the newest checkpoint, or that of a rewind, and what is pinned is never retired; an attempt resumes from the newest
+valid checkpoint, and loads exactly that. After all that a new trainer opens, restores, trains, saves; a last round of
+housekeeping leaves no object that nobody needs, and no memory of what is gone (`World.finish`).
 """
 
 from __future__ import annotations
@@ -32,7 +24,8 @@ import json
 import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, make_dataclass, replace
+from typing import Any
 from unittest import mock
 
 import greenlet
@@ -70,14 +63,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import compaction, garbage_collection, word
 from deltashard_checkpoint.maintenance import retention as retentions
 from deltashard_checkpoint.stores import probe
-from deltashard_checkpoint.stores.abc import (
-    Buffer,
-    ObjectExists,
-    ObjectInfo,
-    ObjectNotFound,
-    Store,
-    StoreUnavailable,
-)
+from deltashard_checkpoint.stores.abc import ObjectExists, ObjectInfo, ObjectNotFound, Store, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.commit import commit_parts
@@ -92,13 +78,9 @@ TABLE = TableSchema(fqn="t", rows=6, columns=2, dtype="float32")
 WHOLE = Box(table="t", row_start=0, row_stop=TABLE.rows, col_start=0, col_stop=TABLE.columns)
 Cell = tuple[int, int]
 FAULTS = {
-    Fault.UNAVAILABLE: 0.04,
-    Fault.LOST_ACK: 0.05,
-    Fault.LANDS_LATE: 0.03,
-    Fault.FLIPPED: 0.01,
-    Fault.TRUNCATED: 0.01,
-    Fault.STALE_LIST: 0.02,
-}
+    Fault.UNAVAILABLE: 0.04, Fault.LOST_ACK: 0.05, Fault.LANDS_LATE: 0.03, Fault.FLIPPED: 0.01,
+    Fault.TRUNCATED: 0.01, Fault.STALE_LIST: 0.02,
+}  # fmt: skip
 
 
 class Violation(AssertionError):
@@ -142,6 +124,14 @@ class GetOnly(MemoryStore):
         self.get = get  # type: ignore[method-assign]
 
 
+def _stepped(name: str) -> Callable[..., Any]:
+    def call(self: SteppedStore, *positional: Any, **named: Any) -> Any:
+        self.world.step()
+        return getattr(self.world.faulty, name)(*positional, **named)
+
+    return call
+
+
 class SteppedStore(Store):
     """Hands control to the scheduler before every call a process makes."""
 
@@ -149,25 +139,9 @@ class SteppedStore(Store):
         self.world = world
         self.url = "model://"
 
-    def put(self, key: str, data: Buffer) -> None:
-        self.world.step()
-        self.world.faulty.put(key, data)
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        self.world.step()
-        self.world.faulty.put_if_absent(key, data)
-
-    def get(self, key: str) -> bytes:
-        self.world.step()
-        return self.world.faulty.get(key)
-
-    def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        self.world.step()
-        self.world.faulty.get_into(key, offset, out)
-
-    def head(self, key: str) -> ObjectInfo:
-        self.world.step()
-        return self.world.faulty.head(key)
+    put, put_if_absent, get, get_into, head, delete = map(
+        _stepped, ("put", "put_if_absent", "get", "get_into", "head", "delete")
+    )
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         self.world.step()
@@ -175,10 +149,6 @@ class SteppedStore(Store):
         # hole cannot show it. (Seed 41799 of a run of 100,000 schedules met both.)
         store = self.world.faulty if self.world.hidden is None else self.world.memory
         yield from store.list(prefix, start_after=start_after)
-
-    def delete(self, keys) -> None:
-        self.world.step()
-        self.world.faulty.delete(keys)
 
     def now_s(self) -> float:
         return self.world.now_s
@@ -246,13 +216,7 @@ class Rank:
         else:
             rows, covers = self.since_commit(), self.known_commit
         weights = self.gang.weights
-        job = Job(
-            cut=cut,
-            step=step,
-            full=covers is None,
-            covers=covers,
-            cells={cell: weights[cell] for cell in rows},
-        )
+        job = Job(cut, step, covers is None, covers, {cell: weights[cell] for cell in rows})
         # Marks of a cut whose commit is not known stay, as pending: the next cut holds those rows again.
         self.fresh_pending |= self.fresh
         self.fresh = set()
@@ -302,14 +266,8 @@ class Gang:
     """The trainer processes of one attempt."""
 
     def __init__(
-        self,
-        world: World,
-        opened: attempts.Opened,
-        weights: dict[Cell, int],
-        split: str,
-        size: int,
-        layout: Layout | None,
-    ) -> None:
+        self, world: World, opened: attempts.Opened, weights: dict[Cell, int], split: str, size: int, layout: Layout | None
+    ) -> None:  # fmt: skip
         self.world = world
         self.attempt = opened.attempt
         self.step = opened.resume.step if opened.resume else 0
@@ -351,37 +309,17 @@ def layout_of(split: str, size: int) -> Layout:
 # The world
 
 
-@dataclass
-class Counts:
-    """What happened in schedules: a model that does nothing finds nothing."""
+COUNTED = """
+schedules steps entries checkpoints deltas multi_rank laid_out mixed torn attempts late overtaken fenced
+abandoned fallbacks compactions retired deleted reclaimed pinned rewound kills failures
+"""
+Counts = make_dataclass("Counts", [(name, int, 0) for name in COUNTED.split()])
+"""What happened in schedules: a model that does nothing finds nothing."""
 
-    schedules: int = 0
-    steps: int = 0
-    entries: int = 0
-    checkpoints: int = 0
-    deltas: int = 0
-    multi_rank: int = 0
-    laid_out: int = 0
-    mixed: int = 0
-    torn: int = 0
-    attempts: int = 0
-    late: int = 0
-    overtaken: int = 0
-    fenced: int = 0
-    abandoned: int = 0
-    fallbacks: int = 0
-    compactions: int = 0
-    retired: int = 0
-    deleted: int = 0
-    reclaimed: int = 0
-    pinned: int = 0
-    rewound: int = 0
-    kills: int = 0
-    failures: int = 0
 
-    def add(self, other: Counts) -> None:
-        for name in vars(self):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+def total(counts: Iterable[Counts]) -> Counts:
+    """Their sum."""
+    return Counts(*map(sum, zip(*map(astuple, counts), strict=True)))
 
 
 class World:
@@ -431,12 +369,8 @@ class World:
         self.step()
 
     def log(self, state: RunState | None = None) -> commit_log.RunLog:
-        clocks = Clocks(
-            wall_s=lambda: self.now_s,
-            monotonic_s=lambda: self.now_s,
-            sleep=self.sleep,
-            uniform=self.random.random,
-        )
+        now = lambda: self.now_s  # noqa: E731
+        clocks = Clocks(wall_s=now, monotonic_s=now, sleep=self.sleep, uniform=self.random.random)
         log = commit_log.RunLog(self.store, RUN, clocks=clocks, readers=1)
         if state is not None:
             log._state = state
@@ -495,13 +429,8 @@ class World:
         raise StoreUnavailable("upload failed", where=key)
 
     def put_part(
-        self,
-        names: Callable[[str, int], str],
-        rank: int,
-        boxes: tuple[Box, ...],
-        covers: int | None,
-        cells: dict[Cell, int],
-    ) -> Part:
+        self, names: Callable[[str, int], str], rank: int, boxes: tuple[Box, ...], covers: int | None, cells: dict[Cell, int]
+    ) -> Part:  # fmt: skip
         """Pack, then index, as a real part writer does."""
         pack = json.dumps(sorted([*cell, value] for cell, value in cells.items())).encode()
         pack_name = names("pack", 0)
@@ -573,14 +502,7 @@ class World:
     # Moves
 
     def move_open(
-        self,
-        *,
-        split: str,
-        size: int,
-        which: str = "latest",
-        closing: bool = False,
-        laid_out: bool = False,
-        late: bool = False,
+        self, *, split: str, size: int, which: str = "latest", laid_out: bool = False, late: bool = False
     ) -> Task:
         """A job (re)starts: rank 0 opens the attempt, all load, and fall back past what turns out to be broken.
 
@@ -604,19 +526,11 @@ class World:
                 try:
                     opened = self._opened(
                         functools.partial(
-                            attempts.open_attempt,
-                            self.log(),
-                            owner="me",
-                            world_size=size,
-                            which=which,
-                            exclude=excluded,
-                            layout=None if layout is None else layout.data,
-                            closing_wait_s=5.0 if closing else 0.0,
-                            deadline_s=60.0,
-                            basis=basis,
+                            attempts.open_attempt, self.log(), owner="me", world_size=size, which=which, exclude=excluded,
+                            layout=layout and layout.data, closing_wait_s=0.0, deadline_s=60.0, basis=basis,
                         ),
                         again=basis is not None,
-                    )
+                    )  # fmt: skip
                 except attempts.Overtaken:
                     self.counts.overtaken += 1
                     return
@@ -787,28 +701,20 @@ class World:
         seq = self.random.choice(sorted(state.checkpoints)[-3:])
 
         def mover(
-            log: commit_log.RunLog,
-            state: RunState,
-            seq: int,
-            links: tuple[lineages.ChainLink, ...],
-            token: str,
+            _log: commit_log.RunLog, state: RunState, seq: int, _links: Any, token: str
         ) -> compaction.MovedRows:
             cells, _, _ = self.restore(state, seq, self.patient_get)
 
             def names(what: str, n: int) -> str:
-                return (
-                    compaction_index_key(token=token, xxh3=what)
-                    if n < 0
-                    else compaction_pack_key(token=token, n=n)
-                )
+                if n < 0:
+                    return compaction_index_key(token=token, xxh3=what)
+                return compaction_pack_key(token=token, n=n)
 
             boxes = tuple(box for part in self.parts_of(state, seq) for box in part.boxes)
             part = self.put_part(names, 0, boxes, None, cells)
+            held = {TABLE.fqn: ("fp32",)}
             return compaction.MovedRows(
-                parts=(part,),
-                encodings={TABLE.fqn: ("fp32",)},
-                rows=len(cells),
-                stored_bytes=part.stored_bytes,
+                parts=(part,), encodings=held, rows=len(cells), stored_bytes=part.stored_bytes
             )
 
         def work() -> None:
@@ -866,17 +772,14 @@ class World:
         if not self.seen:
             return
         tip = max(self.seen)
-        data = self.random.choice(
-            [
-                Hint(seq=tip).data,
-                Hint(seq=self.random.randrange(tip + 1)).data,
-                Hint(fold=tip + 1, seq=tip).data,
-                Hint(fold=0, seq=tip).data,
-                Hint(seq=tip + 9).data.replace(b'"seq":1', b'"seq":2'),
-                b"",
-                b"\x00garbage",
-            ]
-        )
+        hints = [
+            Hint(seq=tip),
+            Hint(seq=self.random.randrange(tip + 1)),
+            Hint(fold=tip + 1, seq=tip),
+            Hint(fold=0, seq=tip),
+        ]
+        mangled = [Hint(seq=tip + 9).data.replace(b'"seq":1', b'"seq":2'), b"", b"\x00garbage"]
+        data = self.random.choice([*(hint.data for hint in hints), *mangled])
         self.memory.put(f"{RUN}/log/HINT", data)
 
     def move_hide_entry(self) -> None:
@@ -1120,36 +1023,11 @@ class World:
 # Schedules
 
 MOVES = {
-    "step": 60,
-    "train": 6,
-    "cut": 9,
-    "acknowledge": 8,
-    "open": 2,
-    "kill_task": 2,
-    "kill_gang": 1,
-    "reupload": 1,
-    "retire": 4,
-    "gc": 3,
-    "compact": 3,
-    "pin": 1,
-    "rewind": 0.4,
-    "janitor": 3,
-    "stall": 0.5,
-    "hint": 1,
-    "hide": 0.3,
-    "show": 1,
-    "break": 1,
-    "late": 1,
-}
-MODES = (
-    "full",
-    "since_baseline",
-    "since_commit",
-    "since_commit",
-    "since_baseline",
-    "since_baseline",
-    "rebased",
-)
+    "step": 60, "train": 6, "cut": 9, "acknowledge": 8, "open": 2, "kill_task": 2, "kill_gang": 1, "reupload": 1,
+    "retire": 4, "gc": 3, "compact": 3, "pin": 1, "rewind": 0.4, "janitor": 3, "stall": 0.5, "hint": 1, "hide": 0.3,
+    "show": 1, "break": 1, "late": 1,
+}  # fmt: skip
+MODES = ("full", "rebased", *["since_baseline"] * 3, *["since_commit"] * 2)
 
 
 def act(world: World, move: str) -> None:
@@ -1167,8 +1045,6 @@ def act(world: World, move: str) -> None:
             # Only one save is in flight, as a rule; the exceptions (urgent, aborted by the trainer) are what is tested.
             if not gang.busy or rnd.random() < 0.3:
                 world.move_cut(gang, rnd.choice(MODES), mixed=rnd.random() < 0.06)
-        case "acknowledge":
-            world.move_acknowledge()
         case "open" if not any(task.name == "open" for task in world.tasks) or rnd.random() < 0.2:
             which = "latest"
             if rnd.random() < 0.25 and (live := sorted(world.truth().checkpoints)):
@@ -1194,16 +1070,8 @@ def act(world: World, move: str) -> None:
             rank = rnd.choice(rnd.choice(gangs).ranks)
             if rank.jobs and rank.jobs[-1].committed is None:
                 world.upload(rank, rank.jobs[-1])
-        case "retire":
-            world.move_retire()
-        case "gc":
-            world.move_gc()
-        case "compact":
-            world.move_compact()
-        case "pin":
-            world.move_pin()
-        case "rewind":
-            world.move_rewind()
+        case "compact" | "pin" | "rewind" | "retire" | "gc" | "acknowledge" | "stall":
+            getattr(world, f"move_{move}")()
         case "janitor":
             # Compaction, retirement, gc, in one go or part of it, while everyone else stands where it stands.
             for tidy in (world.move_compact, world.move_retire, world.move_gc):
@@ -1211,8 +1079,6 @@ def act(world: World, move: str) -> None:
                 if task is not None:
                     world.advance(task, 60)
                     world.look()
-        case "stall":
-            world.move_stall()
         case "hint":
             world.move_mangle_hint()
         case "hide":

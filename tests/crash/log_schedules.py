@@ -3,8 +3,6 @@
 Prints what happened in them; on a violation its seed, which repeats it: `--first SEED --schedules 1 --trace`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -12,7 +10,7 @@ import sys
 import time
 import traceback
 
-from tests.crash.log_model import Counts, run_schedule
+from tests.crash.log_model import Counts, run_schedule, total
 
 _CHUNK = 200
 
@@ -22,7 +20,7 @@ def run_chunk(seeds: range) -> tuple[Counts, list[tuple[int, str]]]:
     counts, failures = Counts(), []
     for seed in seeds:
         try:
-            counts.add(run_schedule(seed))
+            counts = total((counts, run_schedule(seed)))
         except Exception:
             failures.append((seed, traceback.format_exc()))
     return counts, failures
@@ -41,7 +39,7 @@ def main() -> int:
     begun, counts, failures = time.monotonic(), Counts(), []
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for some, bad in pool.imap_unordered(run_chunk, chunks):
-            counts.add(some)
+            counts = total((counts, some))
             failures += bad
             for seed, text in bad:
                 print(f"seed {seed}:\n{text}", file=sys.stderr, flush=True)

@@ -3,8 +3,6 @@
 The run in DIRECTORY is built by `prepare`: two chains, the older one retired and waiting for gc, one delta on top.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +20,10 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.commit import commit_parts
-from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.part_writer import PartTarget
 from deltashard_checkpoint.write.report import PartReport
+
+from tests.support.checkpoint.sample import write_part
 
 ROWS, COLUMNS = 64, 8
 TABLE = TableSchema(fqn="items", rows=ROWS, columns=COLUMNS, dtype="float32")
@@ -55,36 +55,12 @@ def written(
     """A rank's part, on the store."""
     token = new_token()
     target = PartTarget(
-        run=log.run,
-        attempt=attempt,
-        cut=cut,
-        step=step,
-        rank=rank,
-        token=token,
-        tables=(TABLE,),
-        boxes=(box,),
-        covers=covers,
-    )
-    with (
-        PackCache(directory / f"cache-{token}", budget_bytes=64 << 20) as cache,
-        PartWriter(log.store, target, cache) as writer,
-    ):
-        for frame in frame_encoder.encode_row_frames(
-            RowBlock.of_whole_rows(TABLE, rows, values(step, rows), {}),
-            EncodeOptions(encoding=ENCODINGS["fp32"]),
-            step=step,
-        ):
-            writer.add(frame)
-        part, index = writer.finish(), writer.index
-    assert index is not None
-    return PartReport(
-        part=part,
-        tables=(TABLE,),
-        encodings=index.encodings,
-        rows=index.rows,
-        raw_bytes=index.raw_bytes,
-        stall_s=0.0,
-    )
+        run=log.run, attempt=attempt, cut=cut, step=step, rank=rank, token=token, tables=(TABLE,), boxes=(box,), covers=covers
+    )  # fmt: skip
+    block = RowBlock.of_whole_rows(TABLE, rows, values(step, rows), {})
+    frames = frame_encoder.encode_row_frames(block, EncodeOptions(encoding=ENCODINGS["fp32"]), step=step)
+    with PackCache(directory / f"cache-{token}", budget_bytes=64 << 20) as cache:
+        return write_part(log.store, cache, target, frames)
 
 
 HALVES = (replace(BOX, row_stop=ROWS // 2), replace(BOX, row_start=ROWS // 2))
@@ -99,18 +75,9 @@ def save_two_ranks(directory: Path, log: RunLog, step: int = 5) -> int:
     """A new attempt of two ranks, and their first checkpoint: all rows; its seq."""
     layout = layout_of_two()
     attempt = attempts.open_attempt(log, owner="me", world_size=2, layout=layout.data).attempt
+    rows = [np.arange(half.row_start, half.row_stop) for half in HALVES]
     reports = [
-        written(
-            directory,
-            log,
-            attempt,
-            1,
-            step,
-            np.arange(half.row_start, half.row_stop),
-            None,
-            rank=rank,
-            box=half,
-        )
+        written(directory, log, attempt, 1, step, rows[rank], None, rank=rank, box=half)
         for rank, half in enumerate(HALVES)
     ]
     return commit_parts(

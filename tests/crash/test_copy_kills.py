@@ -20,23 +20,13 @@ from tests.crash.log_victim import ROWS, log_of, save, values
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 COPY_POINTS = [
-    "cp.after_packs",
-    "cp.after_data",
-    "cp.after_hint",
-    "cp.after_first_entry",
-    "cp.before_last_entry",
+    "cp.after_packs", "cp.after_data", "cp.after_hint", "cp.after_first_entry", "cp.before_last_entry",
     "cp.after_last_entry",
-]
+]  # fmt: skip
 REMOVAL_POINTS = [
-    "rm.after_barrier",
-    "rm.during_delete:1",
-    "rm.after_folds",
-    "rm.during_delete:2",
-    "rm.after_log",
-    "rm.during_delete:3",
-    "rm.before_hint",
-    "rm.after_hint",
-]
+    "rm.after_barrier", "rm.during_delete:1", "rm.after_folds", "rm.during_delete:2", "rm.after_log",
+    "rm.during_delete:3", "rm.before_hint", "rm.after_hint",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +49,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("action", "point"),
-    [
-        *(("cp", point) for point in COPY_POINTS),
-        *(("cp one", point) for point in COPY_POINTS[1:]),
-    ],
+    [*(("cp", point) for point in COPY_POINTS), *(("cp one", point) for point in COPY_POINTS[1:])],
 )
 def test_a_copy_that_was_killed_is_no_run_and_goes_on(prepared, tmp_path, action, point):
     directory = tmp_path / "run"

@@ -3,14 +3,12 @@
 `DELTASHARD_TEST_ORDERS=2000` runs as many schedules; a failing seed repeats by itself.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 
 import pytest
 
-from tests.crash.group_model import Counts, run_schedule
+from tests.crash.group_model import Counts, run_schedule, total
 
 pytestmark = pytest.mark.slow
 
@@ -22,10 +20,7 @@ CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_ORDERS", "20")) // CHUNK)
 @functools.cache
 def counts_of(chunk: int) -> Counts:
     """What happened in a chunk's schedules, none of which broke a rule."""
-    counts = Counts()
-    for seed in range(FIRST + chunk * CHUNK, FIRST + (chunk + 1) * CHUNK):
-        counts.add(run_schedule(seed))
-    return counts
+    return total(map(run_schedule, range(FIRST + chunk * CHUNK, FIRST + (chunk + 1) * CHUNK)))
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -34,10 +29,7 @@ def test_all_ranks_cut_at_one_step_or_none_and_nobody_waits_for_ever(chunk: int)
 
 
 def test_everything_happens_in_these_schedules() -> None:
-    """A model in which nothing happens would prove nothing."""
-    counts = Counts()
-    for chunk in range(CHUNKS):
-        counts.add(counts_of(chunk))
+    counts = total(map(counts_of, range(CHUNKS)))
     for name, value in vars(counts).items():
         assert value > 0 or name == "overdue", f"no {name} in {CHUNKS * CHUNK} schedules"
     assert counts.commits > counts.lives
@@ -45,13 +37,10 @@ def test_everything_happens_in_these_schedules() -> None:
 
 def test_without_faults_every_save_is_had() -> None:
     """Nobody dies, is away, or vetoes: only pins can fail, where the save before is not durable yet."""
-    counts = Counts()
-    for seed in range(15):
-        counts.add(run_schedule(seed, faults=False))
+    counts = total(run_schedule(seed, faults=False) for seed in range(15))
     assert counts.waits_failed == counts.pins_failed
     assert counts.commits == counts.cuts
 
 
 def test_a_schedule_is_its_seed() -> None:
-    assert run_schedule(5) == run_schedule(5)
-    assert run_schedule(5) != run_schedule(6)
+    assert run_schedule(5) == run_schedule(5) != run_schedule(6)

@@ -5,7 +5,7 @@ import pytest
 from tests.crash.log_mutants import BOUND, MUTANTS, hunt
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.rule)
 def test_the_model_notices_that_the_rule_is_gone(mutant, record_property):
     found = hunt(mutant)
     assert found is not None, f"no violation in {BOUND} schedules without: {mutant.rule}"

@@ -1,7 +1,5 @@
 """All ranks of a group commit at once, on a real MinIO: one checkpoint a cut, of one step, or none."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator
@@ -34,9 +32,7 @@ def stores(minio_url: str) -> Iterator[list[Store]]:
         yield [stack.enter_context(open_store(minio_url)) for _ in range(WORLD)]
 
 
-def test_ranks_that_commit_at_once_make_one_checkpoint_of_one_step_or_none(
-    stores: list[Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_commit_at_once_make_one_checkpoint_of_one_step_or_none(stores, monkeypatch):
     """Every pod lists at once, so each round is a race. In some a rank is a step ahead, or gives the cut up."""
     monkeypatch.setattr(commit_wait, "FOLLOWERS_WAIT_S", 0.0)
     chance = random.Random(4)

@@ -1,15 +1,11 @@
 """Lives of trainers and sidecars before a real MinIO, behind a proxy that does what networks do; kills in between.
 
-Acknowledgements are lost, requests doubled and delivered late, refused in storms, cut, flipped, hung, tokens expire, and
-each life ends in its own way: the sidecar is killed at a named instant, or between two saves; its trainer vanishes in a
-cut; the server is killed and started again; or all end well. Whatever happened: each restore is that of the newest
-checkpoint, exactly; none that was acknowledged is missing; a checkpoint is never called invalid; and once the troubles
-are over `verify --deep` is clean and every live checkpoint reads back as it was cut.
+Acknowledgements are lost, requests doubled, delivered late, refused in storms, cut, flipped, hung; each life ends in its
+own way. Whatever happened: each restore is that of the newest checkpoint, exactly; none that was acknowledged is missing;
+a checkpoint is never called invalid; once the troubles are over `verify --deep` is clean, and all that is live reads back.
 
-Which troubles and which ends is fixed by seeds. `DELTASHARD_TEST_TROUBLES_S=3600` goes on with new seeds for an hour.
+Seeds fix it all. `DELTASHARD_TEST_TROUBLES_S=3600` goes on with new seeds for an hour.
 """
-
-from __future__ import annotations
 
 import os
 import random
@@ -45,28 +41,19 @@ LONGER_S = float(os.environ.get("DELTASHARD_TEST_TROUBLES_S", "0"))
 POINTS = (
     *("stage.batch_received", "encode.first", "stage.sealed", "pack.before_put", "pack.during_put:2"),
     *(
-        "pack.after_put",
-        "index.before_put",
-        "index.after_put:2",
-        "commit.after_list",
+        "pack.after_put", "index.before_put", "index.after_put:2", "commit.after_list",
         "commit.before_log_put:2",
     ),
     *("commit.after_log_put", "commit.after_log_put:2", "ack.before_send:2", "attempt.before_open"),
     *(
-        "attempt.after_open",
-        "restore.planned",
-        "restore.first_filled",
-        "retire.before_put",
+        "attempt.after_open", "restore.planned", "restore.first_filled", "retire.before_put",
         "retire.after_put",
     ),
     *(
-        "gc.during_delete",
-        "gc.after_delete",
-        "compact.after_packs",
-        "compact.after_index",
+        "gc.during_delete", "gc.after_delete", "compact.after_packs", "compact.after_index",
         "compact.after_log_put",
     ),
-)
+)  # fmt: skip
 FAIR = frozenset(
     {
         *(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -93,12 +80,8 @@ class Story:
 
     def sidecar(self, crash_at: str = "") -> SidecarProcess:
         flags = {
-            "housekeeping-s": 0,
-            "keep-last": 2,
-            "gc-grace-s": 0,
-            "compact-after": 2,
-            "pack-bytes": "8MiB",
-        }
+            "housekeeping-s": 0, "keep-last": 2, "gc-grace-s": 0, "compact-after": 2, "pack-bytes": "8MiB",
+        }  # fmt: skip
         differential = "consecutive" if self.consecutive else "intermittent"
         return SidecarProcess(
             self.root, self.url, encoding="fp32", crash_at=crash_at, differential=differential, **flags
@@ -235,14 +218,12 @@ def tell(root: Path, server: MinioServer, seed: int) -> None:
 @pytest.mark.timeout(3600)  # half a minute each where nothing else runs
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lives_among_troubles(own_minio: MinioServer, tmp_path: Path, seed: int) -> None:
-    """See the module's text."""
     tell(tmp_path / "story", own_minio, seed)
 
 
 @pytest.mark.skipif(LONGER_S <= 0, reason="DELTASHARD_TEST_TROUBLES_S says for how long")
 @pytest.mark.timeout(LONGER_S + 3600)
 def test_many_more_lives_among_troubles(own_minio: MinioServer, tmp_path: Path) -> None:
-    """New seeds as long as there is time."""
     until_s = time.monotonic() + LONGER_S
     seed = 1000
     while time.monotonic() < until_s:

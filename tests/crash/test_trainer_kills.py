@@ -1,7 +1,5 @@
 """SIGKILL of the trainer at each of its crash points: the newest committed checkpoint comes back, exactly."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,15 +13,9 @@ from deltashard_checkpoint.stores.url import open_store
 
 FIRST, SECOND = 6, 10
 POINTS = (
-    "precopy.prepared",
-    "precopy.first_batch",
-    "cut.begun",
-    "cut.first_batch",
-    "cut.before_seal",
-    "cut.after_seal",
-    "restore.first_applied",
-    "restore.before_dense",
-)
+    "precopy.prepared", "precopy.first_batch", "cut.begun", "cut.first_batch", "cut.before_seal",
+    "cut.after_seal", "restore.first_applied", "restore.before_dense",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +25,8 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     environment = {**os.environ, "XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(Path(__file__).parent / "trainer_kills.py"), str(work), *POINTS],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1700,
-        check=False,
-    )
+        env=environment, capture_output=True, text=True, timeout=1700, check=False,
+    )  # fmt: skip
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return work, {each["point"]: each for each in told}, done.stderr
 

@@ -98,13 +98,9 @@ def last_life(work: Path, run: str) -> None:
     trained.train(restored.step + 5)
     trained.ckpt.close(deadline_s=60)
     found = {
-        "point": run,
-        "step": restored.step,
-        "exact": exact,
-        "lost_steps": restored.lost_steps,
-        "next": commit.step - restored.step,
-        "closed": trained.ckpt.stats.last_commit.step - restored.step,
-    }
+        "point": run, "step": restored.step, "exact": exact, "lost_steps": restored.lost_steps,
+        "next": commit.step - restored.step, "closed": trained.ckpt.stats.last_commit.step - restored.step,
+    }  # fmt: skip
     print(json.dumps(found), flush=True)
 
 

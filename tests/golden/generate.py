@@ -3,8 +3,6 @@
 What is there stays: files of a version that was released are never changed (--force before its release).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The index and the tree that golden files exist of; frames are `samples.sample_frames`."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace

@@ -51,11 +51,10 @@ from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartsMissing, commit_parts
-from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
-from deltashard_checkpoint.write.report import PartReport
+from deltashard_checkpoint.write.part_writer import PartTarget
 
 from tests.golden.golden_case import golden_tree
-from tests.support.checkpoint.sample import box, fixed, tombstone, whole
+from tests.support.checkpoint.sample import box, fixed, tombstone, whole, write_part
 
 RUN = "run"
 """Its name, and that of its folder in `tests/golden/v1`: a copy of that folder's parent is the store."""
@@ -174,8 +173,7 @@ class Writer:
         self.chance.doing = f"attempt {self.now_s}"
         self.log = RunLog(self.store, self.run, clocks=self.clocks, readers=1)
         opened = open_attempt(
-            self.log,
-            **{"owner": "golden", "closing_wait_s": 0.0, "world_size": world_size, **options},
+            self.log, **{"owner": "golden", "closing_wait_s": 0.0, "world_size": world_size, **options}
         )
         self.attempt, self.cut, self.world_size = opened.attempt, 0, world_size
         if opened.resume is not None:
@@ -230,29 +228,21 @@ class Writer:
         done = None
         for rank, share in enumerate(shares):
             self.chance.doing = f"attempt {self.attempt} cut {self.cut} rank {rank}"
-            token, stored = (
-                new_token(),
-                [table for table in self.tables if any(b.table == table.fqn for b in share.boxes)],
-            )
+            token = new_token()
+            stored = [table for table in self.tables if any(b.table == table.fqn for b in share.boxes)]
             target = PartTarget(
                 run=self.run, attempt=self.attempt, cut=self.cut, step=self.step, rank=rank, token=token,
                 tables=tuple(stored), boxes=tuple(share.boxes), covers=share.covers,
             )  # fmt: skip
-            with PartWriter(self.store, target, self.cache, pack_bytes=PACK_BYTES, uploads=1) as writer:
-                for frame in share.frames:
-                    writer.add(frame)
-                for number, frame in enumerate(self._blob_frames(blobs)):
-                    if number % len(shares) == rank:
-                        writer.add(frame)
-                part = writer.finish()
-            index = writer.index
-            assert index is not None
-            report = PartReport(
-                part=part, tables=tuple(stored), encodings=index.encodings, rows=index.rows,
-                raw_bytes=index.raw_bytes, stall_s=round(0.125 * (rank + 1), 3), cut_at_s=self.now_s - 0.5 - rank,
-                directive="full" if share.covers is None else "differential",
-                fingerprint={"library": "0.1.0", "threads": "2"}, pins=pins, common_blobs=index.common_blobs,
-                metadata={"note": f"cut {self.cut} of attempt {self.attempt}", "gr\u00fcn": "\u2713 \U0001f600"},
+            blob_frames = [f for n, f in enumerate(self._blob_frames(blobs)) if n % len(shares) == rank]
+            said = {
+                "stall_s": round(0.125 * (rank + 1), 3), "cut_at_s": self.now_s - 0.5 - rank,
+                "directive": "full" if share.covers is None else "differential",
+                "fingerprint": {"library": "0.1.0", "threads": "2"}, "pins": pins,
+                "metadata": {"note": f"cut {self.cut} of attempt {self.attempt}", "gr\u00fcn": "\u2713 \U0001f600"},
+            }  # fmt: skip
+            report = write_part(
+                self.store, self.cache, target, [*share.frames, *blob_frames], said=said, pack_bytes=PACK_BYTES, uploads=1
             )  # fmt: skip
             # All but the last find that a part is missing, and would wait for it.
             with suppress(PartsMissing):

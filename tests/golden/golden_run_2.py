@@ -11,8 +11,6 @@ Its fields are one value a row: `sum` is float64, so that (w / W) * m is not w *
 the shards do not agree on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

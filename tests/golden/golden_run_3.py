@@ -11,8 +11,6 @@ slot  what                                                  slot  what
                                                               13  checkpoint, all rows
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -11,8 +11,6 @@ slot  what                                                  slot  what
    7  rewind to 3: 6 is set aside
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 
-from tests.programs.dimension import Spec, completed
-from tests.programs.run import Judge
+from tests.programs.dimension import DIMENSIONS, Spec, completed
+from tests.programs.judge import Judge
 
 WAIT = {"save": "wait"}  # its newest checkpoint is of step 6 when it is killed after step 8
+
+_RULES = DIMENSIONS["table_rule"]
+_TRAINED = {
+    "dropout": True,
+    "batch_norm": True,
+    "workers": 2,
+    "scheduler": "step",
+    "differential": "consecutive",
+    "content_hash": True,
+}
 
 EXACT: dict[str, Spec] = {
     "an iterable that counts its position in an attribute, under a pipeline": {"loader": "counting", "loop": "pipelined"},
@@ -25,6 +35,8 @@ EXACT: dict[str, Spec] = {
     "a wrapper around an optimizer with state of its own": {"wrapper": "lookahead"},
     "random numbers drawn between restore and the first batch": {"restart": "draws", "dropout": True},
     "other workers of a map-style loader": {"restart": "workers"},
+    **{f"a table under {rule}": {"table_rule": rule, "sparse": rule == "sparse_adam"} | _TRAINED for rule in _RULES},
+    **{f"a sparse table under {rule}": {"table_rule": rule} | _TRAINED for rule in ("sgd", "momentum", "adagrad", "rowwise")},
 }  # fmt: skip
 TOLD: dict[str, tuple[Spec, str]] = {
     "batches that are kept and given again": ({"loop": "cycle"}, "without a new batch"),

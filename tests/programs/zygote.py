@@ -47,15 +47,8 @@ def _sidecar(root: Path, spec: Spec) -> int:
     argv = ["serve", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     pid = os.fork()
     if pid == 0:
-        child(
-            {
-                "argv": argv,
-                "env": dict(os.environ),
-                "cwd": str(root),
-                "log": str(root / "sidecar.log"),
-                "constants": {},
-            }
-        )
+        log = str(root / "sidecar.log")
+        child({"argv": argv, "env": dict(os.environ), "cwd": str(root), "log": log, "constants": {}})
     until = time.monotonic() + LIFE_S
     while not (directory / "ready.json").exists():
         if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() > until:
@@ -154,23 +147,17 @@ def judge(spec: Spec) -> dict[str, Any]:
             return {"outcome": outcome, "told": [whole["error"]]}
         lives = [_life(root / "killed", spec, root / "killed.out", kill=spec["kill"], restarted=False)]
         if spec["second_kill"]:
-            lives.append(
-                _life(root / "killed", spec, root / "second.out", kill=spec["second_kill"], restarted=True)
+            second = _life(
+                root / "killed", spec, root / "second.out", kill=spec["second_kill"], restarted=True
             )
+            lives.append(second)
         lives.append(_life(root / "killed", spec, root / "resumed.out", kill=0, restarted=True))
         if None in lives:
             return {"outcome": "hung", "told": [f"life {lives.index(None) + 1} of the killed run"]}
         if lives[0] >= 0:
             return {"outcome": "broken", "told": [f"not killed: {_read(root / 'killed.out')['error']}"]}
-        return _compared(
-            spec,
-            whole,
-            [
-                _read(root / f"{n}.out")
-                for n in ("killed", "second", "resumed")
-                if (root / f"{n}.told").exists()
-            ],
-        )
+        outs = [root / f"{n}.out" for n in ("killed", "second", "resumed")]
+        return _compared(spec, whole, [_read(out) for out in outs if out.with_suffix(".told").exists()])
     finally:
         for pid in sidecars:
             os.kill(pid, signal.SIGKILL)

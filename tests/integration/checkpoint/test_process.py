@@ -1,7 +1,5 @@
 """What each program of deltashard asks of its machine: addresses of both families, and all files that it may open."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import socket

@@ -102,19 +102,3 @@ def test_state_that_cannot_be_saved_is_named_as_the_reason(
         with pytest.raises(SaveFailed, match=r"is not durable.*state\['progress'\]"):
             run.ckpt.close(deadline_s=60)
     assert run.ckpt.stats.failures.total() <= failures + 4, "close() does not try again and again"
-
-
-def test_a_sidecar_that_is_away_is_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot tell that a save is due; the trainer knows the policy."""
-    with Watched(folder, every_s=1.0) as run:
-        run.train(2)
-        run.save()
-        link = run.ckpt._session.link
-        monkeypatch.setattr(type(run.ckpt._launcher), "ensure", lambda self: Path("/nowhere/sidecar.sock"))
-        run.ckpt._session.doubt(link, "for this test")
-        eventually(lambda: run.train() or run.ckpt._attachment.link is None, what="no link")
-        run.later(2)
-        run.later(LEAST_S + 1)
-        (facts,) = run.kinds("save_blocked")
-        assert facts["reason"] == BlockReason.AWAY
-        assert "the sidecar has been away for" in facts["message"]

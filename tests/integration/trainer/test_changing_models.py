@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deltashard
@@ -11,6 +12,9 @@ import pytest
 import torch
 from deltashard.errors import CheckpointMismatch
 from torch import nn
+
+from tests.support.checkpointers import checkpointers
+from tests.support.trainer.verdict import bits, differing
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -57,34 +61,22 @@ def train(made: Made, ckpt: deltashard.Checkpointer | None, steps: range) -> Non
             ckpt.step()
 
 
+Build = Callable[[Made], deltashard.Checkpointer]
+
+
 @pytest.fixture
-def checkpointer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Made], deltashard.Checkpointer]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-
-    def build(made: Made) -> deltashard.Checkpointer:
-        return deltashard.Checkpointer(
-            *made, url=tmp_path / "store", run="r", encoding="fp32", arena_bytes=64 << 20, grace_s=None
-        )
-
-    return build
+def checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    with checkpointers(tmp_path, monkeypatch, encoding="fp32") as make:
+        yield lambda made: make(SimpleNamespace(net=made[0], optimizer=made[1]))
 
 
 def same(a: Made, b: Made) -> None:
-    for name, value in a[0].state_dict().items():
-        assert torch.equal(value, b[0].state_dict()[name]), name
-    for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
-        for key, value in a[1].state[p].items():
-            held = b[1].state[q][key]
-            assert torch.equal(value, held) if isinstance(value, torch.Tensor) else value == held, key
+    one, other = ({"model": m.state_dict(), "state": [*map(o.state.get, m.parameters())]} for m, o in (a, b))
+    assert differing(bits("", one), bits("", other)) == []
 
 
 @pytest.mark.parametrize("kind", [Flagged, torch.optim.SparseAdam], ids=["flag", "float64"])
-def test_a_flag_and_float64_tables_resume_bit_for_bit(
-    kind: Callable[..., Any], checkpointer: Callable[[Made], deltashard.Checkpointer]
-) -> None:
+def test_a_flag_and_float64_tables_resume_bit_for_bit(kind: Callable[..., Any], checkpointer: Build) -> None:
     """An optimizer that would make its state anew; float64 weights and state, which fp32 used to round."""
     dtype = torch.float32 if kind is Flagged else torch.float64
     plain = made(kind, dtype)
@@ -99,7 +91,6 @@ def test_a_flag_and_float64_tables_resume_bit_for_bit(
     resumed = made(kind, dtype)
     with checkpointer(resumed) as ckpt:
         restored = ckpt.restore()
-        assert restored is not None
         assert restored.step == 5
         train(resumed, ckpt, range(5, 9))
         assert ckpt.stats.state_thrown_away == 0
@@ -107,7 +98,7 @@ def test_a_flag_and_float64_tables_resume_bit_for_bit(
 
 
 def test_a_table_added_and_a_module_replaced_while_training_are_saved(
-    checkpointer: Callable[[Made], deltashard.Checkpointer],
+    checkpointer: Build,
 ) -> None:
     """The next commit holds them whole, later ones their changes; a program that builds them restores the very bits."""
     kind = torch.optim.Adagrad
@@ -136,7 +127,6 @@ def test_a_table_added_and_a_module_replaced_while_training_are_saved(
     resumed = made(grouped, late=True)
     with checkpointer(resumed) as ckpt:
         restored = ckpt.restore()
-        assert restored is not None
         assert restored.step == 8
         same(changing, resumed)
         train(changing, None, range(8, 10))
@@ -145,7 +135,7 @@ def test_a_table_added_and_a_module_replaced_while_training_are_saved(
 
 
 def test_a_table_that_grows_and_an_optimizer_that_is_replaced_are_in_the_next_baseline(
-    checkpointer: Callable[[Made], deltashard.Checkpointer], caplog: pytest.LogCaptureFixture
+    checkpointer: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A restart that builds both so restores them; one that builds them as before is refused, with both shapes."""
 
@@ -179,6 +169,5 @@ def test_a_table_that_grows_and_an_optimizer_that_is_replaced_are_in_the_next_ba
     resumed = resumed[0], torch.optim.Adagrad(resumed[0].parameters(), lr=0.1)
     with checkpointer(resumed) as ckpt:
         restored = ckpt.restore()
-        assert restored is not None
         assert (restored.step, restored.exact, restored.notes) == (6, True, ())
     same((model, held[0]), resumed)

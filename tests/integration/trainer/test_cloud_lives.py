@@ -12,8 +12,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.server.cloud_server import CloudServer
-
-LIVES = Path(__file__).parent / "cloud_life.py"
+from tests.support.tool import ROOT
 
 
 def said(machine: Path) -> dict[str, str]:
@@ -28,7 +27,8 @@ def test_what_was_committed_is_what_another_machine_goes_on_from(
     """To the bit, and it trains on to the same weights as the life that was killed."""
     urls = [cloud.url(cloud.new_bucket(), "runs") for cloud in (google, azure)]
     environment = {name: value for name, value in os.environ.items() if name != "DELTASHARD_SOCKET"}
-    subprocess.run([sys.executable, LIVES, tmp_path, *urls], env=environment, check=True, timeout=500)
+    command = [sys.executable, "-m", "tests.integration.trainer.cloud_life", tmp_path, *urls]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=500)
     for n, url in enumerate(urls):
         first, second = said(tmp_path / f"first-{n}"), said(tmp_path / f"second-{n}")
         assert first["ended"] == str(-signal.SIGKILL), first

@@ -20,6 +20,7 @@ from deltashard_checkpoint.format.frame import FrameKind, parse_frame
 from deltashard_checkpoint.format.index import Index, Place, decode_index
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli import verification
@@ -79,6 +80,19 @@ def _save(loop: Loop, ckpt: deltashard.Checkpointer, rng: np.random.Generator, t
         ckpt.save().wait(60)
 
 
+def _store(folder: Path) -> Store:
+    return open_store(f"file://{folder / 'store'}")
+
+
+def _checkpoints(folder: Path) -> dict[int, Checkpoint]:
+    return dict(sorted(RunLog(_store(folder), "r").refresh().checkpoints.items()))
+
+
+def _problems(folder: Path) -> Any:
+    """What a deep verify finds."""
+    return verify(Target(store=_store(folder), run="r"), deep=True).problems
+
+
 def _index(store: Store, key: str) -> Index:
     return decode_index(bytes(store.get(run_key("r", key))), key=key, run="r")
 
@@ -100,10 +114,9 @@ def _values(folder: Path, seq: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def _check(folder: Path) -> list[int]:
     """Whatever says `since` is true; returns the checkpoints of which a part does."""
-    store = open_store(f"file://{folder}")
-    entries = RunLog(store, "r").refresh().checkpoints
+    store = _store(folder)
     said = []
-    for seq, entry in entries.items():
+    for seq, entry in _checkpoints(folder).items():
         (part,) = entry.parts
         index = _index(store, part.index_key)
         places = [place for place in index.places if place.info.kind is FrameKind.ROWS]
@@ -114,30 +127,25 @@ def _check(folder: Path) -> list[int]:
         assert since is not None
         assert since < seq
         said.append(seq)
-        before, now = _values(folder, since), _values(folder, seq)
+        before, now = _values(folder / "store", since), _values(folder / "store", seq)
         for table in TABLES:
             differ = np.zeros(len(now[table][0]), bool)
             for was, value in zip(before[table], now[table], strict=True):
                 differ |= (was.view(np.int32) != value.view(np.int32)).reshape(len(was), -1).any(axis=1)
             mine = [place for place in places if place.info.table == f"{table}.weight"]
-            fresh = [_rows(store, index, place) for place in mine if place.since is not None]
-            others = [_rows(store, index, place) for place in mine if place.since is None]
-            assert set(np.flatnonzero(differ)) <= set(np.concatenate([*fresh, []]).astype(int)), (seq, table)
-            older = set(np.concatenate([*others, []]).astype(int)) - set(
-                np.concatenate([*fresh, []]).astype(int)
+            none = np.empty(0, np.int64)
+            fresh = np.concatenate(
+                [none, *(_rows(store, index, each) for each in mine if each.since is not None)]
             )
-            assert not differ[sorted(older)].any(), (seq, table)
-            repeated = sum(map(len, fresh)) + sum(map(len, others)) - sum(place.rows for place in mine)
-            every = np.concatenate([*fresh, *others, []])
+            others = np.concatenate(
+                [none, *(_rows(store, index, each) for each in mine if each.since is None)]
+            )
+            assert set(np.flatnonzero(differ)) <= set(fresh), (seq, table)
+            assert not differ[sorted(set(others) - set(fresh))].any(), (seq, table)
+            every = np.concatenate([fresh, others])
+            repeated = len(every) - sum(place.rows for place in mine)
             assert repeated == len(every) - len(np.unique(every)), (seq, table)
     return said
-
-
-def _again(folder: Path) -> int:
-    """How many rows all parts repeat."""
-    store = open_store(f"file://{folder}")
-    entries = RunLog(store, "r").refresh().checkpoints.values()
-    return sum(place.again for entry in entries for place in _index(store, entry.parts[0].index_key).places)
 
 
 @pytest.mark.parametrize("encoding", ["fp32", "q8"])
@@ -153,13 +161,10 @@ def test_what_changed_since_the_commit_before_is_in_frames_that_say_so(
         for _ in range(rng.integers(1, 4)):
             loop.step(ckpt, rng)
         ckpt.save().wait(60)
-    said = _check(tmp_path / "store")
-    assert (
-        said
-        == sorted(RunLog(open_store(f"file://{tmp_path / 'store'}"), "r").refresh().checkpoints)[
-            (1 if differential == "full" else 2) :
-        ]
-    ), "all but the first baseline, and the delta that covers it"
+    first = 1 if differential == "full" else 2
+    assert _check(tmp_path) == [*_checkpoints(tmp_path)][first:], (
+        "all but a baseline, and the delta that covers it"
+    )
 
 
 def test_rows_that_are_stored_raw_beside_others_than_before_are_among_the_new(
@@ -174,92 +179,11 @@ def test_rows_that_are_stored_raw_beside_others_than_before_are_among_the_new(
     for _ in range(2):
         loop.write(ckpt, torch.arange(80, ROWS))
         ckpt.save().wait(60)
-    store = open_store(f"file://{tmp_path / 'store'}")
-    assert len(_check(tmp_path / "store")) == 1
-    assert verify(Target(store=store, run="r"), deep=True).problems == ()
-    seq, entry = max(RunLog(store, "r").refresh().checkpoints.items())
-    places = _index(store, entry.parts[0].index_key).places
-    assert [place.since is not None for place in places if place.info.encoding == "fp32"] == [True], seq
-
-
-@pytest.mark.parametrize(("encoding", "differential"), [("q8", "full"), ("fp32", "one-shot")])
-def test_rows_that_were_copied_ahead_say_it_too(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, differential: str
-) -> None:
-    """Steps between a copy and its cut change rows that were copied as unchanged ones: they are in two frames."""
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
-    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
-    rng = np.random.default_rng(3)
-    loop = Loop()
-    ckpt = make(
-        loop,
-        encoding=encoding,
-        differential=differential,
-        precopy=True,
-        every_steps=8,
-        tracking=TrackingSettings(hash_below_bytes=0),
-    )
-    ckpt.restore()
-
-    def cut() -> bool:
-        """Train until a save is durable that waited for its copy at each step."""
-        before = ckpt.stats.cuts
-        while ckpt.stats.cuts == before:
-            loop.step(ckpt, rng)
-            if (copying := ckpt._outcomes.precopy._now) is not None:
-                eventually(lambda: copying.done, what="the copy")
-        ckpt._outcomes.drain(float("inf"))
-        return ckpt.stats.head_starts.cuts >= 4 and _again(tmp_path / "store") > 0
-
-    eventually(cut, what="rows in two frames")
-    assert _check(tmp_path / "store")
-    found = verify(Target(store=open_store(f"file://{tmp_path / 'store'}"), run="r"), deep=True)
-    assert found.problems == ()
-    if differential == "full":
-        checkpoints = sorted(RunLog(open_store(f"file://{tmp_path / 'store'}"), "r").refresh().checkpoints)
-        assert _check(tmp_path / "store") == checkpoints[1:]
-
-
-def test_one_copy_counts_of_a_row_that_is_raw_in_one_frame_and_not_in_the_other(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seven rows change after they were copied, one of them to NaN: seven are stored raw, five hundred are not."""
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
-    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
-    loop = Loop()
-    ckpt = make(
-        loop,
-        encoding="q8",
-        differential="full",
-        precopy=True,
-        every_steps=12,
-        tracking=TrackingSettings(hash_below_bytes=0),
-    )
-    ckpt.restore()
-    written = False
-    while ckpt.stats.cuts < 4:
-        copying, before = ckpt._outcomes.precopy._now, ckpt.stats.cuts
-        if copying is not None:
-            eventually(lambda copying=copying: copying.done, what="the copy")
-        if copying is not None and before == 3 and not written:
-            loop.write(ckpt, torch.arange(400, 407), nan_rows=1)
-            written = True
-        else:
-            loop.write(ckpt, torch.arange(20))
-        if ckpt.stats.cuts > before:
-            ckpt._outcomes.drain(float("inf"))
-    leave(ckpt)
-    store = open_store(f"file://{tmp_path / 'store'}")
-    newest = max(_check(tmp_path / "store"))
-    (part,) = RunLog(store, "r").refresh().checkpoints[newest].parts
-    index = _index(store, part.index_key)
-    two = [
-        place
-        for place in index.places
-        if place.info.kind is FrameKind.ROWS and 403 in _rows(store, index, place)
-    ]
-    assert {place.info.encoding for place in two} == {"fp32", "q8"}
-    assert verify(Target(store=store, run="r"), deep=True).problems == ()
+    assert len(_check(tmp_path)) == 1
+    assert _problems(tmp_path) == ()
+    *_, entry = _checkpoints(tmp_path).values()
+    places = _index(_store(tmp_path), entry.parts[0].index_key).places
+    assert [place.since is not None for place in places if place.info.encoding == "fp32"] == [True]
 
 
 @pytest.mark.parametrize(("encoding", "differential"), [("q4", "one-shot"), ("fp32", "consecutive")])
@@ -272,7 +196,7 @@ def test_it_is_left_out_where_it_would_not_hold_or_says_nothing(
     ckpt = make(loop, encoding=encoding, differential=differential)
     ckpt.restore()
     _save(loop, ckpt, rng, 4)
-    assert _check(tmp_path / "store") == []
+    assert _check(tmp_path) == []
 
 
 def test_an_attempt_says_it_of_what_it_encoded_itself(make: Make, tmp_path: Path) -> None:
@@ -283,12 +207,12 @@ def test_an_attempt_says_it_of_what_it_encoded_itself(make: Make, tmp_path: Path
     ckpt.restore()
     _save(first, ckpt, rng, 3)
     leave(ckpt)
-    before = _check(tmp_path / "store")
+    before = _check(tmp_path)
     again = Loop()
     ckpt = make(again, encoding="q8", differential="one-shot")
     ckpt.restore()
     _save(again, ckpt, rng, 3)
-    assert _check(tmp_path / "store") == before
+    assert _check(tmp_path) == before
 
 
 def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
@@ -301,8 +225,7 @@ def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
     ckpt = make(loop, encoding="q8", differential="full")
     ckpt.restore()
     _save(loop, ckpt, rng, 2)
-    store = open_store(f"file://{tmp_path / 'store'}")
-    second = max(RunLog(store, "r").refresh().checkpoints)
+    second = max(_checkpoints(tmp_path))
     before = loop.net["large"].weight.detach().clone()
     loop.step(ckpt, rng)
     lost = ckpt.save()
@@ -313,13 +236,11 @@ def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
 
     eventually(lambda: loop.step(ckpt, rng) or ckpt._attachment.link, what="another sidecar")
     ckpt.save().wait(60)
-    state = RunLog(store, "r").refresh()
-    seq = min(each for each in state.checkpoints if each > second)
-    assert seq in _check(tmp_path / "store")
-    index = _index(store, state.checkpoints[seq].parts[0].index_key)
-    fresh = [
-        place for place in index.places if place.since is not None and place.info.table == "large.weight"
-    ]
+    seq, entry = next(each for each in _checkpoints(tmp_path).items() if each[0] > second)
+    assert seq in _check(tmp_path)
+    store = _store(tmp_path)
+    index = _index(store, entry.parts[0].index_key)
+    fresh = [each for each in index.places if each.since is not None and each.info.table == "large.weight"]
     assert {place.since for place in fresh} == {second}
     assert rows <= {int(row) for place in fresh for row in _rows(store, index, place)}
 
@@ -357,13 +278,8 @@ def test_what_any_program_says_is_true(
 
         def begun() -> tuple[Loop, deltashard.Checkpointer]:
             loop = Loop(pointwise=pointwise)
-            ckpt = make(
-                loop,
-                encoding=encoding,
-                differential=differential,
-                every_steps=8,
-                tracking=TrackingSettings(hash_below_bytes=0),
-            )
+            settings = {"every_steps": 8, "tracking": TrackingSettings(hash_below_bytes=0)}
+            ckpt = make(loop, encoding=encoding, differential=differential, **settings)
             ckpt.restore()
             return loop, ckpt
 
@@ -384,9 +300,8 @@ def test_what_any_program_says_is_true(
                         eventually(lambda copying=copying: copying.done, what="the copy")
                 ckpt._outcomes.drain(float("inf"))
         leave(ckpt)
-        assert _check(folder / "store")
-        found = verify(Target(store=open_store(f"file://{folder / 'store'}"), run="r"), deep=True)
-        assert found.problems == ()
+        assert _check(folder)
+        assert _problems(folder) == ()
 
 
 @pytest.mark.parametrize("fault", ["two checkpoints", "itself"])
@@ -400,19 +315,18 @@ def test_verify_finds_frames_that_do_not_say_since_one_earlier_checkpoint(
     ckpt.restore()
     _save(loop, ckpt, rng, 3)
     leave(ckpt)
-    store = open_store(f"file://{tmp_path / 'store'}")
-    first, _, seq = sorted(RunLog(store, "r").refresh().checkpoints)
-    key = RunLog(store, "r").refresh().checkpoints[seq].parts[0].index_key
+    store, checkpoints = _store(tmp_path), _checkpoints(tmp_path)
+    first, _, seq = checkpoints
+    key = checkpoints[seq].parts[0].index_key
     index = _index(store, key)
-    at = [place.info.table == "large.weight" and place.since is not None for place in index.places].index(
-        True
-    )
     places = list(index.places)
+    fresh = [(place.info.table, place.since is not None) for place in places]
     if fault == "itself":
+        at = fresh.index(("large.weight", True))
         places[at] = replace(places[at], since=seq)
     else:
-        where = [place.info.table == "large.weight" and place.since is None for place in places].index(True)
-        places[where] = replace(places[where], since=first)
+        at = fresh.index(("large.weight", False))
+        places[at] = replace(places[at], since=first)
     read = verification._read_indexes
     planted = {key: replace(index, places=tuple(places))}
     monkeypatch.setattr(verification, "_read_indexes", lambda *args: read(*args) | planted)
@@ -431,8 +345,7 @@ def test_verify_finds_a_changed_row_that_no_frame_says_is_new(
     ckpt = make(loop, encoding="q8", differential="full")
     ckpt.restore()
     _save(loop, ckpt, rng, 2)
-    store = open_store(f"file://{tmp_path / 'store'}")
-    assert verify(Target(store=store, run="r"), deep=True).problems == ()
+    assert _problems(tmp_path) == ()
     whole = BlockWriter.table
 
     def table(
@@ -448,11 +361,10 @@ def test_verify_finds_a_changed_row_that_no_frame_says_is_new(
     monkeypatch.setattr(BlockWriter, "table", table)
     loop.step(ckpt, rng)
     ckpt.save().wait(60)
-    seq, entry = max(RunLog(store, "r").refresh().checkpoints.items())
-    (part,) = entry.parts
-    found = verify(Target(store=store, run="r"), deep=True)
+    *_, (seq, entry) = _checkpoints(tmp_path).items()
+    found = verify(Target(store=_store(tmp_path), run="r"), deep=True)
     (problem,) = found.problems
-    assert problem.object == part.index_key
+    assert problem.object == entry.parts[0].index_key
     assert "rows of large.weight" in problem.what
     assert problem.checkpoints == (seq,)
     assert seq in found.restored, "it restores all the same"

@@ -14,65 +14,38 @@ import numpy as np
 import pytest
 import torch
 from deltashard.cut import memory, precopy
+from deltashard_checkpoint.vocabulary import INCONSISTENT_KEY
 from torch import nn
 
 from tests.support.checkpointers import programs_copied_ahead
 from tests.support.command_line import running
 from tests.support.eventually import eventually
+from tests.support.trainer.copied_program import CopiedProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 ROWS, COLUMNS = 30_000, 16
 
 
-class Program:
-    """Two tables with state, a dense layer; what every cut and commit was."""
+class Program(CopiedProgram):
+    """Two tables with state, a dense layer."""
 
     def __init__(self, folder: Path, *, rows: int = ROWS, **options: Any) -> None:
         torch.manual_seed(2)
-        self.folder = folder
         self.rows = rows
         self.first = nn.Embedding(rows, COLUMNS, sparse=True)
         self.second = nn.EmbeddingBag(rows // 2, COLUMNS, mode="sum", sparse=True)
-        self.top = nn.Linear(COLUMNS, 1)
-        self.model = nn.ModuleDict({"first": self.first, "second": self.second, "top": self.top})
-        self.optimizers = [
+        top = nn.Linear(COLUMNS, 1)
+        optimizers = [
             deltashard.optim.RowWiseAdagrad([self.first.weight], lr=0.1),
             torch.optim.Adagrad([self.second.weight], lr=0.1),
-            torch.optim.SGD(self.top.parameters(), lr=0.1),
+            torch.optim.SGD(top.parameters(), lr=0.1),
         ]
-        self.cuts: dict[int, list[torch.Tensor]] = {}
-        self.told: list[tuple[str, dict[str, Any]]] = []
-        self.ckpt = deltashard.Checkpointer(
-            self.model,
-            self.optimizers,
-            url=folder / "store",
-            run="r",
-            encoding="fp32",
-            grace_s=None,
-            on_event=self._tell,
-            **{"arena_bytes": 64 << 20, "keep_last": 100} | options,
-        )
-        self.ckpt.restore()
-
-    def _tell(self, name: str, facts: Any) -> None:
-        self.told.append((name, dict(facts)))
-        if name == "cut":
-            self.cuts[facts["step"]] = self.state()
-
-    def state(self) -> list[torch.Tensor]:
-        kept = [self.first.weight, self.second.weight, self.top.weight]
-        sums = [
-            self.optimizers[i].state[p]["sum"]
-            for i, p in ((0, self.first.weight), (1, self.second.weight))
-            if p in self.optimizers[i].state
-        ]
-        return [t.detach().clone() for t in (*kept, *sums)]
+        super().__init__(folder, {"first": self.first, "second": self.second}, optimizers, top, **options)
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             x = torch.randint(self.rows // 2, (64, 4))
-            loss = self.top(self.first(2 * x).sum(1) + self.second(x)).square().mean()
-            loss.backward()
+            self.top(self.first(2 * x).sum(1) + self.second(x)).square().mean().backward()
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -80,10 +53,6 @@ class Program:
 
     def train_until(self, done: Any, what: str) -> None:
         eventually(lambda: self.train() or done(), what=what)
-
-    @property
-    def copying(self) -> precopy.Precopy | None:
-        return self.ckpt._outcomes.precopy._now
 
     def begin_copy(self) -> None:
         """Train until a copy ahead has just begun. Hold `memory.reading`: then nothing is copied yet."""
@@ -94,37 +63,14 @@ class Program:
         eventually(lambda: self.copying is None or self.train(), what="the cut of a copy")
         self.settle()
 
-    def settle(self) -> None:
-        """No save in flight, and nothing that the copying thread has still to look at."""
-        self.ckpt._outcomes.drain(float("inf"))
-        for job in (self.ckpt._outcomes.comparison.job, self.ckpt._program.tracking._sampling):
-            if job is not None:
-                job.exception(60)
+    def to_next_cut(self) -> None:
+        before = self.ckpt.stats.cuts
+        self.train_until(lambda: self.ckpt.stats.cuts > before, "its cut")
 
     @property
     def inconsistent(self) -> list[dict[str, Any]]:
         """What was told of snapshots that are wrong."""
         return [facts for name, facts in self.told if name == "snapshot_inconsistent"]
-
-    def check(self) -> None:
-        """Every checkpoint that is there holds what was cut for its step, bit for bit."""
-        from deltashard_checkpoint.log.commit_log import RunLog
-        from deltashard_checkpoint.stores.url import open_store
-
-        entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
-        assert entries
-        for seq, entry in entries.items():
-            with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
-                first, second, top, *sums = self.cuts[entry.step]
-                for name, weights in (("first.weight", first), ("second.weight", second)):
-                    rows = stored.rows(name, torch.arange(len(weights)))
-                    assert torch.equal(rows.weights, weights), (entry.step, name)
-                    if sums:
-                        assert torch.equal(rows.state["sum"].view(-1), sums.pop(0).view(-1)), (
-                            entry.step,
-                            name,
-                        )
-                assert torch.equal(stored.dense["top.weight"], top), entry.step
 
 
 @pytest.fixture
@@ -143,52 +89,12 @@ def test_cuts_by_steps_keep_their_step(make: Any, differential: str) -> None:
     while len(program.cuts) < 6 or (counts.cuts < 4 and len(program.cuts) < 60):
         for _ in range(12):
             program.train()
-            copying = program.copying
-            if copying is not None:
-                eventually(lambda copying=copying: copying.done, what="the copy")
+            program.wait_for_copy()
         program.settle()
     program.check()
     assert [*program.cuts] == [12 * n for n in range(1, len(program.cuts) + 1)]
     assert counts.cuts >= 4, counts
     assert counts.ahead_rows > counts.again_rows > 0
-
-
-def test_cuts_by_time_wait_for_their_copy(make: Any) -> None:
-    """They are of the step at which the copy was there; what was written meanwhile is copied again."""
-    program = make(every_s=0.05)
-    program.train_until(lambda: program.ckpt.stats.head_starts.cuts >= 5, "five cuts with a head start")
-    program.settle()
-    program.check()
-    assert program.ckpt.stats.head_starts.ahead_rows > 0
-
-
-def test_what_happens_while_rows_are_copied(make: Any) -> None:
-    """A write from outside, a reloaded optimizer, a gradient applied twice: copied at the cut, or copied again."""
-    program = make(every_steps=10)
-    program.train(14)
-    program.settle()
-
-    def write() -> None:
-        with torch.no_grad():
-            program.first.weight[5:9] += 1.0
-
-    def reload() -> None:
-        program.optimizers[1].load_state_dict(program.optimizers[1].state_dict())
-
-    def twice() -> None:
-        program.second(torch.arange(40).view(-1, 4)).sum().backward()
-        program.optimizers[1].step()
-        program.ckpt.step()
-        program.optimizers[1].step()
-        program.optimizers[1].zero_grad()
-
-    for happens in (write, reload, twice):
-        program.train_until(lambda: program.copying is not None, "a copy ahead")
-        happens()
-        before = program.ckpt.stats.cuts
-        program.train_until(lambda before=before: program.ckpt.stats.cuts > before, "its cut")
-        program.settle()
-    program.check()
 
 
 @pytest.mark.parametrize("how", ["swap", "copy"])
@@ -206,14 +112,12 @@ def test_an_evaluation_with_other_weights_while_rows_are_copied(make: Any, how: 
             weight.data = averaged
         else:
             weight.data.copy_(averaged)
-    copying = program.copying
-    eventually(lambda: copying.done, what="the copy")
+    program.wait_for_copy()
     if how == "swap":
         weight.data = kept
     else:
         weight.data.copy_(kept)
-    before = program.ckpt.stats.cuts
-    program.train_until(lambda: program.ckpt.stats.cuts > before, "its cut")
+    program.to_next_cut()
     program.settle()
     program.check()
     assert not program.inconsistent
@@ -233,32 +137,21 @@ def cut_with_a_stray(program: Program) -> int:
         program.begin_copy()
         kept = weight.detach()[5].clone()
         weight.data[5] = 7.0
-    copying = program.copying
-    for table in copying.tables:
+    for table in program.copying.tables:
         # Of these rows the cut looks at a few, drawn anew each time: not at row 5, as it would once in 2,000 times.
         table._random = np.random.default_rng(0)
-    eventually(lambda: copying.done, what="the copy")
+    program.wait_for_copy()
     weight.data[5] = kept
-    cuts = program.ckpt.stats.cuts
-    program.train_until(lambda: program.ckpt.stats.cuts > cuts, "its cut")
+    program.to_next_cut()
     assert program.ckpt.stats.audit_faults == 0
     return max(program.cuts)
 
 
-def newest_is(program: Program, first: torch.Tensor) -> bool:
-    """Whether the newest checkpoint has these rows of the first table."""
+def newest_is(program: Program, step: int) -> bool:
+    """Whether the newest checkpoint has the rows that the first table had at this step."""
+    first = program.cuts[step]["first.weight"]
     with deltashard.open_checkpoint(program.folder / "store", "r", which="latest") as stored:
         return torch.equal(stored.rows("first.weight", torch.arange(program.rows)).weights, first)
-
-
-def newest_says(program: Program) -> str | None:
-    """What the newest commit's metadata says of earlier ones."""
-    from deltashard_checkpoint.log.commit_log import RunLog
-    from deltashard_checkpoint.stores.url import open_store
-    from deltashard_checkpoint.vocabulary import INCONSISTENT_KEY
-
-    newest = RunLog(open_store(f"file://{program.folder / 'store'}"), "r").refresh().newest()
-    return newest.metadata.get(INCONSISTENT_KEY)
 
 
 def test_a_few_rows_that_were_something_else_while_they_were_copied(
@@ -268,7 +161,7 @@ def test_a_few_rows_that_were_something_else_while_they_were_copied(
     program = make(every_steps=10)
     step = cut_with_a_stray(program)
     program.settle()
-    assert not newest_is(program, program.cuts[step][0])
+    assert not newest_is(program, step)
     seq = program.ckpt.stats.last_commit.seq
     program.train()
     assert max(program.cuts) <= step + 1, "at once"
@@ -277,13 +170,13 @@ def test_a_few_rows_that_were_something_else_while_they_were_copied(
     assert (facts["step"], facts["tables"]) == (step, {"first.weight": (5,)})
     assert program.ckpt.stats.audit_faults == 1
     assert program.ckpt._program.tracking.by_key["first.weight"].tracker == "hashes"
-    assert newest_is(program, program.cuts[max(program.cuts)][0])
-    assert newest_says(program) == f"seq:{seq}"
+    assert newest_is(program, max(program.cuts))
+    assert program.newest().metadata[INCONSISTENT_KEY] == f"seq:{seq}"
     where = f"file://{program.folder / 'store'}/r"
     assert "its trainer found wrong rows" in running(capsys)("inspect", where, "-c", f"seq:{seq}")[1]
     assert "its trainer found" not in running(capsys)("inspect", where)[1]
     program.ckpt.save().wait(60)
-    assert newest_says(program) is None, "it is named once"
+    assert INCONSISTENT_KEY not in program.newest().metadata, "it is named once"
 
 
 def test_the_last_cut_has_such_rows(make: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -293,7 +186,7 @@ def test_the_last_cut_has_such_rows(make: Any, caplog: pytest.LogCaptureFixture)
     program.ckpt.close()
     assert [*program.cuts][-1] == step
     assert program.ckpt.stats.audit_faults == 1
-    assert newest_is(program, program.cuts[step][0])
+    assert newest_is(program, step)
     assert f"the checkpoint of step {step} may not be restored exactly" in caplog.text
 
 
@@ -317,8 +210,7 @@ def test_the_last_cut_has_such_rows_and_no_other_follows(
     assert program.ckpt.stats.cuts == cuts
     assert program.ckpt.stats.audit_faults == 1
     assert "rows [5] of first.weight are not as they were at its step" in caplog.text
-    with deltashard.open_checkpoint(program.folder / "store", "r", which="latest") as stored:
-        assert torch.equal(stored.dense["top.weight"], program.cuts[step][2])
+    assert program.newest().step == step
 
 
 def test_a_comparison_that_fails(
@@ -341,7 +233,7 @@ def test_a_comparison_that_fails(
     program.ckpt.close()
     assert program.ckpt.stats.audit_faults > faults
     assert program.ckpt.stats.cuts > cuts
-    assert newest_is(program, program.cuts[max(program.cuts)][0])
+    assert newest_is(program, max(program.cuts))
 
 
 def test_a_save_that_is_asked_for_takes_what_was_copied(make: Any) -> None:
@@ -363,9 +255,7 @@ def test_more_rows_than_blocks(make: Any) -> None:
     program.train(8)
 
     def twice_full() -> bool:
-        copying = program.copying
-        if copying is not None:  # else its step may overtake it
-            eventually(lambda: copying.done, what="the copy")
+        program.wait_for_copy()  # else its step may overtake it
         return program.ckpt.stats.head_starts.ended["arena full"] >= 2
 
     program.train_until(twice_full, "two cuts that filled the arena ahead")

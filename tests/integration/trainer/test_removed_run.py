@@ -6,34 +6,18 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import deltashard
 import pytest
-import torch
 from deltashard.errors import SaveFailed
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.whole_run import removal
-from torch import nn
 
 from tests.support.checkpointers import Make, checkpointers
+from tests.support.trainer.toy_loop import Loop
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 FOREVER_S = 1e6
 """A close() that waited for its deadline would never end within a test."""
-
-
-class Loop:
-    """A table, and steps on random ids."""
-
-    def __init__(self) -> None:
-        self.net = nn.Embedding(200, 8)
-        self.optimizer = torch.optim.Adagrad(self.net.parameters(), lr=0.1)
-
-    def train(self, ckpt: deltashard.Checkpointer, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.net(torch.randint(50, (8,))).square().mean().backward()
-            self.optimizer.step()
-            ckpt.step()
 
 
 @pytest.fixture
@@ -69,16 +53,16 @@ def test_training_goes_on_and_close_ends(
     loop = Loop()
     ckpt = make(loop, every_s=0)
     ckpt.restore()
-    loop.train(ckpt, 2)
+    loop.train(2, ckpt)
     ckpt.save().wait(120)
     log = RunLog(open_store(f"file://{tmp_path}/store"), "r")
     removal.remove(log)
-    loop.train(ckpt, 1)
+    loop.train(1, ckpt)
     if told:
         with pytest.raises(SaveFailed, match="run 'r' was removed"):
             ckpt.save().wait(120)
         left = [info.key for info in log.store.list("")]
-        loop.train(ckpt, 5)
+        loop.train(5, ckpt)
         with pytest.raises(SaveFailed, match="run 'r' was removed"):
             ckpt.save().wait(120)
     with caplog.at_level(logging.WARNING, "deltashard"), pytest.raises(SaveFailed) as raised:

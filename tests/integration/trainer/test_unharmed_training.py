@@ -14,6 +14,9 @@ from deltashard import wiring
 from deltashard.errors import SaveFailed, WaitError
 from torch import nn
 
+from tests.support.checkpointers import checkpointers
+from tests.support.trainer.toy_loop import Loop as ToyLoop
+
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
@@ -50,23 +53,17 @@ class Hooks:
             raise self.listener
 
 
-class Loop:
-    """A model with a table, its optimizer, a Checkpointer."""
+class Loop(ToyLoop):
+    """With its Checkpointer, and an optimizer that has no state, which a table may outgrow."""
 
-    def __init__(self, url: Path, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.items = nn.Embedding(300, 16, sparse=True)
-        self.net = nn.Sequential(self.items, nn.Linear(16, 1))
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.ckpt = deltashard.Checkpointer(
-            self.net, self.optimizer, url=url, run="r", arena_bytes=64 << 20, grace_s=None, **options
-        )
+    ckpt: deltashard.Checkpointer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = [torch.optim.SGD(self.net.parameters(), lr=0.1)]
 
     def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.net(torch.tensor([1, 2, 3])).sum().backward()
-        self.optimizer.step()
-        self.ckpt.step()
+        self.train(1, self.ckpt)
 
 
 @pytest.fixture
@@ -76,19 +73,13 @@ def hooks() -> Hooks:
 
 @pytest.fixture
 def loop(tmp_path: Path, hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    made = Loop(
-        tmp_path / "store",
-        state={"mine": (hooks.get, lambda held: None)},
-        validate=hooks.validate,
-        on_event=hooks.on_event,
-    )
     before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGINT)}
-    yield made
+    made, state = Loop(), {"mine": (hooks.get, lambda held: None)}
+    with checkpointers(tmp_path, monkeypatch, state=state) as make:
+        made.ckpt = make(made, validate=hooks.validate, on_event=hooks.on_event)
+        yield made
     for each, handler in before.items():
         signal.signal(each, handler)
-    made.ckpt.__exit__(KeyboardInterrupt, None, None)
 
 
 RAISED = [
@@ -101,7 +92,9 @@ RAISED = [
 ]
 
 
-def test_nothing_that_user_code_raises_reaches_the_loop(loop: Loop, hooks: Hooks) -> None:
+def test_nothing_that_user_code_raises_reaches_the_loop(
+    loop: Loop, hooks: Hooks, caplog: pytest.LogCaptureFixture
+) -> None:
     """Getters, validate= and on_event=, of whatever class; the next save is whole.
 
     KeyboardInterrupts, and what a handler of the user's raises, leave.
@@ -113,6 +106,7 @@ def test_nothing_that_user_code_raises_reaches_the_loop(loop: Loop, hooks: Hooks
             loop.ckpt.save().wait(60)
     hooks.getter = None
     assert loop.ckpt.stats.failures.total() == len(RAISED)
+    assert caplog.text.count("a save failed at step") == 1, "once until one is whole again"
 
     for error in RAISED:
         hooks.judge = error
@@ -150,9 +144,10 @@ def test_a_table_that_was_resized_in_place_is_saved_as_it_is_now(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`weight.data = bigger`, and back: no step and no save fails; the log gives both shapes."""
-    small = loop.items.weight.data
+    items = loop.net.items
+    small = items.weight.data
     for weight in (small, torch.zeros(400, 16), small):
-        loop.items.weight.data = weight
+        items.weight.data = weight
         loop.step()
         assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
     assert "was (300, 16) and is (400, 16)" in caplog.text
@@ -164,41 +159,29 @@ def test_training_without_step_is_said_at_close(loop: Loop, caplog: pytest.LogCa
     loop.ckpt._listener._on_event = lambda name, facts: events.append(name)
     loop.ckpt._say_if_unsaved()
     assert events == []
-    loop.net(torch.tensor([1, 2, 3])).sum().backward()
-    loop.optimizer.step()
+    loop.train(1)
     loop.ckpt.close()
     assert "step() was never called" in caplog.text
     assert "nothing_saved" in events
 
 
-@pytest.mark.parametrize("asked_by", ["getter", "handler"])
-def test_a_save_from_within_a_save_is_that_save(loop: Loop, hooks: Hooks, asked_by: str) -> None:
-    """By a getter, or a signal's handler: the outer snapshot is whole, and none is asked for beside it."""
+def test_a_save_from_within_a_save_is_that_save(loop: Loop, hooks: Hooks) -> None:
+    """By a getter, as by a signal's handler: the outer snapshot is whole, and none is asked for beside it."""
     asked: list[deltashard.SaveHandle] = []
-    refused: list[WaitError] = []
 
     def ask() -> None:
         asked.append(loop.ckpt.save("within"))
-        asked.append(loop.ckpt.save("pinned", pin="within"))
-        try:
+        with pytest.raises(WaitError, match="is being copied"):
             asked[0].wait()
-        except WaitError as error:
-            refused.append(error)
         with pytest.raises(SaveFailed, match="takes no pin"):
-            asked[1].wait()
+            loop.ckpt.save("pinned", pin="within").wait()
 
     loop.step()
-    if asked_by == "getter":
-        hooks.inner = ask
-    else:
-        signal.signal(signal.SIGUSR1, lambda *_: ask())
-        hooks.signal = signal.SIGUSR1
+    hooks.inner = ask
     outer = loop.ckpt.save("outer")
-    hooks.signal, hooks.inner = None, None
+    hooks.inner = None
     commit = outer.wait(60)
-    assert asked[0].wait(60) == commit
-    assert len(asked) == 2
-    assert "is being copied" in str(refused[0])
+    assert [each.wait(60) for each in asked] == [commit]
     assert loop.ckpt.stats.failures.total() == 0
     loop.step()
     assert loop.ckpt.save().wait(60).step == commit.step + 1

@@ -16,8 +16,6 @@ that a client could rely on:
 - `STALLED`: the call hangs until `release()`, then goes on.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,15 +38,14 @@ class Fault(StrEnum):
     STALLED = "stalled"
 
 
+_WRITES = frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.LANDS_LATE, Fault.STALLED})
+_READS = frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.FLIPPED, Fault.STALLED})
 _APPLIES: dict[str, frozenset[Fault]] = {
-    "put": frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.LANDS_LATE, Fault.STALLED}),
-    "put_if_absent": frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.LANDS_LATE, Fault.STALLED}),
-    "get": frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.FLIPPED, Fault.STALLED}),
-    "get_into": frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.FLIPPED, Fault.STALLED}),
-    "head": frozenset({Fault.UNAVAILABLE, Fault.STALLED}),
+    **dict.fromkeys(("put", "put_if_absent"), _WRITES),
+    **dict.fromkeys(("get", "get_into"), _READS),
+    **dict.fromkeys(("head", "now"), frozenset({Fault.UNAVAILABLE, Fault.STALLED})),
     "list": frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.STALE_LIST, Fault.STALLED}),
     "delete": frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.STALLED}),
-    "now": frozenset({Fault.UNAVAILABLE, Fault.STALLED}),
 }
 
 
@@ -86,18 +83,15 @@ class FaultyStore(Store):
         self._stalled_now = 0
         self._releases = 0
 
-    # -- what a test drives -------------------------------------------------------------------------------------
-
     def fail_next(
         self, fault: Fault, *, operation: str | None = None, key_contains: str = "", times: int = 1
     ) -> None:
         """Arm `fault` for the next `times` operations that match and that it applies to."""
         if operation is not None and fault not in _APPLIES[operation]:
             raise ValueError(f"{fault} does not apply to {operation}")
+        armed = _Armed(fault=fault, operation=operation, key_contains=key_contains, left=times)
         with self._lock:
-            self._armed.append(
-                _Armed(fault=fault, operation=operation, key_contains=key_contains, left=times)
-            )
+            self._armed.append(armed)
 
     def settle(self, *, land: bool = True) -> int:
         """Let every late put take effect (or, `land` false, never); returns how many there were."""
@@ -118,8 +112,6 @@ class FaultyStore(Store):
         with self._stalled:
             self._releases += 1
             self._stalled.notify_all()
-
-    # -- the store ----------------------------------------------------------------------------------------------
 
     def put(self, key: str, data: Buffer) -> None:
         self._write("put", key, data, self.inner.put)
@@ -193,8 +185,6 @@ class FaultyStore(Store):
 
     def close(self) -> None:
         self.inner.close()
-
-    # -- choosing -----------------------------------------------------------------------------------------------
 
     def _meet(self, operation: str, key: str) -> Fault | None:
         """Land a late put now and then; choose this call's fault; raise or stall if that is what it does."""

@@ -1,7 +1,5 @@
 """The native kernels as a fixture: a conftest of whoever needs them imports it."""
 
-from __future__ import annotations
-
 import shutil
 from types import ModuleType
 

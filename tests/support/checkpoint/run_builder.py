@@ -1,27 +1,17 @@
 """Runs for the log's tests: a memory store, clocks that do not wait, and entries in one line each."""
 
-from __future__ import annotations
-
-import re
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltashard_checkpoint.backoff import Clocks
 from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import index_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import (
-    AttemptOpened,
-    Checkpoint,
-    Compacted,
-    Entry,
-    Part,
-    Retired,
-    Sealed,
-)
-from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Part, Retired
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
@@ -37,6 +27,12 @@ def rows(start: int, stop: int, table: str = "t") -> Box:
 
 
 WHOLE = rows(0, 8)
+HALVES = (rows(0, 4), rows(4, 8))
+
+
+def layout_of(halves: Sequence[Box] = HALVES) -> Layout:
+    """Of two ranks."""
+    return Layout.of(2, {"t": (8, 2)}, {rank: [half] for rank, half in enumerate(halves)})
 
 
 @dataclass
@@ -52,9 +48,8 @@ class Time:
 
     @property
     def clocks(self) -> Clocks:
-        return Clocks(
-            wall_s=lambda: self.now_s, monotonic_s=lambda: self.now_s, sleep=self.sleep, uniform=lambda: 0.5
-        )
+        now = lambda: self.now_s  # noqa: E731
+        return Clocks(wall_s=now, monotonic_s=now, sleep=self.sleep, uniform=lambda: 0.5)
 
 
 class Run:
@@ -80,17 +75,8 @@ class Run:
         key = index_key(attempt=attempt, cut=cut, rank=rank, token=token, xxh3=f"{cut:032x}")
         self.memory.put(f"job/{key}", b"index")
         part = Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=stored_bytes, covers=covers)
-        return PartReport(
-            part=part,
-            **{
-                "tables": (TABLE,),
-                "encodings": {"t": ("q8",)},
-                "rows": 8,
-                "raw_bytes": 64,
-                "stall_s": 0.5,
-                **more,
-            },
-        )
+        said = {"tables": (TABLE,), "encodings": {"t": ("q8",)}, "rows": 8, "raw_bytes": 64, "stall_s": 0.5}
+        return PartReport(part=part, **{**said, **more})
 
     def commit(
         self, attempt: int, cut: int, covers: int | None = None, *, step: int | None = None, **more: Any
@@ -102,50 +88,53 @@ class Run:
         )  # fmt: skip
         return done.seq
 
-    def append(self, make: Any) -> Sealed | None:
+    def commit_halves(
+        self,
+        attempt: int,
+        cut: int,
+        covers: Sequence[int | None] = (None, None),
+        halves: Sequence[Box] = HALVES,
+    ) -> Checkpoint:
+        """One checkpoint of two ranks with a layout."""
+        self.step += 1
+        each = enumerate(zip(covers, halves, strict=True))
+        reports = [
+            self.report(attempt, cut, covered, rank=rank, boxes=[half]) for rank, (covered, half) in each
+        ]
+        return commit_parts(
+            self.log, attempt=attempt, cut=cut, step=self.step, world_size=2, layout=layout_of(halves).digest, reports=reports
+        ).entry  # fmt: skip
+
+    def append(self, kind: type[Any], **members: Any) -> int:
+        """An entry of this kind; its slot."""
         self.log.refresh()
-        return self.log.append(make, before="", after="")
+        common = {"previous": "", "at_s": 0.0}
+        sealed = self.log.append(
+            lambda _state, seq, writer: kind(seq=seq, writer=writer, **common, **members), before="", after=""
+        )
+        assert sealed is not None
+        return sealed.entry.seq
 
     def append_checkpoint(self, parts: Sequence[Part], *, attempt: int, cut: int, step: int = 0) -> int:
-        def build(state: RunState, seq: int, writer: str) -> Entry:
-            return Checkpoint(
-                seq=seq, previous="", writer=writer, at_s=0.0, attempt=attempt, cut=cut, step=step, parts=tuple(parts),
-                tables=(TABLE,), encodings={}, rows=0, raw_bytes=0, stored_bytes=1, stall_s=0.0, cut_at_s=0.0,
-            )  # fmt: skip
-
-        sealed = self.append(build)
-        assert sealed is not None
-        return sealed.entry.seq
-
-    def compacted(self, seq: int) -> None:
-        """Append an entry that compacts checkpoint `seq`."""
-        token = f"{self.log.state.tip:015d}x{TOKEN}"
-        part = Part(
-            rank=0, index_key=f"data/compact-{token}/{'0' * 32}.index", boxes=(WHOLE,), stored_bytes=9, covers=None
+        return self.append(
+            Checkpoint, attempt=attempt, cut=cut, step=step, parts=tuple(parts), tables=(TABLE,), encodings={}, rows=0,
+            raw_bytes=0, stored_bytes=1, stall_s=0.0, cut_at_s=0.0,
         )  # fmt: skip
 
-        def build(_state: RunState, slot: int, writer: str) -> Entry:
-            return Compacted(
-                seq=slot, previous="", writer=writer, at_s=0.0, replaces=seq, parts=(part,), rows=8, stored_bytes=9,
-                encodings={"t": ("q8",)},
-            )  # fmt: skip
-
-        self.append(build)
+    def compacted(self, seq: int, boxes: Sequence[Box] = (WHOLE,)) -> None:
+        """Append an entry that compacts checkpoint `seq`."""
+        key = f"data/compact-{self.log.refresh().tip:015d}x{TOKEN}/{'0' * 32}.index"
+        moved = Part(rank=0, index_key=key, boxes=tuple(boxes), stored_bytes=9, covers=None)
+        self.append(Compacted, replaces=seq, parts=(moved,), rows=8, stored_bytes=9, encodings={"t": ("q8",)})
 
     def retire(self, checkpoints: Sequence[int] = (), prefixes: Sequence[str] = ()) -> int:
-        def build(state: RunState, seq: int, writer: str) -> Entry:
-            return Retired(
-                seq=seq,
-                previous="",
-                writer=writer,
-                at_s=0.0,
-                checkpoints=tuple(checkpoints),
-                prefixes=tuple(prefixes),
-            )
+        return self.append(Retired, checkpoints=tuple(checkpoints), prefixes=tuple(prefixes))
 
-        sealed = self.append(build)
-        assert sealed is not None
-        return sealed.entry.seq
+
+def begun(**options: Any) -> tuple[Run, int]:
+    """A run, and its first attempt."""
+    run = Run()
+    return run, run.open(**options).attempt
 
 
 def part(attempt: int, cut: int, rank: int, boxes: Sequence[Box], covers: int | None) -> Part:
@@ -155,13 +144,5 @@ def part(attempt: int, cut: int, rank: int, boxes: Sequence[Box], covers: int | 
 
 def resealed(document: dict) -> bytes:
     """A document with a hash that fits: what a hostile or broken writer could put."""
-    import hashlib
-
     body = {key: value for key, value in document.items() if key != "hash"}
     return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})
-
-
-def voided_digest(entry: AttemptOpened) -> str | None:
-    """The first 32 digits of the hash of the bytes that `voids` is about, as the entry's writer says it."""
-    match = re.search(r"-voids-([0-9a-f]{32})", entry.writer)
-    return match[1] if match and entry.voids is not None else None

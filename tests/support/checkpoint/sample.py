@@ -1,9 +1,9 @@
 """Tables, frames and whole runs for the format's tests: small, deterministic, written by the real writers."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from deltashard_checkpoint.cache.pack_cache import PackCache
@@ -98,44 +98,45 @@ class Model:
         held = held or whole(self.table)
         ids = np.asarray(ids, np.int64)
         ids = ids[(ids >= held.row_start) & (ids < held.row_stop)]
+        columns, options = (
+            slice(held.col_start, held.col_stop),
+            EncodeOptions(encoding=ENCODINGS[encoding], search=search),
+        )
         out = []
         for at in range(0, len(ids), per_frame or max(len(ids), 1)):
             some = ids[at : at + (per_frame or len(ids))]
-            fields = {}
-            for spec in self.table.fields:
-                values = self.fields[spec.name][some]
-                fields[spec.name] = (
-                    np.ascontiguousarray(values[:, held.col_start : held.col_stop])
-                    if spec.kind == "pointwise"
-                    else values
-                )
-            out.append(
-                frame_encoder.encode_rows(
-                    RowBlock(
-                        schema=self.table,
-                        ids=some,
-                        weights=np.ascontiguousarray(self.weights[some, held.col_start : held.col_stop]),
-                        fields=fields,
-                        columns=range(held.col_start, held.col_stop),
-                    ),
-                    EncodeOptions(encoding=ENCODINGS[encoding], search=search),
-                    step=step,
-                )
-            )
+            fields = {name: values[some] for name, values in self.fields.items()}
+            block = RowBlock(
+                schema=self.table, ids=some, weights=np.ascontiguousarray(self.weights[some, columns]),
+                fields={n: np.ascontiguousarray(v[:, columns]) if v.ndim == 2 else v for n, v in fields.items()},
+                columns=range(held.col_start, held.col_stop),
+            )  # fmt: skip
+            out.append(frame_encoder.encode_rows(block, options, step=step))
         return out
+
+
+def write_part(
+    store: Store, cache: PackCache, target: PartTarget, frames: Iterable[EncodedFrame], *,
+    said: Mapping[str, Any] | None = None, **options: Any,
+) -> PartReport:  # fmt: skip
+    """Put a rank's part; what a commit needs of it, with what else is `said`."""
+    with PartWriter(store, target, cache, **options) as writer:
+        for frame in frames:
+            writer.add(frame)
+        part, index = writer.finish(), writer.index
+    assert index is not None
+    return PartReport(
+        part=part, tables=target.tables, encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes,
+        common_blobs=index.common_blobs, **{"stall_s": 0.0, **(said or {})},
+    )  # fmt: skip
 
 
 class Run:
     """A run on a store, written through parts and the log, one rank at a time."""
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        store: Store | None = None,
-        world_size: int = 1,
-        layout: Sequence[Sequence[Box]] | None = None,
-    ) -> None:
+        self, directory: Path, *, store: Store | None = None, world_size: int = 1, layout: Sequence[Sequence[Box]] | None = None
+    ) -> None:  # fmt: skip
         self.store = store or MemoryStore()
         self.cache = PackCache(directory / "cache", budget_bytes=256 << 20)
         self.log = RunLog(self.store, RUN)
@@ -145,14 +146,11 @@ class Run:
         """A new attempt, perhaps of another size; `layout`, the boxes of each rank, makes it one of format 2."""
         kept = None
         if layout is not None:
+            held = [each for boxes in layout for each in boxes]
             shapes = {
-                box.table: (
-                    max(b.row_stop for held in layout for b in held if b.table == box.table),
-                    max(b.col_stop for held in layout for b in held if b.table == box.table),
-                )
-                for held in layout
-                for box in held
-            }
+                fqn: (max(b.row_stop for b in held if b.table == fqn), max(b.col_stop for b in held if b.table == fqn))
+                for fqn in {each.table for each in held}
+            }  # fmt: skip
             kept = Layout.of(world_size, shapes, dict(enumerate(layout)))
         self.world_size = world_size
         self.layout = "" if kept is None else kept.digest
@@ -173,36 +171,20 @@ class Run:
     ) -> int:
         """Commit one cut, (boxes, frames) of each rank; rank 0 has the blobs that are no other's own. The seq."""
         self.cut += 1
-        reports: list[PartReport] = []
+        reports = []
         for rank, (boxes, frames) in enumerate(ranks):
-            token = new_token()
             target = PartTarget(
-                run=RUN, attempt=self.attempt, cut=self.cut, step=step, rank=rank, token=token,
+                run=RUN, attempt=self.attempt, cut=self.cut, step=step, rank=rank, token=new_token(),
                 tables=tuple(tables), boxes=tuple(boxes), covers=covers,
             )  # fmt: skip
-            with PartWriter(self.store, target, self.cache, pack_bytes=pack_bytes) as writer:
-                for frame in frames:
-                    writer.add(frame)
-                for name, data in (blobs or {}).items():
-                    owner = parse_blob_name(name)[0] or 0
-                    if rank != (owner if owner < len(ranks) else 0):
-                        continue
-                    for frame in frame_encoder.encode_blob_frames(
+            written = list(frames)
+            for name, data in (blobs or {}).items():
+                owner = parse_blob_name(name)[0] or 0
+                if rank == (owner if owner < len(ranks) else 0):
+                    written += frame_encoder.encode_blob_frames(
                         name=name, data=data, step=step, chunk_bytes=4096
-                    ):
-                        writer.add(frame)
-                part = writer.finish()
-            index = writer.index
-            assert index is not None
-            report = PartReport(
-                part=part, tables=tuple(tables), encodings=index.encodings, rows=index.rows,
-                raw_bytes=index.raw_bytes, stall_s=0.0, common_blobs=index.common_blobs,
-            )  # fmt: skip
-            reports.append(report)
-        return self._commit_all(reports, step)
-
-    def _commit_all(self, reports: list[PartReport], step: int) -> int:
-        from concurrent.futures import ThreadPoolExecutor
+                    )
+            reports.append(write_part(self.store, self.cache, target, written, pack_bytes=pack_bytes))
 
         def commit(each: PartReport) -> int:
             return commit_parts(
@@ -211,10 +193,9 @@ class Run:
             ).seq  # fmt: skip
 
         with ThreadPoolExecutor(len(reports)) as pool:
-            seqs = set(pool.map(commit, reports))
-        assert len(seqs) == 1
+            (seq,) = set(pool.map(commit, reports))
         self.log.refresh()
-        return seqs.pop()
+        return seq
 
 
 def open_descriptors() -> int:
@@ -224,11 +205,8 @@ def open_descriptors() -> int:
 
 def fixed(shape: tuple[int, ...], salt: int) -> np.ndarray:
     """float32 values in [-1, 1) that no library's version can change: integer arithmetic, exactly representable."""
-    mixed = (
-        (np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(salt))
-        * np.uint64(2654435761)
-        % np.uint64(2**24)
-    )
+    mixed = (np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(salt)) * np.uint64(2654435761)
+    mixed %= np.uint64(2**24)
     return (mixed.astype(np.float64) / 2**23 - 1).astype(np.float32).reshape(shape)
 
 
@@ -294,14 +272,8 @@ def tombstone(table: TableSchema, ids: np.ndarray, *, step: int) -> EncodedFrame
     for part, data in zip(layout.views(view), (meta, id_bytes), strict=True):
         part[:] = data
     digest = frame_encoder._seal(
-        view,
-        kind=FrameKind.TOMBSTONE,
-        meta=len(meta),
-        ids=len(id_bytes),
-        ids_kind=kind,
-        rows=len(ids),
-        step=step,
-    )
+        view, kind=FrameKind.TOMBSTONE, meta=len(meta), ids=len(id_bytes), ids_kind=kind, rows=len(ids), step=step
+    )  # fmt: skip
     info = FrameInfo(
         kind=FrameKind.TOMBSTONE, length=layout.end, digest=digest, step=step, table=table.fqn, row_min=row_min,
         row_max=row_max, rows=len(ids), col_start=0, col_stop=table.columns,

@@ -1,7 +1,5 @@
 """A store that has room for so many objects and no more."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from deltashard_checkpoint.stores.abc import ObjectNotFound, StoreFull

@@ -17,8 +17,9 @@ from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import commit_parts
-from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
-from deltashard_checkpoint.write.report import PartReport
+from deltashard_checkpoint.write.part_writer import PartTarget
+
+from tests.support.checkpoint.sample import write_part
 
 ITEMS = TableSchema(
     fqn="embeddings.items.weight",
@@ -41,20 +42,21 @@ class LiveTable:
     weights: np.ndarray
     fields: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def frame(self, ids: np.ndarray | range, encoding: str, step: int) -> frame_encoder.EncodedFrame:
+        fields = {name: values[ids] for name, values in self.fields.items()}
+        block = RowBlock.of_whole_rows(self.schema, ids, self.weights[ids], fields)
+        return frame_encoder.encode_rows(block, EncodeOptions(encoding=ENCODINGS[encoding]), step=step)
+
+    def copy(self) -> LiveTable:
+        return LiveTable(self.schema, self.weights.copy(), {k: v.copy() for k, v in self.fields.items()})
+
 
 class WrittenRun:
     """A run written through the real writers, one rank; `cuts` has what each checkpoint must restore to."""
 
     def __init__(
-        self,
-        store: Store,
-        run: str,
-        directory: Path,
-        *,
-        seed: int = 0,
-        owner: str = "tests",
-        workload: str = "",
-    ) -> None:
+        self, store: Store, run: str, directory: Path, *, seed: int = 0, owner: str = "tests", workload: str = ""
+    ) -> None:  # fmt: skip
         self.store, self.run = store, run
         self.rng = np.random.default_rng(seed)
         self.log = RunLog(store, run)
@@ -88,69 +90,33 @@ class WrittenRun:
         return ids
 
     def save(
-        self,
-        ids: np.ndarray | None = None,
-        *,
-        step: int,
-        covers: int | None = None,
-        encoding: str = "fp32",
-        pins: tuple[str, ...] = (),
-        metadata: Mapping[str, str] | None = None,
-        directive: str = "",
-    ) -> int:
+        self, ids: np.ndarray | None = None, *, step: int, covers: int | None = None, encoding: str = "fp32",
+        pins: tuple[str, ...] = (), metadata: Mapping[str, str] | None = None, directive: str = "",
+    ) -> int:  # fmt: skip
         """Commit these rows of `items` (None: all rows of both tables). The seq."""
         self.cut += 1
-        token = new_token()
-        full = ids is None
         boxes = tuple(
             Box(table=t.fqn, row_start=0, row_stop=t.rows, col_start=0, col_stop=t.columns)
             for t in (ITEMS, HALF)
         )
         target = PartTarget(
-            run=self.run, attempt=self.attempt, cut=self.cut, step=step, rank=0, token=token, tables=(ITEMS, HALF),
+            run=self.run, attempt=self.attempt, cut=self.cut, step=step, rank=0, token=new_token(), tables=(ITEMS, HALF),
             boxes=boxes, covers=covers,
         )  # fmt: skip
         rows = np.arange(ITEMS.rows) if ids is None else ids
-        with PartWriter(self.store, target, self.cache, pack_bytes=128 << 10) as writer:
-            for at in range(0, len(rows), 700):
-                some = rows[at : at + 700]
-                frame = frame_encoder.encode_rows(
-                    RowBlock.of_whole_rows(
-                        ITEMS,
-                        some,
-                        self.items.weights[some],
-                        {name: values[some] for name, values in self.items.fields.items()},
-                    ),
-                    EncodeOptions(encoding=ENCODINGS[encoding]),
-                    step=step,
-                )
-                writer.add(frame)
-            if full:
-                writer.add(
-                    frame_encoder.encode_rows(
-                        RowBlock.of_whole_rows(HALF, range(HALF.rows), self.half.weights, {}),
-                        EncodeOptions(encoding=ENCODINGS["bf16"]),
-                        step=step,
-                    )
-                )
-            for name, tree in self.blobs(step).items():
-                for frame in frame_encoder.encode_blob_frames(name=name, data=tree, step=step):
-                    writer.add(frame)
-            part = writer.finish()
-        index = writer.index
-        assert index is not None
-        report = PartReport(
-            part=part, tables=(ITEMS, HALF), encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes,
-            stall_s=0.012, cut_at_s=1_700_000_000.25, pins=pins, metadata=metadata or {}, directive=directive,
-        )  # fmt: skip
+        frames = [self.items.frame(rows[at : at + 700], encoding, step) for at in range(0, len(rows), 700)]
+        if ids is None:
+            frames.append(self.half.frame(range(HALF.rows), "bf16", step))
+        for name, tree in self.blobs(step).items():
+            frames += frame_encoder.encode_blob_frames(name=name, data=tree, step=step)
+        said = {
+            "stall_s": 0.012, "cut_at_s": 1_700_000_000.25, "pins": pins, "metadata": metadata or {}, "directive": directive,
+        }  # fmt: skip
+        report = write_part(self.store, self.cache, target, frames, said=said, pack_bytes=128 << 10)
         seq = commit_parts(
             self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, reports=[report]
         ).seq
-        self.saved[seq] = (
-            LiveTable(ITEMS, self.items.weights.copy(), {k: v.copy() for k, v in self.items.fields.items()}),
-            LiveTable(HALF, self.half.weights.copy()),
-            self.dense.copy(),
-        )
+        self.saved[seq] = self.items.copy(), self.half.copy(), self.dense.copy()
         return seq
 
     def blobs(self, step: int) -> dict[str, bytes]:

@@ -96,10 +96,8 @@ class RankZygote:
 
     def close(self) -> None:
         """End it."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
-        assert self._process.stdout is not None
         self._process.stdout.close()
 
 

@@ -6,6 +6,7 @@ import mmap
 from collections import Counter, defaultdict
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from deltashard.loader.sharding import ResumePositions
 from deltashard.state.rng import capture_globals
 from deltashard.state.value import decode_value, encode_value
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tests.support.trainer.step_count import StepCount
 
@@ -51,6 +52,8 @@ class Data:
     """The sampler's."""
     drop_batch: bool = False
     """The loader's."""
+    distributed: bool = False
+    """The sampler is torch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +80,12 @@ class Rank:
         """By epoch."""
         self.last: list[int] = []
         """Samples of the last batch."""
-        sampler = ResumableSampler(
-            self.data,
-            seed=data.seed,
-            shuffle=data.shuffle,
-            drop_last=data.drop_last,
-            rank=rank,
-            world_size=life.world,
+        kind = (
+            partial(DistributedSampler, num_replicas=life.world)
+            if data.distributed
+            else partial(ResumableSampler, world_size=life.world)
         )
+        sampler = kind(self.data, rank=rank, seed=data.seed, shuffle=data.shuffle, drop_last=data.drop_last)
         self.registry = LoaderRegistry(self.steps)
         self.loader = self.registry.wrap(
             DataLoader(
@@ -130,6 +131,7 @@ def _trained(rank: Rank) -> Generator[bool, None, None]:
     """Steps for ever: True after each, False where an epoch ends."""
     while True:
         epoch = rank.loader.epoch
+        rank.loader.sampler.set_epoch(epoch)
         for batch in rank.loader:
             rank.last = batch.tolist()
             rank.seen[epoch] += rank.last
@@ -162,6 +164,10 @@ def resume(data: Data, life: Life, trees: list[dict[str, Any]], **options: Any) 
 
 def order(data: Data, epoch: int) -> list[int]:
     """Of all samples in that epoch."""
+    if data.distributed:
+        alone = DistributedSampler(range(data.samples), 1, 0, seed=data.seed, shuffle=data.shuffle)
+        alone.set_epoch(epoch)
+        return list(alone)
     alone = ResumableSampler(data.samples, seed=data.seed, shuffle=data.shuffle, rank=0, world_size=1)
     return list(alone.share(epoch))
 
@@ -207,7 +213,10 @@ def check_each_once(data: Data, lives: list[Life], used: dict[int, Counter[int]]
         if not seen:
             continue
         repeated = {sample for sample, times in seen.items() if times > 1}
-        assert repeated <= (set() if data.drop_last else set(order(data, epoch)[: max(worlds) - 1]))
+        # Torch's sampler repeats the first ones of what was left, ours those of the epoch.
+        assert not (repeated and data.drop_last)
+        assert len(repeated) < max(worlds)
+        assert data.distributed or repeated <= set(order(data, epoch)[: max(worlds) - 1])
         assert all(seen[sample] == 2 for sample in repeated)
         missing = set(range(data.samples)) - seen.keys()
         allowed = max(life.world * life.batch_size for life in lives) if data.drop_batch else max(worlds)

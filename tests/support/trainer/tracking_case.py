@@ -192,20 +192,11 @@ class Training:
         self.optimizer.step()
         self.dense.step()
 
-    def train_twice_looked_up(self) -> None:
-        self.train(self.loss(), self.loss())
-
     def train_functional(self) -> None:
         extra = functional.embedding(
             self.ids(), self.weight, sparse=getattr(self.model["table"], "sparse", False)
         )
         self.train(self.loss(), extra.square().sum())
-
-    def train_functional_first(self) -> None:
-        extra = functional.embedding(
-            self.ids(), self.weight, sparse=getattr(self.model["table"], "sparse", False)
-        )
-        self.train(extra.square().sum(), self.loss())
 
     def train_only_functional(self) -> None:
         self.train(
@@ -263,22 +254,6 @@ class Training:
         self.look_up(self.ids(20))
         self.model.train()
 
-    def train_in_eval_mode(self) -> None:
-        self.model.eval()
-        self.train()
-        self.model.train()
-
-    def detached(self) -> None:
-        self.train(self.loss() + self.look_up(self.ids()).detach().sum())
-
-    def refill_batch(self) -> None:
-        """The batch's memory is reused between backward and step."""
-        ids = self.ids()
-        self.optimizer.zero_grad()
-        self.look_up(ids).sum().backward()
-        ids.fill_(0)
-        self.optimizer.step()
-
     def scaled(self, skip: bool = False) -> None:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             return
@@ -291,27 +266,11 @@ class Training:
     def scaled_skip(self) -> None:
         self.scaled(skip=True)
 
-    def clip(self) -> None:
-        self.optimizer.zero_grad()
-        self.loss().backward()
-        if not self.weight.grad.is_sparse:
-            nn.utils.clip_grad_norm_([self.weight], 0.1)
-        self.optimizer.step()
-
     def edit_gradient(self) -> None:
         self.optimizer.zero_grad()
         self.loss().backward()
         if not self.weight.grad.is_sparse:
             self.weight.grad[self.ids()] += 0.5
-        self.optimizer.step()
-
-    def edit_between_passes(self) -> None:
-        """The gradient is edited after the first of two accumulated backward passes."""
-        self.optimizer.zero_grad()
-        self.loss().backward()
-        if not self.weight.grad.is_sparse:
-            self.weight.grad[self.ids()] += 0.5
-        self.loss().backward()
         self.optimizer.step()
 
     def own_gradient(self) -> None:
@@ -351,19 +310,6 @@ class Training:
         self.train()
         before.remove()
 
-    def hook_that_replaces(self) -> None:
-        """The gradient that is applied is another one than the hooks before saw."""
-
-        def replace(*_: Any) -> None:
-            if self.weight.grad is not None and not self.weight.grad.is_sparse:
-                grad = self.weight.grad.clone()
-                grad[self.ids()] += 1.0
-                self.weight.grad = grad
-
-        hook = self._inner().register_step_pre_hook(replace)
-        self.train()
-        hook.remove()
-
     def global_hook(self) -> None:
         """The same for all optimizers of the process."""
 
@@ -374,21 +320,6 @@ class Training:
         hook = register_optimizer_step_post_hook(write)
         self.train()
         hook.remove()
-
-    def closure_that_writes(self) -> None:
-        def evaluate() -> Tensor:
-            self.optimizer.zero_grad()
-            loss = self.loss()
-            loss.backward()
-            self.write()
-            return loss
-
-        self.optimizer.step(evaluate)
-
-    def zero_after_step(self) -> None:
-        """The usual loop, with the gradient dropped at once."""
-        self.train()
-        self.optimizer.zero_grad()
 
     def replace_module(self) -> None:
         """Another module takes the table's place, and its weight the old one's in the optimizer."""

@@ -1,22 +1,15 @@
 """The one back-off of every retry."""
 
-from __future__ import annotations
-
 from deltashard_checkpoint.backoff import Backoff, Clocks, Patience
 from hypothesis import given
 from hypothesis import strategies as st
 
 
 @given(
-    failures=st.integers(1, 10_000),
-    uniform=st.floats(0, 1, exclude_max=True),
-    first_s=st.floats(0.001, 10),
-    longest_s=st.floats(0.001, 1000),
-    jitter=st.floats(0, 1),
-)
-def test_delays_stay_in_bounds(
-    failures: int, uniform: float, first_s: float, longest_s: float, jitter: float
-) -> None:
+    failures=st.integers(1, 10_000), uniform=st.floats(0, 1, exclude_max=True), first_s=st.floats(0.001, 10),
+    longest_s=st.floats(0.001, 1000), jitter=st.floats(0, 1),
+)  # fmt: skip
+def test_delays_stay_in_bounds(failures, uniform, first_s, longest_s, jitter):
     """Never more than the longest, never less than the share of what is due that is not random."""
     backoff = Backoff(first_s=first_s, longest_s=longest_s, jitter=jitter)
     due_s = min(longest_s, first_s * 2.0 ** min(failures - 1, 60))
@@ -25,7 +18,6 @@ def test_delays_stay_in_bounds(
 
 
 def test_patience_pauses_by_it_until_the_deadline() -> None:
-    """The last pause ends at the deadline; after it there is no other."""
     now, slept = [0.0], list[float]()
 
     def sleep(delay_s: float) -> None:

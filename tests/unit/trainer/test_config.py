@@ -1,4 +1,4 @@
-"""What `Checkpointer(...)` refuses before it starts anything: each refusal names the argument and the remedy."""
+"""What `Checkpointer(...)` and `save()` refuse before anything starts: each refusal names the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.config import CheckpointConfig, optimizers_of
+from deltashard.config import MAX_METADATA, CheckpointConfig, check_pin, optimizers_of, texts_of
 from deltashard.errors import UserError
 from torch import nn
 
@@ -21,99 +21,67 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("model", None),
-        ("model", {}),
-        ("state", [1]),
-        ("state", {1: {}}),
-        ("url", 3),
-        ("url", ""),
-        ("run", 7),
-        ("every_s", math.nan),
-        ("every_s", math.inf),
-        ("every_s", -1.0),
-        ("every_s", "30"),
-        ("every_s", True),
-        ("every_steps", -1),
-        ("every_steps", 1.5),
-        ("every_steps", "10"),
-        ("every_steps", True),
-        ("goal", 3),
-        ("goal", "cheap"),
-        ("goal", "overhead=60%"),
-        ("goal", ""),
-        ("fresh", "no"),
-        ("precopy", "yes"),
-        ("content_hash", 1),
-        ("keep_last", 0),
-        ("grace_s", math.nan),
-        ("validate", "yes"),
-        ("on_event", 1),
-        ("recovery", "some"),
-        ("recovery", None),
-        ("sidecar", ["linger_s"]),
-        ("optimizer", "adam"),
-        ("optimizer", 3),
-        ("optimizer", ["adam"]),
-        ("optimizer", nn.Linear(2, 2)),
-    ],
-)
-def test_rubbish_is_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
-    """Nothing was started, and the message has the argument and something to do."""
-    given: dict[str, Any] = {"model": model(), "url": tmp_path / "store", "run": "run", name: value}
-    with pytest.raises(UserError, match=f"{name}= takes ") as caught:
-        deltashard.Checkpointer(given.pop("model"), given.pop("optimizer", ()), **given)
-    assert caught.value.remedy
-    assert not (tmp_path / "store").exists()
+RUBBISH: dict[str, list[Any]] = {
+    "model": [None, {}],
+    "state": [[1], {1: {}}],
+    "url": [3, ""],
+    "run": [7],
+    "every_s": [math.nan, math.inf, -1.0, "30", True],
+    "every_steps": [-1, 1.5, "10", True],
+    "goal": [3, "cheap", "overhead=60%", ""],
+    "fresh": ["no"],
+    "precopy": ["yes"],
+    "content_hash": [1],
+    "keep_last": [0],
+    "grace_s": [math.nan],
+    "validate": ["yes"],
+    "on_event": [1],
+    "recovery": ["some", None],
+    "sidecar": [["linger_s"]],
+    "optimizer": ["adam", 3, ["adam"], nn.Linear(2, 2)],
+}
+TERMS: list[tuple[dict[str, Any], str]] = [
+    ({}, "how much may be lost"),
+    ({"pls_target": 0.1}, "how much may be lost"),
+    ({"pls_target": 0.0, "planned_steps": 10}, "a share above 0"),
+    ({"pls_target": 2, "planned_steps": 10}, "a share above 0"),
+    ({"pls_target": math.nan, "planned_steps": 10}, "a share above 0"),
+    ({"pls_target": 0.1, "planned_steps": 0}, "a whole number, 1 or more"),
+    ({"pls_target": 0.1, "planned_steps": 9, "grace_s": None}, "hear of SIGTERM"),
+    ({"recovery": "full", "pls_target": 0.1}, "means nothing without partial recovery"),
+    ({"recovery": "full", "planned_steps": 0}, "a whole number, 1 or more"),
+]
 
 
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"recovery": "partial"}, "how much may be lost"),
-        ({"recovery": "partial", "pls_target": 0.1}, "how much may be lost"),
-        ({"recovery": "partial", "pls_target": 0.0, "planned_steps": 10}, "a share above 0"),
-        ({"recovery": "partial", "pls_target": 2, "planned_steps": 10}, "a share above 0"),
-        ({"recovery": "partial", "pls_target": math.nan, "planned_steps": 10}, "a share above 0"),
-        ({"recovery": "partial", "pls_target": 0.1, "planned_steps": 0}, "a whole number, 1 or more"),
-        ({"recovery": "partial", "pls_target": 0.1, "planned_steps": 9, "grace_s": None}, "hear of SIGTERM"),
-        ({"pls_target": 0.1}, "means nothing without partial recovery"),
-        ({"planned_steps": 0}, "a whole number, 1 or more"),
+        *(({name: each}, f"{name}= takes ") for name, values in RUBBISH.items() for each in values),
+        *(({"recovery": "partial"} | given, what) for given, what in TERMS),
     ],
 )
-def test_terms_of_partial_recovery_are_whole_or_refused(
-    tmp_path: Path, given: dict[str, Any], what: str
-) -> None:
+def test_rubbish_is_refused_by_name(tmp_path: Path, given: dict[str, Any], what: str) -> None:
+    """Nothing was started, and the message has the argument and something to do."""
+    options: dict[str, Any] = {"model": model(), "url": tmp_path / "store", "run": "run", **given}
     with pytest.raises(UserError, match=what) as caught:
-        deltashard.Checkpointer(model(), url=tmp_path / "store", run="run", **given)
+        deltashard.Checkpointer(options.pop("model"), options.pop("optimizer", ()), **options)
     assert caught.value.remedy
     assert not (tmp_path / "store").exists()
 
 
-def test_a_model_without_memory_is_refused() -> None:
+def test_a_model_without_memory_and_a_checkpointer_without_a_store_are_refused() -> None:
     """On the meta device there is nothing to save, and nothing to restore into."""
     with torch.device("meta"):
         empty = model()
     with pytest.raises(UserError, match=r"0\.weight is on the meta device") as caught:
         deltashard.Checkpointer(empty, url="file:///nowhere", run="r")
     assert "to_empty" in caught.value.remedy
-
-
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    """It would step something else than what is saved; one shared parameter is enough to be taken."""
-    mine, other = model(), model()
-    with pytest.raises(UserError, match="none of the 4 parameters of Adam belongs to the model") as caught:
-        optimizers_of(torch.optim.Adam(other.parameters()), mine)
-    assert "this very model's parameters" in caught.value.remedy
-    temperature = nn.Parameter(torch.zeros(()))
-    partly = torch.optim.SGD([*mine.parameters(), temperature], lr=0.1)
-    assert optimizers_of(partly, mine) == [partly]
+    with pytest.raises(UserError, match="url"):
+        deltashard.Checkpointer(model(), run="r")
 
 
 def test_every_way_to_hand_optimizers_over() -> None:
-    """None, one, a list, a dict, a generator, a wrapper that is no Optimizer; a scheduler is none."""
+    """None, one, a list, a dict, a generator, a wrapper that is no Optimizer; of a scheduler or another model none."""
     net = model()
     adam, sgd = torch.optim.Adam(net.parameters()), torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -126,32 +94,64 @@ def test_every_way_to_hand_optimizers_over() -> None:
 
     wrapper = Wrapper()
     assert optimizers_of(None, net) == optimizers_of((), net) == []
-    assert optimizers_of(adam, net) == [adam]
-    assert optimizers_of([adam, sgd], net) == [adam, sgd]
-    assert optimizers_of({"a": adam, "b": sgd}, net) == [adam, sgd]
-    assert optimizers_of((o for o in (adam, sgd)), net) == [adam, sgd]
+    for given in ([adam, sgd], {"a": adam, "b": sgd}, (o for o in (adam, sgd))):
+        assert optimizers_of(given, net) == [adam, sgd]
     assert optimizers_of(wrapper, net) == [wrapper]
-    with pytest.raises(UserError, match="schedulers belong in state="):
-        optimizers_of(torch.optim.lr_scheduler.ConstantLR(adam), net)
-    with pytest.raises(UserError, match="the Adam at 2 was given before"):
-        optimizers_of([adam, sgd, adam], net)
+    partly = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.zeros(()))], lr=0.1)
+    assert optimizers_of(partly, net) == [partly]
+    for refused, what in (
+        (torch.optim.lr_scheduler.ConstantLR(adam), "schedulers belong in state="),
+        ([adam, sgd, adam], "the Adam at 2 was given before"),
+        (torch.optim.Adam(model().parameters()), "none of the 4 parameters of Adam belongs to the model"),
+    ):
+        with pytest.raises(UserError, match=what):
+            optimizers_of(refused, net)
 
 
 def test_numbers_of_every_kind_are_taken() -> None:
     """Whole and real numbers of numpy as well; 0 is off."""
-    all_seconds: list[Any] = [None, 0, 0.5, np.float32(3)]
-    for seconds in all_seconds:
-        CheckpointConfig(model=model(), every_s=seconds)
+    seconds: list[Any] = [None, 0, 0.5, np.float32(3)]
     counts: list[Any] = [None, 0, 10, np.int64(10)]
-    for count in counts:
-        CheckpointConfig(model=model(), every_steps=count)
+    for every_s, every_steps in zip(seconds, counts, strict=True):
+        CheckpointConfig(model=model(), every_s=every_s, every_steps=every_steps)
 
 
 def test_the_config_has_the_arguments_of_the_checkpointer() -> None:
     """Each field by its name and default: what is added to one is added to the other."""
-    signature = inspect.signature(deltashard.Checkpointer).parameters.values()
     arguments = {
         each.name: dataclasses.MISSING if each.default is inspect.Parameter.empty else each.default
-        for each in signature
+        for each in inspect.signature(deltashard.Checkpointer).parameters.values()
     }
     assert arguments == {each.name: each.default for each in dataclasses.fields(CheckpointConfig)}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"": "x"},
+        {" auc": "x"},
+        {"a\nb": "x"},
+        {"n" * 201: "x"},
+        {"lone": "\ud800"},
+        {"\ud800": "x"},
+        {"long": "x" * (MAX_METADATA + 1)},
+        {str(i): "x" * 1000 for i in range(100)},
+        [("auc", 1)],
+        {"deltashard/directive": "{}"},  # what the sidecar records of a directive cannot be said by a script
+    ],
+)
+def test_metadata_that_no_log_entry_holds_is_refused_at_save(metadata: Any) -> None:
+    """Told to the caller: later it would fail the save, or the commit, again and again."""
+    assert texts_of({"auc": 0.8, "deltashard": "fine"}) == {"auc": "0.8", "deltashard": "fine"}
+    assert texts_of(None) == {}
+    with pytest.raises(UserError, match="metadata"):
+        texts_of(metadata)
+
+
+@pytest.mark.parametrize("pin", ["", " best", "best ", "a\tb", "\ud800", "p" * 201, 7])
+def test_pins_that_cannot_name_a_checkpoint_are_refused_at_save(pin: object) -> None:
+    """One that can be said on a command line passes."""
+    check_pin(None)
+    check_pin("epoch 3/best-auc: 0.8, größte")
+    with pytest.raises(UserError, match="pin= takes 1 to 200 printable characters"):
+        check_pin(pin)

@@ -27,8 +27,8 @@ def _program(
     return Program(Tracking(model, optimizers, settings=settings), state)
 
 
-def _doctor(program: Program) -> Diagnosis:
-    return diagnose(program, {})
+def _doctor(*program: Any, **state: Any) -> Diagnosis:
+    return diagnose(_program(*program, **state), {})
 
 
 def _model() -> nn.Sequential:
@@ -42,7 +42,7 @@ def test_it_says_how_tables_are_tracked_and_what_is_saved() -> None:
     model = _model()
     tables = torch.optim.Adagrad(model.items.parameters(), lr=0.1)
     dense = torch.optim.AdamW([*model.top.parameters(), *model.norm.parameters()], lr=0.1)
-    found = _doctor(_program(torch.compile(model), [tables, dense], GRADIENTS, counter={"n": 1}))
+    found = _doctor(torch.compile(model), [tables, dense], GRADIENTS, counter={"n": 1})
     (table,) = found.tables
     assert (table.name, table.rows, table.tracker) == ("items.weight", 5000, "gradients")
     assert "Adagrad" in table.optimizer
@@ -56,9 +56,9 @@ def test_it_says_how_tables_are_tracked_and_what_is_saved() -> None:
 
 
 def test_it_warns_of_slow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _doctor(_program(_model(), ())).kernels
+    assert not _doctor(_model(), ()).kernels
     monkeypatch.setattr(kernel_choice, "active", lambda: numpy_kernel)
-    found = _doctor(_program(_model(), ()))
+    found = _doctor(_model(), ())
     assert found.kernels == kernel_choice.SLOW
     assert kernel_choice.SLOW in str(found)
 
@@ -66,9 +66,9 @@ def test_it_warns_of_slow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_says_why_a_table_is_hashed() -> None:
     model = _model()
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    (table,) = _doctor(_program(model, momentum, GRADIENTS)).tables
+    (table,) = _doctor(model, momentum, GRADIENTS).tables
     assert (table.tracker, "momentum" in table.why) == ("hashes", True)
-    (small,) = _doctor(_program(nn.Embedding(10, 4), ())).tables
+    (small,) = _doctor(nn.Embedding(10, 4), ()).tables
     assert "no optimizer" in small.optimizer
 
 
@@ -80,17 +80,12 @@ def test_it_names_what_is_not_saved() -> None:
     model.top.own = [model.top.weight]
     optimizer = torch.optim.SGD(model.top.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    text = str(_doctor(_program(model, optimizer)))
+    text = str(_doctor(model, optimizer))
     assert "top.own" not in text, "it is a parameter, which is saved"
-    for said in (
-        "top.mask",
-        "top.running",
-        "top.history",
-        "scheduler of SGD",
-        "optimizer state of items.weight",
-    ):
+    names = "top.mask", "top.running", "top.history"
+    for said in (*names, "scheduler of SGD", "optimizer state of items.weight"):
         assert said in text
-    assert "optimizer was given" in str(_doctor(_program(_model(), ())))
+    assert "optimizer was given" in str(_doctor(_model(), ()))
 
 
 @pytest.mark.parametrize("given", ["scheduler", "list", "pair", "nothing"])
@@ -113,56 +108,10 @@ def test_a_forgotten_scheduler_is_said_at_the_first_cut(given: str, caplog: pyte
     assert caplog.text.count("is not in state=") == (given == "nothing")
 
 
-def test_a_sample_of_all_rows_names_a_single_row_that_changed_unseen() -> None:
-    model = nn.Embedding(5000, 4, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = TrackingSettings(hash_below_bytes=0, audit_rows=5000)
-    tracking = Tracking(model, optimizer, settings=settings)
-
-    def cut(number: int) -> list[Any]:
-        faults = tracking.audit_before_commit()
-        tracking.refresh()
-        tracking.audit_sample()
-        tracking.cut_taken(number, "all")
-        tracking.committed(number, baseline=True)
-        return faults
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.tensor([1, 2])).sum().backward()
-        optimizer.step()
-
-    cut(1)
-    step()
-    assert cut(2) == []
-    step()
-    model.weight.data[4321] += 1
-    (fault,) = cut(3)
-    assert (fault.table, fault.rows) == ("weight", (4321,))
-    assert tracking.tables[0].tracker == "hashes"
-    tracking.close()
-
-
 def test_many_tables_share_the_rows_of_a_sample() -> None:
     assert TrackingSettings(audit_rows=7).audited_rows(5, 1) == 5
     assert TrackingSettings().audited_rows(1 << 20, 4) == 2048
     assert TrackingSettings().audited_rows(1 << 20, 400) == 20
-
-
-def test_it_names_what_an_optimizer_keeps_and_no_checkpoint_can_hold() -> None:
-    """An object beside its state would be as constructed after a restore."""
-
-    class Counter:
-        steps = 0
-
-    class Own(torch.optim.SGD):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, lr=0.1)
-            self.counter = Counter()
-
-    model = _model()
-    found = _doctor(_program(model, [Own(model.parameters())]))
-    assert "Own.counter" in str(found)
 
 
 @pytest.mark.parametrize(

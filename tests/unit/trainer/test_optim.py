@@ -33,21 +33,11 @@ def test_duplicates_are_summed_before_one_addition_per_row(sparse, initial):
         by_hand(weight, total, ids.tolist(), list(grads), 0.1, 1e-6)
     torch.testing.assert_close(table.weight.detach(), weight)
     torch.testing.assert_close(optimizer.state[table.weight]["sum"], total)
-
-
-def test_sparse_and_dense_gradients_give_the_same_rows():
-    """Both paths are the same mathematics, to the last few bits; other rows keep their exact bits."""
-    torch.manual_seed(0)
-    tables = [nn.Embedding(50, 8, sparse=s) for s in (True, False)]
-    tables[1].weight.data.copy_(tables[0].weight.data)
-    start = tables[0].weight.detach().clone()
-    for table in tables:
-        optimizer = RowWiseAdagrad(table.parameters())
-        (table(torch.tensor([1, 1, 30])) * torch.arange(24.0).view(3, 8)).sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(tables[0].weight, tables[1].weight)
-    for table in tables:
-        assert (table.weight != start).any(1).nonzero().view(-1).tolist() == [1, 30]
+    start = table.weight.detach().clone()
+    optimizer.zero_grad()
+    (table(torch.tensor([1, 1, 7])) * torch.arange(12.0).view(3, 4)).sum().backward()
+    optimizer.step()
+    assert (table.weight != start).any(1).nonzero().view(-1).tolist() == [1, 7]
 
 
 def test_low_precision_weights_keep_a_float32_accumulator():

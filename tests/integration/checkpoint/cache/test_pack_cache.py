@@ -1,7 +1,5 @@
 """The cache of packs among processes: a disk that is full, an owner that is another."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,6 @@ from deltashard_checkpoint.cache.pack_spool import CacheUnusable
 
 
 def test_one_owner_at_a_time(tmp_path: Path) -> None:
-    """Within a process and between processes; the lock goes with its owner."""
     with PackCache(tmp_path, budget_bytes=1000):
         with pytest.raises(CacheUnusable, match="another running process"):
             PackCache(tmp_path, budget_bytes=1000)

@@ -1,16 +1,12 @@
 """The file store when its process is killed."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from deltashard_checkpoint.stores.abc import (
-    ObjectNotFound,
-)
+from deltashard_checkpoint.stores.abc import ObjectNotFound
 from deltashard_checkpoint.stores.file import FileStore
 
 

@@ -1,7 +1,5 @@
 """A store on a shared file system, seen by several clients that believe what they saw for a while, as those of NFS do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

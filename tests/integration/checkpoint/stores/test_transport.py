@@ -1,7 +1,5 @@
 """The way to a store: private authorities, proxies, the bucket in the host's name, encryption at rest; on a real MinIO."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,23 +57,19 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bundle(authority: Authority, tmp_path: Path) -> Path:
-    path = tmp_path / "ca.crt"
-    path.write_bytes(authority.pem)
-    return path
+def bundle(authority, tmp_path) -> Path:
+    (tmp_path / "ca.crt").write_bytes(authority.pem)
+    return tmp_path / "ca.crt"
 
 
 @pytest.fixture
-def other_bundle(tmp_path: Path) -> Path:
-    path = tmp_path / "other.crt"
-    path.write_bytes(Authority("others").pem)
-    return path
+def other_bundle(tmp_path) -> Path:
+    (tmp_path / "other.crt").write_bytes(Authority("others").pem)
+    return tmp_path / "other.crt"
 
 
 @pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "SSL_CERT_FILE"])
-def test_a_private_authority(
-    tls_minio: MinioServer, bundle: Path, other_bundle: Path, variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_authority(tls_minio, bundle, other_bundle, variable, monkeypatch):
     """The right one works; another one, none, and a file that is none are refused, by the variable's name."""
     url = tls_minio.url(tls_minio.new_bucket())
     monkeypatch.setenv(variable, str(bundle))
@@ -96,10 +90,7 @@ def test_a_private_authority(
         open_store(url)
 
 
-def test_clouds_trust_a_private_authority(
-    authority: Authority, bundle: Path, other_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Obstore and the clock's question read the same variables."""
+def test_clouds_trust_a_private_authority(authority, bundle, other_bundle, tmp_path, monkeypatch):
     issued = authority.issue()
     (tmp_path / "both.pem").write_bytes(issued.certificate + issued.key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -119,9 +110,7 @@ def test_clouds_trust_a_private_authority(
                     ask()
 
 
-def test_a_tunnel_through_a_proxy(
-    tls_minio: MinioServer, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tunnel_through_a_proxy(tls_minio, bundle, monkeypatch):
     """Everything under TLS goes by CONNECT; NO_PROXY is stronger; what fails names the proxy."""
     url = tls_minio.url(tls_minio.new_bucket())
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
@@ -149,7 +138,6 @@ def test_a_tunnel_through_a_proxy(
 
 
 def test_plain_requests_through_a_proxy(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole URLs; lower case counts, too; a proxy that is not there is named."""
     with ForwardProxy() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         with open_store(minio_url) as store:
@@ -171,7 +159,6 @@ def test_plain_requests_through_a_proxy(minio_url: str, monkeypatch: pytest.Monk
 
 
 def test_clouds_go_through_a_proxy(cloud: CloudServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Obstore and the clock's question read the same variables; NO_PROXY is stronger."""
     url = cloud.url(cloud.new_bucket())
     with ForwardProxy() as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
@@ -240,13 +227,7 @@ def test_the_bucket_in_the_hosts_name(tmp_path: Path, monkeypatch: pytest.Monkey
         ("sse=aws:kms", {"x-amz-server-side-encryption": "aws:kms"}),
     ],
 )
-def test_encryption_at_rest(
-    tls_minio: MinioServer,
-    bundle: Path,
-    options: str,
-    header: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_encryption_at_rest(tls_minio, bundle, options, header, monkeypatch):
     """Every object is stored encrypted, as the server itself says of it, and reads back."""
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
     bucket = tls_minio.new_bucket()
@@ -262,34 +243,23 @@ def test_encryption_at_rest(
     client._http.clear()
 
 
-def test_encryption_that_cannot_be_had(
-    tls_minio: MinioServer, bundle: Path, minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encryption_that_cannot_be_had(tls_minio, bundle, minio_server, monkeypatch):
     """A key that the store does not have, a store without a key service, one that says nothing, a URL that is wrong."""
-    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
-    with open_store(
-        f"{tls_minio.url(tls_minio.new_bucket())}&sse=aws:kms&kms-key-id=another", policy=ONCE
-    ) as store:
-        with pytest.raises(RequestRefused, match=r"(?i)key"):
+
+    def refused(url: str, error: type[Exception], why: str) -> None:
+        with open_store(url, policy=ONCE) as store, pytest.raises(error, match=why):
             store.put("a", b"x")
+
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    url = tls_minio.url(tls_minio.new_bucket())
+    refused(f"{url}&sse=aws:kms&kms-key-id=another", RequestRefused, r"(?i)key")
     for name, value in minio_server.environment.items():
         monkeypatch.setenv(name, value)
-    with open_store(f"{minio_server.url(minio_server.new_bucket())}&sse=AES256", policy=ONCE) as store:
-        with pytest.raises(RequestRefused, match="key service"):
-            store.put("a", b"x")
+    refused(f"{minio_server.url(minio_server.new_bucket())}&sse=AES256", RequestRefused, "key service")
     with FixedAnswers(200) as answers:  # takes every object, and passes over what it does not know
-        url = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}&sse=AES256"
-        with (
-            open_store(url, policy=ONCE) as store,
-            pytest.raises(RequestRefused, match="answered nothing about encryption"),
-        ):
-            store.put("a", b"x")
-        plain = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
-        with (
-            open_store(plain, policy=ONCE) as store,
-            pytest.raises(StoreUnavailable, match="not a store's"),
-        ):
-            store.put("a", b"x")
+        url = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
+        refused(f"{url}&sse=AES256", RequestRefused, "answered nothing about encryption")
+        refused(url, StoreUnavailable, "not a store's")
     for wrong in ("sse=none", "sse=AES256&kms-key-id=k", "kms-key-id=k", "sse=aws:kms&kms-key-id=a%20b"):
         with pytest.raises(RequestRefused, match="use sse="):
             open_store(f"s3://bucket?endpoint=http://127.0.0.1:1&{wrong}")

@@ -114,19 +114,6 @@ def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> N
     assert open_files() <= before
 
 
-def test_a_mapping_that_was_outgrown_and_is_collected_drops_no_lock(arena_path: Path) -> None:
-    """The same with a live user, whose arena was mapped anew."""
-    first = open_arena(arena_path, SHAPE)
-    lock_line(first, 0)
-    grow(arena_path)
-    second = open_arena(arena_path, LARGER)
-    release_arena(first)
-    del first
-    gc.collect()
-    assert locked_elsewhere(arena_path) == "AnotherTrainer"
-    release_arena(second)
-
-
 def test_one_trainer_of_a_run_on_a_machine(tmp_path: Path) -> None:
     """The second process is refused; the same process may hold it twice."""
     path = tmp_path / "trainer.lock"

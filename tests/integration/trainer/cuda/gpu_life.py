@@ -21,6 +21,8 @@ import torch
 from deltashard.optim import RowWiseAdagrad
 from torch import nn
 
+from tests.support.trainer.verdict import bits
+
 ROWS, COLUMNS, BATCH = 20_000, 32, 64
 
 
@@ -60,39 +62,16 @@ def optimizers_of(net: Net) -> list[torch.optim.Optimizer]:
     ]
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for key in sorted(value, key=str) for tensor in _tensors(value[key])]
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return []
-
-
 def digest(net: Net, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> str:
     """Of all of it; draws nothing."""
-    found = hashlib.sha256()
-    states = [net.state_dict(), [optimizer.state_dict()["state"] for optimizer in optimizers]]
-    for tensor in _tensors(states):
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    found.update(generator.get_state().numpy().tobytes())
-    found.update(torch.get_rng_state().numpy().tobytes())
+    drawn = [generator.get_state(), torch.get_rng_state()]
     if generator.device.type == "cuda":
-        found.update(torch.cuda.get_rng_state().numpy().tobytes())
-    return found.hexdigest()
+        drawn.append(torch.cuda.get_rng_state())
+    held = [net.state_dict(), [optimizer.state_dict()["state"] for optimizer in optimizers], drawn]
+    return hashlib.sha256(repr(sorted(bits("", held).items())).encode()).hexdigest()
 
 
-def main(
-    url: str,
-    *,
-    device: str,
-    steps: int,
-    dies_at: int | None = None,
-    every_steps: int = 8,
-    strict: bool = True,
-    encoding: str = "fp32",
-) -> None:
+def main(url: str, *, device: str, steps: int, dies_at: int | None = None, strict: bool = True) -> None:
     """Train from the newest checkpoint to `steps`, or until the process ends itself at the end of step `dies_at`."""
     warnings.simplefilter("ignore", UserWarning)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -108,24 +87,11 @@ def main(
         if name == "cut":
             said("cut", step=facts["step"], digest=digest(net, optimizers, generator))
 
-    ckpt = deltashard.Checkpointer(
-        net,
-        optimizers,
-        state={"generator": generator} if strict else {},
-        url=url,
-        run="r",
-        encoding=encoding,
-        every_steps=every_steps,
-        arena_bytes=128 << 20,
-        on_event=heard,
-    )
-    resumed = ckpt.restore(strict=strict)
-    said(
-        "restored",
-        step=resumed.step if resumed else 0,
-        notes=list(resumed.notes) if resumed else [],
-        digest=digest(net, optimizers, generator),
-    )
+    state = {"generator": generator} if strict else {}
+    options = {"run": "r", "encoding": "fp32", "every_steps": 8, "arena_bytes": 128 << 20, "on_event": heard}
+    ckpt = deltashard.Checkpointer(net, optimizers, state=state, url=url, **options)
+    ckpt.restore(strict=strict)
+    said("restored", step=ckpt.steps, digest=digest(net, optimizers, generator))
     while ckpt.steps < steps:
         # Skewed, as lookups are.
         ids = (torch.rand((BATCH, 4), device=device, generator=generator) ** 3 * ROWS).long()
@@ -144,7 +110,6 @@ def main(
         digest=digest(net, optimizers, generator),
         trackers={table.fqn: (table.tracker, table.reason) for table in tables},
         ahead=ckpt.stats.head_starts.ahead_rows,
-        again=ckpt.stats.head_starts.again_rows,
         failures=dict(ckpt.stats.failures),
         faults=ckpt._program.tracking.faults,
     )

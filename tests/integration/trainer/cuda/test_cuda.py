@@ -6,23 +6,22 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deltashard
 import pytest
 import torch
 from deltashard.attach import pinned
-from deltashard.cut import precopy
-from deltashard.cut.block_writer import BlockWriter, TableCut, parts_of
+from deltashard.cut.block_writer import parts_of
 from deltashard.errors import SaveFailed, UserError
 from deltashard.tracking.marks import RowSelection
-from deltashard_checkpoint.format.schema import Box
 from torch import nn
 
 from tests.support.checkpointers import programs_copied_ahead
 from tests.support.eventually import eventually
 from tests.support.gpu import DEVICES, needs_gpu
+from tests.support.trainer.arena import Arena, cut_of
+from tests.support.trainer.copied_program import CopiedProgram
 from tests.support.trainer.tracking_case import EXACT, begin, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -45,44 +44,26 @@ TABLES = {
 """Name -> (module, sparse gradients, optimizer)."""
 
 
-class Program:
-    """Six tables, a dense layer, and what every cut was; tables on `device`, the dense layer on `dense`."""
+class Program(CopiedProgram):
+    """Six tables and a dense layer; tables on `device`, the dense layer on `dense`."""
 
     def __init__(self, folder: Path, *, device: str, dense: str, rows: int = 8_000, **options: Any) -> None:
         torch.manual_seed(2)
-        self.folder, self.rows, self.device, self.dense = folder, rows, device, dense
+        self.rows, self.device, self.dense = rows, device, dense
         self.stream: torch.cuda.Stream | None = None
         """What training runs on; None: the stream on which everything is called."""
-        self.tables = nn.ModuleDict(
-            {name: kind(rows, COLUMNS, sparse=sparse) for name, (kind, sparse, _) in TABLES.items()}
-        ).to(device)
-        self.top = nn.Linear(COLUMNS, 1).to(dense)
-        self.model = nn.ModuleDict({"tables": self.tables, "top": self.top})
-        self.optimizers = [
-            OPTIMIZER_OF[optimizer]([self.tables[name].weight]) for name, (_, _, optimizer) in TABLES.items()
-        ]
-        self.optimizers.append(torch.optim.Adam(self.top.parameters(), lr=0.01))
+        tables = {
+            name: kind(rows, COLUMNS, sparse=sparse).to(device) for name, (kind, sparse, _) in TABLES.items()
+        }
+        top = nn.Linear(COLUMNS, 1).to(dense)
+        optimizers = [OPTIMIZER_OF[rule]([tables[name].weight]) for name, (*_, rule) in TABLES.items()]
+        optimizers.append(torch.optim.Adam(top.parameters(), lr=0.01))
         self.now: dict[str, torch.Tensor] = {}
         """What was there at the end of the last step."""
-        self.cuts: dict[int, dict[str, torch.Tensor]] = {}
-        self.ckpt = deltashard.Checkpointer(
-            self.model, self.optimizers, url=folder / "store", run="r", encoding="fp32", grace_s=None,
-            on_event=self._tell, **{"arena_bytes": 128 << 20, "keep_last": 100} | options,
-        )  # fmt: skip
-        self.ckpt.restore()
+        super().__init__(folder, tables, optimizers, top, **{"arena_bytes": 128 << 20} | options)
 
-    def _tell(self, name: str, facts: Any) -> None:
-        if name == "cut":
-            self.cuts[facts["step"]] = self.now
-
-    def state(self) -> dict[str, torch.Tensor]:
-        found = {f"tables.{name}.weight": table.weight for name, table in self.tables.items()}
-        for (name, table), optimizer in zip(self.tables.items(), self.optimizers, strict=False):
-            for key, value in optimizer.state.get(table.weight, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and len(value) == self.rows:
-                    found[f"tables.{name}.weight {key}"] = value
-        found["top.weight"] = self.top.weight
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
+    def at_cut(self) -> dict[str, torch.Tensor]:
+        return self.now
 
     def step(self) -> None:
         ids = (torch.rand((64, 4), device=self.device) ** 2 * self.rows).long()
@@ -102,43 +83,12 @@ class Program:
             with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
                 self.step()
             self.ckpt.step()
-            now = self.copying
-            if now is not None:  # steps are shorter than a copy is begun
-                eventually(lambda now=now: now.done, what="the copy")
-
-    @property
-    def copying(self) -> precopy.Precopy | None:
-        return self.ckpt._outcomes.precopy._now
-
-    def settle(self) -> None:
-        """No save in flight, and nothing that the copying thread has still to look at."""
-        self.ckpt._outcomes.drain(float("inf"))
-        job = self.ckpt._outcomes.comparison.job
-        if job is not None:
-            job.exception(60)
+            self.wait_for_copy()
 
     def check(self) -> None:
-        """Every checkpoint that is there holds what was cut for its step, bit for bit."""
-        from deltashard_checkpoint.log.commit_log import RunLog
-        from deltashard_checkpoint.stores.url import open_store
-
-        if self.device == "cuda" or self.dense == "cuda":
+        if "cuda" in (self.device, self.dense):
             torch.cuda.synchronize()
-        entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
-        assert entries
-        for seq, entry in entries.items():
-            with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
-                cut = {name: tensor.cpu() for name, tensor in self.cuts[entry.step].items()}
-                for name in self.tables:
-                    fqn = f"tables.{name}.weight"
-                    rows = stored.rows(fqn, torch.arange(self.rows))
-                    assert torch.equal(rows.weights, cut[fqn]), (entry.step, name)
-                    fields = [key for key in cut if key.startswith(f"{fqn} ")]
-                    assert len(rows.state) == len(fields)
-                    for key in fields:
-                        held = rows.state[key.partition(" ")[2]]
-                        assert torch.equal(held.view(-1), cut[key].view(-1)), (entry.step, key)
-                assert torch.equal(stored.dense["top.weight"], cut["top.weight"]), entry.step
+        super().check()
 
 
 @pytest.fixture
@@ -219,41 +169,17 @@ def test_what_is_on_its_way_does_not_change(chosen: bool) -> None:
     ids = torch.arange(0, rows, 3, device="cuda") if chosen else None
     kept = [each.cpu() if ids is None else each[ids].cpu() for each in (weights, state)]
 
-    blocks: list[bytearray] = []
-    arena: Any = SimpleNamespace(
-        shape=SimpleNamespace(block_bytes=16 << 20), block=lambda at: memoryview(blocks[at])
-    )
-    sent: list[Any] = []
-
-    def take() -> int:
-        blocks.append(bytearray(16 << 20))
-        return len(blocks) - 1
-
-    writer = BlockWriter(arena, block=take, send=lambda message, _: sent.append(message.rows))
-    box = Box(table="t", row_start=0, row_stop=rows, col_start=0, col_stop=COLUMNS)
-    cut = TableCut(
-        position=0, fqn="t", key="t", box=box, weights=weights, fields=(state,),
-        selection=RowSelection(all=ids is None, ids=ids),
-    )  # fmt: skip
+    arena = Arena(16 << 20)
+    writer = arena.writer()
+    cut = cut_of(weights, [state], selection=RowSelection(all=ids is None, ids=ids))
     torch.cuda._sleep(20_000_000)
     writer.table(cut)
     weights.fill_(7.0)
     state.fill_(7.0)
     writer.flush()
-    got = []
-    for batch in sent:
-        from deltashard_proto.arena_layout import sections
-
-        offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=[4 * COLUMNS, 4])
-        block = blocks[batch.block]
-        got.append(
-            [
-                torch.frombuffer(block, dtype=torch.float32, count=batch.rows * width, offset=batch.offset + at).view(-1)
-                for at, width in zip(offsets[1:], (COLUMNS, 1), strict=True)
-            ]
-        )  # fmt: skip
+    got = [arena.rows(batch, [weights, state])[1] for batch in arena.sent]
     for mine, before in zip(zip(*got, strict=True), kept, strict=True):
-        assert torch.equal(torch.cat(mine), before.view(-1))
+        assert torch.equal(torch.cat(mine), before)
     assert [part.device.type for part in parts_of(cut)] == ["cuda", "cuda"]
 
 
@@ -298,32 +224,20 @@ def test_a_model_that_moves_to_a_device(make: Any) -> None:
     assert not program.ckpt.stats.failures
 
 
-class Captured:
+class Captured(CopiedProgram):
     """A table and a layer whose whole step, or its gradients alone, are a CUDA graph."""
 
     def __init__(self, folder: Path, *, whole: bool) -> None:
-        self.folder, self.whole = folder, whole
+        self.whole = whole
         torch.manual_seed(1)
-        self.table = nn.Embedding(20_000, COLUMNS, device="cuda")
-        self.top = nn.Linear(COLUMNS, 1, device="cuda")
-        self.model = nn.ModuleDict({"table": self.table, "top": self.top})
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        table, top = nn.Embedding(20_000, COLUMNS, device="cuda"), nn.Linear(COLUMNS, 1, device="cuda")
         self.ids = torch.zeros((32, 4), dtype=torch.int64, device="cuda")
         self.graph = torch.cuda.CUDAGraph()
-        self.cuts: dict[int, torch.Tensor] = {}
-        self.ckpt = deltashard.Checkpointer(
-            self.model, self.optimizer, url=folder / "store", run="r", encoding="fp32", grace_s=None,
-            every_steps=5, arena_bytes=64 << 20, keep_last=100, on_event=self._tell,
-        )  # fmt: skip
-        self.ckpt.restore()
+        self.optimizer = torch.optim.SGD([table.weight, *top.parameters()], lr=0.1)
+        super().__init__(folder, {"table": table}, [self.optimizer], top, every_steps=5)
 
-    def _tell(self, name: str, facts: Any) -> None:
-        if name == "cut":
-            self.cuts[facts["step"]] = self.table.weight.detach().cpu()
-
-    def gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-        self.top(self.table(self.ids).sum(1)).square().mean().backward()
+    def backward(self) -> None:
+        self.top(self.tables["table"](self.ids).sum(1)).square().mean().backward()
 
     def draw(self) -> None:
         self.ids.copy_(torch.randint(20_000, self.ids.shape, device="cuda"))
@@ -331,7 +245,7 @@ class Captured:
     def warm_up(self) -> None:
         for _ in range(3):
             self.draw()
-            self.top(self.table(self.ids).sum(1)).square().mean().backward()
+            self.backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.ckpt.step()
@@ -340,16 +254,13 @@ class Captured:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.gradients_from_none()
+            self.backward()
+            self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(self.graph):
-            self.top(self.table(self.ids).sum(1)).square().mean().backward()
+            self.backward()
             if self.whole:
                 self.optimizer.step()
-
-    def gradients_from_none(self) -> None:
-        self.top(self.table(self.ids).sum(1)).square().mean().backward()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -361,17 +272,6 @@ class Captured:
             if not self.whole:
                 self.optimizer.step()
             self.ckpt.step()
-
-    def check(self) -> None:
-        from deltashard_checkpoint.log.commit_log import RunLog
-        from deltashard_checkpoint.stores.url import open_store
-
-        entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
-        assert max(entry.step for entry in entries.values()) > 10
-        for seq, entry in entries.items():
-            with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
-                weights = stored.rows("table.weight", torch.arange(20_000)).weights
-                assert torch.equal(weights, self.cuts[entry.step]), entry.step
 
 
 @needs_gpu
@@ -388,8 +288,9 @@ def test_replayed_graphs(
         program.capture()
         for _ in range(4):
             program.train(5)
-            ckpt._outcomes.drain(float("inf"))
+            program.settle()
         program.check()
+        assert max(program.cuts) > 10
         table = ckpt._program.tracking.by_key["table.weight"]
         assert table.tracker == "hashes"
         assert "gradients are dense" in table.reason

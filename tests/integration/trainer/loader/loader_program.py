@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from tests.integration.trainer.loader.loader_world import Program, World
 
+Make, Loop = Callable[[], Any], Callable[[Any, Any, World], Iterator[Any]]
+"""A loop, of a loader, perhaps another one, and the world, yields what to train on; a step follows each."""
+
 
 class Numbers(Dataset[Any]):
     """0..n-1, each with noise from the global generators if asked."""
@@ -36,129 +39,239 @@ def shuffled(n: int = 23, batch: int = 4, *, noisy: bool = False, **options: Any
     return DataLoader(Numbers(n, noisy=noisy), batch_size=batch, shuffle=True, **options)
 
 
-def loop(make: Callable[[], Any], **options: Any) -> Program:
-    """The plain loop."""
+def noisy(*sizes: int) -> Make:
+    return lambda: shuffled(*sizes, noisy=True)
+
+
+def over(data: Callable[[], Any] = Numbers, **options: Any) -> Make:
+    """A loader of such a dataset, in batches of four."""
+    return lambda: DataLoader(data(), batch_size=4, **options)
+
+
+def loop(make: Make, how: str = "for", other: Make | None = None, **options: Any) -> Program:
+    """`how` is a name in `LOOPS`."""
 
     def program(world: World) -> None:
         loader = world.wrap(make(), **options)
-        while True:
-            for batch in loader:
-                world.step(batch)
+        second = None if other is None else world.wrap(other(), "other")
+        for seen in LOOPS[how](loader, second, world):
+            world.step(seen)
 
     return program
 
 
-# Several loaders
-
-
-def zipped(world: World) -> None:
-    a, b = world.wrap(shuffled(noisy=True), "a"), world.wrap(shuffled(17, 3, noisy=True), "b")
+def _plain(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
     while True:
-        for pair in zip(a, b, strict=False):
-            world.step(*pair)
+        yield from loader
 
 
-def zipped_uneven(world: World) -> None:
-    b, a = world.wrap(shuffled(17, 5), "b"), world.wrap(shuffled(), "a")
+def _zipped(loader: Any, other: Any, _world: World) -> Iterator[Any]:
     while True:
-        for pair in zip(a, b, strict=False):
-            world.step(*pair)
+        yield from zip(loader, other, strict=False)
 
 
-def cycled(world: World) -> None:
-    a, b = world.wrap(shuffled(), "a"), world.wrap(shuffled(11, 3, noisy=True), "b")
-    second = iter(b)
+def _beginning_again(loader: Any) -> Iterator[Any]:
     while True:
-        for batch in a:
-            try:
-                other = next(second)
-            except StopIteration:
-                second = iter(b)
-                other = next(second)
-            world.step(batch, other)
+        batches = iter(loader)
+        while (batch := next(batches, None)) is not None:
+            yield batch
 
 
-def nested(world: World) -> None:
-    outer, inner = (
-        world.wrap(shuffled(12, 3, noisy=True), "outer"),
-        world.wrap(shuffled(7, 3, noisy=True), "inner"),
-    )
+def _cycled(loader: Any, other: Any, _world: World) -> Iterator[Any]:
+    second = _beginning_again(other)
     while True:
-        for batch in outer:
-            for each in inner:
-                world.step(batch, each)
+        for batch in loader:
+            yield batch, next(second)
 
 
-def alternated(world: World) -> None:
-    loaders = {"a": world.wrap(shuffled(), "a"), "b": world.wrap(shuffled(11, 3, noisy=True), "b")}
-    passes: dict[str, Iterator[Any]] = {}
+def _nested(loader: Any, other: Any, _world: World) -> Iterator[Any]:
     while True:
-        name = "ab"[world.steps.now % 2]
-        if name not in passes:
-            passes[name] = iter(loaders[name])
-        try:
-            batch = next(passes[name])
-        except StopIteration:
-            passes[name] = iter(loaders[name])
-            batch = next(passes[name])
-        world.step(name, batch)
+        yield from ((batch, each) for batch in loader for each in other)
 
 
-def one_generator(world: World) -> None:
-    generator = torch.Generator().manual_seed(3)
-    a = world.wrap(shuffled(generator=generator), "a")
-    b = world.wrap(shuffled(17, generator=generator), "b")
+def _alternated(loader: Any, other: Any, world: World) -> Iterator[Any]:
+    passes = _beginning_again(loader), _beginning_again(other)
     while True:
-        for pair in zip(a, b, strict=False):
-            world.step(*pair)
+        yield next(passes[world.steps.now % 2])
 
 
-# Around the loop
-
-
-def training_auc(world: World) -> None:
-    loader = world.wrap(shuffled(noisy=True))
+def _validated(loader: Any, other: Any, _world: World) -> Iterator[Any]:
+    """The training data are read once more after each epoch, or other data, whole and in part."""
+    held = other or loader
     for epoch in range(loader.epoch, 100):
         for batch in loader:
-            world.step(epoch, loader.epoch, batch)
-        assert list(loader)
-
-
-def validated(world: World) -> None:
-    loader, validation = world.wrap(shuffled(noisy=True)), world.wrap(shuffled(9), "validation")
-    for epoch in range(loader.epoch, 100):
-        for batch in loader:
-            world.step(epoch, batch)
-        assert list(validation)
-        for _ in validation:
+            yield epoch, loader.epoch, batch
+        assert list(held)
+        for _ in other or ():
             break
 
 
-def validated_first(world: World) -> None:
-    loader = world.wrap(shuffled(noisy=True))
+def _validated_first(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    """With loaders that are not wrapped."""
     inorder, mixed = DataLoader(Numbers(9), batch_size=4), shuffled(9)
     while True:
         assert list(inorder)
         assert list(mixed)
-        for batch in loader:
-            world.step(batch)
+        yield from loader
 
 
-def seeded_head(world: World) -> None:
-    loader = world.wrap(shuffled())
+def _drawn_head(loader: Any, _other: Any, _world: World, *, seeded: bool = False) -> Iterator[Any]:
     for epoch in range(loader.epoch, 100):
-        np.random.seed(7 + epoch)
+        if seeded:
+            np.random.seed(7 + epoch)
         negatives = np.random.permutation(50)[:5]
-        for batch in loader:
-            world.step(batch, negatives)
+        yield from ((batch, negatives) for batch in loader)
 
 
-def drawn_head(world: World) -> None:
-    loader = world.wrap(shuffled())
+def _accumulated(loader: Any, _other: Any, _world: World, *, flush: bool = False) -> Iterator[Any]:
     while True:
-        negatives = np.random.permutation(50)[:5]
+        batches: list[Any] = []
         for batch in loader:
-            world.step(batch, negatives)
+            batches.append(batch)
+            if len(batches) == 3:
+                yield batches
+                batches = []
+        if flush:
+            yield batches
+
+
+def _one_each(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    while True:
+        yield next(iter(loader))
+
+
+def _limited(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    while True:
+        for number, batch in enumerate(loader):
+            yield batch
+            if number == 2:
+                break
+
+
+def _by_delivered(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    while True:
+        for batch in loader:
+            yield batch
+            if loader.delivered == 4:
+                break
+
+
+def _islice(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    while True:
+        yield from itertools.islice(loader, 7)
+
+
+def _several_steps(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    while True:
+        yield from (batch for batch in loader for _ in range(2))
+
+
+def _ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    held: list[Any] = []
+    for batch in batches:
+        held.append(batch)
+        if len(held) > 2:
+            yield held.pop(0)
+    yield from held
+
+
+def _pipelined(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    while True:
+        yield from _ahead(loader)
+
+
+def _over_epochs(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    """A prefetcher that is in the next epoch before the last batch of this one is used."""
+    return _ahead(batch for _ in itertools.count() for batch in loader)
+
+
+def _by_thread(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    """Another thread asks for batches, two ahead."""
+    batches: queue.Queue[Any] = queue.Queue(maxsize=2)
+    ended = threading.Event()
+
+    def fetch() -> None:
+        for batch in loader:
+            while not ended.is_set():
+                with contextlib.suppress(queue.Full):
+                    batches.put(batch, timeout=0.05)
+                    break
+            if ended.is_set():
+                return
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    try:
+        while True:
+            yield batches.get(timeout=60)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _spare_iterators(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    """As a probe whether it can be iterated."""
+    iter(loader)
+    kept = iter(loader)
+    while True:
+        yield from loader
+        del kept
+        kept = iter(loader)
+
+
+def _peeked(loader: Any, other: Any, world: World) -> Iterator[Any]:
+    """A batch to initialise lazy modules with."""
+    next(iter(loader))
+    return _plain(loader, other, world)
+
+
+def _kept_and_given_again(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+    while True:
+        yield from itertools.cycle(loader)
+
+
+def _listed(loader: Any, _other: Any, world: World) -> Iterator[Any]:
+    batches = list(loader)
+    while True:
+        yield batches[world.steps.now % len(batches)] if batches else 0
+
+
+LOOPS: dict[str, Loop] = {
+    "for": _plain,
+    "zipped": _zipped,
+    "cycled": _cycled,
+    "nested": _nested,
+    "alternated": _alternated,
+    "validated": _validated,
+    "validated first": _validated_first,
+    "seeded head": lambda *loaders: _drawn_head(*loaders, seeded=True),
+    "drawn head": _drawn_head,
+    "accumulated": _accumulated,
+    "flushed": lambda *loaders: _accumulated(*loaders, flush=True),
+    "one each": _one_each,
+    "limited": _limited,
+    "by delivered": _by_delivered,
+    "islice": _islice,
+    "several steps": _several_steps,
+    "pipelined": _pipelined,
+    "pipeline over epochs": _over_epochs,
+    "prefetched by a thread": _by_thread,
+    "spare iterators": _spare_iterators,
+    "peeked": _peeked,
+    "itertools.cycle": _kept_and_given_again,
+    "a list of batches": _listed,
+}
+
+
+def one_generator(world: World) -> None:
+    """Of two loaders."""
+    generator = torch.Generator().manual_seed(3)
+    loop(lambda: shuffled(generator=generator), "zipped", lambda: shuffled(17, generator=generator))(world)
+
+
+def sharing_data(world: World) -> None:
+    data = Noise()
+    loop(over(lambda: data, shuffle=True), "zipped", over(lambda: data, shuffle=True))(world)
 
 
 def made_anew(world: World) -> None:
@@ -166,85 +279,6 @@ def made_anew(world: World) -> None:
         loader = world.wrap(shuffled(noisy=True), "train")
         for batch in loader:
             world.step(loader.epoch, batch)
-
-
-def accumulated(world: World) -> None:
-    loader = world.wrap(shuffled(40, 2))
-    while True:
-        batches = []
-        for batch in loader:
-            batches.append(batch)
-            if len(batches) == 3:
-                world.step(*batches)
-                batches = []
-
-
-def flushed(world: World) -> None:
-    loader = world.wrap(shuffled(40, 2))
-    while True:
-        batches = []
-        for batch in loader:
-            batches.append(batch)
-            if len(batches) == 3:
-                world.step(*batches)
-                batches = []
-        world.step(*batches)
-
-
-def one_each(world: World) -> None:
-    loader = world.wrap(shuffled(noisy=True))
-    while True:
-        world.step(next(iter(loader)))
-
-
-def limited(world: World) -> None:
-    loader = world.wrap(shuffled())
-    while True:
-        for number, batch in enumerate(loader):
-            world.step(batch)
-            if number == 2:
-                break
-
-
-def several_steps(world: World) -> None:
-    loader = world.wrap(shuffled())
-    while True:
-        for batch in loader:
-            world.step(batch)
-            world.step(batch)
-
-
-def _ahead(batches: Iterable[Any], count: int) -> Iterator[Any]:
-    queue: list[Any] = []
-    for batch in batches:
-        queue.append(batch)
-        if len(queue) > count:
-            yield queue.pop(0)
-    yield from queue
-
-
-def pipelined(world: World, *, said: bool = True) -> None:
-    loader = world.wrap(shuffled(60), pipelined=said)
-    while True:
-        for batch in _ahead(loader, 2):
-            world.step(batch)
-
-
-def pipelined_over(make: Callable[[], Any]) -> Program:
-    def program(world: World) -> None:
-        loader = world.wrap(make(), pipelined=True)
-        while True:
-            for batch in _ahead(loader, 2):
-                world.step(batch)
-
-    return program
-
-
-def pipelined_unsaid(world: World) -> None:
-    pipelined(world, said=False)
-
-
-# Below the loader
 
 
 class Own(Sampler[int]):
@@ -267,8 +301,7 @@ class Lazy(Own):
     """Draws as it is asked."""
 
     def __iter__(self) -> Iterator[int]:
-        for _ in range(self.n):
-            yield int(self.generator.integers(self.n))
+        yield from (int(self.generator.integers(self.n)) for _ in range(self.n))
 
 
 class Walk(Own):
@@ -281,7 +314,7 @@ class Walk(Own):
 
 
 class Noise(Numbers):
-    """Draws from a generator of its own for each sample."""
+    """Draws from generators of its own for each sample."""
 
     def __init__(self, n: int = 23) -> None:
         super().__init__(n)
@@ -295,55 +328,28 @@ class Noise(Numbers):
 class Counting(Numbers):
     """Its content depends on how often it was read, which no generator says."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
+    reads = 0
 
     def __getitem__(self, i: int) -> float:
-        self.reads += 1
-        return i + 1000.0 * self.reads
-
-
-class Negatives(Numbers):
-    """Drawn at the head of each epoch, by a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = np.random.default_rng(1)
-        self.negatives = np.zeros(50)
-
-    def __getitem__(self, i: int) -> float:
-        return i + float(self.negatives[i])
-
-
-def negatives(world: World) -> None:
-    data = Negatives()
-    loader = world.wrap(DataLoader(data, batch_size=4, shuffle=True))
-    while True:
-        data.negatives = data.generator.random(50)
-        for batch in loader:
-            world.step(batch)
+        self.reads += 1000
+        return float(i + self.reads)
 
 
 class Module:
-    """A generator that a dataset draws from, and that is no attribute of it."""
+    """A generator that samples are drawn from, and that is no attribute of the dataset."""
 
     def __init__(self) -> None:
         self.generator = np.random.default_rng(5)
 
-    def collate(self) -> Callable[[list[Any]], list[Any]]:
-        return lambda samples: [sample + self.generator.random() for sample in samples]
-
-
-def in_closure(world: World) -> None:
-    collate = Module().collate()
-    loop(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, collate_fn=collate))(world)
+    def loader(self) -> Any:
+        collate = lambda samples: [sample + self.generator.random() for sample in samples]  # noqa: E731
+        return over(shuffle=True, collate_fn=collate)()
 
 
 def in_state(world: World) -> None:
     module = Module()
     world.restore({"generator": module.generator})
-    loop(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, collate_fn=module.collate()))(world)
+    loop(module.loader)(world)
 
 
 class Stream(IterableDataset[Any]):
@@ -370,25 +376,12 @@ def stream_in_state(world: World) -> None:
     loop(lambda: DataLoader(stream, batch_size=4))(world)
 
 
-class Queue:
-    """A stream that cannot go back, as a consumer group of a broker."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            self.at += 1
-            yield self.at
-
-
 class PositionInAttribute:
     """What its iterator counts is an attribute, set back by iter(): TorchRec's random dataset."""
 
     def __init__(self, *, ends: bool = True) -> None:
-        self.batches = [
-            torch.randint(500, (8,), generator=torch.Generator().manual_seed(k)) for k in range(10)
-        ]
+        drawn = (torch.Generator().manual_seed(k) for k in range(10))
+        self.batches = [torch.randint(500, (8,), generator=each) for each in drawn]
         self.at, self.ends = 0, ends
 
     def __iter__(self) -> PositionInAttribute:
@@ -405,8 +398,8 @@ class PositionInAttribute:
 class Holder:
     """A dataset around such an iterator."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, *, ends: bool = True) -> None:
+        self.inner = PositionInAttribute(ends=ends)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.inner)
@@ -424,111 +417,13 @@ class Buffered(IterableDataset[Any]):
         yield from buffer
 
 
-def sampled(kind: type[Own], **options: Any) -> Program:
-    noisy = not options.get("num_workers")
-    return loop(lambda: DataLoader(Numbers(noisy=noisy), batch_size=4, sampler=kind(), **options))
-
-
-def sharing_data(world: World) -> None:
-    data = Noise()
-    a = world.wrap(DataLoader(data, batch_size=4, shuffle=True), "a")
-    b = world.wrap(DataLoader(data, batch_size=4, shuffle=True), "b")
-    while True:
-        for pair in zip(a, b, strict=False):
-            world.step(*pair)
-
-
-# Habits of frameworks and scripts
-
-
-def spare_iterators(world: World) -> None:
-    """As a probe whether it can be iterated."""
-    loader = world.wrap(shuffled(noisy=True))
-    iter(loader)
-    kept = iter(loader)
-    while True:
-        for batch in loader:
-            world.step(batch)
-        del kept
-        kept = iter(loader)
-
-
-def peeked(world: World) -> None:
-    """A batch to initialise lazy modules with."""
-    loader = world.wrap(shuffled())
-    next(iter(loader))
-    while True:
-        for batch in loader:
-            world.step(batch)
-
-
-def cycled_by_itertools(world: World) -> None:
-    for batch in itertools.cycle(world.wrap(shuffled())):
-        world.step(batch)
-
-
-def listed(world: World) -> None:
-    batches = list(world.wrap(shuffled()))
-    while True:
-        world.step(batches[world.steps.now % len(batches)] if batches else 0)
-
-
-def islice_of(world: World) -> None:
-    loader = world.wrap(shuffled(60))
-    while True:
-        for batch in itertools.islice(loader, 7):
-            world.step(batch)
-
-
-def by_delivered(world: World) -> None:
-    loader = world.wrap(shuffled(60))
-    while True:
-        for batch in loader:
-            world.step(batch)
-            if loader.delivered == 4:
-                break
-
-
-def pipeline_over_epochs(world: World) -> None:
-    """A prefetcher that is in the next epoch before the last batch of this one is used."""
-    loader = world.wrap(shuffled(20), pipelined=True)
-    for batch in _ahead((batch for _ in itertools.count() for batch in loader), 2):
-        world.step(batch)
-
-
-def prefetched_by_thread(world: World) -> None:
-    """Another thread asks for batches, two ahead."""
-    loader = world.wrap(list(range(200)), pipelined=True)
-    batches: queue.Queue[Any] = queue.Queue(maxsize=2)
-    over = threading.Event()
-
-    def fetch() -> None:
-        for batch in loader:
-            while not over.is_set():
-                with contextlib.suppress(queue.Full):
-                    batches.put(batch, timeout=0.05)
-                    break
-            if over.is_set():
-                return
-
-    thread = threading.Thread(target=fetch)
-    thread.start()
-    try:
-        while True:
-            world.step(batches.get(timeout=60))
-    finally:
-        over.set()
-        thread.join()
-
-
 class Raises(DataLoader):  # type: ignore[type-arg]
     """Has the protocol and does not keep it: accelerate's loader around a plain one."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *_: Any) -> dict[str, Any]:
         raise AttributeError("no base dataloader")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AttributeError("no base dataloader")
+    load_state_dict = state_dict
 
 
 class OneAhead(DataLoader):  # type: ignore[type-arg]
@@ -544,31 +439,31 @@ class OneAhead(DataLoader):  # type: ignore[type-arg]
 
 
 EXACT: dict[str, Program] = {
-    "plain": loop(lambda: shuffled(noisy=True)),
+    "plain": loop(noisy()),
     "list": loop(lambda: [torch.tensor(i) for i in range(6)]),
-    "zipped": zipped,
-    "zipped uneven": zipped_uneven,
-    "cycled": cycled,
-    "nested": nested,
-    "alternated": alternated,
+    "zipped": loop(noisy(), "zipped", noisy(17, 3)),
+    "zipped uneven": loop(shuffled, "zipped", lambda: shuffled(17, 5)),
+    "cycled": loop(shuffled, "cycled", noisy(11, 3)),
+    "nested": loop(noisy(12, 3), "nested", noisy(7, 3)),
+    "alternated": loop(shuffled, "alternated", noisy(11, 3)),
     "one generator": one_generator,
-    "training auc": training_auc,
-    "validated": validated,
-    "validated first": validated_first,
-    "seeded head": seeded_head,
+    "training auc": loop(noisy(), "validated"),
+    "validated": loop(noisy(), "validated", lambda: shuffled(9)),
+    "validated first": loop(noisy(), "validated first"),
+    "seeded head": loop(shuffled, "seeded head"),
     "made again": made_anew,
-    "accumulated": accumulated,
-    "flushed": flushed,
-    "one each": one_each,
-    "by delivered": by_delivered,
-    "spare iterators": spare_iterators,
-    "pipelined": pipelined,
-    "pipeline over epochs": pipeline_over_epochs,
-    "prefetched by a thread": prefetched_by_thread,
-    "position in an attribute": loop(lambda: Holder(PositionInAttribute())),
-    "position in an attribute, pipelined": pipelined_over(lambda: Holder(PositionInAttribute(ends=False))),
-    "own sampler": sampled(Own),
-    "own noise": loop(lambda: DataLoader(Subset(Noise(), range(19)), batch_size=4, shuffle=True)),
+    "accumulated": loop(lambda: shuffled(40, 2), "accumulated"),
+    "flushed": loop(lambda: shuffled(40, 2), "flushed"),
+    "one each": loop(noisy(), "one each"),
+    "by delivered": loop(lambda: shuffled(60), "by delivered"),
+    "spare iterators": loop(noisy(), "spare iterators"),
+    "pipelined": loop(lambda: shuffled(60), "pipelined", pipelined=True),
+    "pipeline over epochs": loop(lambda: shuffled(20), "pipeline over epochs", pipelined=True),
+    "prefetched by a thread": loop(lambda: list(range(200)), "prefetched by a thread", pipelined=True),
+    "position in an attribute": loop(Holder),
+    "position in an attribute, pipelined": loop(lambda: Holder(ends=False), "pipelined", pipelined=True),
+    "own sampler": loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Own())),
+    "own noise": loop(over(lambda: Subset(Noise(), range(19)), shuffle=True)),
     "sharing data": sharing_data,
     "generator in state=": in_state,
     "stream in state=": stream_in_state,
@@ -577,19 +472,19 @@ EXACT: dict[str, Program] = {
 """Resume bit-exactly at any step without a warning, but for the first steps of all."""
 
 TOLD: dict[str, tuple[Program, str]] = {
-    "peeked": (peeked, ""),
-    "drawn head": (drawn_head, "were drawn between restore() and the first batch"),
-    "limited": (limited, "Count with loader.delivered"),
-    "islice": (islice_of, "Count with loader.delivered"),
-    "several steps": (several_steps, "without a new batch"),
-    "itertools.cycle": (cycled_by_itertools, "without a new batch"),
-    "a list of batches": (listed, "without a new batch"),
-    "pipelined, not declared": (pipelined_unsaid, "pipelined=True"),
-    "walk sampler": (sampled(Walk), "order"),
-    "lazy sampler": (sampled(Lazy), ""),
+    "peeked": (loop(shuffled, "peeked"), ""),
+    "drawn head": (loop(shuffled, "drawn head"), "were drawn between restore() and the first batch"),
+    "limited": (loop(shuffled, "limited"), "Count with loader.delivered"),
+    "islice": (loop(lambda: shuffled(60), "islice"), "Count with loader.delivered"),
+    "several steps": (loop(shuffled, "several steps"), "without a new batch"),
+    "itertools.cycle": (loop(shuffled, "itertools.cycle"), "without a new batch"),
+    "a list of batches": (loop(shuffled, "a list of batches"), "without a new batch"),
+    "pipelined, not declared": (loop(lambda: shuffled(60), "pipelined"), "pipelined=True"),
+    "walk sampler": (loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Walk())), "order"),
+    "lazy sampler": (loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Lazy())), ""),
     "buffered": (loop(lambda: DataLoader(Buffered(), batch_size=2)), "a generator of its own"),
-    "counting": (loop(lambda: DataLoader(Counting(), batch_size=4, shuffle=True)), "their content is not"),
-    "closure": (in_closure, "their content is not"),
+    "counting": (loop(over(Counting, shuffle=True)), "their content is not"),
+    "closure": (loop(lambda: Module().loader()), "their content is not"),
     "state_dict raises": (
         loop(lambda: Raises(Numbers(), batch_size=4, shuffle=True)),
         "batches are counted instead",
@@ -598,7 +493,7 @@ TOLD: dict[str, tuple[Program, str]] = {
 """Resume bit-exactly, or with a warning that has these words."""
 
 WORKERS: dict[str, Program] = {
-    "own sampler, workers": sampled(Own, num_workers=1),
+    "own sampler, workers": loop(lambda: DataLoader(Numbers(), batch_size=4, sampler=Own(), num_workers=1)),
     "persistent workers": loop(lambda: shuffled(num_workers=1, persistent_workers=True)),
     "noise in workers": loop(lambda: shuffled(noisy=True, num_workers=2)),
 }

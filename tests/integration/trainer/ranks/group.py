@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 from deltashard.errors import DeltashardError
-from deltashard.group import meeting, order
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-
-from tests.support.eventually import eventually
 
 ROWS, DIM, BATCH = 900, 8, 4
 
@@ -238,83 +234,11 @@ def periodic(rank: int, workdir: Path, until: str, every: str) -> Any:
     return {"commits": commits}
 
 
-def pinned(rank: int, workdir: Path) -> Any:
-    """Saves with a pin are of that very step, and all ranks must ask for them."""
-    program = Program(rank, workdir)
-    program.ckpt.restore()
-    handles = {}
-    for step in program.steps():
-        if step == 6:
-            handles["all"] = program.ckpt.save(pin="all", metadata={"auc": 0.5})
-            handles["all"].wait(60)
-        if step == 9 and rank == 1:
-            handles["one"] = program.ckpt.save(pin="one")
-            assert handles["one"].done, "it is known by now that the others do not come"
-        if step == 12 and rank == 1:
-            handles["after"] = program.ckpt.save()
-        if step > 12 and agreed("after" not in handles or handles["after"].cut is not None):
-            break
-        assert step < 2000
-    program.ckpt.close()
-    return {
-        name: [handle.step, None if handle.error is None else str(handle.error)]
-        for name, handle in handles.items()
-    }
-
-
-def late(rank: int, workdir: Path) -> Any:
-    """Rank 0 takes the cut that rank 1 asked for within its own `step()`, and asks for it when rank 1 is gone on."""
-    order.AHEAD_S = 0.0  # a limit is the next step
-    program = Program(rank, workdir)
-    program.ckpt.restore()
-    end_step, there = program.ckpt.step, workdir / "gone-on"
-
-    def step() -> None:
-        if rank == 0 and program.ckpt.steps == 2:
-            eventually(lambda: program.ckpt._wiring.conductor._orders.due == (1, 3), "the order of rank 1")
-        end_step()
-
-    program.ckpt.step = step
-    for number in program.steps():
-        if number == 3:
-            if rank == 0:
-                eventually(there.exists, "rank 1 to go on")
-            before = program.ckpt.stats.cuts
-            handle = program.ckpt.save()
-            commit = handle.wait(100)
-            there.touch()
-        if number == 6:
-            break
-    program.ckpt.close()
-    return {"cut before": before, "saved": [handle.step, commit.seq, commit.step]}
-
-
 def agreed(here: bool) -> bool:
     """Whether it is so on all ranks, whose news comes at different steps."""
     said = torch.tensor([int(here)])
     dist.all_reduce(said, dist.ReduceOp.MIN)
     return bool(said.item())
-
-
-def sidecar_killed(rank: int, workdir: Path, until: str) -> Any:
-    """The sidecar dies after the first commit; training goes on, and so do saves."""
-    program = Program(rank, workdir)
-    program.ckpt.restore()
-    for step in program.steps():
-        if step == 4:
-            program.ckpt.save().wait(60)
-            before = program.ckpt.sidecar_pid
-            dist.barrier()
-            if rank == 0:
-                os.kill(before, signal.SIGKILL)
-        if step == int(until):
-            break
-    program.ckpt.close()
-    return {
-        "state": program.state(),
-        "commits": program.ckpt.stats.commits,
-        "moved": program.ckpt.sidecar_pid != before,
-    }
 
 
 def terminated(rank: int, workdir: Path) -> Any:
@@ -327,45 +251,8 @@ def terminated(rank: int, workdir: Path) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stopped(rank: int, workdir: Path) -> Any:
-    """A rank that does not answer: no save, and training goes on; later saves are whole again."""
-    from deltashard.group import conductor
-
-    conductor.ANSWER_S = 1.0
-    program = Program(rank, workdir)
-    program.ckpt.restore()
-    orders = program.ckpt._wiring.conductor
-    answers, mute = orders._why_not, threading.Event()
-
-    def after_a_while(urgent: bool) -> str:
-        mute.wait(30)  # until another rank has given the order up
-        return answers(urgent)
-
-    handle = None
-    for step in program.steps():
-        if step == 4:
-            program.ckpt.save().wait(60)
-            before = orders.off
-            orders._why_not = after_a_while if rank == 1 else answers
-        if step == 6:
-            handle = program.ckpt.save()
-        # Both ranks know alike, and go on alike: another rank has seen it off, and then both have saved.
-        seen = torch.tensor(
-            [int(rank == 0 and orders.off > before) if step > 6 else 0, int(bool(handle and handle.done))]
-        )
-        dist.all_reduce(seen)
-        if seen[0].item():
-            mute.set()
-        if seen[1].item() == 2:
-            break
-    program.ckpt.close()
-    return {"committed": handle.commit.step, "off": mute.is_set()}
-
-
 def disagreeing(rank: int, workdir: Path, what: str) -> Any:
     """Ranks that are not of one training: a sentence on each of them."""
-    if what == "missing":
-        meeting.MEET_S = 4.0
     options: dict[str, Any] = {"url": workdir / "store", "run": "group"}
     torch.manual_seed(rank if what == "replicas" else 0)
     model: nn.Module = Net(ROWS + (rank if what == "model" else 0))
@@ -374,14 +261,9 @@ def disagreeing(rank: int, workdir: Path, what: str) -> Any:
         options |= {"run": "another"} if what == "run" else {"encoding": "q4"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = deltashard.Checkpointer(model, optimizer, **options)
-    if what == "missing" and rank == 1:
-        dist.barrier()
-        return {}
     try:
         ckpt.restore(which="none" if what == "call" and rank == 1 else "latest")
     finally:
-        if what == "missing":
-            dist.barrier()
         ckpt.close()
     return {}
 

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 from deltashard.attach.launcher import normal_url, runtime_dir
-from deltashard.errors import SaveFailed
 from deltashard.group import conductor
 from deltashard_checkpoint import crash_point
 from torch import nn
 
+from tests.integration.trainer.ranks.group import agreed
 from tests.support.eventually import eventually
 
 TABLES, ROWS, DIM = 4, 200, 4
@@ -118,13 +118,6 @@ class Life:
             self.ckpt.step()
             yield step
         raise AssertionError(f"{MOST_STEPS} steps, and {self.commits} commits")
-
-
-def agreed(here: bool) -> bool:
-    """Whether it is so on all ranks, whose news comes at different steps."""
-    said = torch.tensor([int(here)])
-    dist.all_reduce(said, dist.ReduceOp.MIN)
-    return bool(said.item())
 
 
 def _settle(rank: int, nodes: int, first: int = 0) -> None:
@@ -251,27 +244,3 @@ def unlike(rank: int, workdir: Path) -> Any:
             break
     life.ckpt.close()
     return {"off": orders.off}
-
-
-def store(rank: int, workdir: Path, url: str) -> Any:
-    """The store is well, slow, hangs, is back, and goes for good, as the test has it; so many steps of each at least."""
-    life = Life(rank, workdir, url=url, every_steps=12)
-    life.restore()
-    found = {}
-    for phase in ("well", "slow", "hangs", "back", "gone"):
-        eventually((workdir / phase).exists, phase)
-        before, begun = life.commits, life.ckpt.steps
-        for step in life.steps():
-            time.sleep(0.002)
-            commits = 2 if phase in ("well", "slow", "back") else 0
-            if agreed(step >= begun + 60 and life.commits >= before + commits):
-                break
-        # What was durable before is told of later. Of what was cut since, nothing is while the store hangs.
-        found[phase] = sum(step > begun for step in life.committed)
-        dist.barrier()
-        (workdir / f"{phase}-over").touch()
-    try:
-        life.ckpt.close(deadline_s=5)
-    except SaveFailed as error:
-        found["close"] = str(error)
-    return found

@@ -65,33 +65,6 @@ def test_all_ranks_cut_at_the_step_that_was_asked_for(run: Run, tmp_path: Path) 
     assert dict(first["commits"]) == commits(tmp_path)
 
 
-def test_a_pinned_save_is_of_its_step_and_all_ranks_ask_for_it(run: Run, tmp_path: Path) -> None:
-    zero, one = run(tmp_path, 2, "pinned")
-    assert zero["all"] == one["all"] == [6, None]
-    assert one["after"][1] is None  # what could not be had does not stand in the way of others
-    assert "step 9 was not cut, because the ranks did not all ask for it after the same step" in one["one"][1]
-    assert "rank 0" in one["one"][1] or "ranks 0" in one["one"][1], "the one that did not come is named"
-    with open_store((tmp_path / "store").as_uri()) as store:
-        state = RunLog(store, "group").refresh()
-    assert {pin for entry in state.checkpoints.values() for pin in entry.pins} == {"all"}
-
-
-def test_a_save_is_the_cut_that_all_ranks_took_at_its_step(run: Run, tmp_path: Path) -> None:
-    """Whoever comes to its `save()` after that cut asks for no other one, for which the rest would not come."""
-    zero, one = run(tmp_path, 2, "late")
-    assert [zero["cut before"], one["cut before"]] == [1, 0]
-    assert zero["saved"] == one["saved"] == [3, 2, 3]
-    assert commits(tmp_path) == {2: 3, 3: 6}
-
-
-def test_a_sidecar_that_dies_takes_no_rank_with_it(run: Run, tmp_path: Path) -> None:
-    whole = run(tmp_path / "plain", 2, "plain", until=40)
-    found = run(tmp_path / "ckpt", 2, "sidecar_killed", until=40)
-    for rank in range(2):
-        assert found[rank]["state"] == whole[rank]["state"]
-    assert max(commits(tmp_path / "ckpt").values()) == 40
-
-
 def test_sigterm_saves_one_step_of_all_ranks(run: Run, tmp_path: Path) -> None:
     assert run(tmp_path, 2, "terminated") == [None, None]
     codes = json.loads((tmp_path / "codes").read_text())
@@ -100,12 +73,6 @@ def test_sigterm_saves_one_step_of_all_ranks(run: Run, tmp_path: Path) -> None:
     reached = [int((tmp_path / f"step-{rank}").read_text()) for rank in range(2)]
     assert len(set(reached)) == 1  # each ended within the step() after this one
     assert max(found.values()) == reached[0] + 1
-
-
-def test_a_rank_that_does_not_answer_holds_nobody(run: Run, tmp_path: Path) -> None:
-    zero, one = run(tmp_path, 2, "stopped")
-    assert zero["committed"] == one["committed"]
-    assert zero["off"]
 
 
 def test_what_all_ranks_hold_survives_the_rank_that_saves_it(run: Run, tmp_path: Path) -> None:
@@ -119,15 +86,6 @@ def test_what_all_ranks_hold_survives_the_rank_that_saves_it(run: Run, tmp_path:
         assert back[rank]["begun"] == held
         assert back[rank]["seen"] == plain[rank]["seen"][9 * 4 :]  # no sample twice, none skipped
         assert (back[rank]["scheduler"], back[rank]["committed"]) == (12, 12)
-
-
-def test_another_world_goes_on_from_the_same_step(run: Run, tmp_path: Path) -> None:
-    """4 -> 2 -> 3 -> 1 ranks: weights and optimizer state are there, whoever saved them; what is not is said."""
-    run(tmp_path, 4, "resumed", until=8)
-    for world, before, until in ((2, 8, 12), (3, 12, 15), (1, 15, 18)):
-        for rank in run(tmp_path, world, "resumed", until=until, weights_only="yes"):
-            assert rank["restored"]["step"] == rank["resumed_at"] == before
-    assert max(commits(tmp_path).values()) == 18
 
 
 @pytest.mark.parametrize("data", ["dealt", "sampled", "shared"])
@@ -192,13 +150,6 @@ def test_ranks_that_are_not_of_one_training_are_told_so(
         assert said["remedy"]
     if (tmp_path / "store").exists():
         assert commits(tmp_path) == {}
-
-
-def test_a_missing_rank_is_named(run: Run, tmp_path: Path) -> None:
-    zero, _ = run(tmp_path, 2, "disagreeing", what="missing")
-    assert zero["error"] == "RanksDiffer"
-    assert "no word of ranks 1" in zero["what"]
-    assert "call it on every rank" in zero["remedy"]
 
 
 def test_ranks_that_end_at_different_steps_are_told_so(run: Run, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch.distributed as dist
 from deltashard.errors import RanksDiffer
 from deltashard.group import meeting
-from deltashard.group.group_store import GroupStore
 from deltashard.group.meeting import Meeting
 
 
@@ -30,17 +28,6 @@ def meet(world: int) -> list[Meeting]:
         return list(ranks.map(lambda rank: Meeting(rank, world, b"I am %d" % rank), range(world)))
 
 
-def test_all_say_their_word_and_hear_rank_0() -> None:
-    zero, *others = meet(3)
-    assert zero.words == [b"I am 0", b"I am 1", b"I am 2"]
-    assert {each.name for each in others} == {zero.name}
-    zero.tell("x", b"\0y")
-    assert [each.hear("x", 5) for each in others] == [b"\0y"] * 2
-    for each in (zero, *others):
-        each.answer("z", b"%d" % each.rank)
-    assert zero.answers("z", 5) == [b"0", b"1", b"2"]
-
-
 def test_keys_of_an_older_life_are_no_ranks() -> None:
     """Its hello is welcomed in vain, its welcome is nobody's, and what was told there is not heard here."""
     old = meet(2)
@@ -50,22 +37,6 @@ def test_keys_of_an_older_life_are_no_ranks() -> None:
     assert new[0].name == new[1].name
     new[0].tell("open/1", b"new")
     assert new[1].hear("open/1", 5) == b"new"
-
-
-def test_a_hello_of_an_older_life_does_not_make_a_meeting() -> None:
-    GroupStore("deltashard/").put("hello/1/1", b"0123\nold")
-    begun = threading.Event()
-
-    def rank_0() -> Meeting:
-        begun.set()
-        return Meeting(0, 2, b"zero")
-
-    with ThreadPoolExecutor(1) as other:
-        zero = other.submit(rank_0)
-        begun.wait(5)
-        one = Meeting(1, 2, b"new")
-        assert zero.result(30).words == [b"zero", b"new"]
-        assert zero.result().name == one.name
 
 
 def test_any_rank_gives_the_others_of_what_it_has_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Both sets of kernels serve every test that asks for `kernel_set`; the slow yardsticks come from bench/."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small helpers of the codec tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Decode fused with scatter equals decode, then scatter; hostile sections and positions are refused before any write."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from deltashard_checkpoint.codecs.decoder import decode_rows, decode_scatter, scatter
@@ -12,6 +10,8 @@ from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
 from tests.unit.checkpoint.codecs.support import odd_rows, store
+
+ONES = np.ones((2, 2), np.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,59 +50,36 @@ def test_narrow_dtypes_get_the_nearest_value(kernel_set):
 @pytest.mark.parametrize("encoding", ["q4", "fp32"])
 def test_positions_outside_the_target_write_nothing(kernel_set, encoding, rows):
     stored = store(encoding, np.ones((2, 8), np.float32))
-    out = np.zeros((4, 8), np.float32)
-    positions = np.array(rows, np.int64)
+    out, positions = np.zeros((4, 8), np.float32), np.array(rows, np.int64)
     with pytest.raises(CorruptObject, match="row position"):
         decode_scatter(ENCODINGS[encoding], *stored.sections, 0, out=out, rows=positions)
     assert not out.any()
     with pytest.raises(CorruptObject, match="row position"):
         scatter(np.ones(2, np.float32), out=out[:, 0].copy(), rows=positions)
-    decode_scatter(
-        ENCODINGS[encoding],
-        *stored.sections,
-        0,
-        out=out,
-        rows=positions,
-        take=(positions >= 0) & (positions < 4),
-    )
+    inside = (positions >= 0) & (positions < 4)
+    decode_scatter(ENCODINGS[encoding], *stored.sections, 0, out=out, rows=positions, take=inside)
     assert (out[0] == (1 if rows[0] == 0 else out[0])).all()
 
 
-def test_wrong_sections_are_corrupt(kernel_set):
-    x = np.random.default_rng(0).normal(0, 1, (9, 7)).astype(np.float32)
-    for encoding in ENCODINGS:
-        sections = [s.tobytes() for s in store(encoding, x).sections]
+def test_wrong_sections_are_corrupt_and_any_bytes_decode_to_something(kernel_set):
+    rng = np.random.default_rng(0)
+    x = rng.normal(0, 1, (9, 7)).astype(np.float32)
+    for encoding in ENCODINGS.values():
+        sections = [s.tobytes() for s in store(encoding.name, x).sections]
         for k in range(3):
-            for wrong in (sections[k][:-1], sections[k] + b"\0"):
-                if wrong == sections[k]:
-                    continue
-                bad = [*sections[:k], wrong, *sections[k + 1 :]]
+            for wrong in {sections[k][:-1], sections[k] + b"\0"} - {sections[k]}:
                 with pytest.raises(CorruptObject, match="expected"):
-                    decode_rows(ENCODINGS[encoding], *bad, 0, rows=9, columns=7)
-    with pytest.raises(CorruptObject, match="exponent"):
-        decode_rows(ENCODINGS["q4"], *store("q4", x).sections, 200, rows=9, columns=7)
-    with pytest.raises(CorruptObject, match="exponent"):
-        decode_rows(ENCODINGS["q8"], *store("q8", x).sections, 1, rows=9, columns=7)
+                    decode_rows(encoding, *sections[:k], wrong, *sections[k + 1 :], 0, rows=9, columns=7)
+        hostile = [rng.integers(0, 256, s, dtype=np.uint8) for s in section_bytes(encoding, 50, 9)]
+        assert decode_rows(encoding, *hostile, 0, rows=50, columns=9).shape == (50, 9)
+    for name, exponent in (("q4", 200), ("q8", 1)):
+        with pytest.raises(CorruptObject, match="exponent"):
+            decode_rows(ENCODINGS[name], *store(name, x).sections, exponent, rows=9, columns=7)
+    out, rows = np.zeros((9, 4), np.float32), np.arange(9)
     with pytest.raises(EncodingError, match="columns"):
         decode_scatter(
-            ENCODINGS["q8"],
-            *store("q8", x).sections,
-            0,
-            out=np.zeros((9, 4), np.float32),
-            rows=np.arange(9),
-            columns=7,
-            first_column=4,
+            ENCODINGS["q8"], *store("q8", x).sections, 0, out=out, rows=rows, columns=7, first_column=4
         )
-
-
-def test_any_section_bytes_decode_to_something(kernel_set):
-    """Random sections (hostile scales included) neither crash nor write elsewhere."""
-    rng = np.random.default_rng(0)
-    for encoding in ENCODINGS:
-        sections = [
-            rng.integers(0, 256, s, dtype=np.uint8) for s in section_bytes(ENCODINGS[encoding], 50, 9)
-        ]
-        assert decode_rows(ENCODINGS[encoding], *sections, 0, rows=50, columns=9).shape == (50, 9)
 
 
 def test_side_lists_are_checked():
@@ -118,10 +95,9 @@ def test_side_lists_are_checked():
             read_exceptions(np.frombuffer(bad, np.uint8), 5, 3)
 
 
-def test_fields_scatter_row_wise_and_point_wise(kernel_set):
+def test_fields_are_scattered_row_wise_and_point_wise_and_converted_between_float_dtypes(kernel_set):
     rng = np.random.default_rng(0)
-    rows = np.array([7, 0, 3], np.int64)
-    take = np.array([True, False, True])
+    rows, take = np.array([7, 0, 3], np.int64), np.array([True, False, True])
     for dtype in (np.float32, np.float64, np.int64, np.uint8, np.float16):
         for shape in ((3,), (3, 5)):
             values = (100 * rng.random(shape)).astype(dtype)
@@ -130,36 +106,28 @@ def test_fields_scatter_row_wise_and_point_wise(kernel_set):
             expected[rows[take]] = values[take]
             scatter(values, out=out, rows=rows, take=take)
             assert out.tobytes() == expected.tobytes()
-
-
-def test_fields_convert_between_float_dtypes(kernel_set):
-    wide = np.random.default_rng(0).normal(0, 1, (3, 4)).astype(np.float32)
+    wide = rng.normal(0, 1, (3, 4)).astype(np.float32)
     half = narrowed(wide, "bfloat16")
-    rows = np.array([2, 0, 1], np.int64)
-    out = np.zeros((3, 4), np.float32)
+    out, back = np.zeros((9, 4), np.float32), np.zeros((9, 4), np.uint16)
     scatter(half, out=out, rows=rows, values_dtype="bfloat16")
     assert (out[rows] == widened(half, "bfloat16")).all()
-    back = np.zeros((3, 4), np.uint16)
     scatter(wide, out=back, rows=rows, dtype="bfloat16")
     assert (back[rows] == half).all()
 
 
-def test_fields_of_the_wrong_form_are_refused():
-    with pytest.raises(EncodingError, match="into"):
-        scatter(np.ones((2, 3), np.float32), out=np.zeros((4, 2), np.float32), rows=np.arange(2))
-    with pytest.raises(EncodingError, match="for 3 rows"):
-        scatter(np.ones(2, np.float32), out=np.zeros(4, np.float32), rows=np.arange(3))
-    with pytest.raises(EncodingError, match="int64"):
-        scatter(np.ones(2, np.float32), out=np.zeros(4, np.float32), rows=np.arange(2, dtype=np.int32))
-    with pytest.raises(EncodingError, match="take"):
-        scatter(
-            np.ones(2, np.float32), out=np.zeros(4, np.float32), rows=np.arange(2), take=np.ones(3, np.bool_)
-        )
-    with pytest.raises(EncodingError, match="weight dtype"):
-        scatter(np.ones(2, np.int32), out=np.zeros(4, np.float32), rows=np.arange(2))
-    frozen = np.zeros((4, 2), np.float32)
-    frozen.flags.writeable = False
-    with pytest.raises(EncodingError, match="writable"):
-        scatter(np.ones((2, 2), np.float32), out=frozen, rows=np.arange(2))
-    with pytest.raises(EncodingError, match="rows contiguous"):
-        scatter(np.ones((2, 2), np.float32), out=np.zeros((4, 4), np.float32)[:, ::2], rows=np.arange(2))
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("into", {"values": np.ones((2, 3), np.float32)}),
+        ("for 3 rows", {"rows": np.arange(3)}),
+        ("int64", {"rows": np.arange(2, dtype=np.int32)}),
+        ("take", {"take": np.ones(3, np.bool_)}),
+        ("weight dtype", {"values": np.ones((2, 2), np.int32)}),
+        ("writable", {"out": np.broadcast_to(np.float32(0), (4, 2))}),
+        ("rows contiguous", {"out": np.zeros((4, 4), np.float32)[:, ::2]}),
+    ],
+)
+def test_fields_of_the_wrong_form_are_refused(what, changes):
+    given = {"values": ONES, "out": np.zeros((4, 2), np.float32), "rows": np.arange(2), **changes}
+    with pytest.raises(EncodingError, match=what):
+        scatter(given.pop("values"), **given)

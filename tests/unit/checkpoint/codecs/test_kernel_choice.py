@@ -1,7 +1,5 @@
 """Native kernels equal numpy's bit for bit, at every instruction set; the choice between them."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
@@ -108,7 +106,6 @@ def test_hashes_are_equal_bit_for_bit(level):
 
 
 def test_gathers_and_flags_are_equal_at_every_instruction_set(level):
-    """Small and large gathers, and one pass over flags of an odd number of rows."""
     rng = np.random.default_rng(3)
     for n, width in ((70, 4), (70, 100), (6001, 256)):
         values = rng.integers(0, 256, (n, width), dtype=np.uint8)
@@ -131,13 +128,10 @@ def test_gathers_and_flags_are_equal_at_every_instruction_set(level):
     assert (found[0] == found[1]).all()
 
 
-def test_an_unknown_choice_is_refused(monkeypatch):
+def test_an_unknown_choice_and_forced_native_kernels_that_are_missing_are_refused(monkeypatch):
     monkeypatch.setenv(kernel_choice.VARIABLE, "cuda")
     with pytest.raises(UserError, match="cuda"):
         kernel_choice.active.__wrapped__()
-
-
-def test_forced_native_kernels_that_are_missing_are_an_error(monkeypatch):
     monkeypatch.setenv(kernel_choice.VARIABLE, "native")
     monkeypatch.setitem(sys.modules, "deltashard_checkpoint.codecs.native_kernel", None)
     monkeypatch.delattr("deltashard_checkpoint.codecs.native_kernel", raising=False)

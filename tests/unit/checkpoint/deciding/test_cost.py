@@ -1,7 +1,5 @@
 """Measures are the moments of their samples; a recorded profile is read back, or refused and nothing else."""
 
-from __future__ import annotations
-
 import json
 import statistics
 
@@ -29,15 +27,9 @@ def measure(values: list[float]) -> Measure:
 
 
 measures = st.lists(finite, max_size=40).map(measure)
+KINDS = ("save", "stall", "durable", "restore", "reschedule")
 profiles = st.builds(
-    Profile,
-    key=st.text(max_size=200),
-    step_s=st.floats(0, 1e4),
-    save=measures,
-    stall=measures,
-    durable=measures,
-    restore=measures,
-    reschedule=measures,
+    Profile, key=st.text(max_size=200), step_s=st.floats(0, 1e4), **dict.fromkeys(KINDS, measures)
 )
 
 
@@ -66,30 +58,8 @@ def test_a_profile_is_read_back(profile):
 
 def test_the_longest_profile_fits():
     worst = measure([-1.2345678901234567e-300 * n for n in range(1, 50)])
-    profile = Profile(
-        key="k" * 512, step_s=0.1, save=worst, stall=worst, durable=worst, restore=worst, reschedule=worst
-    )
+    profile = Profile(key="k" * 512, step_s=0.1, **dict.fromkeys(KINDS, worst))
     assert len(profile.text()) <= MAX_TEXT
-
-
-def test_history_begins_anew_with_the_newest_sample():
-    profile = Profile(save=measure([1.0, 2.0, 3.0]), stall=measure([0.5]))
-    again = profile.restarted()
-    assert (again.save.n, again.save.newest, again.stall) == (0, (3.0,), profile.stall)
-
-
-@given(profiles, st.sampled_from(["save", "key", "step_s", "stall", "restore"]), json_values)
-def test_garbage_in_a_field_is_refused_or_harmless(profile, name, value):
-    text = json.dumps(json.loads(profile.text()) | {name: value})
-    try:
-        found = recorded(text)
-    except BadProfile:
-        return
-    assert found.save.squares >= 0
-    assert found.save.n >= 0
-    assert found.step_s >= 0
-    assert isinstance(found.save.error, float)
-    assert isinstance(found.save.p95, float)
 
 
 @given(
@@ -102,23 +72,6 @@ def test_garbage_raises_bad_profile_only(text):
         recorded(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 5000,
-        '{"n":' * 3000,
-        "9" * 5000,
-        Profile(key="k" * MAX_TEXT).text(),
-        Profile().text().replace('"n":0', '"n":' + "9" * 400),
-        Profile().text().replace('"squares":0.0', '"squares":-1.0'),
-        Profile().text().replace('"mean":0.0', '"mean":NaN'),
-        Profile().text().replace('"mean":0.0', '"mean":1' + "0" * 400),
-        Profile().text().replace('"n":0', '"n":true'),
-    ],
-)
-def test_hostile_profiles(text):
-    try:
-        found = recorded(text)
-    except BadProfile:
-        return
-    assert found.save.n > 0  # only a count of 400 digits is a number like another
+def test_history_begins_anew_with_the_newest_sample():
+    again = Profile(save=measure([1.0, 2.0, 3.0]), stall=measure([0.5])).restarted()
+    assert (again.save.n, again.save.newest, again.stall) == (0, (3.0,), measure([0.5]))

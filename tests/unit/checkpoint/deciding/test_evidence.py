@@ -1,16 +1,12 @@
 """Evidence fades evenly, and rates are what it and the prior say."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 from deltashard_checkpoint.deciding.evidence import (
     HALF_LIFE_S,
     LONGEST_COUNT,
-    LOSSY_WEIGHT_S,
     NONE,
-    POD_MTBF_S,
     RESTORE_MEAN_S,
     Evidence,
     Gamma,
@@ -55,28 +51,6 @@ def test_half_is_left_after_a_half_life_and_exposure_never_exceeds_its_bound():
     assert NONE.trained(-5.0) == NONE
 
 
-@pytest.mark.parametrize(("pods", "hours"), [(1, 720), (8, 90), (32, 22.5), (128, 5.625)])
-def test_without_evidence_a_pod_fails_once_in_30_days(pods, hours):
-    prior = lossy_prior(pods)
-    assert prior.mean_between_s == pytest.approx(hours * 3600)
-    assert prior.rate_s == pytest.approx(min(POD_MTBF_S / pods, LOSSY_WEIGHT_S))
-    assert prior.shape == pytest.approx(prior.rate_s * pods / POD_MTBF_S)
-
-
-def test_a_runs_own_failures_outweigh_the_prior():
-    seen = Evidence(exposure_s=2000 * 3600.0, lossy=200.0, restores=300.0)
-    found = rates(seen, pods=10)
-    assert found.mtbf_s == pytest.approx(10 * 3600, rel=0.1)
-    assert found.restores.mean_between_s == pytest.approx(2000 * 3600 / 300, rel=0.02)
-    assert rates(NONE, pods=10).restores.mean_between_s == pytest.approx(RESTORE_MEAN_S)
-
-
-def test_pods_lost_together_are_one_incident():
-    """32 pods lost at once must not turn 22 h into an hour."""
-    seen = Evidence(exposure_s=90 * 3600.0).incident(lossy=True)
-    assert rates(seen, pods=32).mtbf_s > 15 * 3600
-
-
 def direct(gamma: Gamma, seconds: float, n: int) -> float:
     """P(incidents = n), a Poisson of a Gamma rate, by its closed form."""
     p = gamma.rate_s / (gamma.rate_s + seconds)
@@ -104,3 +78,14 @@ def test_the_quantiles_ends():
     assert gamma.quantile(math.inf) == LONGEST_COUNT
     assert gamma.quantile(1e12) == LONGEST_COUNT
     assert Gamma(shape=1e6, rate_s=1e6).quantile(3.0) == 6  # a known rate: Poisson of mean 3
+
+
+def test_without_evidence_a_pod_fails_once_in_30_days_and_a_runs_own_failures_outweigh_that():
+    for pods, hours in ((1, 720), (8, 90), (32, 22.5), (128, 5.625)):
+        assert lossy_prior(pods).mean_between_s == pytest.approx(hours * 3600)
+    found = rates(Evidence(exposure_s=2000 * 3600.0, lossy=200.0, restores=300.0), pods=10)
+    assert found.mtbf_s == pytest.approx(10 * 3600, rel=0.1)
+    assert found.restores.mean_between_s == pytest.approx(2000 * 3600 / 300, rel=0.02)
+    assert rates(NONE, pods=10).restores.mean_between_s == pytest.approx(RESTORE_MEAN_S)
+    # 32 pods lost at once must not turn 22 h into an hour.
+    assert rates(Evidence(exposure_s=90 * 3600.0).incident(lossy=True), pods=32).mtbf_s > 15 * 3600

@@ -1,7 +1,5 @@
 """Intervals: the special cases of the formulas, and bounds that hold whatever is asked."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ from deltashard_checkpoint.deciding.interval import (
     LONGEST_S,
     PLS_SHARE,
     SHORTEST_S,
-    SLACK,
     Basis,
     Interval,
     Situation,
@@ -40,18 +37,11 @@ goals = st.sampled_from([aim for aim in get_args(Aim) if aim != "fixed"]).flatma
     lambda aim: amounts.get(aim, st.just(0.0)).map(lambda amount: Goal(aim=aim, amount=amount))
 )
 situations = st.builds(
-    Situation,
-    cost_s=costs,
-    durable_s=st.floats(0, 1e5),
-    step_s=st.one_of(st.just(0.0), st.floats(1e-3, 100)),
-    mtbf_s=mtbfs,
-    shards=st.integers(1, 4096),
-    partial=st.booleans(),
-    left_s=st.one_of(st.just(math.inf), st.floats(1, 1e8)),
-    user=st.builds(
-        SimpleNamespace, least_s=st.floats(0, 1e5), most_s=st.one_of(st.just(0.0), st.floats(1, 1e6))
-    ),
-)
+    Situation, cost_s=costs, durable_s=st.floats(0, 1e5),
+    step_s=st.one_of(st.just(0.0), st.floats(1e-3, 100)), mtbf_s=mtbfs, shards=st.integers(1, 4096),
+    partial=st.booleans(), left_s=st.one_of(st.just(math.inf), st.floats(1, 1e8)),
+    user=st.builds(SimpleNamespace, least_s=st.floats(0, 1e5), most_s=st.just(0.0) | st.floats(1, 1e6)),
+)  # fmt: skip
 
 
 def quiet(*, least_s: float = 0.0, most_s: float = 0.0, **changes: float) -> Situation:
@@ -69,12 +59,6 @@ def test_without_slack_the_fewest_saves_are_youngs(cost_s, mtbf_s):
     assert fewest_saves(cost_s, mtbf_s, 0.0) == pytest.approx(young(cost_s, mtbf_s), rel=1e-6)
 
 
-@given(mtbfs)
-def test_saves_that_cost_nothing_come_as_rarely_as_the_slack_allows(mtbf_s):
-    for cost_s in (0.0, -0.5, 1e-15):
-        assert fewest_saves(cost_s, mtbf_s) == pytest.approx(2 * SLACK * mtbf_s, rel=1e-4)
-
-
 @given(st.floats(1e-6, 1e4), mtbfs, st.floats(1e-5, 0.1))
 def test_the_fewest_saves_stay_within_the_slack_and_no_longer_interval_does(cost_s, mtbf_s, slack):
     interval_s = fewest_saves(cost_s, mtbf_s, slack)
@@ -87,22 +71,7 @@ def test_the_fewest_saves_stay_within_the_slack_and_no_longer_interval_does(cost
     assert share(interval_s * 1.01, cost_s, mtbf_s) > best + slack
 
 
-def test_checkfreqs_k():
-    assert checkfreq_steps(0.0, 0.0, 0.25, 0.01) == 1
-    assert checkfreq_steps(0.25, 0.0, 0.25, 0.05) == 20  # the paper's notes: one step at 5 %
-    assert checkfreq_steps(0.25, 100.0, 0.25, 0.05) == 400
-    assert checkfreq_steps(-3.0, 0.1, 0.25, 0.05) == 1
-
-
 # -- goals ------------------------------------------------------------------------------------------------------
-
-
-def test_auto_where_no_bound_binds():
-    found = chosen(goal("auto"), quiet())
-    assert found.seconds == pytest.approx(fewest_saves(1.0, 36000.0))
-    assert found.bound == found.unreachable == ""
-    assert "1 s" in found.why
-    assert "10 h" in found.why
 
 
 @pytest.mark.parametrize(
@@ -134,28 +103,6 @@ def test_overhead_is_checkfreqs_in_seconds_and_in_whole_steps(cost_s, durable_s,
     assert cost_s <= allowed * stepped.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("changes", "seconds", "bound"),
-    [
-        ({"cost_s": 0.12, "durable_s": 33.1}, 33.1, "not below 33.1 s (a save takes 33.1 s to be durable)"),
-        ({"cost_s": 0.12, "durable_s": 33.05, "step_s": 0.1}, 33.1, "a save takes 33 s to be durable"),
-        ({"cost_s": 1.0, "durable_s": 33.1}, 100.0, ""),
-        ({"cost_s": 0.0, "step_s": 0.1}, 0.1, ""),
-        ({"cost_s": 0.12, "durable_s": 33.1, "least_s": 60.0}, 60.0, "the user allows"),
-    ],
-)
-def test_overhead_says_where_durability_binds_and_not_the_share(changes, seconds, bound):
-    found = chosen(goal("overhead=1%"), quiet(**changes))
-    assert found.seconds == pytest.approx(seconds)
-    assert bound in found.bound
-    assert bool(found.bound) is bool(bound)
-
-
-def test_gemini_saves_as_soon_as_the_save_before_is_durable():
-    """Its interval is the copy's own time: what an overhead that anything meets comes to."""
-    assert chosen(Goal(aim="overhead", amount=0.5), quiet(cost_s=0.0, durable_s=12.0)).seconds == 12.0
-
-
 @given(st.floats(1, 604800), situations)
 def test_lost_work_is_kept_or_said_to_be_out_of_reach(most_s, now):
     found = chosen(Goal(aim="lost-work", amount=most_s), now)
@@ -164,20 +111,6 @@ def test_lost_work_is_kept_or_said_to_be_out_of_reach(most_s, now):
         assert worst_s > most_s
     else:
         assert worst_s <= most_s * (1 + 1e-6)
-
-
-def test_lost_work_out_of_reach_says_why():
-    found = chosen(goal("lost-work=5m"), quiet(durable_s=200.0))
-    assert found.seconds == 200.0
-    assert "5 min" in found.unreachable
-    assert "durable" in found.unreachable
-
-
-def test_lost_work_shorter_than_a_save_does_not_contain_one():
-    found = chosen(goal("lost-work=5s"), quiet(durable_s=78.5))
-    assert found.why == "a failure is to lose at most 5 s, but a save alone takes 78.5 s to be durable"
-    assert "up to 2.62 min may be lost, with an interval not below 78.5 s (" in found.unreachable
-    assert "of them" in chosen(goal("lost-work=5m"), quiet(durable_s=78.5)).why
 
 
 def test_pls():
@@ -257,5 +190,4 @@ def test_only_what_is_no_chance_changes_an_interval(basis, costs, seconds, chang
     ("ranks", "pods", "shards"), [(1, 1, 1), (4, 1, 4), (4, 4, 4), (128, 16, 16), (2, 4, 2), (1, 4, 1)]
 )
 def test_a_pod_is_lost_with_all_its_ranks(ranks: int, pods: int, shards: int) -> None:
-    """Only where the run has one pod is a rank lost alone."""
     assert failing_apart(ranks, pods) == shards

@@ -1,7 +1,5 @@
 """Bits: the budget is kept, small tables keep 8 bit, and Gaussian rows give what the formulas promise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from deltashard_checkpoint.deciding.precision import (
@@ -33,13 +31,9 @@ facts = st.builds(
 )
 tables = st.dictionaries(st.text(min_size=1, max_size=3), facts, min_size=1, max_size=8)
 outlooks = st.builds(
-    Outlook,
-    restores=st.integers(0, 5000),
-    expected=st.floats(0, 200),
-    happened=st.integers(0, 50),
-    ending=st.booleans(),
-    least_bits=st.integers(0, 8),
-)
+    Outlook, restores=st.integers(0, 5000), expected=st.floats(0, 200), happened=st.integers(0, 50),
+    ending=st.booleans(), least_bits=st.integers(0, 8),
+)  # fmt: skip
 
 
 def real_error(bits: int, columns: int = 64) -> float:
@@ -117,16 +111,6 @@ def test_check_n_run_is_one_width_for_all(model, outlook):
 )
 def test_check_n_runs_table(expected, happened, bits):
     assert check_n_run_bits(expected, happened) == bits
-
-
-def test_past_restores_count_at_the_bits_they_read():
-    error = GAUSSIAN_ERRORS[4]
-    spent = TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS, spent=2 * error**2)
-    for restores, bits in ((2, 4), (3, 8)):
-        assert (
-            chosen_bits("budget", {"t": spent}, Outlook(restores=restores, expected=0), {}).encodings["t"]
-            == f"q{bits}"
-        )
 
 
 @given(

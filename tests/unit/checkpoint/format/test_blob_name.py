@@ -1,7 +1,5 @@
 """Names of the blobs of several ranks."""
 
-from __future__ import annotations
-
 import pytest
 from deltashard_checkpoint.format.blob_name import (
     blob_name,
@@ -30,7 +28,6 @@ def test_what_a_rank_names_it_reads_and_of_the_others_only_rank_0s(rank: int, ot
 
 @given(saved=st.integers(1, 40), world=st.integers(1, 40))
 def test_the_loaders_of_ranks_that_are_gone_are_read_by_one_rank_each(saved: int, world: int) -> None:
-    """Nothing else of theirs is."""
     for owner in range(1, saved):
         readers = [rank for rank in range(world) if is_read_by(rank, world, blob_name(owner, "loader"))]
         assert readers == [owner % world]

@@ -5,8 +5,6 @@ must be refused by hash. *Sealed* ones have their hash recomputed after the muta
 hash is what is tested: whatever it accepts must decode without error other than a named one.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import struct
@@ -59,17 +57,10 @@ def _mutate(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
             top = 1 << 8 * width
             value = rng.choice(
                 (
-                    0,
-                    1,
-                    top - 1,
-                    top // 2,
-                    top // 2 - 1,
-                    len(data),
-                    len(data) + 64,
-                    1 << 24,
+                    0, 1, top - 1, top // 2, top // 2 - 1, len(data), len(data) + 64, 1 << 24,
                     rng.randrange(top),
                 )
-            )
+            )  # fmt: skip
             struct.pack_into(code, out, at, value % top)
         elif kind == 5:
             out += rng.randbytes(rng.choice((1, 8, 64)))
@@ -124,7 +115,6 @@ def _applier(*, state: bool) -> FrameApplier:
 
 
 def test_mutated_frames_are_refused_by_hash() -> None:
-    """A mutation that is not the same bytes again is never accepted."""
     others = list(SAMPLES.values())
 
     def attempt(rng: random.Random) -> bool:
@@ -139,7 +129,6 @@ def test_mutated_frames_are_refused_by_hash() -> None:
 
 @pytest.mark.slow
 def test_mutated_tails_are_refused_by_hash_and_behind_it_by_name() -> None:
-    """Parsed by itself; and with a frame only the very tail that it names is."""
     by_tail = {bytes(each.tail): each for each in sample_frames().values() if each.tail is not None}
 
     def attempt(rng: random.Random) -> bool:
@@ -163,7 +152,6 @@ def test_mutated_tails_are_refused_by_hash_and_behind_it_by_name() -> None:
 
 @pytest.mark.slow
 def test_frames_with_a_valid_hash_decode_or_are_refused_by_name() -> None:
-    """Behind the hash: parsing, row ids, decoding and scattering of hostile fields."""
     others = list(SAMPLES.values())
     by_digest = {tail[48:64]: tail for tail in TAILS}
 

@@ -1,7 +1,5 @@
 """Indexes and names: golden bytes, strict reading, round trips of every key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,16 +17,12 @@ GOLDEN = Path(__file__).parents[3] / "golden" / "v1" / "part.index"
 
 
 def test_the_golden_index_reads_and_writes_as_ever() -> None:
-    """Version 1's bytes never change."""
     data = GOLDEN.read_bytes()
     assert encode_index(golden_index()) == data
     key = object_key.index_key(attempt=3, cut=2, rank=1, token=TOKEN, xxh3=digest_hex(data))
     index = decode_index(data, key=key, run=RUN)
     assert index == golden_index()
-    assert index.encodings == {
-        "embeddings.items.weight": ("fp32", "q2", "q3", "q4", "q8"),
-        "half": ("bf16",),
-    }
+    assert index.encodings == {"embeddings.items.weight": ("fp32", "q2", "q3", "q4", "q8"), "half": ("bf16",)}
     assert index.blobs == {"dense/mlp.0.weight": 400, "rng": 0}
 
 
@@ -84,7 +78,6 @@ def test_frames_out_of_order_are_refused() -> None:
     ids=["format", "kind", "no kind", "encoding"],
 )
 def test_a_newer_index_is_unsupported_and_garbage_is_corrupt(change) -> None:
-    """By name."""
     message = index_pb2.Index.FromString(GOLDEN.read_bytes())
     change(message)
     with pytest.raises(UnsupportedVersion):
@@ -98,7 +91,6 @@ def test_a_newer_index_is_unsupported_and_garbage_is_corrupt(change) -> None:
     st.integers(0, 10**5 - 1),
 )  # fmt: skip
 def test_names_parse_back(attempt: int, cut: int, rank: int, token: str, n: int) -> None:
-    """And sort as their numbers do."""
     pack = object_key.parse_pack_key(
         object_key.pack_key(attempt=attempt, cut=cut, rank=rank, token=token, n=n)
     )
@@ -126,7 +118,6 @@ def test_names_parse_back(attempt: int, cut: int, rank: int, token: str, n: int)
     ["", "data/1/2/x.pack", "log/00000000000000000000.json", "data/compact-x/00000.pack", "/etc/passwd"],
 )
 def test_other_names_are_refused(key: str) -> None:
-    """Nothing outside the layout is ever opened."""
     with pytest.raises(CorruptObject):
         object_key.parse_pack_key(key)
     with pytest.raises(CorruptObject):
@@ -135,7 +126,6 @@ def test_other_names_are_refused(key: str) -> None:
 
 @pytest.mark.parametrize("run", ["", "/x", "a//b", "../x", "a/../b", "a/.hidden", "ü", "a b", "x" * 600])
 def test_what_cannot_name_a_run_is_refused(run: str) -> None:
-    """Names become store keys and file paths."""
     with pytest.raises(UserError):
         object_key.validate_run(run)
     assert object_key.validate_run("ns/job-1.a_b") == "ns/job-1.a_b"

@@ -1,12 +1,10 @@
 """Blocks of rows: what is not the schema's never becomes one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.format.row_block import FrameUnfit, RowBlock, raw_row_bytes
+from deltashard_checkpoint.format.row_block import FrameUnfit, RowBlock
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 
 TABLE = TableSchema(
@@ -24,12 +22,9 @@ TABLE = TableSchema(
 def block() -> RowBlock:
     """Three rows in two columns."""
     return RowBlock(
-        schema=TABLE,
-        ids=np.array([2, 5, 9]),
-        weights=np.zeros((3, 2), np.uint16),
-        fields={"sum": np.arange(3, dtype=np.float32), "m": np.ones((3, 2), np.float32)},
-        columns=range(1, 3),
-    )
+        schema=TABLE, ids=np.array([2, 5, 9]), weights=np.zeros((3, 2), np.uint16),
+        fields={"sum": np.arange(3, dtype=np.float32), "m": np.ones((3, 2), np.float32)}, columns=range(1, 3),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -58,21 +53,13 @@ def block() -> RowBlock:
     ],
 )
 def test_arrays_that_are_not_the_schemas_are_refused(change: dict[str, object], what: str) -> None:
-    """By what differs, and where."""
     with pytest.raises(FrameUnfit, match=what):
         replace(block(), **change)  # type: ignore[arg-type]
 
 
 def test_a_slice_is_a_block_of_the_same_columns() -> None:
-    """Ids, weights and fields are cut alike, and nothing is copied."""
     whole = block()
     part = whole[1:]
     assert (list(part.ids), part.row_span, part.columns) == ([5, 9], (5, 9), range(1, 3))
     assert part.fields["sum"].tolist() == [1, 2]
     assert np.shares_memory(part.weights, whole.weights)
-
-
-def test_raw_bytes_count_weights_and_fields() -> None:
-    """Two bfloat16 weights, one row-wise and two point-wise float32 a row."""
-    assert raw_row_bytes(TABLE, 2) == 2 * 2 + 4 + 2 * 4
-    assert block().raw_bytes == 3 * 16

@@ -1,9 +1,6 @@
 """The typed tree: everything comes back as it was, and what cannot is refused by path."""
 
-from __future__ import annotations
-
 import enum
-import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,58 +58,18 @@ def same(a: object, b: object) -> bool:
 @given(values)
 def test_any_tree_comes_back_with_its_types_and_order(tree: object) -> None:
     """Tuples stay tuples, int keys ints, big ints big, dicts in order; equal trees have equal bytes."""
-    data = encode(tree).to_bytes()
+    encoded = encode(tree)
+    data = encoded.to_bytes()
+    part = bytearray(len(data) - 2)
+    encoded.copy_into(1, memoryview(part))
+    assert part == data[1:-1]
     assert same(decode(data), tree)
     assert encode(decode(data)).to_bytes() == data
 
 
 def test_the_golden_tree_reads_and_writes_as_ever() -> None:
-    """Version 1's bytes never change."""
     assert encode(golden_tree()).to_bytes() == GOLDEN.read_bytes()
     assert same(decode(GOLDEN.read_bytes()), golden_tree())
-
-
-def test_equal_sets_have_equal_bytes_whatever_their_order() -> None:
-    """Hash randomisation of strings does not reach the store."""
-    words = [f"w{i}" for i in range(100)]
-    assert encode(set(words)).to_bytes() == encode({words[i * 37 % 100] for i in range(100)}).to_bytes()
-
-
-def test_pcg64_state_survives() -> None:
-    """Numpy's generators have 128-bit ints, which msgpack loses."""
-    rng = np.random.default_rng(3)
-    rng.random(5)
-    other = np.random.default_rng(0)
-    other.bit_generator.state = decode(encode(rng.bit_generator.state).to_bytes())
-    assert other.random() == rng.random()
-    legacy = np.random.RandomState(4)
-    again = np.random.RandomState(0)
-    again.set_state(decode(encode(legacy.get_state()).to_bytes()))
-    assert again.randint(1 << 30) == legacy.randint(1 << 30)
-
-
-def test_tensor_data_is_neither_copied_nor_moved_from_its_alignment() -> None:
-    """Scatter-gather: the buffers refer to the caller's memory; leaves lie at multiples of 64; any range can be copied."""
-    big = np.arange(1 << 16, dtype=np.float32)
-    encoded = encode({"w": Tensor(dtype="float32", shape=(256, 256), data=big), "b": b"x"})
-    assert any(np.shares_memory(np.frombuffer(b, np.uint8), big) for b in encoded.buffers)
-    data = encoded.to_bytes()
-    assert len(data) == encoded.total_bytes
-    view = decode(data)["w"].data
-    offset = np.frombuffer(view, np.uint8).ctypes.data - np.frombuffer(data, np.uint8).ctypes.data
-    assert offset % 64 == 0
-    for at in (0, 1, 31, 100, 70_000, len(data) - 5):
-        for n in (0, 5, 64, 1000):
-            out = bytearray(min(n, len(data) - at))
-            encoded.copy_into(at, memoryview(out))
-            assert out == data[at : at + len(out)]
-
-
-def test_nan_and_negative_zero_keep_their_bits() -> None:
-    """Floats are their bits."""
-    found = decode(encode([math.nan, -0.0]).to_bytes())
-    assert math.isnan(found[0])
-    assert math.copysign(1, found[1]) == -1
 
 
 class Colour(enum.Enum):
@@ -156,13 +113,11 @@ class Point(NamedTuple):
     ],
 )
 def test_what_would_need_pickle_is_refused_by_path(tree: object, path: str) -> None:
-    """Enums, dataclasses, subclasses: the message says where and what to do."""
     with pytest.raises(UnsupportedValue, match=path):
         encode(tree)
 
 
 def test_a_cycle_is_refused() -> None:
-    """Not a stack overflow."""
     loop: list = []
     loop.append(loop)
     with pytest.raises(UnsupportedValue, match="nested deeper"):
@@ -179,15 +134,14 @@ def test_callers_types_travel_as_tags_and_tensors() -> None:
             return Tensor(dtype="uint8", shape=(len(value),), data=value)
         return NotImplemented
 
-    data = encode([Colour.RED, memoryview(b"abc")], adapt=adapt).to_bytes()
+    data = encode([Colour.RED, memoryview(b"abc" * 99)], adapt=adapt).to_bytes()
     back = decode(data, untag=lambda tag, value: Colour[value], tensor=lambda t: bytes(t.data))
-    assert back == [Colour.RED, b"abc"]
+    assert back == [Colour.RED, b"abc" * 99]
     with pytest.raises(UnsupportedValue):
         encode([Thing(1)], adapt=adapt)
 
 
 def test_hostile_trees_are_refused_before_anything_is_built() -> None:
-    """Counts, depths, versions."""
     good = bytearray(encode(Counter("a")).to_bytes())
     newer = bytearray(good)
     newer[6] = 9
@@ -198,6 +152,7 @@ def test_hostile_trees_are_refused_before_anything_is_built() -> None:
         b"l\x01" * 200 + b"N",
         b"i\x02\x01\x00",
         b"d\x02NNNN",
+        b"!",
         b"S\x02NN",
         b"d\x01l\x00N",
     ):

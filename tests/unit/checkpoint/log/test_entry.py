@@ -1,7 +1,6 @@
 """Entries: one canonical form, strictly read; nothing hostile is accepted, crashes, or costs without bound."""
 
 import json
-import random
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
@@ -29,7 +28,7 @@ from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, resealed, voided_digest
+from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, resealed
 
 HASH = "ab" * 32
 LAYOUT, MANIFEST = "1a" * 16, "2b" * 16
@@ -43,26 +42,19 @@ fields = st.builds(
 )
 tables = st.lists(
     st.builds(
-        TableSchema,
-        fqn=names,
-        rows=numbers,
-        columns=numbers,
-        dtype=st.sampled_from(["float32", "bfloat16"]),
+        TableSchema, fqn=names, rows=numbers, columns=numbers, dtype=st.sampled_from(["float32", "bfloat16"]),
         fields=st.lists(fields, max_size=2).map(tuple),
     ),
     max_size=3,
     unique_by=lambda t: t.fqn,
-).map(tuple)
+).map(tuple)  # fmt: skip
 
 
 digests = st.text("0123456789abcdef", min_size=32, max_size=32)
 listings = st.builds(
-    Listed,
-    layout=digests,
-    manifest=digests,
-    world_size=st.integers(1, (1 << 63) - 1),
+    Listed, layout=digests, manifest=digests, world_size=st.integers(1, (1 << 63) - 1),
     covers=st.lists(st.none() | numbers, min_size=1, max_size=5).map(in_order),
-)
+)  # fmt: skip
 
 
 encodings = st.dictionaries(
@@ -93,12 +85,9 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
 
 def an_example_of_each() -> list:
     compact = Part(
-        rank=0,
-        index_key=compaction_index_key(token=TOKEN, xxh3="0" * 32),
-        boxes=(WHOLE,),
-        stored_bytes=9,
+        rank=0, index_key=compaction_index_key(token=TOKEN, xxh3="0" * 32), boxes=(WHOLE,), stored_bytes=9,
         covers=None,
-    )
+    )  # fmt: skip
     one = part(3, 7, 0, [WHOLE], 4)
     return [
         Genesis(seq=0, previous="", writer="w", at_s=0.0, run="a/b", owner="me"),
@@ -148,46 +137,12 @@ def test_the_bytes_of_an_entry_are_the_format():
 
 
 @pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
-def test_mutated_bytes_are_refused_by_name(entry):
-    """Truncations, flips, insertions: 3,000 mutations of each kind, every one of them a `FormatError`."""
-    data, rnd = seal(entry).data, random.Random(entry.seq)
-    for _ in range(3000):
-        mutated = bytearray(data)
-        match rnd.randrange(4):
-            case 0:
-                mutated = mutated[: rnd.randrange(len(mutated))]
-            case 1:
-                mutated[rnd.randrange(len(mutated))] ^= 1 << rnd.randrange(8)
-            case 2:
-                mutated.insert(rnd.randrange(len(mutated)), rnd.randrange(256))
-            case 3:
-                a, b = sorted(rnd.choices(range(len(mutated) + 1), k=2))
-                mutated = mutated[:a] + mutated[b:]
-        if bytes(mutated) != data:
-            with pytest.raises(FormatError):
-                parse(bytes(mutated), entry.seq)
-
-
-@pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
 def test_wrong_values_under_a_right_hash_are_refused_by_name(entry):
     """Every field in turn is missing, or of another type or range; the hash is made to fit."""
     document = json.loads(seal(entry).data)
     bad = [
-        None,
-        -1,
-        1 << 63,
-        True,
-        1e300,
-        "x" * 70_000,
-        "\ud800",
-        [],
-        [[]],
-        {},
-        {"a": 1},
-        [None],
-        ["nope"],
-        "é",
-    ]
+        None, -1, 1 << 63, True, 1e300, "x" * 70_000, "\ud800", [], [[]], {}, {"a": 1}, [None], ["nope"], "é",
+    ]  # fmt: skip
     for key in document:
         if key == "hash":
             continue
@@ -211,39 +166,9 @@ def test_wrong_values_under_a_right_hash_are_refused_by_name(entry):
         parse(resealed({**document, "surprise": 1}), entry.seq)
 
 
-@settings(max_examples=50, deadline=None)
-@given(checkpoints())
-def test_what_the_law_asks_of_parts_stands_in_the_entry(entry):
-    """World size, what is covered and where the objects lie: from the entry alone, whoever lists the parts."""
-    assert entry.prefixes == {cut_prefix(entry.attempt, entry.cut)}
-    assert list(entry.covered) == sorted({seq for seq in entry.covers if seq is not None})
-    assert entry.baseline == (entry.covers == (None,))
-    if entry.listed is None:
-        assert (entry.layout, entry.world_size) == ("", len(entry.parts))
-        assert set(entry.covers) == {part.covers for part in entry.parts}
-    else:
-        assert (entry.layout, entry.world_size) == (entry.listed.layout, entry.listed.world_size)
-        assert entry.parts == ()
-
-
 def many_ranks(seq: int) -> dict:
     (entry,) = (each for each in an_example_of_each() if each.seq == seq)
     return json.loads(seal(entry).data)
-
-
-@pytest.mark.parametrize(
-    ("seq", "change"),
-    [
-        *((seq, {"format": other}) for seq in (20, 21, 22) for other in (0, 2)),
-        *((seq, {"ignorable": True}) for seq in (20, 22)),
-        (20, {"name": ""}), (20, {"name": 5}), (20, {"name": None}), (20, {"checkpoint": -1}),
-        (20, {"checkpoint": "5"}), (20, {"why": "so"}), (22, {"to": None}), (22, {"to": -1}), (22, {"by": "me"}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_a_person_says_is_read_strictly(seq, change):
-    with pytest.raises(UnsupportedVersion):
-        parse(resealed({**many_ranks(seq), **change}), seq)
 
 
 def test_a_writer_says_more_than_its_token_and_stays_one():
@@ -253,67 +178,44 @@ def test_a_writer_says_more_than_its_token_and_stays_one():
         seq=1 << 62, world_size=1, resumes_from=None, owner="me", voids=5, **{**COMMON, "writer": writer}
     )
     read = parse(seal(opened).data, opened.seq).entry
-    assert (voided_digest(read), named_fold(read)) == ("ab" * 16, (10**15 - 1, "c" * 32))
+    assert "-voids-" + "ab" * 16 in read.writer
+    assert named_fold(read) == (10**15 - 1, "c" * 32)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
-        {"covers": []},
-        {"covers": [3, None, 12]},
-        {"covers": [None, None]},
-        {"covers": [12, 3]},
-        {"covers": [3, 3]},
-        {"covers": [True]},
-        {"covers": [-1]},
-        {"covers": [1.0]},
-        {"covers": [[3]]},
-        {"covers": None},
-        {"manifest": MANIFEST.upper()},
-        {"manifest": MANIFEST[:-1]},
-        {"manifest": "../" + MANIFEST[3:]},
-        {"manifest": None},
-        {"layout": ""},
-        {"layout": LAYOUT + "0"},
-        {"layout": None},
-        {"world_size": 0},
-        {"world_size": 2.0},
-        {"world_size": True},
-        {"parts": []},
+        {"format": 2}, {"covers": []}, {"covers": [3, None, 12]}, {"covers": [None, None]},
+        {"covers": [12, 3]}, {"covers": [3, 3]}, {"covers": [True]}, {"covers": [-1]}, {"covers": [1.0]},
+        {"covers": [[3]]}, {"covers": None}, {"manifest": MANIFEST.upper()}, {"manifest": MANIFEST[:-1]},
+        {"manifest": "../" + MANIFEST[3:]}, {"manifest": None}, {"layout": ""}, {"layout": LAYOUT + "0"},
+        {"layout": None}, {"world_size": 0}, {"world_size": 2.0}, {"world_size": True}, {"parts": []},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_stands_for_parts_is_read_strictly(change):
     with pytest.raises(UnsupportedVersion):
         parse(resealed({**many_ranks(12), **change}), 12)
 
 
-@pytest.mark.parametrize(
-    "change", [{"format": 2}, {"layout": ""}, {"layout": "x" * 32}, {"layout": 7}, {"layout": None}], ids=str
-)
-def test_the_layout_of_an_attempt_is_read_strictly(change):
-    with pytest.raises(UnsupportedVersion):
-        parse(resealed({**many_ranks(11), **change}), 11)
+def test_a_pin_has_a_name_and_a_persons_word_is_never_passed_over():
+    for seq, change in (
+        (20, {"name": ""}),
+        (20, {"ignorable": True}),
+        (22, {"ignorable": True}),
+        (11, {"layout": ""}),
+    ):
+        with pytest.raises(UnsupportedVersion):
+            parse(resealed({**many_ranks(seq), **change}), seq)
 
 
 def test_parts_stand_in_the_entry_or_in_a_manifest_and_not_in_both_or_none():
     here, there = many_ranks(5), many_ranks(12)
     listed = {name: there[name] for name in ("layout", "manifest", "world_size", "covers")}
     without = {name: value for name, value in there.items() if name not in listed}
-    for wrong in (
-        {**here, **listed},
-        {**here, "layout": LAYOUT},
-        {**there, "parts": here["parts"]},
-        without,
-    ):
+    for wrong in ({**here, **listed}, {**here, "layout": LAYOUT}, {**there, "parts": here["parts"]}, without):
         with pytest.raises(UnsupportedVersion):
             parse(resealed(wrong), wrong["seq"])
-
-
-def test_an_ignorable_entry_of_a_newer_format_is_newer():
-    with pytest.raises(UnsupportedVersion, match="format 2"):
-        parse(resealed({**many_ranks(6), "format": 2, "ignorable": True, "kind": "note"}), 6)
 
 
 def test_what_is_not_canonical_json_is_refused():
@@ -342,13 +244,6 @@ def test_a_newer_format_and_an_unknown_kind_ask_for_an_upgrade():
         with pytest.raises(UnsupportedVersion) as raised:
             parse(resealed({**document, **change}), 3)
         assert "upgrade" in raised.value.remedy
-
-
-def test_an_unknown_kind_that_is_ignorable_is_passed_over():
-    document = json.loads(seal(an_example_of_each()[1]).data)
-    sealed = parse(resealed({**document, "kind": "note", "ignorable": True, "text": "hello"}), 3)
-    assert isinstance(sealed.entry, Ignored)
-    assert sealed.entry.kind == "note"
 
 
 def test_a_reclaim_entry_is_passed_over_by_versions_that_do_not_know_it(monkeypatch):

@@ -1,14 +1,12 @@
 """An attempt that is opened by who knows the run already, as every sidecar does: it reads HINT, and never believes it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.listing import REMOVAL, Hint
+from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.stores.abc import ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
@@ -90,37 +88,17 @@ def test_newest_entries_that_are_gone_are_a_gap_for_who_knew_less() -> None:
     assert [info.key for info in run.memory.list(f"job/{entry_key(seqs[0])[:-5]}")] == []
 
 
-def test_nobody_opens_a_run_that_is_being_removed() -> None:
-    run, known, _ = known_and_further(3)
-    before = {info.key for info in run.memory.list("")}
-    run.memory.put("job/log/HINT", REMOVAL.data)
-    with pytest.raises(LogGap):
-        opened(known)
-    assert {info.key for info in run.memory.list("")} == before
-
-
 @pytest.mark.parametrize(
     "hint",
     [
-        b"",
-        b"nonsense",
-        Hint(fold=-1, seq=1).data,
-        Hint(fold=3, seq=3).data,
-        Hint(fold=9, seq=4).data,
+        b"", b"nonsense", Hint(fold=-1, seq=1).data, Hint(fold=3, seq=3).data, Hint(fold=9, seq=4).data,
         Hint(fold=900, seq=4).data,
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("commits", [1, 30])
 def test_hint_is_not_believed(hint: bytes, commits: int) -> None:
-    """It may be old, and name folds that there are not: the tip is what a LIST shows."""
     run, known, seqs = known_and_further(commits)
     run.memory.put("job/log/HINT", hint)
     assert opened(known) == seqs[-1]
     assert known.state == run.reader().refresh()
     assert known.state.tip == seqs[-1] + 1
-
-
-def test_hint_that_is_not_there() -> None:
-    run, known, seqs = known_and_further(5)
-    run.memory.delete(["job/log/HINT"])
-    assert opened(known) == seqs[-1]

@@ -1,7 +1,5 @@
 """Parts of many ranks: only those are made, and their indexes read, whose boxes meet what is wanted."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -48,45 +46,39 @@ def tiling(chance: random.Random, world_size: int) -> Layout:
     return layout
 
 
+def listed_part(covers: int | None, common: bool, token: str = "a" * 16, xxh3: str = "0" * 32) -> ListedPart:
+    return ListedPart(token=token, xxh3=xxh3, covers=covers, rows=0, stored_bytes=0, common_blobs=common)
+
+
+def entry_of(seq: int, parts: PartList) -> Checkpoint:
+    """The checkpoint that a manifest of these parts is of."""
+    manifest = Manifest(run=RUN, attempt=1, cut=seq, step=seq, layout=parts.layout.digest, parts=parts.listed)
+    return Checkpoint(
+        seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=seq, step=seq, listed=manifest.listed, tables=(),
+        encodings={}, rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0,
+    )  # fmt: skip
+
+
 def states(chance: random.Random) -> tuple[RunState, RunState]:
     """Some checkpoints, each part since any older one or all rows: (as manifests list them, with parts in entries).
 
     Layouts change in between, and what is covered may be of another one: more than the law allows.
     """
     listings: dict[int, PartList] = {}
-    entries: dict[int, Checkpoint] = {}
     layout = tiling(chance, 3)
     for seq in range(1, 6):
         if chance.random() < 0.3:
             layout = tiling(chance, chance.randrange(1, 5))
-        listings[seq] = PartList(
-            attempt=1,
-            cut=seq,
-            layout=layout,
-            listed=tuple(
-                ListedPart(
-                    token=f"{rank:016x}",
-                    xxh3=f"{seq:032x}",
-                    covers=chance.choice([None, *range(1, seq)]),
-                    rows=0,
-                    stored_bytes=0,
-                    common_blobs=chance.random() < 0.3,
-                )
-                for rank in range(layout.world_size)
-            ),
+        listed = tuple(
+            listed_part(
+                chance.choice([None, *range(1, seq)]), chance.random() < 0.3, f"{rank:016x}", f"{seq:032x}"
+            )
+            for rank in range(layout.world_size)
         )
-        manifest = Manifest(
-            run=RUN, attempt=1, cut=seq, step=seq, layout=layout.digest, parts=listings[seq].listed
-        )
-        entries[seq] = Checkpoint(
-            seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=seq, step=seq, listed=manifest.listed,
-            tables=(), encodings={}, rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0,
-        )  # fmt: skip
+        listings[seq] = PartList(attempt=1, cut=seq, layout=layout, listed=listed)
+    entries = {seq: entry_of(seq, each) for seq, each in listings.items()}
     inline = {seq: replace(entry, listed=None, parts=tuple(listings[seq])) for seq, entry in entries.items()}
-    return (
-        RunState(run=RUN, checkpoints=entries, listings=listings),
-        RunState(run=RUN, checkpoints=inline),
-    )
+    return (RunState(run=RUN, checkpoints=entries, listings=listings), RunState(run=RUN, checkpoints=inline))
 
 
 def any_box(chance: random.Random) -> Box:
@@ -94,12 +86,9 @@ def any_box(chance: random.Random) -> Box:
     rows, columns = SHAPES.get(table, (3, 3))
     a, c = chance.randrange(rows), chance.randrange(columns)
     return Box(
-        table=table,
-        row_start=a,
-        row_stop=chance.randrange(a + 1, rows + 3),
-        col_start=c,
+        table=table, row_start=a, row_stop=chance.randrange(a + 1, rows + 3), col_start=c,
         col_stop=chance.randrange(c + 1, columns + 1),
-    )
+    )  # fmt: skip
 
 
 def walked(state: RunState, seq: int, boxes: list[Box] | None) -> list[tuple[int, str, list[Box]]]:
@@ -109,7 +98,6 @@ def walked(state: RunState, seq: int, boxes: list[Box] | None) -> list[tuple[int
 
 @pytest.mark.parametrize("seed", range(300))
 def test_chains_through_lists_are_those_through_all_parts(seed: int) -> None:
-    """Whatever layouts, covers and boxes: the same links for the same pieces."""
     chance = random.Random(seed)
     listed, inline = states(chance)
     for boxes in (None, [any_box(chance) for _ in range(chance.randrange(1, 4))]):
@@ -126,27 +114,19 @@ def test_chains_through_lists_are_those_through_all_parts(seed: int) -> None:
 def test_of_thousands_of_ranks_a_chain_makes_the_parts_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 4,096, over six checkpoints; and after a reshard to 4,095 the two or three that meet."""
     world, rows = 4096, 4096 * 4095
-    listings, entries = {}, {}
     each = rows // world
-    layout = Layout.of(
-        world,
-        {"t": (rows, 8)},
-        {
-            r: [Box(table="t", row_start=r * each, row_stop=(r + 1) * each, col_start=0, col_stop=8)]
-            for r in range(world)
-        },
-    )
-    for seq in range(1, 7):
-        part = ListedPart(
-            token="a" * 16, xxh3="0" * 32, covers=seq - 1 or None, rows=0, stored_bytes=0, common_blobs=False
+
+    def share(r: int, size: int) -> Box:
+        return Box(table="t", row_start=r * size, row_stop=(r + 1) * size, col_start=0, col_stop=8)
+
+    layout = Layout.of(world, {"t": (rows, 8)}, {r: [share(r, each)] for r in range(world)})
+    listings = {
+        seq: PartList(
+            attempt=1, cut=seq, layout=layout, listed=tuple(listed_part(seq - 1 or None, rank == 0) for rank in range(world))
         )
-        listed = (replace(part, common_blobs=True), *[part] * (world - 1))
-        listings[seq] = PartList(attempt=1, cut=seq, listed=listed, layout=layout)
-        entries[seq] = Checkpoint(
-            seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=seq, step=seq,
-            listed=Manifest(run=RUN, attempt=1, cut=seq, step=seq, layout=layout.digest, parts=listed).listed,
-            tables=(), encodings={}, rows=0, raw_bytes=0, stored_bytes=0, stall_s=0.0, cut_at_s=0.0,
-        )  # fmt: skip
+        for seq in range(1, 7)
+    }  # fmt: skip
+    entries = {seq: entry_of(seq, each) for seq, each in listings.items()}
     state = RunState(run=RUN, checkpoints=entries, listings=listings)
     made: list[int] = []
     part_of = PartList.part
@@ -157,9 +137,7 @@ def test_of_thousands_of_ranks_a_chain_makes_the_parts_it_needs(monkeypatch: pyt
     made.clear()
     assert [part.rank for part in blob_parts_of(state, 6, [2000, 5000])] == [0, 2000]
     assert made == [0, 2000]
-    share = rows // 4095
-    new = Box(table="t", row_start=7 * share, row_stop=8 * share, col_start=0, col_stop=8)
-    assert {link.part.rank for link in chain(state, 6, [new])} == {7, 8}
+    assert {link.part.rank for link in chain(state, 6, [share(7, rows // 4095)])} == {7, 8}
 
 
 def test_a_rank_reads_its_own_indexes_and_those_with_blobs_for_all(tmp_path: Path) -> None:

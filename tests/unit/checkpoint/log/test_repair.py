@@ -8,21 +8,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log import repair as repairs
-from deltashard_checkpoint.log.entry import Checkpoint, Repaired, entry_key
+from deltashard_checkpoint.log.entry import Repaired, entry_key
 from deltashard_checkpoint.log.log_error import LogGap, LogStopped
 from deltashard_checkpoint.log.manifest import manifest_key
 from deltashard_checkpoint.log.repair import NothingToRepair, repair, salvage
 from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_cli.main import cli, exit_code
 
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, log_of, save, values
-from tests.support.checkpoint.run_builder import Run, resealed, rows
+from tests.support.checkpoint.run_builder import begun, layout_of, resealed
 from tests.support.checkpoint.snapshot import read_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -125,7 +123,6 @@ def test_verify_says_what_is_bad_behind_a_fold_and_the_run_goes_on(stored, damag
 
 @pytest.mark.parametrize("damage", ["rot", "loss", "end"])
 def test_a_repair_keeps_all_that_does_not_need_what_is_lost(stored, damage):
-    """A delta of the newest slots; all others, before and after it, stay."""
     log = log_of(stored)
     tip = log.refresh().tip
     truth = dict(log.state.checkpoints)
@@ -158,15 +155,6 @@ def test_a_repair_keeps_all_that_does_not_need_what_is_lost(stored, damage):
     assert log_of(stored).refresh() == log.state
     code, found = run_cli("verify", url)
     assert (code, found["problems"]) == (0, [])
-
-
-def test_a_repair_twice_changes_nothing(stored):
-    uncover(stored, log_of(stored).refresh().tip - 1).write_bytes(b"rotten")
-    assert run_cli("repair", stored / "store" / "job")[0] == 0
-    before = everything(stored)
-    code, found = run_cli("repair", stored / "store" / "job")
-    assert (code, everything(stored)) == (2, before)
-    assert "the log is healthy" in found["error"]
 
 
 def test_a_repair_keeps_what_people_said_of_what_it_keeps(stored):
@@ -210,10 +198,8 @@ def test_a_repair_is_for_the_run_whose_log_it_is(stored):
 
 
 def test_an_early_entry_lost_before_any_fold():
-    """Genesis, and the attempt: what the others say is enough."""
     for lost in ((0,), (1,), (0, 1), (1, 2)):
-        run = Run()
-        attempt = run.open().attempt
+        run, attempt = begun()
         first = run.commit(attempt, 1)
         run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
         second = run.commit(attempt, 2)
@@ -233,22 +219,12 @@ def test_an_early_entry_lost_before_any_fold():
 
 def test_a_run_of_many_ranks_is_repaired_from_its_entries_and_manifests():
     """A lost attempt's layout is that of its first commit; a checkpoint without its manifest or layout is not kept."""
-    halves = [rows(0, 4), rows(4, 8)]
-    layout = Layout.of(2, {"t": (8, 2)}, dict(enumerate([half] for half in halves)))
-
-    def commit(run: Run, attempt: int, cut: int, covers: int | None = None) -> Checkpoint:
-        run.step += 1
-        return commit_parts(
-            run.log, attempt=attempt, cut=cut, step=run.step, world_size=2, layout=layout.digest,
-            reports=[run.report(attempt, cut, covers, rank=rank, boxes=[half]) for rank, half in enumerate(halves)],
-        ).entry  # fmt: skip
-
+    layout = layout_of()
     for gone in ("nothing", "manifest", "layout"):
-        run = Run()
-        attempt = run.open(world_size=2, layout=layout.data).attempt
-        first = commit(run, attempt, 1)
-        second = commit(run, attempt, 2)
-        third = commit(run, attempt, 3, first.seq)
+        run, attempt = begun(world_size=2, layout=layout.data)
+        first = run.commit_halves(attempt, 1)
+        second = run.commit_halves(attempt, 2)
+        third = run.commit_halves(attempt, 3, (first.seq, first.seq))
         run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
         run.memory.delete(["job/" + entry_key(attempt)])
         if gone == "manifest":
@@ -268,23 +244,12 @@ def test_a_run_of_many_ranks_is_repaired_from_its_entries_and_manifests():
         run.log = run.reader()
         opened = run.open(world_size=2, layout=layout.data)
         assert opened.resume == left[-1]
-        assert commit(run, opened.attempt, 1, left[-1].seq).covers == (left[-1].seq,)
-
-
-def test_what_stands_on_a_lost_checkpoint_is_lost_with_it():
-    run = Run()
-    attempt = run.open().attempt
-    whole, base = run.commit(attempt, 1), run.commit(attempt, 2)
-    delta = run.commit(attempt, 3, base)
-    run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
-    run.memory.put("job/" + entry_key(base), b"rotten")
-    found = salvage(run.reader())
-    assert (sorted(found.state.checkpoints), found.lost) == ([whole], (base, delta))
+        newest = left[-1].seq
+        assert run.commit_halves(opened.attempt, 1, (newest, newest)).covers == (newest,)
 
 
 def test_checkpoints_whose_objects_are_gone_are_not_kept():
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = run.commit(attempt, 1)
     delta = run.commit(attempt, 2, base)
     whole = run.commit(attempt, 3)
@@ -299,8 +264,7 @@ def test_checkpoints_whose_objects_are_gone_are_not_kept():
 
 
 def test_a_newer_entry_is_passed_over_only_when_that_is_said():
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     seqs = [run.commit(attempt, cut) for cut in (1, 2, 3)]
     key = "job/" + entry_key(seqs[-1])
     run.memory.put(key, resealed({**json.loads(run.memory.get(key)), "surprise": 1}))

@@ -1,7 +1,5 @@
 """A full store: what reads and what frees does not begin with a write, and an entry finds the room of a copy."""
 
-from __future__ import annotations
-
 import pytest
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.maintenance.garbage_collection import collect, debris

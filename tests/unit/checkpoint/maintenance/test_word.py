@@ -2,11 +2,8 @@
 
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import CheckpointNotFound
-from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.log_error import LogStopped
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.maintenance import word
@@ -26,7 +23,7 @@ from deltashard_checkpoint.write.fencing import FencedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import Run, begun
 
 
 def three(run: Run, **options: object) -> tuple[int, list[int]]:
@@ -60,8 +57,7 @@ def test_the_newest_word_or_commit_has_a_name():
 
 def test_a_word_is_forgotten_with_what_it_is_about():
     """Or states would grow with every name there ever was."""
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     first = run.commit(attempt, 1, pins=("best",))
     run.commit(attempt, 2)
     word.pin(run.reader(), "best", None)
@@ -72,18 +68,6 @@ def test_a_word_is_forgotten_with_what_it_is_about():
     run.retire([first])
     assert run.log.state.words == {}
     assert b'"pins":[]' in folded_state.dump(run.log.state)
-
-
-def test_a_log_that_cannot_be_followed_is_not_spoken_in():
-    run = Run()
-    _, (first, *_) = three(run)
-    run.memory.put(run_key("job", entry_key(run.log.state.tip)), b"rotten")
-    for say in (
-        lambda: word.pin(run.reader(), "a", f"{first}"),
-        lambda: word.rewind(run.reader(), f"{first}", ended=True),
-    ):
-        with pytest.raises(LogStopped):
-            say()
 
 
 def test_who_holds_a_run_is_what_its_last_commit_says():
@@ -161,8 +145,7 @@ def test_what_is_set_aside_is_nothing_to_fall_back_to_and_goes_first():
 
 
 def test_retire_these_and_no_others():
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = run.commit(attempt, 1)
     deltas = [run.commit(attempt, cut, base) for cut in (2, 3)]
     full = run.commit(attempt, 4)
@@ -181,8 +164,7 @@ def test_retire_these_and_no_others():
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     """A run with deltas on anything, pins, words, compactions and rewinds."""
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     for cut in range(1, draw(st.integers(2, 15))):
         live = sorted(run.log.refresh().checkpoints)
         what = draw(

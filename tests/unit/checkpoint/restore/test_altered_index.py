@@ -1,7 +1,5 @@
 """An index that says something else than its frames: what is read is exact, or refused by name, in bounded memory."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +25,8 @@ from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
 LIMIT_BYTES = 32 << 20
 """The sample's stored bytes are 300 KB, its requests 8 MiB at most."""
 NUMBERS = (
-    "length",
-    "step",
-    "row_min",
-    "row_max",
-    "rows",
-    "col_start",
-    "col_stop",
-    "blob_offset",
-    "blob_bytes",
-)
+    "length", "step", "row_min", "row_max", "rows", "col_start", "col_stop", "blob_offset", "blob_bytes",
+)  # fmt: skip
 
 
 class Written:
@@ -121,7 +111,6 @@ def test_a_frame_that_is_not_the_one_its_index_describes_is_invalid(written: Wri
 
 
 def test_rows_that_their_bytes_cannot_carry_are_refused(written: Written) -> None:
-    """Before a reader gives memory for them."""
     index = next(iter(written.indexes.values()))
     table = replace(index.tables[0], rows=1 << 40)
     place = index.places[0]

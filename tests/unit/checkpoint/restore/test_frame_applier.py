@@ -1,10 +1,7 @@
 """From a model through frames, packs, log and plan back into arrays, under any sharding."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,16 +11,14 @@ from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame, encode_rows
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
-from deltashard_checkpoint.restore import checkpoint_reader
-from deltashard_checkpoint.restore.fetcher import FetchedFrame, Fetcher
+from deltashard_checkpoint.restore.fetcher import FetchedFrame
 from deltashard_checkpoint.restore.frame_applier import Applied, FrameApplier, TableTarget
-from deltashard_checkpoint.restore.plan import SchemaMismatch, Want
+from deltashard_checkpoint.restore.plan import SchemaMismatch
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema, tombstone, whole
-from tests.support.checkpoint.snapshot import read_checkpoint
+from tests.support.checkpoint.sample import Model, box, schema, tombstone, whole
 
 
 def _apply(applier: FrameApplier, frame: EncodedFrame | FetchedFrame) -> tuple[Applied, ...]:
@@ -38,46 +33,6 @@ def _target(table: TableSchema, held: Box | None = None, dtype=np.float32) -> Ta
         for spec in table.fields
     }
     return TableTarget(schema=table, box=held, weights=np.full((rows, columns), -9, dtype), fields=fields)
-
-
-def _assert_equal(target: TableTarget, model: Model) -> None:
-    b = target.box
-    np.testing.assert_array_equal(
-        target.weights, model.weights[b.row_start : b.row_stop, b.col_start : b.col_stop]
-    )
-    for spec in model.table.fields:
-        want = model.fields[spec.name][b.row_start : b.row_stop]
-        want = want[:, b.col_start : b.col_stop] if spec.kind == "pointwise" else want
-        np.testing.assert_array_equal(target.fields[spec.name], want)
-
-
-def test_a_chain_restores_every_row_bit_for_bit(tmp_path: Path) -> None:
-    """Baseline and three consecutive deltas: weights, both kinds of state and blobs are those of the last cut."""
-    run, model = Run(tmp_path), Model(schema(rows=3000))
-    table = model.table
-    covers = run.save(
-        [table],
-        [([whole(table)], model.frames(range(3000), per_frame=700))],
-        step=1,
-        blobs={"rng": b"old", "gone": b"x"},
-    )
-    for step in (2, 3, 4):
-        ids = model.train()
-        covers = run.save(
-            [table], [([whole(table)], model.frames(ids, step=step, per_frame=100))], step=step, covers=covers,
-            blobs={"rng": bytes([step]) * 10_000, "empty": b""},
-        )  # fmt: skip
-    snapshot = read_checkpoint(run.store, RUN)
-    assert snapshot.entry.step == 4
-    found = snapshot.tables[table.fqn]
-    np.testing.assert_array_equal(found.weights, model.weights)
-    for name, values in model.fields.items():
-        np.testing.assert_array_equal(found.fields[name], values)
-    assert {name: bytes(data) for name, data in snapshot.blobs.items()} == {
-        "rng": bytes([4]) * 10_000,
-        "empty": b"",
-    }
-    assert read_checkpoint(run.store, RUN, "step:1").blobs["rng"] == b"old"
 
 
 def test_state_that_was_narrowed_is_named_where_it_is_wanted() -> None:
@@ -100,114 +55,7 @@ def test_state_that_was_narrowed_is_named_where_it_is_wanted() -> None:
     assert narrowed(_target(table, box(table, 10, 20, 0, table.columns)), "bf16") == {}
 
 
-@pytest.mark.parametrize("before", ["rows", "columns", "grid"])
-@pytest.mark.parametrize("after", ["rows", "columns", "grid", "whole"])
-@pytest.mark.slow
-def test_restore_goes_to_any_other_sharding(tmp_path: Path, before: str, after: str) -> None:
-    """Saved under one sharding (a baseline and a delta), restored under another: the same values.
-
-    Row-wise state too: joined, it is the mean over the row's columns, and all shards of a row had the same here.
-    """
-    table = schema(rows=120, columns=12)
-
-    def sharding(kind: str, at: int) -> list[Box]:
-        r, c = table.rows // 2 + at, table.columns // 3
-        return {
-            "whole": [whole(table)],
-            "rows": [box(table, 0, r, 0, 12), box(table, r, 120, 0, 12)],
-            "columns": [box(table, 0, 120, 0, c), box(table, 0, 120, c, 12)],
-            "grid": [box(table, a, b, x, y) for a, b in ((0, r), (r, 120)) for x, y in ((0, c), (c, 12))],
-        }[kind]
-
-    boxes = sharding(before, 0)
-    run, model = Run(tmp_path, world_size=len(boxes)), Model(table)
-    base = run.save([table], [([b], model.frames(range(120), b, per_frame=17)) for b in boxes], step=1)
-    ids = model.train()
-    seq = run.save([table], [([b], model.frames(ids, b, step=2)) for b in boxes], step=2, covers=base)
-    for held in sharding(after, 7):
-        target = _target(table, held)
-        plan = checkpoint_reader.plan_restore(
-            run.store, run.log.refresh(), seq, [Want(schema=table, boxes=(held,))]
-        )
-        applier = FrameApplier([target])
-        for fetched in Fetcher(run.store, RUN).fetch(plan):
-            _apply(applier, fetched)
-        applier.finish()
-        _assert_equal(target, model)
-
-
-def test_a_newer_frame_of_one_column_shard_does_not_hide_the_other_columns() -> None:
-    """Row 3's left half is new, its right half still the baseline's: both must come back, and m is their mean."""
-    model = Model(schema(rows=10, columns=8))
-    table = model.table
-    left, right = box(table, 0, 10, 0, 2), box(table, 0, 10, 2, 8)
-    old = [*model.frames(range(10), left), *model.frames(range(10), right)]
-    weights, sums = model.weights.copy(), model.fields["sum"].copy()
-    model.weights[3, :2] = 77
-    model.fields["sum"][3] = 100
-    applier = FrameApplier([target := _target(table)])
-    applied = _apply(applier, model.frames(np.array([3]), left, step=2)[0])
-    assert [list(a.rows) for a in applied] == [[3]]
-    for frame in old:
-        _apply(applier, frame)
-    applier.finish()
-    weights[3, :2] = 77
-    np.testing.assert_array_equal(target.weights, weights)
-    expected = sums.copy()
-    expected[3] = 0.25 * 100 + 0.75 * sums[3]
-    np.testing.assert_allclose(target.fields["sum"], expected, rtol=1e-7)
-    np.testing.assert_array_equal(target.fields["sum"][:3], sums[:3])
-
-
-def test_row_wise_state_is_copied_when_columns_are_split() -> None:
-    """A shard that is part of a saved one takes the row's state as it is."""
-    model = Model(schema(rows=10, columns=8))
-    target = _target(model.table, box(model.table, 2, 9, 5, 7))
-    applier = FrameApplier([target])
-    _apply(applier, model.frames(range(10))[0])
-    applier.finish()
-    _assert_equal(target, model)
-
-
-def test_integer_row_state_takes_the_newest_value() -> None:
-    """A step counter per row cannot be averaged."""
-    table = TableSchema(
-        fqn="t",
-        rows=4,
-        columns=4,
-        dtype="float32",
-        fields=(FieldSpec(name="step", kind="rowwise", dtype="int64"),),
-    )
-    from deltashard_checkpoint.format import frame_encoder
-
-    def frame(start: int, stop: int, step: int):
-        return frame_encoder.encode_rows(
-            RowBlock(
-                schema=table,
-                ids=range(4),
-                weights=np.zeros((4, stop - start), np.float32),
-                fields={"step": np.full(4, step, np.int64)},
-                columns=range(start, stop),
-            ),
-            EncodeOptions(encoding=ENCODINGS["fp32"]),
-            step=step,
-        )
-
-    target = TableTarget(
-        schema=table,
-        box=whole(table),
-        weights=np.ones((4, 4), np.float32),
-        fields={"step": np.zeros(4, np.int64)},
-    )
-    applier = FrameApplier([target])
-    for each in (frame(0, 2, 9), frame(2, 4, 5), frame(0, 4, 1)):
-        _apply(applier, each)
-    applier.finish()
-    assert list(target.fields["step"]) == [9] * 4
-
-
 def test_only_rows_really_written_are_returned() -> None:
-    """Re-seeding marks rows of delta frames that came into the model, and no others."""
     model = Model(schema(rows=50))
     applier = FrameApplier([_target(model.table, box(model.table, 10, 40, 0, 8))])
     newer = _apply(applier, model.frames(np.array([5, 12, 13, 45]))[0])
@@ -233,7 +81,6 @@ def test_a_tombstone_hides_older_rows_and_not_its_own_checkpoint() -> None:
 
 
 def test_what_was_not_provided_is_named() -> None:
-    """A hole is an error with rows and columns, never zeros."""
     model = Model(schema(rows=20))
     applier = FrameApplier([_target(model.table)])
     _apply(applier, model.frames(np.arange(20)[np.arange(20) != 7])[0])
@@ -243,22 +90,7 @@ def test_what_was_not_provided_is_named() -> None:
     applier.finish(initial=applier.missing())
 
 
-@pytest.mark.parametrize("encoding", ["q8", "q4", "q3", "q2"])
-def test_quantized_rows_restore_within_a_step_of_their_range(encoding: str) -> None:
-    """Lossy encodings lose what they may and no more; state is exact; a bf16 model gets converted rows if it asks."""
-    model = Model(schema(rows=64, columns=32))
-    applier = FrameApplier([target := _target(model.table)])
-    _apply(applier, model.frames(range(64), encoding=encoding, search=quantizer.PLAIN)[0])
-    applier.finish()
-    spread = model.weights.max(axis=1, keepdims=True) - model.weights.min(axis=1, keepdims=True)
-    assert (
-        np.abs(target.weights - model.weights) <= spread / (2 ** int(encoding[1]) - 1) * 0.52 + 1e-3
-    ).all()
-    np.testing.assert_array_equal(target.fields["exp_avg"], model.fields["exp_avg"])
-
-
 def test_another_dtype_or_an_absent_field_needs_strict_false() -> None:
-    """Differences are refused by name, or converted and said."""
     model = Model(schema(rows=10))
     grown = TableSchema(
         fqn=model.table.fqn, rows=10, columns=8, dtype="float16",
@@ -281,20 +113,6 @@ def test_another_dtype_or_an_absent_field_needs_strict_false() -> None:
     assert len(applier.notes) == 2
     np.testing.assert_array_equal(into.weights, model.weights.astype(np.float16))
     assert (into.fields["new"] == -9).all()
-
-
-def test_two_saves_with_changes_between_differ_where_they_must(tmp_path: Path) -> None:
-    """Saves share nothing: the second one has the second values, time travel has the first ones."""
-    run, model = Run(tmp_path), Model(schema())
-    table = model.table
-    first = model.weights.copy()
-    run.save([table], [([whole(table)], model.frames(range(200)))], step=1)
-    ids = model.train()
-    run.save([table], [([whole(table)], model.frames(range(200), step=2))], step=2)
-    new = read_checkpoint(run.store, RUN).tables[table.fqn].weights
-    old = read_checkpoint(run.store, RUN, "step:1").tables[table.fqn].weights
-    np.testing.assert_array_equal(old, first)
-    assert set(np.flatnonzero((new != old).any(axis=1))) == set(ids)
 
 
 def test_a_strided_target_and_several_boxes_of_one_table() -> None:
@@ -345,9 +163,7 @@ SPLIT = TableSchema(
 
 @settings(max_examples=150, deadline=None)
 @given(history=_histories(), few=st.booleans(), seed=st.integers(0, 99))
-def test_rowwise_state_of_any_splits_is_one_sum_or_the_value_that_all_say(
-    history: list[list[tuple[Box, list[int]]]], few: bool, seed: int
-) -> None:
+def test_rowwise_state_of_any_splits_is_one_sum_or_the_value_that_all_say(history, few, seed):
     """Against the definition, in fractions: a frame counts once a row, whatever cut its columns before or after."""
     rng = np.random.default_rng(seed)
     values = (np.array([0.1, -0.0]) if few else rng.normal(0, 1, 50)).astype(np.float32)

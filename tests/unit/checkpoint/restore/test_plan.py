@@ -1,7 +1,5 @@
 """Plans: what is fetched, in which order, and what is refused before a byte is read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format import object_key
 from deltashard_checkpoint.format.frame import FrameKind
+from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_blob_frames
 from deltashard_checkpoint.format.index import Index, Pack, Place
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.chain import ChainLink
@@ -63,7 +62,6 @@ def _want(table: TableSchema, *boxes: Box) -> Want:
 
 
 def test_newest_first_rows_before_tombstones_and_neighbours_joined() -> None:
-    """The order is the applier's contract."""
     model = Model(schema())
     table = model.table
     dead = tombstone(table, np.array([7], np.int64), step=2)
@@ -87,17 +85,7 @@ def test_newest_first_rows_before_tombstones_and_neighbours_joined() -> None:
     assert sum(request.length for request in plan.requests) == plan.bytes
 
 
-def test_weights_alone_are_read_without_a_byte_of_state() -> None:
-    model = Model(schema())
-    part = _part(model.table, model.frames(range(200), per_frame=20), seq=1, covers=None)
-    plan = _plan([part], [_want(model.table)], weights_only=True)
-    assert not any(each.tails or object_key.parse_pack_key(each.key).state for each in plan.requests)
-    assert plan.bytes == sum(place.info.length for place in part[1].places)
-    assert not any(frame.state for each in plan.requests for frame in each.frames)
-
-
 def test_a_compactions_frames_go_by_their_steps() -> None:
-    """It holds frames of many cuts in one part; newer steps win."""
     model = Model(schema())
     table = model.table
     mixed = [
@@ -110,7 +98,6 @@ def test_a_compactions_frames_go_by_their_steps() -> None:
 
 
 def test_only_frames_that_meet_the_wanted_boxes_are_fetched() -> None:
-    """Byte ranges of other ranks' rows and columns are left out."""
     model = Model(schema())
     table = model.table
     frames = [f for c in (0, 4) for f in model.frames(range(200), box(table, 0, 200, c, c + 4), per_frame=20)]
@@ -124,7 +111,6 @@ def test_only_frames_that_meet_the_wanted_boxes_are_fetched() -> None:
     gap=st.sampled_from([0, 64, plans.MAX_GAP_BYTES, plans.MAX_GAP_BYTES + 64]), per_frame=st.integers(1, 100)
 )
 def test_requests_cover_exactly_the_frames_and_stay_small(gap: int, per_frame: int) -> None:
-    """Whatever is joined, every frame lies inside its request where it says."""
     model = Model(schema())
     table = model.table
     part = _part(table, model.frames(range(200), per_frame=per_frame), seq=1, covers=None, gap=gap)
@@ -146,7 +132,6 @@ def test_requests_cover_exactly_the_frames_and_stay_small(gap: int, per_frame: i
 
 
 def test_a_box_that_no_baseline_reaches_is_refused_by_rows_and_columns() -> None:
-    """A delta alone restores nothing."""
     model = Model(schema())
     table = model.table
     delta = _part(table, model.frames(range(20)), seq=2, covers=1)
@@ -161,50 +146,7 @@ def test_a_box_that_no_baseline_reaches_is_refused_by_rows_and_columns() -> None
         _plan([delta], [_want(table)], strict=False)
 
 
-def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid() -> None:
-    """Its log entry was written too early, or an index of another cut was found."""
-    model = Model(schema())
-    with pytest.raises(InvalidCheckpoint, match="1520 of 1600 weights"):
-        _plan([_part(model.table, model.frames(range(190)), seq=1, covers=None)], [_want(model.table)])
-
-
-def test_rows_that_a_frame_repeats_count_for_nothing_in_a_baseline() -> None:
-    """Ten rows are missing, and ten are there twice."""
-    model = Model(schema())
-    link, index = _part(
-        model.table, [*model.frames(range(190)), *model.frames(range(10))], seq=1, covers=None
-    )
-    _plan([(link, index)], [_want(model.table)])
-    *places, last = index.places
-    index = replace(index, places=(*places, replace(last, since=0, again=10)))
-    assert index.rows == 190
-    with pytest.raises(InvalidCheckpoint, match="1520 of 1600 weights"):
-        _plan([(link, index)], [_want(model.table)])
-
-
-def test_of_two_copies_of_a_row_the_one_in_a_frame_of_again_comes_first() -> None:
-    """Wherever it lies: a follower reads no other."""
-    model = Model(schema())
-    link, index = _part(
-        model.table, [*model.frames(range(200)), *model.frames(range(10))], seq=1, covers=None
-    )
-    *places, last = index.places
-    index = replace(index, places=(*places, replace(last, since=0, again=10)))
-    plan = _plan([(link, index)], [_want(model.table)])
-    first = plan.requests[0].frames[0]
-    assert (first.info.rows, plan.frames) == (10, len(index.places))
-
-
-def test_tombstones_count_for_nothing_in_a_baseline() -> None:
-    """A few bytes name any number of them; memory is given by what a baseline is taken to hold."""
-    model = Model(schema())
-    frames = [*model.frames(range(190)), tombstone(model.table, np.arange(190, 200), step=1)]
-    with pytest.raises(InvalidCheckpoint, match="1520 of 1600 weights"):
-        _plan([_part(model.table, frames, seq=1, covers=None)], [_want(model.table)])
-
-
 def test_differences_of_schema_are_named_and_may_be_allowed() -> None:
-    """Grown, shrunk, new, renamed, retyped: refused by default, said when allowed."""
     model = Model(schema())
     stored = model.table
     parts = [_part(stored, model.frames(range(200)), seq=1, covers=None)]
@@ -256,19 +198,15 @@ def test_renamed_and_new_tables() -> None:
 
 
 def test_blobs_come_from_the_newest_checkpoint_only(tmp_path: Path) -> None:
-    """Those asked for; absent ones are refused."""
     run, model = Run(tmp_path), Model(schema())
     table = model.table
     base = run.save(
         [table], [([whole(table)], model.frames(range(200)))], step=1, blobs={"a": b"1", "old": b"2"}
     )
     seq = run.save(
-        [table],
-        [([whole(table)], model.frames(model.train()))],
-        step=2,
-        covers=base,
+        [table], [([whole(table)], model.frames(model.train()))], step=2, covers=base,
         blobs={"a": b"3" * 9000, "b": b""},
-    )
+    )  # fmt: skip
     state = run.log.refresh()
 
     def plan(blobs):
@@ -285,51 +223,37 @@ def test_blobs_come_from_the_newest_checkpoint_only(tmp_path: Path) -> None:
     assert all(f.info.kind is not FrameKind.BLOB for f in planned[first_row:]), "blobs come before rows"
 
 
-def test_a_rank_reads_the_blobs_for_all_and_its_own_whatever_parts_hold_them(tmp_path: Path) -> None:
-    """No frame of another rank's is fetched; a rank that was not there, and nobody, read what is for all."""
-    run, model = Run(tmp_path), Model(schema())
-    table = model.table
-    blobs = {
-        "meta": b"0",
-        "dense/w": b"7" * 9000,
-        "rank/1/rng": b"1",
-        "rank/12/rng": b"12",
-        "rank/x": b"user's",
-    }
-    seq = run.save([table], [([whole(table)], model.frames(range(200)))], step=1, blobs=blobs)
-    state = run.log.refresh()
-
-    def read(rank: int | None, names=True) -> set[str]:
-        plan = checkpoint_reader.plan_restore(run.store, state, seq, [_want(table)], blobs=names, rank=rank)
-        fetched = {f.info.name for r in plan.requests for f in r.frames if f.info.kind is FrameKind.BLOB}
-        assert set(plan.blobs) == fetched
-        return fetched
-
-    common = {"meta", "dense/w", "rank/x"}
-    assert read(None) == read(0) == read(2) == common
-    assert read(1) == common | {"rank/1/rng"}
-    assert read(12) == common | {"rank/12/rng"}
-    assert read(0, ["rank/12/rng"]) == {"rank/12/rng"}, "named is wanted"
-
-
-def test_a_blob_that_its_chunks_cannot_carry_is_invalid() -> None:
-    """Memory for all of it is taken with the first chunk."""
+@pytest.mark.parametrize("what", ["missing", "repeated", "tombstones"])
+def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid(what):
+    """Ten rows are not there, or others twice in their place, or named as gone: a few bytes name any number of those."""
     model = Model(schema())
-    from deltashard_checkpoint.format.frame_encoder import encode_blob
+    more = {"missing": [], "repeated": model.frames(range(10)), "tombstones": [tombstone(model.table, np.arange(190, 200), step=1)]}  # fmt: skip
+    link, index = _part(model.table, [*model.frames(range(190)), *more[what]], seq=1, covers=None)
+    if what == "repeated":
+        *places, last = index.places
+        _plan([(link, index)], [_want(model.table)])
+        index = replace(index, places=(*places, replace(last, since=0, again=10)))
+        assert index.rows == 190
+    with pytest.raises(InvalidCheckpoint, match="1520 of 1600 weights"):
+        _plan([(link, index)], [_want(model.table)])
 
-    chunk = encode_blob(name="rng", offset=0, blob_bytes=1 << 40, chunk=bytes(100), step=1)
-    link, index = _part(model.table, [*model.frames(range(200)), chunk], seq=1, covers=None)
-    with pytest.raises(InvalidCheckpoint, match="1099511627776 bytes in chunks of 256"):
-        _plan([(link, index)], [_want(model.table)], blob_parts=[link.part])
 
-
-def test_a_hole_in_a_blob_is_invalid() -> None:
-    """Its first chunk is missing, or one occurs twice."""
+def test_of_two_copies_of_a_row_the_one_in_a_frame_of_again_comes_first():
     model = Model(schema())
-    from deltashard_checkpoint.format.frame_encoder import encode_blob_frames
+    frames = [*model.frames(range(200)), *model.frames(range(10))]
+    link, index = _part(model.table, frames, seq=1, covers=None)
+    *places, last = index.places
+    index = replace(index, places=(*places, replace(last, since=0, again=10)))
+    plan = _plan([(link, index)], [_want(model.table)])
+    assert (plan.requests[0].frames[0].info.rows, plan.frames) == (10, len(index.places))
 
+
+def test_a_blob_with_a_hole_or_that_its_chunks_cannot_carry_is_invalid():
+    """Its first chunk is missing, or one occurs twice. Memory for all of it is taken with the first chunk."""
+    model = Model(schema())
     chunks = list(encode_blob_frames(name="rng", data=bytes(9000), step=1, chunk_bytes=4096))
-    for wrong in (chunks[1:], [*chunks, chunks[1]]):
+    huge = encode_blob(name="rng", offset=0, blob_bytes=1 << 40, chunk=bytes(100), step=1)
+    for wrong, why in ((chunks[1:], "rng"), ([*chunks, chunks[1]], "rng"), ([huge], "1099511627776 bytes in chunks of 256")):  # fmt: skip
         link, index = _part(model.table, [*model.frames(range(200)), *wrong], seq=1, covers=None)
-        with pytest.raises(InvalidCheckpoint, match="rng"):
+        with pytest.raises(InvalidCheckpoint, match=why):
             _plan([(link, index)], [_want(model.table)], blob_parts=[link.part])

@@ -1,7 +1,5 @@
 """Any history of shardings and policies restores to any sharding: random runs through the real log, parts and plans."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from pathlib import Path

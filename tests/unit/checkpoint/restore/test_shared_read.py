@@ -1,12 +1,7 @@
 """Bytes that several readers want at once are read once, and a reader that fails takes nobody with it."""
 
-from __future__ import annotations
-
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 from deltashard_checkpoint.restore import checkpoint_reader
@@ -18,13 +13,12 @@ from deltashard_checkpoint.stores.memory import MemoryStore
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), st.integers(0, 400))
-def test_what_is_read_is_what_was_stored_within_the_budget(
-    asked: list[tuple[int, bool]], budget: int
-) -> None:
+def test_what_is_read_is_what_was_stored_within_the_budget(asked, budget):
     """One reader; some keys are forgotten after they were read. What was used last is still there."""
     shared = SharedReads(budget_bytes=budget)
     for key, wrong in asked:
@@ -42,7 +36,6 @@ def test_what_is_read_is_what_was_stored_within_the_budget(
 
 
 def test_who_comes_while_another_reads_waits_for_it() -> None:
-    """Eight readers of something larger than the budget: one read, for all."""
     shared, begun, go, reads = SharedReads(budget_bytes=0), threading.Event(), threading.Event(), []
 
     def fetch() -> bytes:
@@ -93,38 +86,13 @@ def test_whose_read_fails_fails_alone_and_the_next_one_asks_itself() -> None:
         assert second.result(60) == b"itself"
 
 
-class _Counting(MemoryStore):
-    """Counts reads of ranges and objects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: Counter[str] = Counter()
-        self.spoil = ""
-        """The next read of a key with this end has a wrong byte."""
-
-    def get(self, key: str) -> bytes:
-        self.reads[key] += 1
-        return bytes(self._spoiled(key, bytearray(super().get(key))))
-
-    def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        self.reads[key] += 1
-        super().get_into(key, offset, out)
-        self._spoiled(key, out)
-
-    def _spoiled(self, key: str, data: Any) -> Any:
-        if self.spoil and key.endswith(self.spoil):
-            self.spoil = ""
-            data[len(data) // 2] ^= 1
-        return data
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    made = Run(tmp_path, store=_Counting())
+def run(tmp_path):
+    made = Run(tmp_path, store=FaultyStore(MemoryStore()))
     model = made.model = Model(schema(rows=400))
     blobs = {"dense/w": bytes(range(256)) * 40, "meta": b"m"}
     made.save([model.table], [([whole(model.table)], model.frames(range(400)))], step=1, blobs=blobs)
-    made.store.reads.clear()
+    made.store.calls.clear()
     return made
 
 
@@ -142,15 +110,12 @@ def _restored(run: Run, shared: SharedReads) -> list[bytes]:
 
 def _reads(run: Run) -> dict[str, int]:
     """By kind."""
-    kinds: Counter[str] = Counter()
-    for key, count in run.store.reads.items():
-        kinds[key.rsplit(".", 1)[-1]] += count
-    run.store.reads.clear()
-    return {kind: kinds[kind] for kind in ("index", "pack")}
+    read = [call.key for call in run.store.calls if call.operation in {"get", "get_into"}]
+    run.store.calls.clear()
+    return {kind: sum(key.endswith(kind) for key in read) for kind in ("index", "pack")}
 
 
 def test_the_second_rank_reads_rows_only(run: Run) -> None:
-    """Each its own, index and blobs once."""
     shared = SharedReads()
     alone = _restored(run, SharedReads())
     once = _reads(run)
@@ -160,12 +125,12 @@ def test_the_second_rank_reads_rows_only(run: Run) -> None:
     assert once["pack"] < twice["pack"] < 2 * once["pack"]
 
 
-@pytest.mark.parametrize("kind", ["index", "pack"])
-def test_a_wrong_byte_is_nobodys_for_long(run: Run, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "operation"), [("index", "get"), ("pack", "get_into")])
+def test_a_wrong_byte_is_nobodys_for_long(run, kind, operation):
     """It was read into the shared memory; whoever finds it wrong reads again, and the next rank gets what is right."""
     shared = SharedReads()
     alone = _restored(run, SharedReads())
-    run.store.spoil = f".{kind}"
+    run.store.fail_next(Fault.FLIPPED, operation=operation, key_contains=f".{kind}")
     assert _restored(run, shared) == alone
-    assert run.store.spoil == ""
+    assert Fault.FLIPPED in [call.fault for call in run.store.calls]
     assert _restored(run, shared) == alone

@@ -1,7 +1,5 @@
 """Weights are read without their optimizer state: bytes are counted where they leave the store."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from deltashard_checkpoint.format.frame_encoder import encode_row_frames
@@ -13,17 +11,13 @@ from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
 from tests.support.checkpoint.sample import RUN, Run, whole
-from tests.support.checkpoint.snapshot import read_checkpoint
 
 ROWS, COLUMNS, BATCH = 300_000, 64, 15_872
 """As many rows as a trainer sends at once."""
 TABLE = TableSchema(
-    fqn="items",
-    rows=ROWS,
-    columns=COLUMNS,
-    dtype="float32",
+    fqn="items", rows=ROWS, columns=COLUMNS, dtype="float32",
     fields=(FieldSpec(name="sum", kind="pointwise", dtype="float32"),),
-)
+)  # fmt: skip
 MOST_BYTES = 12_000_000
 
 
@@ -76,10 +70,3 @@ def test_ten_rows_cost_their_frames_and_no_byte_of_state(store: CountingStore) -
     np.testing.assert_array_equal(full.weights, found.weights)
     np.testing.assert_array_equal(full.fields["sum"], store.state[ids])
     assert store.read[True] > 2 * store.read[False]
-
-
-def test_a_whole_table_of_weights_is_read_without_a_byte_of_state(store: CountingStore) -> None:
-    store.read = {False: 0, True: 0}
-    assert not read_checkpoint(store, RUN, fields=False).tables["items"].fields
-    assert store.read[True] == 0
-    assert store.read[False] >= ROWS * (COLUMNS + 8)

@@ -1,13 +1,10 @@
 """The conformance suite on the stores that need no server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.stores.abc import Store
-from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.url import open_store
 
@@ -20,14 +17,6 @@ class TestMemoryStore(StoreTests):
     @pytest.fixture
     def store(self) -> Store:
         return MemoryStore()
-
-
-class TestFileStore(StoreTests):
-    """On the disk of the temporary directory."""
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return FileStore(tmp_path / "a" / "store")
 
 
 class TestOpenedFileStore(StoreTests):

@@ -1,12 +1,9 @@
 """Files that writers left unfinished: who died leaves them to gc and rm, who lives keeps his own."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
 
-import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance import garbage_collection
 from deltashard_checkpoint.stores.file import FileStore
@@ -48,9 +45,7 @@ def test_gc_takes_what_dead_writers_left_and_nothing_young(tmp_path: Path) -> No
     assert {info.key for info in log.store.list("")} == kept
 
 
-def test_a_living_writers_file_stays_however_old_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_living_writers_file_stays_however_old_it_is(tmp_path, monkeypatch):
     """A process that was stopped, say, for an hour in the middle of a put: it goes on."""
     log = run_in(tmp_path)
     stands, goes_on = threading.Event(), threading.Event()
@@ -80,7 +75,6 @@ def test_a_living_writers_file_stays_however_old_it_is(
 
 
 def test_a_removal_leaves_no_unfinished_file(tmp_path: Path) -> None:
-    """Nobody keeps house where there is no run any more: young ones go, too."""
     log = run_in(tmp_path)
     (data,) = (tmp_path / "job/data/00000000000000000001").iterdir()
     unfinished(data, old=False)

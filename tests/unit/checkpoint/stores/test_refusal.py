@@ -1,7 +1,5 @@
 """What obstore's errors mean."""
 
-from __future__ import annotations
-
 import pytest
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.stores.abc import (
@@ -29,14 +27,9 @@ def said(status: int, code: str = "", message: str = "") -> str:
 
 def named(error: Exception, *, writes: bool = False, configured: bool = True) -> DeltashardError:
     return translated(
-        error,
-        where="gs://b/k",
-        way=" through the proxy http://p:1",
-        source="SOURCE",
-        how="do this",
-        configured=configured,
-        writes=writes,
-    )
+        error, where="gs://b/k", way=" through the proxy http://p:1", source="SOURCE", how="do this",
+        configured=configured, writes=writes,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,6 @@ def named(error: Exception, *, writes: bool = False, configured: bool = True) ->
     ],
 )  # fmt: skip
 def test_each_has_its_name(error: Exception, writes: bool, meaning: type[Exception]) -> None:
-    """And never an address's query, where a signature may stand."""
     found = named(error, writes=writes)
     assert type(found) is meaning
     assert "topsecret" not in str(found)

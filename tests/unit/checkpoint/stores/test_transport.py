@@ -1,7 +1,5 @@
 """The way to a store, as the environment says it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -70,7 +68,6 @@ def test_the_bundle_is_the_first_variables(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_endpoints() -> None:
-    """A path only where the store's kind has one, and one segment of it."""
     assert checked_endpoint("http://127.0.0.1:10000/account", path=True).port == 10000
     for bad, path in (
         ("http://h/account", False),

@@ -1,7 +1,5 @@
 """A removal beside a writer that does not know of it: what he writes meanwhile goes too, or is said."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -48,14 +46,11 @@ def left(directory: Path) -> list[str]:
         [PACK.format(cut) for cut in range(7, 12)],
         [f"job/{entry_key(seq)}" for seq in range(5, 9)],
         [
-            "job/log/HINT",
-            f"job/{entry_key(5)}",
-            PACK.format(5),
-            "job/closing/00000000000000000001/x",
+            "job/log/HINT", f"job/{entry_key(5)}", PACK.format(5), "job/closing/00000000000000000001/x",
             "job/log/HINT",
         ],
     ],
-)
+)  # fmt: skip
 def test_what_comes_while_a_run_is_removed_is_listed_again_and_goes(tmp_path: Path, late: list[str]) -> None:
     run_in(tmp_path)
     store = Busy(tmp_path, late)

@@ -1,8 +1,10 @@
-"""Copies of the golden runs, whole and one checkpoint each, as the second reader finds them: the same bits."""
+"""Copies of the golden runs, whole and one checkpoint each: the same bits."""
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,11 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Genesis, entry_key
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
-from deltashard_checkpoint.log.log_error import LogGap, LogStopped
+from deltashard_checkpoint.log.log_error import LogStopped
 from deltashard_checkpoint.maintenance import garbage_collection, retention, word
 from deltashard_checkpoint.maintenance.holder import holder
 from deltashard_checkpoint.maintenance.row_mover import CompactionUnfit
-from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.stores.abc import Store, StoreUnavailable
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.whole_run.remains import remains
 from deltashard_checkpoint.whole_run.run_copy import TargetTaken, copy_run, start_run
@@ -26,7 +28,8 @@ from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_cli.target import Target
 from deltashard_cli.verification import verify
 
-from tests.unit.checkpoint.format.second_reader import read_run, restore
+from tests.support.checkpoint.faulty_store import Fault, FaultyStore
+from tests.support.checkpoint.snapshot import arrays_of, read_checkpoint
 
 pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
@@ -53,14 +56,17 @@ def cache(tmp_path: Path) -> Iterator[PackCache]:
         yield cache
 
 
-def assert_restores(directory: Path, run: str, pairs: dict[int, int], golden: str) -> None:
-    """What the copy calls `there` has what the golden run's `here` has, by a reader that shares no code."""
-    found = read_run(directory / run)
-    assert found.stopped is None
+def assert_restores(store: Store, run: str, pairs: dict[int, int], golden: str) -> None:
+    """What the copy calls `there` has what the golden run's `here` has."""
+    state = RunLog(store, run).refresh()
+    assert state.stopped is None
+    blobs = json.loads((GOLDEN / f"{golden}-expected" / "blobs.json").read_text())
     for there, here in pairs.items():
-        got, _blobs = restore(found, there)
+        found = read_checkpoint(store, run, f"seq:{there}", state=state)
+        got = arrays_of(found)
         want = {p.stem: np.load(p) for p in (GOLDEN / f"{golden}-expected/{here}").glob("*.npy")}
         assert {n: a.tobytes() for n, a in got.items()} == {n: a.tobytes() for n, a in want.items()}
+        assert {n: sha256(data).hexdigest() for n, data in found.blobs.items()} == blobs[str(here)]
 
 
 @pytest.mark.parametrize("golden", LIVE)
@@ -74,7 +80,7 @@ def test_a_copy_of_a_run_is_its_bytes(store, there, tmp_path, golden):
     copied = {info.key for info in there.list("")}
     assert all(there.get(key) == store.get(key) for key in copied)
     assert {info.key for info in store.list(f"{golden}/log/")} <= copied
-    assert_restores(tmp_path / "there", golden, {seq: seq for seq in LIVE[golden]}, golden)
+    assert_restores(there, golden, {seq: seq for seq in LIVE[golden]}, golden)
     again = copy_run(source, target)
     assert (again.entries, again.objects) == (0, 0)
 
@@ -103,7 +109,7 @@ def test_a_log_behind_a_folded_state_is_copied_and_a_stopped_one_is_not(store, t
     source = RunLog(store, "run-3")
     copy_run(source, RunLog(there, "run-3"))
     assert RunLog(there, "run-3").refresh() == source.state
-    assert_restores(tmp_path / "there", "run-3", {seq: seq for seq in LIVE["run-3"]}, "run-3")
+    assert_restores(there, "run-3", {seq: seq for seq in LIVE["run-3"]}, "run-3")
 
 
 @pytest.mark.parametrize(("golden", "seq"), [(run, seq) for run, live in LIVE.items() for seq in live])
@@ -129,9 +135,7 @@ def test_one_checkpoint_begins_a_run(store, there, tmp_path, cache, golden, seq)
         None,
     )
     assert state.pinned == dict.fromkeys(source.state.pins_of(seq), 2)
-    assert_restores(tmp_path / "there", "one", {2: seq}, golden)
-    blobs = restore(read_run(tmp_path / "there" / "one"), 2)[1]
-    assert blobs == restore(read_run(GOLDEN / golden), seq)[1]
+    assert_restores(there, "one", {2: seq}, golden)
     # The golden runs' blobs are bytes, and no trees that a trainer wrote; all else is in order, plan and frames.
     found = verify(Target(store=there, run="one"), deep=True)
     assert [each.what for each in found.problems if "blob empty" not in each.what] == []
@@ -166,24 +170,13 @@ def test_a_copy_begins_again_when_the_source_lets_something_go(store, there, tmp
     source = RunLog(Retiring(tmp_path / "store", let_go), "run-4")
     done = copy_run(source, RunLog(there, "run-4"))
     assert (done.checkpoints, done.seq, done.through) == (1, 2, 17)
-    assert_restores(tmp_path / "there", "run-4", {2: 2}, "run-4")
+    assert_restores(there, "run-4", {2: 2}, "run-4")
     # What is gone and was not retired is reported as damage.
     gone = next(info.key for info in store.list("run-3/data/") if info.key.endswith(".pack"))
     store.delete([gone])
     with pytest.raises(InvalidCheckpoint, match=r"\.pack does not exist"):
         copy_run(RunLog(store, "run-3"), RunLog(there, "run-3"))
     assert RunLog(there, "run-3").refresh().tip == -1
-
-
-def test_a_hint_of_a_copy_under_way_keeps_readers_and_trainers_away(store, there):
-    source = RunLog(store, "run-4")
-    tip = source.refresh().tip
-    half = RunLog(there, "run-4")
-    half.leave_hint(Hint(seq=tip, whole=False))
-    with pytest.raises(LogGap):
-        RunLog(there, "run-4").refresh(deadline_s=0.0)
-    assert copy_run(source, half).entries == tip + 1
-    assert half.hint().whole
 
 
 class Meanwhile(FileStore):
@@ -276,26 +269,13 @@ def test_a_removal_under_way_is_not_copied_into(store, there, cache):
     assert sorted(info.key for info in there.list("")) == ["one/log/HINT", "run-4/log/HINT"]
 
 
-class Flipping(FileStore):
-    """Gives an entry with a wrong bit once."""
-
-    armed = flipped = False
-
-    def get(self, key: str) -> bytes:
-        data = super().get(key)
-        if key.endswith(entry_key(3)) and not self.flipped and self.armed:
-            self.flipped = True
-            return data[:40] + bytes([data[40] ^ 1]) + data[41:]
-        return data
-
-
-def test_an_entry_that_reads_wrong_once_is_read_again(store, there, tmp_path):
-    flipping = Flipping(tmp_path / "store")
+def test_an_entry_that_reads_wrong_once_is_read_again(store, there):
+    flipping = FaultyStore(store)
     source = RunLog(flipping, "run-4")
     source.refresh()
-    flipping.armed = True
+    flipping.fail_next(Fault.FLIPPED, operation="get", key_contains=entry_key(3))
     copy_run(source, RunLog(there, "run-4"))
-    assert flipping.flipped
+    assert Fault.FLIPPED in [call.fault for call in flipping.calls]
     key = f"run-4/{entry_key(3)}"
     assert there.get(key) == store.get(key)
 

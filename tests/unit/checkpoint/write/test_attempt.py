@@ -2,10 +2,9 @@
 
 import pytest
 from deltashard_checkpoint.errors import DeltashardError, UserError
-from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import folded_state
-from deltashard_checkpoint.log.chain import CheckpointNotFound, may_cover
+from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.log.log_error import LogGap, LogStopped, LogWentBack
@@ -14,49 +13,14 @@ from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.maintenance import retention
 from deltashard_checkpoint.maintenance.garbage_collection import collect, data_objects, debris
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
-from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
+from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.attempt import OwnerMismatch
 from deltashard_checkpoint.write.closing import mark_closing, unmark_closing
 from deltashard_checkpoint.write.fencing import FencedError, TakenOver
 
-from tests.support.checkpoint.run_builder import Run, resealed, rows
-
-
-def test_the_first_attempt_has_nothing_to_resume_from():
-    opened = Run().open()
-    assert (opened.attempt, opened.resume, opened.fell_back, opened.voided) == (1, None, False, None)
-
-
-def test_an_attempt_resumes_from_the_newest_commit_and_fences_the_older_one():
-    run = Run()
-    first = run.open().attempt
-    seq = run.commit(first, 1)
-    second = run.open()
-    assert second.resume.seq == seq
-    with pytest.raises(FencedError) as raised:
-        run.commit(first, 2)
-    assert (raised.value.attempt, raised.value.by) == (first, second.attempt)
-
-
-def test_a_commit_that_wins_the_openers_slot_is_what_the_opener_resumes_from(monkeypatch):
-    """The zombie's entry gets in between the opener's look and its put."""
-    run = Run()
-    first = run.open().attempt
-    run.commit(first, 1)
-    opener, zombie = run.reader(), []
-    create = opener._create
-
-    def late(sealed, patience):
-        if not zombie:
-            zombie.append(run.commit(first, 2))
-        return create(sealed, patience)
-
-    monkeypatch.setattr(opener, "_create", late)
-    opened = attempts.open_attempt(opener, owner="me", closing_wait_s=0.0)
-    assert opened.resume.seq == zombie[0]
-    assert opened.attempt == zombie[0] + 1
+from tests.support.checkpoint.run_builder import Run, begun
 
 
 def test_a_store_is_tried_before_anybody_waits_for_it():
@@ -75,8 +39,7 @@ def test_a_store_is_tried_before_anybody_waits_for_it():
 
 
 def test_which_chooses_by_seq_step_pin_or_nothing():
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     a, b, c = (
         run.commit(attempt, 1, step=10, pins=("best",)),
         run.commit(attempt, 2, step=20),
@@ -98,8 +61,7 @@ def test_which_chooses_by_seq_step_pin_or_nothing():
 
 
 def test_falling_back_excludes_every_chain_that_reads_the_bad_checkpoint():
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     old = run.commit(attempt, 1)
     base = run.commit(attempt, 2)
     run.commit(attempt, 3, base)
@@ -111,8 +73,7 @@ def test_falling_back_excludes_every_chain_that_reads_the_bad_checkpoint():
 
 
 def test_a_fallbacks_lineage_does_not_claim_what_it_did_not_load():
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     old, bad = run.commit(first, 1), run.commit(first, 2)
     second = run.open(exclude=[bad]).attempt
     from deltashard_checkpoint.write.cut_reports import Abandoned
@@ -133,8 +94,7 @@ def test_another_owner_must_say_takeover():
 
 
 def test_opening_waits_for_a_closing_save_and_resumes_from_it(monkeypatch):
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     mark_closing(run.log, first, "00000-a")
     monkeypatch.setattr(run.time, "sleep", run.time.sleep)
     closer, done = run.reader(), []
@@ -155,16 +115,14 @@ def test_opening_waits_for_a_closing_save_and_resumes_from_it(monkeypatch):
 
 
 def test_a_marker_nobody_removes_costs_one_bound_and_an_old_one_nothing():
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     mark_closing(run.log, first, "00000-a")
     assert run.open(closing_wait_s=20.0).waited_s == pytest.approx(20.0, abs=0.1)
     assert run.open(closing_wait_s=20.0).waited_s == 0.0
 
 
 def test_an_unreadable_entry_is_left_behind_by_the_next_attempt_loudly():
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     good = run.commit(first, 1)
     run.commit(first, 2)
     run.memory.put("job/" + entry_key(3), b"rotten")
@@ -217,15 +175,12 @@ def without_folds(run: Run) -> None:
 @pytest.mark.parametrize("kind", ["checkpoint", "retire", "compact", "attempt"])
 def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, damage):
     """Two faults at once: an entry, and the folded states that would make it harmless."""
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     base = run.commit(first, 1)
     bad = {
-        "checkpoint": lambda: run.commit(first, 2),
-        "retire": lambda: run.retire((), [cut_prefix(first, 0)]),
-        "compact": lambda: run.compacted(base) or run.log.state.tip,
-        "attempt": lambda: run.open().attempt,
-    }[kind]()
+        "checkpoint": lambda: run.commit(first, 2), "retire": lambda: run.retire((), [cut_prefix(first, 0)]),
+        "compact": lambda: run.compacted(base) or run.log.state.tip, "attempt": lambda: run.open().attempt,
+    }[kind]()  # fmt: skip
     attempt = run.log.state.attempt
     last = [run.commit(attempt, cut) for cut in (3, 4)][-1]
     without_folds(run)
@@ -241,8 +196,7 @@ def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, dam
 
 
 def test_a_lost_tip_costs_itself():
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     good, lost = run.commit(first, 1), run.commit(first, 2)
     run.memory.delete(["job/" + entry_key(lost)])
     living, run.log = run.log, run.reader()
@@ -281,8 +235,7 @@ def test_a_repair_by_an_attempt_asks_who_it_is_first():
 @pytest.mark.parametrize("how", ["void", "repair"])
 def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
     """A person may find the entry in a copy. Attempts that never commit do not count; the next that did lets it go."""
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     base, lost = run.commit(first, 1), run.commit(first, 2)
     key = "job/" + entry_key(lost)
     run.memory.put(key, b"rotten") if how == "void" else run.memory.delete([key])
@@ -307,8 +260,7 @@ def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
 
 
 def test_a_reader_that_had_folded_a_voided_entry_folds_again():
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     good = run.commit(first, 1)
     lost = run.commit(first, 2)
     reader = run.reader()
@@ -319,23 +271,9 @@ def test_a_reader_that_had_folded_a_voided_entry_folds_again():
     assert reader.refresh().newest().seq == good
 
 
-def test_an_entry_of_a_newer_version_is_never_left_behind():
-    import json
-
-    run = Run()
-    run.commit(run.open().attempt, 1)
-    document = json.loads(run.memory.get("job/" + entry_key(2)))
-    run.memory.put("job/" + entry_key(2), resealed({**document, "format": 2}))
-    run.log = run.reader()
-    with pytest.raises(LogStopped) as raised:
-        run.open()
-    assert "upgrade" in raised.value.remedy
-
-
 def test_a_workload_that_was_displaced_does_not_come_back_by_itself():
     """A run handed from one workload to the next is handed once: no loop in which each restart fences the other."""
-    run = Run()
-    first = run.open(workload="job-a").attempt
+    run, first = begun(workload="job-a")
     seq = run.commit(first, 1)
     second = run.open(workload="job-b")
     assert second.resume.seq == seq
@@ -384,8 +322,7 @@ def test_a_pod_of_a_group_may_open_again_after_others_in_which_it_took_part():
 def test_fencing_within_a_workload_and_outside_of_clusters_is_plain():
     """A replaced pod, or a laptop: the older one ends, restarts are welcome."""
     for workload in ("job-a", ""):
-        run = Run()
-        first = run.open(workload=workload).attempt
+        run, first = begun(workload=workload)
         run.open(workload=workload)
         with pytest.raises(FencedError) as raised:
             run.commit(first, 1)
@@ -394,7 +331,6 @@ def test_fencing_within_a_workload_and_outside_of_clusters_is_plain():
 
 
 def test_workloads_are_remembered_by_entries_and_cached_folds():
-    """An entry without one has the form it always had."""
     run = Run()
     run.open(workload="job-a", pod="one")
     run.open()
@@ -404,53 +340,6 @@ def test_workloads_are_remembered_by_entries_and_cached_folds():
     state = run.log.state
     data = folded_state.dump(state)
     assert folded_state.load(data, "job", folded_state.name_of(state, data)) == state
-
-
-# Layouts
-
-HALVES = Layout.of(2, {"t": (8, 2)}, {0: [rows(0, 4)], 1: [rows(4, 8)]})
-
-
-def test_a_layout_is_durable_before_the_attempt_that_names_it_and_is_put_once():
-    run = Run()
-    puts: list[str] = []
-    for name in ("put", "put_if_absent"):
-        put = getattr(run.memory, name)
-        setattr(run.memory, name, lambda key, data, put=put: (puts.append(key), put(key, data))[1])
-    for _ in range(2):
-        opened = run.open(world_size=2, layout=HALVES.data)
-        assert opened.state.attempts[opened.attempt].layout == HALVES.digest
-    named = [key for key in puts if key.startswith(("job/layout/", "job/log/0"))]
-    assert named == [
-        "job/" + entry_key(0), f"job/{HALVES.key}", "job/" + entry_key(1), "job/" + entry_key(2),
-    ]  # fmt: skip
-    assert run.memory.get(f"job/{HALVES.key}") == HALVES.data
-
-
-def test_an_attempt_of_any_layout_resumes_from_any_other():
-    """A changed world is restored like any other; what may not be built upon is the new cut's concern."""
-    run = Run()
-    seq = run.commit(run.open().attempt, 1)
-    for options in ({"world_size": 2, "layout": HALVES.data}, {}):
-        opened = run.open(**options)
-        assert opened.resume.seq == seq
-        assert may_cover(opened.state, opened.attempt, seq) == (not options)
-
-
-def test_a_store_that_fails_for_a_moment_does_not_fail_the_layout():
-    run = Run()
-    failing = [True]
-    put = run.memory.put
-
-    def once(key: str, data: bytes) -> None:
-        if "/layout/" in key and failing:
-            failing.clear()
-            raise StoreUnavailable("away", where=key)
-        put(key, data)
-
-    run.memory.put = once
-    assert run.open(world_size=2, layout=HALVES.data).attempt == 1
-    assert not failing
 
 
 def reading(run: Run, **options: object) -> attempts.ResumeBasis:
@@ -464,8 +353,7 @@ def opening(run: Run, basis: attempts.ResumeBasis, **options: object) -> attempt
 
 def test_an_attempt_that_is_opened_late_has_the_entry_that_it_would_have_had():
     """What only frees or names may have come between; nothing that a trainer did."""
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     run.commit(first, 1)
     newest = run.commit(first, 2)
     entries = run.log.state.tip
@@ -476,33 +364,3 @@ def test_an_attempt_that_is_opened_late_has_the_entry_that_it_would_have_had():
     assert (opened.resume.seq, opened.attempt) == (newest, run.reader().refresh().attempt)
     run.log.refresh()
     run.commit(opened.attempt, 1, newest)
-
-
-def test_of_two_that_read_a_full_store_one_opens_and_the_other_is_overtaken():
-    run = Run()
-    run.commit(run.open().attempt, 1)
-    one, two = reading(run), reading(run)
-    opening(run, two)
-    with pytest.raises(attempts.Overtaken, match="attempt 3 was opened"):
-        opening(run, one)
-
-
-def test_who_read_a_full_store_is_overtaken_by_a_predecessor_that_lived_on_and_committed():
-    """Its entry would leave an acknowledged checkpoint behind. Who asked for an older one on purpose leaves it anyway."""
-    run = Run()
-    first = run.open().attempt
-    old = run.commit(first, 1)
-    basis, chosen = reading(run), reading(run, which=f"seq:{old}")
-    newer = run.commit(first, 2)
-    with pytest.raises(
-        attempts.Overtaken, match=f"checkpoint {newer} is what a restore would load now, and {old}"
-    ):
-        opening(run, basis)
-    assert opening(run, chosen, which=f"seq:{old}").resume.seq == old
-
-
-def test_a_late_attempt_whose_answer_was_lost_is_found_again():
-    run = Run()
-    run.commit(run.open().attempt, 1)
-    basis = reading(run)
-    assert opening(run, basis).attempt == opening(run, basis).attempt == run.reader().refresh().tip

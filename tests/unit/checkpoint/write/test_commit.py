@@ -13,28 +13,19 @@ from deltashard_checkpoint.write import commit_wait, cut_reports
 from deltashard_checkpoint.write.commit import PartsMissing, _create, commit_parts
 from deltashard_checkpoint.write.commit_wait import CommitPace
 from deltashard_checkpoint.write.cut_reports import Abandoned, CutReports, GivenUp, abandon_part
-from deltashard_checkpoint.write.fencing import FencedError
 from deltashard_checkpoint.write.report import ReportBodyCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import TABLE, TOKEN, Run, rows
-
-HALVES = [rows(0, 4), rows(4, 8)]
+from tests.support.checkpoint.faulty_store import FaultyStore
+from tests.support.checkpoint.run_builder import HALVES, TABLE, TOKEN, Run, begun, layout_of
 
 
 def commit(run: Run, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more):
     options = {"deadline_s": more.pop("deadline_s", 30.0), "layout": more.pop("layout", "")}
-    report = run.report(attempt, cut, covers, rank=rank, boxes=[HALVES[rank]], **more)
-    return commit_parts(
-        log or run.reader(),
-        attempt=attempt,
-        cut=cut,
-        step=step,
-        world_size=2,
-        reports=[report],
-        **options,
-    )
+    reports = [run.report(attempt, cut, covers, rank=rank, boxes=[HALVES[rank]], **more)]
+    place = {"attempt": attempt, "cut": cut, "step": step, "world_size": 2}
+    return commit_parts(log or run.reader(), reports=reports, **place, **options)
 
 
 def after(run: Run, seconds: float, action) -> None:
@@ -53,8 +44,7 @@ def after(run: Run, seconds: float, action) -> None:
 
 
 def test_the_last_rank_commits_and_a_waiting_rank_finds_the_entry():
-    run = Run()
-    attempt = run.open(world_size=2).attempt
+    run, attempt = begun(world_size=2)
     others = []
     after(run, 3, lambda: others.append(commit(run, attempt, 1, metadata={"loss": "1"}, pins=("best",))))
     first = commit(run, attempt, 0, metadata={"loss": "0", "epoch": "3"}, directive="q8 timer")
@@ -74,79 +64,23 @@ def _work(log, attempt, **more) -> CutReports:
     return CutReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
 
 
-def test_any_rank_commits_when_the_last_finisher_died_before_the_entry():
-    run = Run()
-    attempt = run.open(world_size=2).attempt
-    report = run.report(attempt, 1, rank=1, boxes=[HALVES[1]])
-    _work(run.log, attempt).put(report, run.log.patience(1))
-    assert commit(run, attempt, 0).by_us
-
-
 def test_missing_ranks_are_named_after_the_deadline():
-    run = Run()
-    attempt = run.open(world_size=2).attempt
-    begun = run.time.now_s
+    run, attempt = begun(world_size=2)
     with pytest.raises(PartsMissing, match="ranks 1") as raised:
         commit(run, attempt, 0)
     assert raised.value.ranks == (1,)
-    assert run.time.now_s - begun == pytest.approx(30.0, abs=1)
-
-
-def test_a_waiting_rank_is_fenced_as_soon_as_the_log_says_so():
-    run = Run()
-    attempt = run.open(world_size=2).attempt
-    after(run, 3, run.open)
-    with pytest.raises(FencedError):
-        commit(run, attempt, 0)
-    assert run.time.now_s < 1e9 + 20
-
-
-def test_an_older_cut_is_abandoned_however_complete():
-    run = Run()
-    attempt = run.open().attempt
-    run.commit(attempt, 5)
-    with pytest.raises(Abandoned, match="cut 5 was committed before cut 4"):
-        run.commit(attempt, 4)
-
-
-def test_a_cut_that_is_in_the_log_already_is_success():
-    run = Run()
-    attempt = run.open().attempt
-    assert run.commit(attempt, 1) == run.commit(attempt, 1)
-    assert run.log.refresh().tip == 2
+    assert run.time.now_s - 1e9 == pytest.approx(30.0, abs=1)
 
 
 @pytest.mark.parametrize("covers", [1, 99, 0])
 def test_covering_what_is_no_checkpoint_of_the_lineage_is_abandoned(covers):
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     with pytest.raises(Abandoned, match="not live in the lineage"):
         run.commit(attempt, 1, covers)
 
 
-def test_covering_a_retired_checkpoint_is_abandoned():
-    run = Run()
-    attempt = run.open().attempt
-    old = run.commit(attempt, 1)
-    run.commit(attempt, 2)
-    run.retire([old], [cut_prefix(attempt, 1)])
-    with pytest.raises(Abandoned, match=f"covers {old}"):
-        run.commit(attempt, 3, old)
-
-
-def test_ranks_that_cut_at_different_steps_never_make_one_checkpoint():
-    run = Run()
-    attempt = run.open(world_size=2).attempt
-    with pytest.raises(PartsMissing):
-        commit(run, attempt, 0, step=7)
-    with pytest.raises(Abandoned, match="rank 0 cut at step 7, this one at step 8"):
-        commit(run, attempt, 1, step=8)
-    assert run.reader().refresh().newest() is None
-
-
 def test_ranks_that_disagree_about_a_table_never_make_one_checkpoint():
-    run = Run()
-    attempt = run.open(world_size=2).attempt
+    run, attempt = begun(world_size=2)
     with pytest.raises(PartsMissing):
         commit(run, attempt, 0)
     other = TableSchema(fqn="t", rows=9, columns=2, dtype="float32")
@@ -155,28 +89,17 @@ def test_ranks_that_disagree_about_a_table_never_make_one_checkpoint():
 
 
 def test_a_rank_that_reported_twice_counts_once():
-    run = Run()
-    attempt = run.open(world_size=2).attempt
+    run, attempt = begun(world_size=2)
     for token in (TOKEN, "bbbbbbbbbbbbbbbb"):
-        report = run.report(attempt, 1, rank=0, boxes=[HALVES[0]], token=token)
         with pytest.raises(PartsMissing):
-            commit_parts(
-                run.reader(),
-                attempt=attempt,
-                cut=1,
-                step=7,
-                world_size=2,
-                reports=[report],
-                deadline_s=1.0,
-            )
+            commit(run, attempt, 0, token=token, deadline_s=1.0)
     entry = commit(run, attempt, 1).entry
     assert [TOKEN in part.index_key for part in entry.parts] == [True, True]
 
 
 def test_a_report_of_another_run_is_foreign():
     """Copied there by hand: same key, same hash, other run."""
-    run = Run()
-    attempt = run.open(world_size=2).attempt
+    run, attempt = begun(world_size=2)
     with pytest.raises(PartsMissing):
         commit(run, attempt, 0, deadline_s=1.0)
     from deltashard_checkpoint.log.commit_log import RunLog
@@ -200,35 +123,24 @@ def test_a_single_rank_writes_no_report():
 # With a layout
 
 
-LAYOUT = Layout.of(2, {"t": (8, 2)}, {rank: [held] for rank, held in enumerate(HALVES)})
+LAYOUT = layout_of()
 
 
-class Counted:
-    """What a run's store was asked for, under the run's `data/`."""
-
-    def __init__(self, run: Run) -> None:
-        self.gets: list[str] = []
-        self.lists: list[str] = []
-        get, list_ = run.memory.get, run.memory.list
-
-        def counted_get(key: str, *args, **options) -> bytes:
-            self.gets += [key] if "/data/" in key else []
-            return get(key, *args, **options)
-
-        def counted_list(prefix: str, *args, **options):
-            self.lists += [prefix] if "/data/" in prefix else []
-            return list_(prefix, *args, **options)
-
-        run.memory.get, run.memory.list = counted_get, counted_list
+def asked(run: Run) -> tuple[int, int]:
+    """(GETs, LISTs) of the run's `data/` since the last look."""
+    calls = [call.operation for call in run.store.calls if "/data/" in call.key]
+    run.store.calls.clear()
+    return calls.count("get"), calls.count("list")
 
 
 def laid_out() -> tuple[Run, int]:
     run = Run()
+    run.store = FaultyStore(run.memory)
+    run.log = run.reader()
     return run, run.open(world_size=2, layout=LAYOUT.data).attempt
 
 
 def test_the_same_entry_whoever_commits_and_its_manifest_lies_in_the_cut():
-    """Rank 0's pod, or the other: what they put is equal but for the writer."""
     entries = []
     for last in (0, 1):
         run, attempt = laid_out()
@@ -260,7 +172,7 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
     run, attempt = laid_out()
     bodies = [ReportBodyCache(), ReportBodyCache()]
     for cut in range(1, 6):
-        counted = Counted(run)
+        asked(run)
         for rank, wait_s in ((1, 0.0), (0, 30.0)):
             encodings = {"t": ("q8",) if rank == 0 else ("q4",)}
             report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]], encodings=encodings)
@@ -270,17 +182,7 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
                     layout=LAYOUT.digest, bodies=bodies[rank], deadline_s=wait_s,
                 )  # fmt: skip
         assert done.entry.cut == cut
-        assert len(counted.gets) == (cut == 1)
-        assert len(counted.lists) == 2
-
-
-def test_a_pod_without_rank_0_looks_at_the_log_first_and_lists_seldom():
-    run, attempt = laid_out()
-    counted = Counted(run)
-    after(run, 1, lambda: commit(run, attempt, 0, layout=LAYOUT.digest))
-    second = commit(run, attempt, 1, layout=LAYOUT.digest)
-    assert not second.by_us
-    assert len(counted.lists) == 2  # rank 0's, and one of rank 1 before
+        assert asked(run) == (int(cut == 1), 2)
 
 
 def test_a_pod_without_rank_0_commits_when_that_one_died_before_the_entry():
@@ -293,12 +195,12 @@ def test_a_pod_without_rank_0_commits_when_that_one_died_before_the_entry():
 def test_a_pod_commits_for_all_its_ranks():
     run, attempt = laid_out()
     reports = [run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)]
-    counted = Counted(run)
+    asked(run)
     done = commit_parts(
         run.log, attempt=attempt, cut=1, step=7, world_size=2, reports=reports, layout=LAYOUT.digest, deadline_s=0.0
     )  # fmt: skip
     assert done.by_us
-    assert (counted.gets, len(counted.lists)) == ([], 1)
+    assert asked(run) == (0, 1)
 
 
 @pytest.mark.parametrize("which", ["step", "layout"])
@@ -349,16 +251,6 @@ def test_a_cut_of_an_attempt_with_a_layout_is_not_committed_without_it():
             commit_parts(
                 run.log, attempt=attempt, cut=1, step=7, world_size=2, reports=report, layout=layout, deadline_s=1.0
             )  # fmt: skip
-
-
-def test_what_lies_under_part_and_is_no_report_changes_nothing():
-    run, attempt = laid_out()
-    prefix = f"job/{cut_prefix(attempt, 1)}part/"
-    for name in ("x", "00001-failed", "00001-aaaaaaaa-failed.part", "99999-aaaaaaaa-failedx", "0.part"):
-        run.memory.put(prefix + name, b"?")
-    reports = [run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)]
-    log, more = run.reader(), {"attempt": attempt, "cut": 1, "step": 7, "layout": LAYOUT.digest}
-    assert commit_parts(log, world_size=2, reports=reports, deadline_s=1.0, **more).by_us
 
 
 @pytest.mark.parametrize(
@@ -414,28 +306,6 @@ def put_report(run: Run, work, attempt: int, rank: int, **more) -> None:
     work.put(report, run.log.patience(1))
 
 
-def test_a_look_that_is_too_early_is_one_page_and_what_was_seen_is_not_listed_again(monkeypatch):
-    monkeypatch.setattr(cut_reports, "LIST_PAGE", 4)
-    run, layout = many(20)
-    attempt = run.open(world_size=20, layout=layout.data).attempt
-    work = _work(run.log, attempt, world_size=20, layout=layout.digest)
-    pages = Pages(run)
-    costs = []
-    for arriving in ([0, 1, *range(3, 18)], [2], [19], [18]):
-        for rank in arriving:
-            put_report(run, work, attempt, rank)
-        before, missing = pages.count, list(work.missing())
-        costs.append((missing, pages.count - before))
-    # Of those beyond the first page nothing is known: rank 2 is waited for anyway.
-    assert costs == [
-        ([2, *range(5, 20)], 1),
-        ([18, 19], 4),  # ranks 2 to 17
-        ([18], 1),
-        ([], 1),
-    ]
-    assert _create(work, run.log.patience(1)).by_us
-
-
 @given(st.data())
 @settings(deadline=None)
 def test_every_report_is_seen_at_last_whenever_it_comes(data):
@@ -472,54 +342,7 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
         assert _create(fresh, run.log.patience(1)).entry.world_size == world
 
 
-def test_who_knows_how_long_a_cut_takes_looks_seldom_before():
-    """Rank 1 finishes 25 s after rank 0, each time: then rank 0's pod asks a few times, and hears of it soon."""
-    run, attempt = laid_out()
-    pace, bodies = [CommitPace(), CommitPace()], [ReportBodyCache(), ReportBodyCache()]
-    counted = Requests(run)
-    costs, late_s = [], []
-    for cut in range(1, 5):
-
-        def one(rank: int, since_s: float, cut=cut):
-            report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]])
-            return commit_parts(
-                run.reader(), attempt=attempt, cut=cut, step=cut, world_size=2, reports=(report,),
-                layout=LAYOUT.digest, bodies=bodies[rank], pace=pace[rank], since_s=since_s,
-            )  # fmt: skip
-
-        before, begun = counted.lists, run.time.now_s
-        after(run, 25, lambda begun=begun, one=one: _uncounted(counted, one, run.time.now_s - begun))
-        assert not one(0, 0.0).by_us
-        costs.append(counted.lists - before)
-        late_s.append(run.time.now_s - begun - 25)
-    first, *later = costs
-    assert max(later) <= 6 < first
-    assert max(late_s) < 5
-    assert pace[0].usual_s(True) == pytest.approx(25, abs=2)
-
-
-class Requests:
-    """Listings of a run's store, while they are counted."""
-
-    def __init__(self, run: Run) -> None:
-        self.lists, self.counts = 0, True
-        list_ = run.memory.list
-
-        def counted(prefix: str, *args, **options):
-            self.lists += self.counts
-            return list_(prefix, *args, **options)
-
-        run.memory.list = counted
-
-
-def _uncounted(counted: Requests, one, since_s: float) -> None:
-    counted.counts = False
-    assert one(1, since_s).by_us
-    counted.counts = True
-
-
 def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_within_seconds():
-    """Both ranks believe that a cut takes an hour."""
     run, attempt = laid_out()
     pace = CommitPace()
     pace.learn(True, 3600.0)

@@ -5,25 +5,16 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.row_block import raw_row_bytes, stored_row_bytes
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, INCREMENTS_KEY
-from deltashard_checkpoint.write.differential import (
-    History,
-    baseline_pays,
-    decide,
-    history,
-    increments_text,
-)
+from deltashard_checkpoint.write.differential import History, baseline_pays, decide, history, increments_text
 from deltashard_checkpoint.write.precision import StoredPrecision
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import Run, begun
 
 PAPER = (0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46, 0.48)
 TABLE = TableSchema(
-    fqn="t",
-    rows=1000,
-    columns=32,
-    dtype="float32",
+    fqn="t", rows=1000, columns=32, dtype="float32",
     fields=(FieldSpec(name="sum", kind="rowwise", dtype="float32"),),
-)
+)  # fmt: skip
 ROW = raw_row_bytes(TABLE, 32)
 BLOBS = 5000
 Q8, Q2 = StoredPrecision.of("q8"), StoredPrecision.of("q2")
@@ -57,8 +48,7 @@ def test_the_predictor_keeps_the_one_for_the_baseline():
 
 
 def test_history_begins_anew_at_a_baseline():
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     for cut, size in enumerate(PAPER[:7], start=2):
         saved(run, attempt, cut, size, base)
@@ -77,8 +67,7 @@ def test_history_begins_anew_at_a_baseline():
 
 
 def test_history_follows_the_lineage_of_a_restore_not_log_order():
-    run = Run()
-    first = run.open().attempt
+    run, first = begun()
     base = saved(run, first, 1, 1.0)
     delta = saved(run, first, 2, 0.3, base)
     saved(run, first, 3, 1.0)
@@ -90,8 +79,7 @@ def test_history_follows_the_lineage_of_a_restore_not_log_order():
 
 def test_after_a_change_from_8_to_2_bits_there_are_baselines_as_ever():
     """Counted as stored, an increment of 2 bits never comes near a baseline of 8: 52 cuts and more went without one."""
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = saved(run, attempt, 1, 1.0, stored_bytes=1000 * 44 + BLOBS)
     as_stored: list[float] = []
     cuts = 0
@@ -108,25 +96,15 @@ def test_after_a_change_from_8_to_2_bits_there_are_baselines_as_ever():
 @pytest.mark.parametrize("encoding", ENCODING_CHOICES)
 @pytest.mark.parametrize("state_encoding", ["fp32", "bf16"])
 def test_a_cut_of_all_rows_counts_one_at_every_encoding(encoding, state_encoding):
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     saved(run, attempt, 2, 1.0, base)
     seen = history(run.log.state, attempt, StoredPrecision.of(encoding, state_encoding))
     assert seen.increments == pytest.approx((1.0,))
 
 
-def test_bits_by_table_count_by_table():
-    run = Run()
-    attempt = run.open().attempt
-    saved(run, attempt, 1, 1.0)
-    mixed = StoredPrecision.of({"*": "q2", "t": "q8"})
-    assert history(run.log.state, attempt, mixed).full_bytes == 1000 * (32 + 8 + 4) + BLOBS
-
-
 def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_through():
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
     run.compacted(first)
@@ -141,8 +119,7 @@ def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_
 
 def test_increments_that_retention_took_away_are_remembered():
     """Each says what came before it; so does one that covers what was compacted, of that."""
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     found: list[int] = []
     for cut, size in enumerate(PAPER[:7], start=2):
@@ -160,8 +137,7 @@ def test_increments_that_retention_took_away_are_remembered():
 
 @pytest.mark.parametrize("said", ["", "x", "7:1,2", "2:1,-2", "2:" + "9" * 30, "2:1;2"])
 def test_what_an_increment_says_wrongly_counts_for_nothing(said: str):
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     saved(run, attempt, 2, 0.3, base, metadata={INCREMENTS_KEY: said})
     assert history(run.log.state, attempt, Q8).increments == pytest.approx((at(0.3, Q8),))
@@ -169,8 +145,7 @@ def test_what_an_increment_says_wrongly_counts_for_nothing(said: str):
 
 def test_history_passes_over_a_compaction_that_nothing_newer_builds_on():
     """The trainer's next cut covered the old baseline: it was on its way before the compaction was in the log."""
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
     saved(run, attempt, 3, 0.4, base)
@@ -193,8 +168,7 @@ def test_the_plain_policies(policy, expected):
 def test_an_unknown_policy_is_the_users_error():
     with pytest.raises(UserError, match="unknown differential policy"):
         decide("sometimes", known())
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     saved(run, attempt, 1, 1.0)
     with pytest.raises(UserError, match="unknown encoding"):
         history(run.log.state, attempt, StoredPrecision.of("q5"))

@@ -1,7 +1,5 @@
 """Part writers: concurrency, order, failures of store and disk, budgets; real files and a real (faulty) store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,16 +9,12 @@ import numpy as np
 import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.cache.pack_spool import CacheFull
-from deltashard_checkpoint.format import frame_encoder, object_key
+from deltashard_checkpoint.format import object_key
 from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.format.index import decode_index
-from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
-from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore
-from deltashard_checkpoint.stores.url import open_store
-from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.part_writer import NoRoom, PartAborted, PartTarget, PartWriter, UploadFailed
 from deltashard_proto.cause import Cause
 
@@ -120,7 +114,6 @@ def test_a_part_without_frames_and_a_compactions_part(cache: PackCache) -> None:
 
 
 def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cache: PackCache) -> None:
-    """No index is put, local files go, the error names the cut and its cause."""
     store = FaultyStore(MemoryStore())
     store.fail_next(Fault.UNAVAILABLE)
     writer = PartWriter(store, _target(), cache, pack_bytes=20_000)
@@ -159,40 +152,6 @@ def test_a_stalled_store_fills_the_cache_and_not_memory_and_then_fails_in_time(t
             assert cache.used_bytes <= 60_000
         # Whether the put hangs already or is about to.
         eventually(lambda: store.release() or not _uploads())
-
-
-def test_when_the_store_comes_back_the_part_goes_on(tmp_path: Path) -> None:
-    """A waiting `add` gets its room as soon as an upload is through."""
-    store = FaultyStore(MemoryStore())
-    store.fail_next(Fault.STALLED)
-    with (
-        PackCache(tmp_path, budget_bytes=60_000) as cache,
-        PartWriter(store, _target(), cache, pack_bytes=20_000, uploads=1, deadline_s=60) as writer,
-    ):
-        done = threading.Event()
-
-        def work() -> None:
-            for frame in Model(TABLE).frames(range(4000), per_frame=50):
-                writer.add(frame)
-            done.set()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        eventually(lambda: len(list(tmp_path.glob("*.pack"))) == 4)
-        assert store.wait_stalled()
-        assert not done.is_set()
-        store.release()
-        thread.join(60)
-        assert done.is_set()
-        part = writer.finish()
-        assert (
-            len(
-                decode_index(
-                    store.get(object_key.run_key(RUN, part.index_key)), key=part.index_key, run=RUN
-                ).places
-            )
-            == 80
-        )
 
 
 def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: PackCache) -> None:
@@ -238,59 +197,3 @@ def test_abort_ends_uploads_that_are_being_retried(cache: PackCache) -> None:
         thread.join(60)
     assert not any(thread.is_alive() for thread in uploads)
     assert not any(entry.pins for entry in cache._entries.values())
-
-
-def test_what_is_given_to_the_store_is_a_view_of_the_file_not_of_the_heap(cache: PackCache) -> None:
-    """Uploads read a mapping of the spooled pack: the frame's own buffer may be reused after `add`."""
-
-    class Recording(MemoryStore):
-        def put(self, key: str, data) -> None:
-            if key.endswith(".pack"):
-                assert isinstance(data, memoryview)
-                assert data.readonly
-            super().put(key, data)
-
-    store = Recording()
-    room = bytearray(frame_encoder.frame_bound(TABLE, 8, 100))
-    model = Model(TABLE)
-    with PartWriter(store, _target(), cache) as writer:
-        for at in (0, 100):
-            ids = range(at, at + 100)
-            frame = frame_encoder.encode_rows(
-                model.block(ids), EncodeOptions(encoding=ENCODINGS["q8"]), step=1, out=room
-            )
-            writer.add(frame)
-        part = writer.finish()
-    index = decode_index(store.get(object_key.run_key(RUN, part.index_key)), key=part.index_key, run=RUN)
-    data = store.get(object_key.run_key(RUN, index.packs[0].key))
-    for place in index.places:
-        parse_frame(data[place.offset : place.offset + place.info.length])
-
-
-def test_a_large_part_needs_no_memory_to_speak_of(tmp_path: Path) -> None:
-    """96 MiB of frames through one buffer, to a real directory: the heap does not grow with them."""
-    import tracemalloc
-
-    table = TableSchema(fqn="wide", rows=1 << 20, columns=1024, dtype="float32")
-    weights = np.ones((1024, 1024), np.float32)
-    room = bytearray(frame_encoder.frame_bound(table, 1024, 1024))
-    with (
-        PackCache(tmp_path / "cache", budget_bytes=1 << 30) as cache,
-        open_store(f"file://{tmp_path}/store") as store,
-    ):
-        with PartWriter(store, _target(tables=(table,), boxes=()), cache) as writer:
-            tracemalloc.start()
-            for at in range(0, 24 * 1024, 1024):
-                writer.add(
-                    frame_encoder.encode_rows(
-                        RowBlock.of_whole_rows(table, range(at, at + 1024), weights, {}),
-                        EncodeOptions(encoding=ENCODINGS["fp32"]),
-                        step=1,
-                        out=room,
-                    )
-                )
-            part = writer.finish()
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-        assert part.stored_bytes > 96 << 20
-        assert peak < 8 << 20

@@ -2,12 +2,11 @@
 
 import pytest
 from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, PRECISION_KEY
-from deltashard_checkpoint.write import precision
 from deltashard_checkpoint.write.precision import StoredPrecision, coarser, coarsest, held, raised, recorded
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import Run
+from tests.support.checkpoint.run_builder import begun
 
 encodings = st.sampled_from(ENCODING_CHOICES)
 precisions = st.builds(
@@ -74,8 +73,7 @@ def test_several_ranks_say_the_coarsest_together():
 
 
 def test_an_import_says_nothing_and_what_covers_it_its_own():
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     silent = run.commit(attempt, 1, directive="full")
     assert held(run.log.state, silent) is None
     newer = run.commit(attempt, 2, silent, metadata={PRECISION_KEY: StoredPrecision.of("q3").text()})
@@ -83,37 +81,9 @@ def test_an_import_says_nothing_and_what_covers_it_its_own():
 
 
 def test_a_compacted_checkpoint_says_what_its_retired_chain_had():
-    """The moved rows keep their bits, and nothing else of the chain is left to ask."""
-    run = Run()
-    attempt = run.open().attempt
+    run, attempt = begun()
     base = run.commit(attempt, 1, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
     delta = run.commit(attempt, 2, base, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
     run.compacted(delta)
     run.retire([base])
     assert held(run.log.state, delta) == StoredPrecision.of("q2")
-
-
-@pytest.mark.slow
-@settings(max_examples=200)
-@given(st.lists(st.tuples(precisions, st.sampled_from(["delta", "full", "compact"])), max_size=12))
-def test_no_live_row_has_fewer_bits_than_the_policy_unless_it_was_lowered_since(script):
-    """The sidecar's rule played on a model of rows, each with the policy it was written under.
-
-    After every cut each row of each table has at least the bits of the policy in force; a cut is a baseline for that,
-    or the policy never rose above any row's.
-    """
-    said: StoredPrecision | None = None
-    rows: list[StoredPrecision] = []
-    for number, (asked, what) in enumerate(script):
-        if what == "compact":
-            continue  # rows move as they are, and the checkpoint says what it said
-        full = what == "full" or said is None or precision.raised(asked, said) != ""
-        if full:
-            rows, said = [asked] * 5, asked
-        else:
-            assert said is not None
-            rows[number % 5] = asked
-            said = coarser(asked, said)
-        for row in rows:
-            assert all(has >= wanted for has, wanted in zip(bits(row), bits(said), strict=True))
-            assert all(has >= wanted for has, wanted in zip(bits(row), bits(asked), strict=True))

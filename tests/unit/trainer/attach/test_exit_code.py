@@ -1,13 +1,17 @@
-"""The exit code of a process whose run another workload holds now."""
+"""What an exception means: the exit code of a run that another workload holds now, and whose error leaves a save."""
 
 from __future__ import annotations
 
+import functools
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from deltashard.attach import exit_code
-from deltashard.config import MAX_METADATA, check_pin, texts_of
-from deltashard.errors import FencedError, TakenOver, UserError
+from deltashard.attach.interruption import leaves
+from deltashard.errors import FencedError, TakenOver
 
 
 def because(error: Exception, cause: Exception) -> Exception:
@@ -16,73 +20,79 @@ def because(error: Exception, cause: Exception) -> Exception:
     return error
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, BaseException]]:
-    """What ours, and after it the hook that was there before, saw of an error."""
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (TakenOver("over"), True),
+        (because(RuntimeError("the loop broke"), TakenOver("over")), True),
+        (FencedError("fenced"), False),
+        (because(ValueError("any"), KeyError("x")), False),
+    ],
+)
+def test_a_takeover_that_nobody_caught_has_its_own_code(
+    error: Exception, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the traceback that any error gets; a framework's wrapping does not hide it. Other ends stay what they were."""
     seen: list[tuple[str, BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: seen.append(("before", error)))
     monkeypatch.setattr(exit_code, "_installed", False)
     exit_code.install(lambda error: seen.append(("ours", error)))
     exit_code.install(lambda error: seen.append(("second", error)))
-    return seen
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        TakenOver("over"),
-        because(RuntimeError("the loop broke"), TakenOver("over")),
-    ],
-)
-def test_a_takeover_that_nobody_caught_has_its_own_code(
-    error: Exception, shown: list[tuple[str, BaseException]]
-) -> None:
-    """After the traceback that any error gets; a framework's wrapping does not hide it."""
-    with pytest.raises(SystemExit) as ended:
+    code = None
+    try:
         sys.excepthook(type(error), error, error.__traceback__)
-    assert ended.value.code == exit_code.EXIT_TAKEN_OVER == 79
-    assert shown == [("ours", error), ("before", error)]
+    except SystemExit as ended:
+        code = ended.code
+    assert code == (79 if ours else None)
+    assert seen == [("ours", error), ("before", error)]
 
 
-@pytest.mark.parametrize("error", [FencedError("fenced"), because(ValueError("any"), KeyError("x"))])
-def test_every_other_end_stays_what_it_was(error: Exception, shown: list[tuple[str, BaseException]]) -> None:
-    """A pod that its own workload replaced is an ordinary failure, which a restart mends."""
-    sys.excepthook(type(error), error, error.__traceback__)
-    assert shown == [("ours", error), ("before", error)]
+class Preempted(Exception):
+    """What a user's handler raises."""
 
 
-def test_names_of_metadata_that_are_ours_are_refused() -> None:
-    """What the sidecar records of a directive cannot be said by a script."""
-    assert texts_of({"auc": 0.8, "deltashard": "fine"}) == {"auc": "0.8", "deltashard": "fine"}
-    assert texts_of(None) == {}
-    with pytest.raises(UserError, match="choose another name"):
-        texts_of({"deltashard/directive": "{}"})
+def _raise(error: BaseException, *_: Any) -> None:
+    raise error
+
+
+class _Handler:
+    def method(self, *_: Any) -> None:
+        raise Preempted
+
+    __call__ = method
+
+
+@pytest.fixture
+def usr1() -> Iterator[Callable[[Any], BaseException]]:
+    """Installs a handler of SIGUSR1, raises the signal, and returns what came out."""
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def out_of(handler: Any) -> BaseException:
+        signal.signal(signal.SIGUSR1, handler)
+        with pytest.raises(BaseException) as raised:
+            signal.raise_signal(signal.SIGUSR1)
+        return raised.value
+
+    yield out_of
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize(
-    "metadata",
+    "handler",
     [
-        {"": "x"},
-        {" auc": "x"},
-        {"a\nb": "x"},
-        {"n" * 201: "x"},
-        {"lone": "\ud800"},
-        {"\ud800": "x"},
-        {"long": "x" * (MAX_METADATA + 1)},
-        {str(i): "x" * 1000 for i in range(100)},
-        [("auc", 1)],
+        lambda *_: _raise(SystemExit(3)),
+        functools.partial(_raise, Preempted()),
+        _Handler().method,
+        _Handler(),
     ],
 )
-def test_metadata_that_no_log_entry_holds_is_refused_at_save(metadata: object) -> None:
-    """Told to the caller: later it would fail the save, or the commit, again and again."""
-    with pytest.raises(UserError, match="metadata"):
-        texts_of(metadata)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("pin", ["", " best", "best ", "a\tb", "\ud800", "p" * 201, 7])
-def test_pins_that_cannot_name_a_checkpoint_are_refused_at_save(pin: object) -> None:
-    """One that can be said on a command line passes."""
-    check_pin(None)
-    check_pin("epoch 3/best-auc: 0.8, größte")
-    with pytest.raises(UserError, match="pin= takes 1 to 200 printable characters"):
-        check_pin(pin)
+def test_what_a_signal_handler_raises_leaves_a_save(
+    usr1: Callable[[Any], BaseException], handler: Callable[..., Any]
+) -> None:
+    """Functions, partials, methods, callable objects; and Ctrl-C. The same raised by the user's getters stays."""
+    assert leaves(usr1(handler))
+    assert leaves(KeyboardInterrupt())
+    for kind in (Preempted, IndexError, MemoryError, SystemExit):
+        with pytest.raises(kind) as raised:
+            raise kind("in a getter")
+        assert not leaves(raised.value)

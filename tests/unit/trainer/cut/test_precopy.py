@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from deltashard.cut import memory, precopy
-from deltashard.cut.block_writer import BlockWriter, TableCut
 from deltashard.cut.precopy import Precopy, TableAhead, copying_thread, may_be_copied_ahead
-from deltashard.tracking.marks import Marks, RowSelection
+from deltashard.tracking.marks import Marks
 from deltashard_checkpoint.format.schema import Box
-from deltashard_proto.arena_layout import sections
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+
+from tests.support.trainer.arena import Arena, cut_of
 
 ROWS, COLUMNS = 70, 3
 FIRST = 1000
@@ -25,53 +25,23 @@ FIRST = 1000
 MODES = ["all", "since_baseline", "since_commit"]
 
 
-class Arena:
-    """Blocks of 1 KiB, some of which a sidecar has granted; what was handed over is what is stored."""
-
-    def __init__(self):
-        self.shape = SimpleNamespace(block_bytes=1 << 10)
-        self.blocks, self.free, self.sent = [], [], []
-
-    def block(self, at):
-        return memoryview(self.blocks[at])
-
-    def take(self):
-        if self.free:
-            return self.free.pop(0)
-        self.blocks.append(bytearray(b"\xee" * self.shape.block_bytes))
-        return len(self.blocks) - 1
-
-    def send(self, message, _bytes):
-        self.sent.append(message.rows)
-
-    def take_back(self, blocks):
-        self.free.extend(blocks)
-
-    def stored(self):
-        """Row -> (weights, state) as what was handed over says; no row twice but again, no block returned to."""
-        found, order = {}, []
-        self.fresh = set()
-        for batch in self.sent:
-            if not order or order[-1] != batch.block:
-                assert batch.block not in order, "a block that another closed"
-                order.append(batch.block)
-            offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=[4 * COLUMNS, 4])
-            block = self.blocks[batch.block]
-            ids = (
-                range(batch.row_start, batch.row_start + batch.rows)
-                if batch.contiguous
-                else np.frombuffer(block, np.int64, batch.rows, batch.offset + offsets[0]).tolist()
-            )
-            values = np.frombuffer(block, np.float32, batch.rows * COLUMNS, batch.offset + offsets[1])
-            state = np.frombuffer(block, np.float32, batch.rows, batch.offset + offsets[2])
-            for at, row in enumerate(ids):
-                held = (values.reshape(-1, COLUMNS)[at].tolist(), float(state[at]))
-                assert (row - FIRST in found) == batch.again, "a row twice"
-                assert found.setdefault(row - FIRST, held) == held, "two values of a row"
-                assert row - FIRST not in self.fresh, "a fresh row twice"
-                if batch.fresh:
-                    self.fresh.add(row - FIRST)
-        return found
+def stored(arena):
+    """Row -> (weights, state) as what was handed over says, and the fresh rows; no row twice but again, no block returned to."""
+    found, order, fresh = {}, [], set()
+    for batch in arena.sent:
+        if not order or order[-1] != batch.block:
+            assert batch.block not in order, "a block that another closed"
+            order.append(batch.block)
+        ids, (weights, state) = arena.rows(batch, [torch.zeros(1, COLUMNS), torch.zeros(1)])
+        for row, held in zip(
+            (ids - FIRST).tolist(), zip(weights.tolist(), state.tolist(), strict=True), strict=True
+        ):
+            assert (row in found) == batch.again, "a row twice"
+            assert found.setdefault(row, held) == held, "two values of a row"
+            assert row not in fresh, "a fresh row twice"
+            if batch.fresh:
+                fresh.add(row)
+    return found, fresh
 
 
 class Table:
@@ -97,12 +67,9 @@ class Table:
         self.changed["since_commit"] |= rows
         self.changed["since_baseline"] |= rows
 
-    def cut(self, selection=None):
+    def cut(self, **selection):
         box = Box(table="t", row_start=FIRST, row_stop=FIRST + ROWS, col_start=0, col_stop=COLUMNS)
-        return TableCut(
-            position=0, fqn="t", key="t", box=box, weights=self.weights, fields=(self.state,),
-            selection=selection or RowSelection(all=False, ids=None),
-        )  # fmt: skip
+        return cut_of(self.weights, [self.state], box=box, **selection)
 
 
 rows_of = st.sets(st.integers(0, ROWS - 1), max_size=25)
@@ -138,8 +105,8 @@ def play(script):
         apart = wanted and mode != "since_commit"
         table.write(before)
         table.marks.mark(torch.tensor(sorted(before), dtype=torch.int64))
-        arena = Arena()
-        writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
+        arena = Arena(1 << 10)
+        writer = arena.writer(threads=1)
         table.watch()
         ahead = TableAhead(table, table.cut())
         written = []
@@ -168,21 +135,19 @@ def play(script):
         rows = Precopy.hand_over(copies, [] if renewed is None else [ahead])
         if renewed is None:
             assert rows == 0
-            writer.table(table.cut(table.marks.select(now)))
+            writer.table(table.cut(selection=table.marks.select(now)))
         else:
             assert rows == ahead.rows
             renewed.write(writer, fresh_first=apart)
-        stored = arena.stored()
-        assert writer.copied.rows == len(stored)
+        found, fresh = stored(arena)
+        assert writer.copied.rows == len(found)
         want = set(range(ROWS)) if now == "all" else table.changed[now]
-        assert stored.keys() >= want, (now, sorted(want - stored.keys()))
+        assert found.keys() >= want, (now, sorted(want - found.keys()))
         if renewed is not None:
-            assert arena.fresh >= (table.changed["since_commit"] if apart else set()), (
-                "changed, and not fresh"
-            )
-            assert arena.fresh <= (set(table.marks.find("since_commit", 0, ROWS)) if apart else set())
-            assert renewed.full == (len(stored) == ROWS)
-        for row, (weights, state) in stored.items():
+            assert fresh >= (table.changed["since_commit"] if apart else set()), "changed, and not fresh"
+            assert fresh <= (set(table.marks.find("since_commit", 0, ROWS)) if apart else set())
+            assert renewed.full == (len(found) == ROWS)
+        for row, (weights, state) in found.items():
             assert weights == table.weights[row].tolist(), (row, "weights of another step")
             assert state == float(table.state[row]), (row, "state of another step")
         if renewed is not None:
@@ -256,46 +221,13 @@ def test_the_model_sees_changed_rows_that_are_not_sent_as_fresh(monkeypatch):
         play(script)
 
 
-def test_only_what_was_touched_is_copied_again():
-    """All rows copied ahead, two written since, one of them marked twice: two rows again, none besides."""
-    table, arena = Table(), Arena()
-    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
-    ahead = TableAhead(table, table.cut())
-    table.watch()
-    assert sum(batch.rows for batch in ahead.copy(writer, "all")) == ROWS
-    for rows in ({3, 69}, {3}):
-        table.write(rows)
-        table.marks.mark(torch.tensor(sorted(rows)))
-    renewed = ahead.renewed(table.cut(), "all")
-    assert (renewed.again, [each.start for each in renewed.rest]) == (2, [ROWS])
-
-
-def test_a_row_that_changes_after_it_was_copied_with_the_older_ones_is_sent_once_more():
-    """Every other row is fresh at first; two of the others are written when all were copied, and these go twice."""
-    table, writer, ahead = _half_marked()
-    copied = [(batch.message.rows.fresh, batch.rows) for batch in ahead.copy(writer, "all", fresh_first=True)]
-    assert copied == sorted(copied, key=lambda each: not each[0]), "fresh ones first"
-    assert sum(rows for fresh, rows in copied if fresh) == ROWS // 2
-    table.write({3, 4, 69})
-    table.marks.mark(torch.tensor([3, 4, 69]))
-    renewed = ahead.renewed(table.cut(), "all")
-    assert renewed.again == 3
-    rest = [(each.cut.selection.ids.tolist(), each.fresh, each.again) for each in renewed.rest]
-    assert rest == [([3, 69], True, True), ([], True, False), ([], False, False)]
-    before = writer.copied.rows
-    writer.goes_on(block=lambda: 0, send=lambda _message, _bytes: None)
-    renewed.write(writer, fresh_first=True)
-    assert (before, writer.copied.rows) == (ROWS, 0), "each row counts once"
-
-
-def _half_marked() -> tuple[Table, BlockWriter, TableAhead]:
+def _half_marked():
     """A table of which every other row has changed, right before its rows are copied ahead."""
-    table, arena = Table(), Arena()
-    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
+    table = Table()
     table.marks.reseed(torch.tensor([], dtype=torch.int64))
     table.marks.mark(torch.arange(0, ROWS, 2))
     table.watch()
-    return table, writer, TableAhead(table, table.cut())
+    return table, Arena(1 << 10).writer(threads=1), TableAhead(table, table.cut())
 
 
 @pytest.mark.parametrize("mode", ["all", "since_commit"])
@@ -329,9 +261,8 @@ def test_rows_that_were_something_else_for_a_while_are_found_after_the_cut(monke
 
 def test_memory_that_is_another_for_a_while_is_not_read():
     """The same by `.data =`: the thread reads what the table was at the boundary."""
-    table, arena = Table(), Arena()
+    table, writer = Table(), Arena(1 << 10).writer(threads=1)
     table.weights = nn.Parameter(torch.randn(ROWS, COLUMNS))
-    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
     table.watch()
     ahead = TableAhead(table, table.cut())
     kept = table.weights.data
@@ -360,17 +291,6 @@ def test_no_memory_is_moved_while_it_is_read():
     job.result(60)
     assert tensor.is_shared()
     pool.shutdown()
-
-
-def test_restored_rows_count_as_touched():
-    """A restore writes the table without a step: nothing that was copied before is of use."""
-    table, arena = Table(), Arena()
-    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
-    ahead = TableAhead(table, table.cut())
-    table.watch()
-    list(ahead.copy(writer, "since_commit"))
-    table.marks.reseed(torch.tensor([1]))
-    assert ahead.renewed(table.cut(), "since_commit") is None
 
 
 @pytest.mark.parametrize("why", ["hashes", "strided", "small"])

@@ -10,45 +10,22 @@ import collections
 import os
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from deltashard.cut import precopy
-from deltashard.cut.block_writer import BlockWriter, TableCut, parts_of
+from deltashard.cut.block_writer import parts_of
 from deltashard.cut.precopy import Precopy, TableAhead, may_be_copied_ahead
-from deltashard.tracking.marks import RowSelection
 from deltashard.tracking.tracking import TrackingSettings
-from deltashard_proto.arena_layout import sections
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.gpu import DEVICES
+from tests.support.trainer.arena import Arena, cut_of
 from tests.support.trainer.tracking_case import EVENTS, EXACT, OPTIMIZERS, PLAIN, ROWS, TABLES, begin, quiet
 
 ALL_SEEN = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
 TRACELESS = {"write_data"}
 SEEN: collections.Counter[str] = collections.Counter()
-
-
-class Arena:
-    """Blocks of 2 KiB; batches of it are read as they are handed over."""
-
-    def __init__(self):
-        self.shape = SimpleNamespace(block_bytes=2 << 10)
-        self.blocks, self.sent = [], []
-
-    def block(self, at):
-        return memoryview(self.blocks[at])
-
-    def take(self):
-        self.blocks.append(bytearray(self.shape.block_bytes))
-        return len(self.blocks) - 1
-
-    def send(self, message, _bytes):
-        self.sent.append(message.rows)
-
-    def take_back(self, blocks):
-        """They are wasted here."""
 
 
 class Program:
@@ -63,18 +40,15 @@ class Program:
         self.ahead = None
         self.written = []
 
-    def cut(self, selection=None):
-        return TableCut(
-            position=0, fqn=self.table.fqn, key=self.table.key, box=self.table.box, weights=self.table.param,
-            fields=tuple(self.table.state_tensors().values()),
-            selection=selection or RowSelection(all=False, ids=None),
-        )  # fmt: skip
+    def cut(self, **selection):
+        fields = self.table.state_tensors().values()
+        return cut_of(self.table.param, fields, box=self.table.box, **selection)
 
     def watch(self):
         """A cut is near."""
         if self.ahead is None and may_be_copied_ahead(self.table, self.cut()):
-            self.arena, self.written = Arena(), []
-            self.writer = BlockWriter(self.arena, block=self.arena.take, send=self.arena.send, threads=1)
+            self.arena, self.written = Arena(2 << 10), []
+            self.writer = self.arena.writer(threads=1)
             self.ahead = TableAhead(self.table, self.cut())
             self.table.marks.watch()
             self.batches = self.ahead.copy(self.writer, self.mode, fresh_first=self.apart)
@@ -102,8 +76,8 @@ class Program:
         renewed = None if self.ahead is None else self.ahead.renewed(self.cut(), self.mode)
         SEEN["renewed" if renewed else "discarded" if self.ahead else "plain"] += 1
         if self.ahead is None:
-            self.arena = Arena()
-            self.writer = BlockWriter(self.arena, block=self.arena.take, send=self.arena.send)
+            self.arena = Arena(2 << 10)
+            self.writer = self.arena.writer()
         else:
             self.writer.goes_on(block=self.arena.take, send=self.arena.send)
             copies = SimpleNamespace(writer=self.writer, stream=self.arena, _written=self.written)
@@ -114,10 +88,10 @@ class Program:
             SEEN["repeated"] += sum(len(each.cut.selection.ids) for each in renewed.rest if each.again)
             renewed.write(self.writer, fresh_first=self.apart)
         elif self.apart:
-            self.writer.table(self.cut(self.table.marks.select("since_commit")), fresh=True)
-            self.writer.table(self.cut(self.table.marks.select_older("all")))
+            self.writer.table(self.cut(selection=self.table.marks.select("since_commit")), fresh=True)
+            self.writer.table(self.cut(selection=self.table.marks.select_older("all")))
         else:
-            self.writer.table(self.cut(self.table.prepare_cut("since_commit")))
+            self.writer.table(self.cut(selection=self.table.prepare_cut("since_commit")))
         self.writer.flush()
         self.ahead = None
         self.apply()
@@ -132,23 +106,13 @@ class Program:
             self.store = [torch.full_like(part, 77) for part in parts]
         before = [part.clone() for part in self.store]
         said, sent = (torch.zeros(ROWS, dtype=torch.int64, device="cpu") for _ in range(2))
-        widths = [part[0].numel() * part.element_size() for part in parts]
         for batch in self.arena.sent:
-            offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=widths)
-            block = self.arena.blocks[batch.block]
-            rows = (
-                torch.arange(batch.row_start, batch.row_start + batch.rows, device="cpu")
-                if batch.contiguous
-                else torch.from_numpy(np.frombuffer(block, np.int64, batch.rows, batch.offset).copy())
-            )
+            rows, values = self.arena.rows(batch, parts)
             assert bool((sent[rows] > 0).all() if batch.again else (sent[rows] == 0).all()), "a row twice"
             sent[rows] += 1
             said[rows] += int(batch.fresh)
-            for part, stored, at in zip(parts, self.store, offsets[1:], strict=True):
-                values = torch.frombuffer(
-                    block, dtype=part.dtype, count=batch.rows * part[0].numel(), offset=batch.offset + at
-                )
-                stored[rows] = values.view(batch.rows, *part.shape[1:]).to(part.device)
+            for stored, found in zip(self.store, values, strict=True):
+                stored[rows] = found.to(stored.device)
         for part, stored in zip(parts, self.store, strict=True):
             same = (part == stored) | (part.isnan() & stored.isnan())
             wrong = (~same.view(ROWS, -1).all(1)).nonzero().view(-1).tolist()
@@ -161,9 +125,7 @@ class Program:
             assert bool((sent > 0).all())
             assert bool((said <= 1).all())
             unsaid = (torch.stack(changed).any(0) & (said == 0)).nonzero().view(-1).tolist()
-            assert not unsaid, (
-                f"rows {unsaid[:8]} changed, and no fresh batch has them ({self.table.tracker})"
-            )
+            assert not unsaid, f"rows {unsaid[:8]} changed, and no fresh batch has them"
 
 
 CASES = [
@@ -206,9 +168,7 @@ def _small(monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_stored_is_what_is_there(device, case, events, seed, apart):
     """Any optimizer x any table x any sequence of events: after every cut no row is of another step."""
-    if (
-        "replace_module" in events
-    ):  # torch itself cannot give the state of a parameter that is in no group any more
+    if "replace_module" in events:  # torch cannot give the state of a parameter that is in no group any more
         events = [event for event in events if event != "reload_optimizer"]
     with quiet(), torch.device(device):
         program = Program(case, seed, ALL_SEEN if TRACELESS & set(events) else PLAIN, apart=apart)
@@ -228,19 +188,3 @@ def test_programs_did_copy_ahead():
         pytest.skip("the property did not run in this process")
     kinds = ("renewed", "discarded", "ahead", "again", "repeated")
     assert min(SEEN[kind] for kind in kinds) > 0, SEEN
-
-
-@pytest.mark.slow
-def test_a_gradient_applied_again_is_seen():
-    """The rows of a gradient that is applied twice are marked once: unless a copy ahead began between the two."""
-    with quiet():
-        program = Program(("adagrad", "embedding", True), 1, PLAIN)
-        program.training.train()
-        program.take()
-        program.training.train()
-        program.watch()
-        for _ in range(ROWS):
-            program.copy()
-        program.training.step_again()
-        program.take()
-    assert SEEN["again"]

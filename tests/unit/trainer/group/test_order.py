@@ -1,173 +1,45 @@
-"""Orders: whatever the interleaving, one step for all ranks or none, nobody waits for ever, nobody is left behind."""
+"""Orders: how one is settled, and what a rank does about it; any interleaving is the group model's."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import pytest
 from deltashard.group.order import AHEAD_S, Ack, Orders, Proposal, RoundVerdict, limit_after, settled
 from deltashard_checkpoint.errors import InternalBug
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-
-@dataclass
-class Shared:
-    """The group's store: compare-and-set, and what was set."""
-
-    held: dict[str, bytes] = field(default_factory=dict)
-
-    def compare_set(self, key: str, value: bytes) -> bytes:
-        return self.held.setdefault(key, value)
-
-
-class Rank:
-    """A rank whose training thread and order thread take turns as the test says, one look or store call at a time."""
-
-    def __init__(self, rank: int, world_size: int, shared: Shared, margin: int) -> None:
-        self.rank, self.world_size, self.shared, self.margin = rank, world_size, shared, margin
-        self.orders = Orders()
-        self.step = 0
-        self.dead = self.waiting = False
-        self.why_not = ""
-        self.cuts: dict[int, int] = {}
-        self.acked: dict[int, int] = {}
-        self.thread = self._order_thread()
-
-    def train(self) -> None:
-        """One step and its boundary, or another look at a boundary that waits."""
-        if self.dead:
-            return
-        if not self.waiting:
-            self.step += 1
-        self.waiting = self.orders.held(self.step)
-        if not self.waiting and (cut := self.orders.cut_at(self.step)) is not None:
-            self.cuts[cut] = self.step
-            self.orders.taken(cut)
-
-    def propose(self) -> None:
-        if not self.dead:
-            self.shared.compare_set(f"order/{self.orders.number}", Proposal(reason="timer").text())
-
-    def look(self, *, overdue: bool) -> None:
-        """The order thread goes on to its next wait."""
-        if not self.dead:
-            self.overdue = overdue
-            next(self.thread)
-
-    def _order_thread(self):
-        while True:
-            n = self.orders.number
-            if f"order/{n}" not in self.shared.held:
-                yield
-                continue
-            while True:
-                seen = self.step
-                yield
-                self.orders.promise(seen + self.margin)
-                yield
-                if self.orders.kept(self.step):
-                    break
-            assert self.orders.limit is not None
-            self.acked[n] = self.orders.limit
-            ack = Ack(limit=self.orders.limit, why_not=self.why_not)
-            self.shared.held[f"ack/{n}/{self.rank}"] = ack.text()
-            while f"verdict/{n}" not in self.shared.held:
-                acks = {
-                    r: Ack.of(self.shared.held[key])
-                    for r in range(self.world_size)
-                    if (key := f"ack/{n}/{r}") in self.shared.held
-                }
-                proposal = Proposal.of(self.shared.held[f"order/{n}"])
-                verdict = settled(proposal, acks, self.world_size, overdue=self.overdue)
-                yield
-                if verdict is not None:
-                    self.shared.compare_set(f"verdict/{n}", verdict.text())
-            self.orders.read(RoundVerdict.of(self.shared.held[f"verdict/{n}"]))
-
-
-moves = st.lists(
-    st.tuples(
-        st.sampled_from(["train", "train", "look", "look", "propose", "late", "die", "busy"]),
-        st.integers(0, 3),
-    ),
-    max_size=250,
+ANY, CLOSE, EXACT = (
+    Proposal(reason="timer"),
+    Proposal(reason="close"),
+    Proposal(reason="user", at=7, exact=True),
 )
+READY, NINE, BUSY = Ack(limit=7), Ack(limit=9), Ack(limit=9, why_not="the sidecar was away")
+STAYS = Ack(limit=7, stays=True)
+SETTLED = {
+    "not all answered": (ANY, {0: READY}, 2, None),
+    "the last limit": (ANY, {0: READY, 1: NINE}, 2, RoundVerdict(at=9)),
+    "one that cannot": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, why_off="rank 1: the sidecar was away", rank=1)),
+    # Who waits for a save, or closes: only its own step is one that all can cut.
+    "one stays": (CLOSE, {0: STAYS, 1: NINE}, 3, RoundVerdict(
+        at=None, why_off="rank 0 stands at step 7, rank 1 continues to step 9", rank=1
+    )),
+    "all stay": (CLOSE, {0: STAYS, 1: STAYS}, 2, RoundVerdict(at=7)),
+    "that very step": (EXACT, {0: READY, 1: READY}, 2, RoundVerdict(at=7)),
+    "past that step": (EXACT, {0: READY, 1: Ack(limit=8)}, 3, RoundVerdict(
+        at=None, why_off="rank 1 may be past step 7", rank=1
+    )),
+}  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
-@given(world_size=st.integers(2, 4), margins=st.lists(st.integers(1, 4), min_size=4, max_size=4), story=moves)
-def test_all_ranks_cut_at_one_step_or_none_does(world_size, margins, story) -> None:
-    shared = Shared()
-    ranks = [Rank(r, world_size, shared, margins[r]) for r in range(world_size)]
-    for what, which in story:
-        rank = ranks[which % world_size]
-        # Lock-step: a rank that is a step ahead waits for the others in its next collective.
-        behind = min((r.step for r in ranks), default=0)
-        if what == "train" and (rank.step <= behind or rank.waiting):
-            rank.train()
-        elif what in ("look", "late"):
-            rank.look(overdue=what == "late")
-        elif what == "propose":
-            rank.propose()
-        elif what == "busy":
-            rank.why_not = "" if rank.why_not else "the save before is in flight"
-        elif what == "die" and which == 3:
-            rank.dead = True
-    for n in range(1, 1 + max(r.orders.number for r in ranks)):
-        steps = {r.cuts[n] for r in ranks if n in r.cuts}
-        assert len(steps) <= 1
-        verdict = shared.held.get(f"verdict/{n}")
-        if steps:
-            assert verdict is not None
-            assert RoundVerdict.of(verdict).at == steps.pop()
-    # From here on every rank that lives is let run: nobody is held, and what goes is reached by all of them.
-    for _ in range(200):
-        for rank in ranks:
-            rank.look(overdue=True)
-        behind = min(r.step for r in ranks if not r.dead) if any(not r.dead for r in ranks) else 0
-        for rank in ranks:
-            if rank.step <= behind or rank.waiting:
-                rank.train()
-    for rank in ranks:
-        assert rank.dead or not rank.waiting
-        assert rank.dead or rank.orders.due is None
-    for n in range(1, 1 + max(r.orders.number for r in ranks)):
-        verdict = shared.held.get(f"verdict/{n}")
-        at = None if verdict is None else RoundVerdict.of(verdict).at
-        for rank in ranks:
-            if not rank.dead:
-                assert rank.cuts.get(n) == at
-            assert n not in rank.cuts or rank.cuts[n] == at
+@pytest.mark.parametrize("case", SETTLED)
+def test_an_order_is_settled_or_off_for_a_reason_that_names_the_rank(case: str) -> None:
+    proposal, acks, world, verdict = SETTLED[case]
+    assert settled(proposal, acks, world, overdue=False) == verdict
 
 
-def test_an_order_is_off_for_a_reason_that_names_the_rank() -> None:
-    ready, busy = Ack(limit=7), Ack(limit=9, why_not="the sidecar was away")
-    any_step = Proposal(reason="timer")
-    assert settled(any_step, {0: ready}, 2, overdue=False) is None
-    assert settled(any_step, {0: ready, 1: Ack(limit=9)}, 2, overdue=True) == RoundVerdict(at=9)
-    away = "rank 1: the sidecar was away"
-    assert settled(any_step, {1: busy}, 3, overdue=False) == RoundVerdict(at=None, why_off=away, rank=1)
+def test_who_gives_no_answer_in_time_is_named() -> None:
     missing = "no answer of ranks 0, 2 in time"
-    assert settled(any_step, {1: ready}, 3, overdue=True) == RoundVerdict(at=None, why_off=missing, rank=0)
-    many = settled(any_step, {}, 4096, overdue=True)
-    assert many is not None
+    assert settled(ANY, {1: READY}, 3, overdue=True) == RoundVerdict(at=None, why_off=missing, rank=0)
+    many = settled(ANY, {}, 4096, overdue=True)
     assert many.why_off == "no answer of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more in time"
-
-
-def test_a_rank_that_stays_is_not_asked_to_go_on() -> None:
-    """It waits for a save, or closes: only its own step is one that all can cut."""
-    stays, goes = Ack(limit=7, stays=True), Ack(limit=9)
-    off = RoundVerdict(at=None, why_off="rank 0 stands at step 7, rank 1 continues to step 9", rank=1)
-    assert settled(Proposal(reason="close"), {0: stays, 1: goes}, 3, overdue=False) == off
-    assert settled(Proposal(reason="close"), {0: stays, 1: stays}, 2, overdue=False) == RoundVerdict(at=7)
-
-
-def test_an_exact_proposal_means_one_step() -> None:
-    exact = Proposal(reason="user", at=7, exact=True)
-    assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=7)}, 2, overdue=False) == RoundVerdict(at=7)
-    past = RoundVerdict(at=None, why_off="rank 1 may be past step 7", rank=1)
-    assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=8)}, 3, overdue=False) == past
 
 
 def test_a_cut_that_was_never_taken_is_known_when_the_next_is_due() -> None:

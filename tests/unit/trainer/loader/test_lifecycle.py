@@ -93,30 +93,3 @@ def test_a_cut_is_of_the_last_step_boundary_whatever_was_done_since(actions: lis
         assert tree(resumed)["delivered"] == now["delivered"]
         assert resumed.loader.epoch == now["epoch"]
         assert list(resumed.loader) == list(range(now["delivered"], LENGTH))
-
-
-def test_a_spare_iterator_begins_nothing() -> None:
-    loop = Loop()
-    for _ in range(3):
-        iter(loop.loader)
-    assert loop.loader.newest is None
-    assert tree(loop)["delivered"] == 0
-
-
-def test_a_peek_after_the_restore_leaves_the_position() -> None:
-    """Each pass seeks it again, until a step is taken."""
-    loop = Loop()
-    loop.iter()
-    for _ in range(2):
-        loop.next()
-        loop.step()
-    resumed = Loop(2)
-    resumed.registry.resume({"loader": tree(loop)}, None, step=2)
-    assert next(iter(resumed.loader)) == 2
-    assert tree(resumed)["delivered"] == 2
-    assert list(resumed.loader) == [2, 3]
-    assert tree(resumed)["delivered"] == 2
-    resumed.iter()
-    resumed.next()
-    resumed.step()
-    assert tree(resumed)["delivered"] == 3

@@ -30,17 +30,17 @@ NOW = RecoverySituation(
 TERMS = RecoveryTerms(pls_target=0.5, planned_steps=1000)
 
 
-def part(rank: int, **said: Any) -> Staged:
+def part(**said: Any) -> Staged:
     """A part that can be used, but for what is `said`."""
     fits: dict[str, Any] = {
-        "run": "store run", "attempt": 5, "rank": rank, "world_size": WORLD, "layout": "laid", "lineage": "born",
+        "run": "store run", "attempt": 5, "rank": 0, "world_size": WORLD, "layout": "laid", "lineage": "born",
         "covers": 9, "step": 40, "clean": True, "ahead": False, "pls": 0.0, "recoveries": 0,
     }  # fmt: skip
     return Staged(**fits | said)
 
 
-def word(rank: int, *, lost: bool = False, rows: float = 100.0, **said: Any) -> RecoveryWord:
-    return RecoveryWord(staged=None if lost else part(rank, **said), place="here", rows=rows)
+def word(rank: int, /, *, lost: bool = False, rows: float = 100.0, **said: Any) -> RecoveryWord:
+    return RecoveryWord(staged=None if lost else part(**{"rank": rank} | said), place="here", rows=rows)
 
 
 def test_a_lost_rank_costs_its_share_of_the_steps_since_the_checkpoint() -> None:
@@ -79,48 +79,61 @@ def test_what_was_lost_before_counts_though_no_commit_says_it() -> None:
     assert verdict.recoveries == 4
 
 
+OF_ANYTHING_ELSE = [
+    ({"run": "another"}, "another run's"),
+    ({"rank": 1}, "it is rank 1's"),
+    ({"attempt": 4}, "of attempt 4"),
+    ({"attempt": 6}, "of attempt 6"),
+    ({"world_size": 3}, "of 3 ranks"),
+    ({"layout": "other"}, "sharded otherwise"),
+    ({"lineage": "wiped"}, "another run of this name"),
+    ({"covers": 10}, "builds on checkpoint 10"),
+    ({"step": 29}, "of step 29"),
+]
+ANOTHER_RESUME_POINT = [
+    ({"unusual": "restore(which='seq:3') was called"}, "seq:3"),
+    ({"previous_attempt": None}, "does not say which attempt"),
+    ({"previous_attempt": 7}, "and 7 was the one before"),
+    ({"world_size": 5}, "there are 5"),
+    ({"lineage": ""}, "not made under partial recovery"),
+    ({"seq": 8}, "builds on checkpoint 9, and 8 is resumed"),
+    ({"attempt": 3, "seq": 10}, "not of its attempt"),
+    ({"step": 41}, "the checkpoint of 41"),
+]
+OTHERS = [word(r) for r in (1, 2, 3)]
+UNCLEAR = {
+    "cannot be read": (
+        [dataclasses.replace(word(1, lost=True), unusable="its bytes do not have its hash"), *OTHERS[1:]],
+        "rank 0's staged part: its bytes",
+    ),
+    "nobody": ([word(r, lost=True) for r in range(4)], "no rank has staged"),
+    "nobody clean": ([word(r, clean=False) for r in range(4)], "every survivor"),
+    "the first is torn": ([word(0, step=41, clean=False), *OTHERS], "was ahead"),
+    "another's": (
+        [dataclasses.replace(word(r, lost=True), strays=(3,) if r == 1 else ()) for r in range(4)],
+        "rank 1 finds what rank 3 staged",
+    ),
+    "off": (
+        [word(0), dataclasses.replace(word(1), off="there are CUDA devices")],
+        "rank 1: there are CUDA devices",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("words", "now", "why"),
     [
-        ({"run": "another"}, "another run's"),
-        ({"rank": 1}, "it is rank 1's"),
-        ({"attempt": 4}, "of attempt 4"),
-        ({"attempt": 6}, "of attempt 6"),
-        ({"world_size": 3}, "of 3 ranks"),
-        ({"layout": "other"}, "sharded otherwise"),
-        ({"lineage": "wiped"}, "another run of this name"),
-        ({"covers": 10}, "builds on checkpoint 10"),
-        ({"step": 29}, "of step 29"),
+        *(([word(0, **said), *OTHERS], {}, why) for said, why in OF_ANYTHING_ELSE),
+        *(([word(0), *OTHERS], now, why) for now, why in ANOTHER_RESUME_POINT),
+        *((words, {}, why) for words, why in UNCLEAR.values()),
     ],
 )
-def test_a_part_of_anything_else_makes_all_go_back(said: dict[str, Any], why: str) -> None:
-    first = RecoveryWord(staged=part(**{"rank": 0} | said), place="here", rows=100.0)
-    verdict = judge([first, *(word(r) for r in (1, 2, 3))], NOW, TERMS)
+def test_whatever_is_unclear_makes_all_go_back(
+    words: list[RecoveryWord], now: dict[str, Any], why: str
+) -> None:
+    verdict = judge(words, dataclasses.replace(NOW, **now), TERMS)
     assert not verdict.partial
     assert why in verdict.why_full
-
-
-@pytest.mark.parametrize(
-    ("now", "why"),
-    [
-        ({"unusual": "restore(which='seq:3') was called"}, "seq:3"),
-        ({"previous_attempt": None}, "does not say which attempt"),
-        ({"previous_attempt": 7}, "and 7 was the one before"),
-        ({"world_size": 5}, "there are 5"),
-        ({"lineage": ""}, "not made under partial recovery"),
-        ({"seq": 8}, "builds on checkpoint 9, and 8 is resumed"),
-        ({"attempt": 3, "seq": 10}, "not of its attempt"),
-        ({"step": 41}, "the checkpoint of 41"),
-    ],
-)
-def test_another_resume_point_makes_all_go_back(now: dict[str, Any], why: str) -> None:
-    verdict = judge([word(r) for r in range(WORLD)], dataclasses.replace(NOW, **now), TERMS)
-    assert why in verdict.why_full
-
-
-def test_a_part_that_cannot_be_read_is_no_lost_rank() -> None:
-    broken = RecoveryWord(staged=None, unusable="its bytes do not have its hash", place="here", rows=100.0)
-    assert "rank 1's staged part: its bytes" in judge([word(0), broken], NOW, TERMS).why_full
 
 
 def test_a_step_that_was_half_done_is_lost_once() -> None:
@@ -129,17 +142,6 @@ def test_a_step_that_was_half_done_is_lost_once() -> None:
     again = judge([word(0, ahead=True), word(1), word(2), word(3)], NOW, TERMS)
     plain = judge([word(0, step=39), word(1), word(2), word(3)], NOW, TERMS)
     assert behind.added == again.added == plain.added > 0
-
-
-def test_nobody_and_nobody_clean_and_nobody_ahead() -> None:
-    assert "no rank has staged" in judge([word(r, lost=True) for r in range(4)], NOW, TERMS).why_full
-    assert "every survivor" in judge([word(r, clean=False) for r in range(4)], NOW, TERMS).why_full
-    ahead = [word(0, step=41, clean=False), word(1), word(2), word(3)]
-    assert "was ahead" in judge(ahead, NOW, TERMS).why_full
-    strange = [dataclasses.replace(word(r, lost=True), strays=(3,) if r == 1 else ()) for r in range(4)]
-    assert "rank 1 finds what rank 3 staged" in judge(strange, NOW, TERMS).why_full
-    off = [word(0), dataclasses.replace(word(1), off="there are CUDA devices")]
-    assert "rank 1: there are CUDA devices" in judge(off, NOW, TERMS).why_full
 
 
 STEPS = st.integers(28, 43)
@@ -207,24 +209,16 @@ def test_pls_is_a_share(ranks: list[tuple[int, int]], planned: int) -> None:
 
 
 def test_loaders_go_where_the_others_are() -> None:
-    mine = Position(
-        epoch=1, delivered=3, samples=6, start={"globals": b"mine"}, fingerprint="a", first="b", own={"g": 1}
-    ).tree()
-    theirs = Position(
-        epoch=1,
-        delivered=8,
-        samples=16,
-        start={"globals": b"theirs"},
-        fingerprint="c",
-        first="d",
-        own={"g": 2},
-    ).tree()
+    mine, theirs = (
+        Position(epoch=1, delivered=n, samples=2 * n, start={"g": n}, fingerprint=f"{n}", first="b", own={"g": n}).tree()
+        for n in (3, 8)
+    )  # fmt: skip
     there = {"delivered": 8, "samples": 16, "fingerprint": None}
     found, notes = moved_on({"a": mine}, {"a": theirs})
     assert found["a"] == mine | there
     assert notes == []
     found, notes = moved_on({"a": mine}, {"a": theirs | {"epoch": 2}})
-    assert found["a"] == theirs | there | {"epoch": 2, "first": None, "own": {"g": 1}}
+    assert found["a"] == theirs | there | {"epoch": 2, "first": None, "own": {"g": 3}}
     assert "another rank's random order" in notes[0]
     stateful = mine | {"kind": "stateful"}
     found, notes = moved_on({"a": stateful}, {"a": theirs | {"kind": "stateful", "epoch": 2}})

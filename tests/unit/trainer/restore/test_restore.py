@@ -1,8 +1,16 @@
-"""What a restore does with the frames it is sent."""
+"""Which plan of recovery a Checkpointer takes, with an extra and without any; and what a restore does with its frames."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from deltashard.errors import UserError
+from deltashard.restore import recovery_plan
 from deltashard.restore.frame_stream import Arrivals
+from deltashard.restore.recovery_plan import RecoveryPlan, plan_of
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodeOptions, encode_rows
@@ -11,12 +19,25 @@ from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.vocabulary import encoding_named
 
 
+def test_the_first_plan_that_is_offered_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an extra recovery is full, and partial recovery is refused."""
+
+    def plan(*factories: Any, partial: bool) -> RecoveryPlan:
+        monkeypatch.setattr(recovery_plan, "FACTORIES", factories)
+        return plan_of(SimpleNamespace(config=SimpleNamespace(partial=partial)))  # type: ignore[arg-type]
+
+    assert plan(partial=False).terms == "full"
+    with pytest.raises(UserError, match="not installed"):
+        plan(partial=True)
+    offered = RecoveryPlan()
+    assert plan(lambda _: None, lambda _: offered, lambda _: RecoveryPlan(), partial=True) is offered
+
+
 def test_rows_of_a_checkpoint_without_blobs_are_not_taken() -> None:
     """Nothing was judged, so nothing of the model may change: it is not whole, and an older one may be."""
     schema = TableSchema(fqn="t", rows=1, columns=4, dtype="float32", fields=())
     weights = np.zeros((1, 4), np.float32)
     rows = RowBlock(schema=schema, ids=range(1), weights=weights, fields={}, columns=range(4))
     frame = encode_rows(rows, EncodeOptions(encoding=encoding_named("fp32")), step=1)
-    arrivals = Arrivals(targets=None, judge=None)
     with pytest.raises(InvalidCheckpoint, match="rng"):
-        arrivals.take(parse_frame(frame.data), True)
+        Arrivals(targets=None, judge=None).take(parse_frame(frame.data), True)

@@ -1,11 +1,15 @@
-"""Why a cut waits: the whole table, and which reason is named first."""
+"""Why a cut waits: the whole table, and which reason is named first; which requests one cut can satisfy."""
 
 from __future__ import annotations
 
 import itertools
+import time
+from concurrent.futures import Future
 
 import pytest
-from deltashard.save.wait import MESSAGE, REMEDY, Asker, SnapshotGate
+from deltashard.save.comparison import Comparison
+from deltashard.save.handle import Flight, SaveHandle, together
+from deltashard.save.wait import Asker, SnapshotGate
 from deltashard_proto.block_reason import BlockReason, text_of, word_of
 
 ALL = set(Asker)
@@ -33,14 +37,35 @@ def test_the_first_reason_that_counts_for_who_asks(asker: Asker) -> None:
         assert gate.not_at_boundary == (of_the_program[0] if of_the_program else None), holds
 
 
-def test_every_reason_has_words() -> None:
-    """For messages."""
-    assert set(MESSAGE) == set(REMEDY) == set(BlockReason)
-
-
 def test_a_reason_goes_through_a_control_line() -> None:
     """A number of 64 bits, with the rank that blocks; what a newer trainer has is nothing that could be shown."""
     for reason in BlockReason:
         assert text_of(word_of(reason)) == str(reason)
         assert text_of(word_of(reason, 63)) == f"{reason} (rank 63)"
     assert text_of(0) == text_of(word_of(list(BlockReason)[-1]) + 1) == ""
+
+
+def test_a_cut_takes_all_whose_metadata_agrees() -> None:
+    """Oldest first; who says something else under a name that is taken waits. What was said of one model is exact."""
+
+    def handle(pin: str | None = None, **metadata: str) -> SaveHandle:
+        return SaveHandle(reason="test", pin=pin, metadata=metadata, waiter=lambda _handle, _timeout: None)
+
+    first, plain, same, other = handle(loss="1"), handle(), handle(loss="1", epoch="2"), handle(loss="3")
+    pins = [handle("best"), handle("best"), handle("epoch")]
+    taken, rest = together([first, plain, other, same, *pins])
+    assert (taken, rest) == ([first, plain, same, *pins], [other])
+    flight = Flight(cut=1, step=1, reason="test", handles=taken)
+    assert flight.metadata == {"loss": "1", "epoch": "2"}
+    assert [each.exact for each in (plain, pins[0], first)] == [False, True, True]
+
+
+def test_a_comparison_that_is_not_over_is_not_waited_for_long() -> None:
+    """Of what was copied ahead with the live rows: whoever closes has a bound; what was not begun is not done any more."""
+    job: Future[None] = Future()
+    comparison = Comparison(lambda _work: job, found=lambda: pytest.fail("it was not over"))
+    comparison.begin(Flight(cut=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
+    found = comparison.result(time.monotonic())
+    assert found is not None
+    assert "not over in time" in found.failed
+    assert job.cancelled()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 import pytest
@@ -76,11 +75,8 @@ def test_whatever_blocks_a_save_is_told_again_at_twice_the_time(
     assert [at_s - 1020 for at_s, _ in loop.told] == [LEAST_S, 2 * LEAST_S, 4 * LEAST_S, 8 * LEAST_S]
     first = loop.told[0][1]
     assert (first["reason"], first["rank"], first["for_s"], first["age_s"]) == (str(reason), rank, 60, 70)
-    said = (
-        f"no save for 60 s since it was due (the newest is 70 s old): {MESSAGE[reason]} -- {REMEDY[reason]}"
-    )
-    assert first["message"] == said
-    assert said in caplog.text
+    assert first["message"].endswith(f"(the newest is 70 s old): {MESSAGE[reason]} -- {REMEDY[reason]}")
+    assert first["message"] in caplog.text
     assert str(loop.dog.blocked).startswith("no save for 490 s")
     assert loop.shown() == str(reason) + (" (rank 3)" if rank else "")
     loop.save()
@@ -91,17 +87,16 @@ def test_whatever_blocks_a_save_is_told_again_at_twice_the_time(
 def test_a_run_without_a_checkpoint_says_so() -> None:
     """Nothing was ever durable; the remedy of what failed goes before that of the reason."""
     loop = Loop(every_s=30)
-    loop.block = BlockedBy(
-        reason=BlockReason.BACK_OFF, message="the last one failed: no room", remedy="free some"
-    )
+    loop.block = BlockedBy(reason=BlockReason.BACK_OFF, message="no room", remedy="free some")
     loop.step(200)
     (_, facts) = loop.told[0]
     assert (facts["for_s"], facts["age_s"]) == (90, None)
-    assert re.fullmatch(r".*\(there is no checkpoint yet\): .*no room -- free some", facts["message"])
+    assert "(there is no checkpoint yet): " in facts["message"]
+    assert facts["message"].endswith("no room -- free some")
 
 
 def test_what_is_asked_for_is_due_without_a_timer() -> None:
-    """A save() on demand only; nothing is due otherwise."""
+    """A save() on demand only; nothing is due otherwise, nor any more when it failed or was taken."""
     loop = Loop()
     loop.step(500)
     assert loop.dog.blocked is None
@@ -109,11 +104,9 @@ def test_what_is_asked_for_is_due_without_a_timer() -> None:
     loop.step(62)
     assert len(loop.told) == 1
     assert loop.shown()
-    loop.asked = False  # it failed, or was taken: nothing is due any more
-    loop.step()
-    assert loop.shown() == ""
     loop.asked = False
     loop.step()
+    assert loop.shown() == ""
     assert loop.dog.blocked is None
 
 

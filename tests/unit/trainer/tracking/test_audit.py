@@ -37,45 +37,6 @@ def test_silent_writes_are_found_as_often_as_documented(fraction, sampled):
     assert abs(missed / trials - expected) < 4 * error + 1e-9
 
 
-def test_marked_rows_are_no_fault_and_state_counts_as_weights():
-    """Rows a tracker marked may differ; a change of optimizer state alone is a fault."""
-    weights, total = torch.randn(ROWS, 4), torch.zeros(ROWS)
-    marks = clean_marks()
-    audit = Audit("t", 1)
-    audit.draw([weights, total], ROWS)()
-    weights[5] += 1
-    marks.mark(torch.tensor([5]))
-    assert audit.check([weights, total], marks) is None
-    total[9] = 3
-    fault = audit.check([weights, total], marks)
-    assert fault is not None
-    assert (fault.rows, fault.found) == ((9,), 1)
-    assert "changed outside" in str(fault)
-
-
-def test_a_fault_makes_the_next_cut_full_and_is_counted():
-    """A fused kernel stand-in writes a tenth of the table through .data: seen at the next cut, then followed exactly."""
-    torch.manual_seed(0)
-    table = nn.Embedding(ROWS, 8, sparse=True)
-    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    tracking = Tracking(table, optimizer, settings=TrackingSettings(audit_rows=512))
-    tracking.refresh()
-    tracking.cut_taken(1, "all")
-    tracking.committed(1, baseline=True)
-    tracking.audit_sample()
-    assert tracking.tables[0].tracker == "gradients"
-    table.weight.data[::10] *= 0.5
-    faults = tracking.audit_before_commit()
-    assert [f.table for f in faults] == ["weight"]
-    assert tracking.faults == 1
-    assert tracking.refresh().commit == ROWS
-    tracking.cut_taken(2, "since_commit")
-    tracking.committed(2, baseline=False)
-    table.weight.data[17] = 0
-    tracking.refresh()
-    assert tracking.tables[0].prepare_cut("since_commit").ids.tolist() == [17]
-
-
 def audited(rows: int = 512) -> tuple[nn.Embedding, Tracking]:
     """A table that was cut whole, and the sample for its next cut."""
     torch.manual_seed(0)
@@ -92,6 +53,23 @@ def again(tracking: Tracking, cut: int) -> None:
     tracking.cut_taken(cut, "all")
     tracking.committed(cut, baseline=True)
     tracking.audit_sample()
+
+
+def test_a_fault_makes_the_next_cut_full_and_is_counted():
+    """A fused kernel stand-in writes a tenth of the table through .data: seen at the next cut, then followed exactly."""
+    table, tracking = audited()
+    assert tracking.tables[0].tracker == "gradients"
+    table.weight.data[::10] *= 0.5
+    faults = tracking.audit_before_commit()
+    assert [f.table for f in faults] == ["weight"]
+    assert "changed outside" in str(faults[0])
+    assert tracking.faults == 1
+    assert tracking.refresh().commit == ROWS
+    tracking.cut_taken(2, "since_commit")
+    tracking.committed(2, baseline=False)
+    table.weight.data[17] = 0
+    tracking.refresh()
+    assert tracking.tables[0].prepare_cut("since_commit").ids.tolist() == [17]
 
 
 def look(tracking: Tracking) -> None:
@@ -149,10 +127,14 @@ def test_a_sample_of_all_rows_is_read_at_cuts_only():
     assert (fault.rows, fault.checked) == ((17,), ROWS)
 
 
-def test_a_field_that_appears_is_no_fault():
+def test_state_counts_as_weights_and_a_field_that_appears_is_no_fault():
     """Lazy state changes the layout; the whole table is marked by other means then."""
-    weights = torch.randn(ROWS, 4)
+    weights, total = torch.randn(ROWS, 4), torch.zeros(ROWS)
     audit = Audit("t", 1)
+    audit.draw([weights, total], ROWS)()
+    total[9] = 3
+    fault = audit.check([weights, total], clean_marks())
+    assert (fault.rows, fault.found) == ((9,), 1)
     audit.draw([weights], 64)()
     assert audit.check([weights, torch.zeros(ROWS)], clean_marks()) is None
     audit.forget()

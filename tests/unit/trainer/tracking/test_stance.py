@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +12,6 @@ from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from torch import nn
-
-
-class Breaks(torch.optim.SGD):
-    """Leaves its step by Ctrl-C while `broken`, half of its parameters moved."""
-
-    broken = False
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.add_(1.0)
-                if self.broken:
-                    raise KeyboardInterrupt
 
 
 def net() -> nn.Module:
@@ -38,24 +23,6 @@ def watched(model: nn.Module, optimizers: Any) -> tuple[Stance, StepClock]:
     tracking = Tracking(model, optimizers)
     clock = StepClock(tracking)
     return Stance(tracking, clock), clock
-
-
-def test_a_step_that_was_left_is_torn_until_that_optimizer_ends_one() -> None:
-    """Another optimizer's whole step mends nothing."""
-    model = net()
-    generator, critic = (Breaks(part.parameters(), lr=0.1) for part in (model[0], model[3]))
-    stance = watched(model, [generator, critic])[0]
-    critic.step()
-    assert not stance.torn
-    generator.broken = True
-    with pytest.raises(KeyboardInterrupt):
-        generator.step()
-    assert stance.torn
-    critic.step()
-    assert stance.torn
-    generator.broken = False
-    generator.step()
-    assert not stance.torn
 
 
 def test_a_training_forward_moves_the_program_on_and_evaluation_does_not() -> None:

@@ -64,14 +64,8 @@ class Case:
     def swap_memory(self):
         self.weight.data = self.weight.data.clone()
 
-    def write_state(self):
-        self.entry["sum"][7] += 1
-
     def replace_state(self):
         self.entry["sum"] = self.entry["sum"] * 2
-
-    def replace_entry(self):
-        self.optimizer.state[self.weight] = {k: v.clone() for k, v in self.entry.items()}
 
     def add_state(self):
         self.entry["more"] = torch.zeros(ROWS)
@@ -91,9 +85,6 @@ class Case:
 
     def freeze(self):
         self.weight.requires_grad_(False)
-
-    def renormalise(self):
-        self.model[THIS].max_norm = 1.0
 
 
 BETWEEN = [name for name in vars(Case) if name.split("_")[0] in (
@@ -139,32 +130,6 @@ def test_what_others_do_to_one_table_is_seen_by_the_next_step(answers, between):
         case.train()  # the first step after a cut's look takes it table by table
         case.train()
         assert answers[-1] is True
-
-
-def test_a_table_that_gets_its_first_gradient_late_is_not_taken_for_written():
-    """Its state appears within a step, long after that of the others."""
-    torch.manual_seed(0)
-    model = nn.ModuleList(nn.Embedding(ROWS, 4, sparse=True) for _ in range(2))
-    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
-    tracking = Tracking(model, optimizer, settings=SETTINGS)
-    for tables in ([0], [0], [0, 1], [0, 1], [1]):
-        optimizer.zero_grad()
-        with quiet():
-            torch.stack([model[i](torch.tensor([1])).sum() for i in tables]).sum().backward()
-            optimizer.step()
-    tracking.refresh()
-    assert [table.tracker for table in tracking.tables] == ["gradients"] * 2
-
-
-def test_memory_of_a_table_that_is_hashed_is_not_kept():
-    """Weights that are swapped for others go away."""
-    case = Case()
-    table = case.tracking.tables[THIS]
-    assert table._pinned
-    case.freeze()
-    case.train()
-    assert table.tracker == "hashes"
-    assert not table._pinned
 
 
 def test_a_comparison_that_fails_never_fails_a_step(monkeypatch):

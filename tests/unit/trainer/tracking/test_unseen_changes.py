@@ -9,8 +9,6 @@ import pytest
 import torch
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.trainer.tracking_case import COLUMNS, LR, PLAIN, ROWS, changed_rows, quiet
 
@@ -96,18 +94,9 @@ class Program:
                 assert len(self.selected[name]) < ROWS
 
 
-def forward(how):
-    """A table class with another forward pass."""
-    return partial(type("Other", (nn.Embedding,), {"forward": how}), sparse=True)
-
-
 def prepared(how):
     """A table to which `how` is done."""
     return lambda *shape: (made := Table(*shape), how(made))[0]
-
-
-def look_elsewhere(module, args, _output):
-    return functional.embedding(args[0] + 1, module.weight, sparse=True)
 
 
 def eps0(weights):
@@ -125,15 +114,7 @@ def one_state(weights):
 TWO = {"a": Table, "b": Table}
 GROUPS = TWO | {"optimize": lambda weights: adagrad([{"params": [weight]} for weight in weights])}
 MOVED = TWO | {"optimize": lambda weights: [sgd(weights[:1], lr=LR), sgd(weights[1:], lr=LR)]}
-BAG = {"e": partial(nn.EmbeddingBag, mode="sum", sparse=True)}
 EACH = TWO | {"optimize": lambda weights: [adagrad([weight]) for weight in weights]}
-SHIFTED = forward(lambda self, ids: nn.Embedding.forward(self, ids + 1))
-POSITIONS = forward(lambda self, ids: nn.Embedding.forward(self, torch.arange(len(ids)) + 2))  # as BART's
-INDEXED = forward(lambda self, ids: self.weight[int(ids[0]) + 1 :])
-PATCHED = prepared(
-    lambda e: setattr(e, "forward", lambda ids: functional.embedding(ids * 2 + 3, e.weight, sparse=True))
-)
-HOOKED = prepared(lambda e: e.register_forward_hook(look_elsewhere))
 SUBNORMAL = prepared(lambda e: e.weight.data[50].fill_(1e-40))
 MINUS_ZERO = {
     "e": prepared(lambda e: e.weight.data[50].fill_(-0.0)),
@@ -144,23 +125,6 @@ MINUS_ZERO = {
 
 class Case(Program):
     """What happens in the cases of the table below that are more than training."""
-
-    def refill(self, call=lambda module, buffer: module(buffer[:, 1:2])):
-        """The batch's buffer is refilled between the forward and the backward pass."""
-        buffer = torch.zeros(4, 3, dtype=torch.int64)
-
-        def loss(i):
-            buffer.copy_(torch.arange(12).view(4, 3) + 20 * i)
-            made = call(self.e, buffer).sum()
-            buffer.fill_(0)
-            return made
-
-        self.trains(loss)
-
-    def checkpointed(self):
-        self.trains(lambda i: checkpoint(self.e, torch.tensor([10 + i, 20]), use_reentrant=False).sum())
-
-    checkpointed_shifted = checkpointed
 
     def stash(self, *more):
         """A probe's backward pass comes between."""
@@ -214,21 +178,6 @@ class Case(Program):
             self.a.weight.grad, self.b.weight.grad = self.b.weight.grad, None
 
         self.trains(lambda i: look(self.b, 20 + i), give)
-
-    def stale_flow(self, error="division"):
-        """A backward pass raises after one of its lookups; then one of the next pass is past the module."""
-        first = (look(self.e, 5) * 0).sqrt()
-        if error == "division":
-            first.register_hook(lambda _grad: 1 / 0)
-        spoilt = pytest.raises((RuntimeError, ZeroDivisionError), match=error)
-        with torch.autograd.set_detect_anomaly(error == "nan"), spoilt:
-            self.flow(first, look(self.e, 6))
-        past = functional.embedding
-        self.trains(
-            lambda i: past(torch.tensor([30 + i]), self.e.weight, sparse=True).sum() + look(self.e, 7)
-        )
-
-    stale_anomaly = partialmethod(stale_flow, "nan")
 
     def torn(self):
         """A step fails after a group, to which it applied a gradient from before a cut; the program goes on."""
@@ -307,27 +256,8 @@ class Case(Program):
 DENSE = "its gradient is dense"
 # By name: how the program is made; the tables that end on hashes, and what their reason names.
 CASES = {
-    **dict.fromkeys(
-        [
-            "checkpointed",
-            "stash",
-            "late_opt_two_passes",
-            "late",
-            "accumulated_over_cuts",
-            "stale_flow",
-            "stale_anomaly",
-        ],
-        ({}, {}),
-    ),
+    **dict.fromkeys(["stash", "late_opt_two_passes", "late", "accumulated_over_cuts"], ({}, {})),
     **dict.fromkeys(["moved", "moved_in_front", "moved_and_back"], (MOVED, {})),
-    "remap": ({"e": SHIFTED}, {}),
-    "bart": ({"e": POSITIONS, "optimize": sgd}, {}),
-    "index_module": ({"e": INDEXED}, {"e": DENSE}),
-    "patched_forward": ({"e": PATCHED}, {}),
-    "fwd_hook_after": ({"e": HOOKED}, {}),
-    "fwd_hook_later": ({"later": lambda p: p.e.register_forward_hook(look_elsewhere)}, {}),
-    "refill": (BAG, {}),
-    "checkpointed_shifted": ({"e": SHIFTED}, {}),
     "dense_flip_backward": ({"later": lambda p: setattr(p.e, "sparse", False)}, {"e": DENSE}),
     "tiedgrad": (TWO, {}),
     "grad_swap_tables": (TWO, {}),

@@ -1,7 +1,5 @@
 """The conformance suite on servers that speak as Google's and Azure's storage do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,11 +1,8 @@
 """What Google's and Azure's storage, and the way to them, do wrong, and what is made of it."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.backoff import Backoff
@@ -61,7 +58,6 @@ def test_a_lost_acknowledgement_is_not_taken_for_a_lost_race(cloud: CloudServer,
 
 
 def test_a_read_that_breaks_off_goes_on(cloud: CloudServer, proxy: FaultyProxy) -> None:
-    """By range, from where it stopped, within one attempt."""
     with bare(cloud, cloud.new_bucket(), proxy.port) as store:
         store.put("a.pack", DATA)
         proxy.truncate(1_000_000, 2)
@@ -89,10 +85,7 @@ def test_silence_ends(cloud: CloudServer, proxy: FaultyProxy) -> None:
             list(store.list(""))
 
 
-def test_the_deadline_holds_and_a_read_may_have_a_shorter_silence(
-    cloud: CloudServer, proxy: FaultyProxy
-) -> None:
-    """Both end a request that would wait on."""
+def test_the_deadline_holds_and_a_read_may_have_a_shorter_silence(cloud, proxy):
     with bare(cloud, cloud.new_bucket(), proxy.port) as store:
         proxy.hang = True
         data = bytearray(10_000_000)
@@ -145,7 +138,6 @@ def test_a_page_that_answers_everything_is_no_store(cloud: CloudServer) -> None:
 
 
 def test_a_missing_bucket_is_told_from_a_missing_object(cloud: CloudServer) -> None:
-    """By every operation."""
     with open_store(cloud.url("test-that-is-not-there")) as store:
         for ask in (
             lambda: store.put("a", b"x"),
@@ -169,9 +161,7 @@ def test_a_wrong_key_is_denied(azure: CloudServer, monkeypatch: pytest.MonkeyPat
     assert wrong not in str(caught.value)
 
 
-def test_a_credentials_file_may_come_later_and_change(
-    cloud: CloudServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_credentials_file_may_come_later_and_change(cloud, tmp_path, monkeypatch):
     """As a Secret of a pod does: until then `CredentialsMissing`, from the next request on it is used."""
     bucket, path = cloud.new_bucket(), tmp_path / "credentials"
     for name in cloud.environment:
@@ -183,13 +173,10 @@ def test_a_credentials_file_may_come_later_and_change(
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(path))
         text = json.dumps(
             {
-                "disable_oauth": True,
-                "gcs_base_url": cloud.endpoint(),
-                "client_email": "",
-                "private_key": "",
-                "private_key_id": "",
+                "disable_oauth": True, "gcs_base_url": cloud.endpoint(), "client_email": "",
+                "private_key": "", "private_key_id": "",
             }
-        )
+        )  # fmt: skip
     with open_store(cloud.url(bucket), policy=RetryPolicy(attempts=1)) as store:
         with pytest.raises(CredentialsMissing, match="No such file"):
             store.put("a", b"x")

@@ -1,7 +1,5 @@
 """Where credentials come from, in which order, and that they are renewed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator
@@ -27,15 +25,25 @@ def http() -> Iterator[urllib3.PoolManager]:
     pool.clear()
 
 
-def sts_answer(key: str, lives: timedelta) -> bytes:
-    ends = (datetime.now(UTC) + lives).strftime("%Y-%m-%dT%H:%M:%SZ")
+def in_an_hour() -> str:
+    return (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def sts_answer(key: str, ends: str, kind: str = "WithWebIdentity") -> bytes:
     return (
-        '<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">'
-        "<AssumeRoleWithWebIdentityResult><Credentials>"
-        f"<AccessKeyId>{key}</AccessKeyId><SecretAccessKey>sts-secret</SecretAccessKey>"
-        f"<SessionToken>token</SessionToken><Expiration>{ends}</Expiration>"
-        "</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"
+        f'<AssumeRole{kind}Response xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><AssumeRole{kind}Result><Credentials>'
+        f"<AccessKeyId>{key}</AccessKeyId><SecretAccessKey>sts-secret</SecretAccessKey><SessionToken>token</SessionToken>"
+        f"<Expiration>{ends}</Expiration></Credentials></AssumeRole{kind}Result></AssumeRole{kind}Response>"
     ).encode()
+
+
+@pytest.fixture
+def token(tmp_path, monkeypatch) -> Path:
+    """The file of a web identity."""
+    path = tmp_path / "token"
+    path.write_text("a.web.token")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(path))
+    return path
 
 
 def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) -> None:
@@ -45,12 +53,9 @@ def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) 
         "[default]\naws_access_key_id=file\naws_secret_access_key=s\n[p]\naws_access_key_id=fp\naws_secret_access_key=s\n"
     )
     environment = {
-        **KEYS,
-        "AWS_SESSION_TOKEN": "session",
-        "MINIO_ACCESS_KEY": "minio",
-        "MINIO_SECRET_KEY": "m",
+        **KEYS, "AWS_SESSION_TOKEN": "session", "MINIO_ACCESS_KEY": "minio", "MINIO_SECRET_KEY": "m",
         "AWS_SHARED_CREDENTIALS_FILE": str(path),
-    }
+    }  # fmt: skip
     provider = StandardProvider(http=http, environment=environment)
     found = provider.retrieve()
     assert (found.access_key, found.secret_key, found.session_token) == ("aws", "aws-secret", "session")
@@ -64,7 +69,6 @@ def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) 
 
 
 def test_a_rotated_file_is_read_again(http: urllib3.PoolManager, tmp_path: Path) -> None:
-    """By replacement as Kubernetes does it, through a symlink that is swapped."""
     for name in ("one", "two"):
         (tmp_path / name).write_text(f"[default]\naws_access_key_id={name}\naws_secret_access_key=s\n")
     link = tmp_path / "credentials"
@@ -80,33 +84,21 @@ def test_a_rotated_file_is_read_again(http: urllib3.PoolManager, tmp_path: Path)
         provider.retrieve()
 
 
-def test_a_web_identity(http: urllib3.PoolManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_web_identity(http, token, monkeypatch):
     """The token's file is exchanged at the token service; kept while it lives, asked again when it is about to end."""
-    token = tmp_path / "token"
-    token.write_text("a.web.token")
-    for lives, requests in ((timedelta(hours=1), 1), (timedelta(seconds=1), 3)):
-        with FixedAnswers(200, sts_answer("assumed", lives)) as sts:
-            environment = {
-                "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
-                "AWS_ROLE_ARN": "arn:aws:iam::1:role/r",
-                "AWS_ENDPOINT_URL_STS": f"http://127.0.0.1:{sts.port}",
-            }
-            for name, value in environment.items():
-                monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/r")
+    soon = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    for ends, requests in ((in_an_hour(), 1), (soon, 3)):
+        with FixedAnswers(200, sts_answer("assumed", ends)) as sts:
+            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
             provider = StandardProvider(http=http)
-            for _ in range(3):
-                found = provider.retrieve()
-                assert (found.access_key, found.session_token) == ("assumed", "token")
+            found = [provider.retrieve() for _ in range(3)]
+            assert {(each.access_key, each.session_token) for each in found} == {("assumed", "token")}
             assert sts.requests == requests
 
 
-def test_a_token_service_that_is_down_is_worth_a_retry(
-    http: urllib3.PoolManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_service_that_is_down_is_worth_a_retry(http, token, monkeypatch):
     """Down is unavailable, refused is denied; and the web token is in no message."""
-    token = tmp_path / "token"
-    token.write_text("a.web.token")
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(StoreUnavailable, match="token service") as caught:
         StandardProvider(http=http).retrieve()
@@ -119,34 +111,31 @@ def test_a_token_service_that_is_down_is_worth_a_retry(
             assert "a.web.token" not in str(caught.value)
 
 
-def test_absent_and_empty_files_are_missing_credentials(
-    http: urllib3.PoolManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_and_empty_files_are_missing_credentials(http, tmp_path, monkeypatch):
     """Told from wrong ones: the Secret or token may yet appear, and is then used by the next request."""
-    path = tmp_path / "credentials"
-    provider = StandardProvider(http=http, environment={"AWS_SHARED_CREDENTIALS_FILE": str(path)})
-    for content in (None, "", "[default]\n", "[other]\naws_access_key_id=a\naws_secret_access_key=b\n"):
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(CredentialsMissing) as caught:
-            provider.retrieve()
-        assert caught.value.where == str(path)
-        assert "Secret" in caught.value.remedy
-    path.write_text("[default]\naws_access_key_id=a\naws_secret_access_key=b\n")
-    assert provider.retrieve().access_key == "a"
-    token = tmp_path / "token"
-    with FixedAnswers(200, sts_answer("assumed", timedelta(hours=1))) as sts:
-        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
-        provider = StandardProvider(http=http)
-        for content in (None, ""):
+
+    def missing(provider: StandardProvider, path: Path, *contents: str) -> None:
+        path.unlink(missing_ok=True)
+        for content in (None, *contents):
             if content is not None:
-                token.write_text(content)
+                path.write_text(content)
             with pytest.raises(CredentialsMissing) as caught:
                 provider.retrieve()
-            assert caught.value.where == str(token)
+            assert caught.value.where == str(path)
+            assert "Secret" in caught.value.remedy or "token" in str(path)
+
+    path, keys = tmp_path / "credentials", "aws_access_key_id=a\naws_secret_access_key=b\n"
+    provider = StandardProvider(http=http, environment={"AWS_SHARED_CREDENTIALS_FILE": str(path)})
+    missing(provider, path, "", "[default]\n", f"[other]\n{keys}")
+    path.write_text(f"[default]\n{keys}")
+    assert provider.retrieve().access_key == "a"
+    with FixedAnswers(200, sts_answer("assumed", in_an_hour())) as sts:
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
+        provider = StandardProvider(http=http)
+        missing(provider, tmp_path / "token", "")
         assert sts.requests == 0
-        token.write_text("a.web.token")
+        (tmp_path / "token").write_text("a.web.token")
         assert provider.retrieve().access_key == "assumed"
 
 
@@ -170,8 +159,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def process_of(home: Path) -> str:
     """A real credential_process, whose keys live for an hour."""
     script = home / "keys.sh"
-    ends = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
-    script.write_text(PROCESS.format(folder=home, ends=ends))
+    script.write_text(PROCESS.format(folder=home, ends=in_an_hour()))
     script.chmod(0o755)
     return f"credential_process = {script}\n"
 
@@ -180,9 +168,7 @@ def keys_of(name: str) -> str:
     return f"aws_access_key_id = {name}\naws_secret_access_key = 5%s\n"
 
 
-def test_the_profile_is_chosen_as_botocore_does(
-    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_profile_is_chosen_as_botocore_does(http, home, monkeypatch):
     """Keys of the config file, a process before them, keys of the credentials file before both."""
     config = home / ".aws" / "config"
     config.write_text(f"[default]\n{keys_of('config')}[profile p]\n{keys_of('config-p')}")
@@ -200,18 +186,12 @@ def test_the_profile_is_chosen_as_botocore_does(
         StandardProvider(http=http).retrieve()
 
 
-def test_a_role_is_assumed_from_a_source_profile(
-    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A role comes before keys; the token service's refusal is told by its code alone."""
-    ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    answer = sts_answer("assumed", timedelta(hours=1)).replace(b"WithWebIdentity", b"")
-    assert ends.encode() in answer
+def test_a_role_is_assumed_from_a_source_profile(http, home, monkeypatch):
     (home / ".aws" / "config").write_text(
         f"[default]\nregion = eu-west-1\nrole_arn = arn:aws:iam::1:role/r\nsource_profile = base\n{keys_of('unused')}"
         f"[profile base]\n{keys_of('base')}"
     )
-    with FixedAnswers(200, answer) as sts:
+    with FixedAnswers(200, sts_answer("assumed", in_an_hour(), kind="")) as sts:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
         provider = StandardProvider(http=http)
         assert {provider.retrieve().access_key for _ in range(3)} == {"assumed"}
@@ -227,9 +207,7 @@ def test_a_role_is_assumed_from_a_source_profile(
         StandardProvider(http=http).retrieve()
 
 
-def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(
-    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(http, home, monkeypatch):
     """No login, a process that fails, and no botocore; never a word of what a process printed."""
     config = home / ".aws" / "config"
     sso = "sso_start_url = https://x.awsapps.com/start\nsso_region = eu-west-1\nsso_account_id = 1\nsso_role_name = r\n"
@@ -248,10 +226,7 @@ def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(
     assert "deltashard[aws]" in caught.value.remedy
 
 
-def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadline(
-    http: urllib3.PoolManager, home: Path
-) -> None:
-    """It is asked once, and its answer is used when it comes."""
+def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadline(http, home):
     (home / "gate").touch()
     script = home / "slow.sh"
     script.write_text(
@@ -267,13 +242,10 @@ def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadlin
     assert provider.retrieve().access_key == "late"
 
 
-def test_a_pod_identity_token_may_end_in_a_newline(
-    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_identity_token_may_end_in_a_newline(http, home, monkeypatch):
     token = home / "token"
     token.write_text("a.pod.token\n")
-    ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    answer = f'{{"AccessKeyId": "pod", "SecretAccessKey": "s", "Token": "t", "Expiration": "{ends}"}}'
+    answer = f'{{"AccessKeyId": "pod", "SecretAccessKey": "s", "Token": "t", "Expiration": "{in_an_hour()}"}}'
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     with FixedAnswers(200, answer.encode()) as agent:
         monkeypatch.setenv(
