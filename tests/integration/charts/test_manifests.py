@@ -159,14 +159,6 @@ def test_pods_are_restricted(prepared: Rest, name: str) -> None:
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_an_unknown_field_would_be_seen(prepared: Rest) -> None:
-    """Of the foreign definitions, too: the check can fail."""
-    monitor = render(VALUES["everything"]).find("PodMonitor")
-    place = f"{collection(monitor)}?fieldValidation=Strict"
-    spoilt = {**monitor, "spec": {**monitor["spec"], "typo": 1}}
-    assert prepared("POST", place, spoilt, dry_run=True).status == 400
-
-
 def test_selectors_meet_what_they_select() -> None:
     """Services, budgets, spread and policies select the pods of their Deployment and no other."""
     rendering = render(VALUES["everything"])

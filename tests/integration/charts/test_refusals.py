@@ -134,26 +134,6 @@ def test_a_removal_that_the_chart_does_not_do_is_refused() -> None:
         render({"defaultPolicy": {"reclaim": {"policy": "Delete"}}})
 
 
-def descriptions(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Of every property of a part of the schema, by path; the default policy's are the resource's."""
-    for key, value in schema.get("properties", {}).items():
-        yield f"{path}.{key}", value.get("description", "")
-        if key != "defaultPolicy":
-            yield from descriptions(value, f"{path}.{key}")
-    parts = [schema.get("items"), schema.get("additionalProperties"), *schema.get("anyOf", ())]
-    for part in parts:
-        if isinstance(part, dict):
-            yield from descriptions(part, path)
-
-
-def test_the_schema_describes_every_value() -> None:
-    """For editors, which show what the schema says."""
-    parts = {"": SCHEMA, **SCHEMA["definitions"]}
-    found = dict(each for name, part in parts.items() for each in descriptions(part, name))
-    assert len(found) > 140
-    assert [path for path, text in found.items() if not text] == []
-
-
 @pytest.mark.parametrize("component", ["webhook", "controller"])
 def test_an_account_that_is_yours_has_a_name(component: str) -> None:
     """Nobody is bound to an account that neither the chart makes nor anybody names."""

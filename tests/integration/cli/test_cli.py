@@ -20,7 +20,6 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
-from deltashard_cli.output import age, size
 
 from tests.support.checkpoint.run_builder import resealed
 from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
@@ -375,34 +374,6 @@ def test_export_safetensors(cli: Cli, file_url: str, file_run: WrittenRun, tmp_p
     np.testing.assert_array_equal(found[f"{ITEMS.fqn}.exp_avg"].numpy(), items.fields["exp_avg"])
 
 
-def test_export_torch(cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
-    """A plain state_dict that `torch.load(weights_only=True)` accepts."""
-    import torch
-
-    file = tmp_path / "model.pt"
-    assert cli("export", file_url, file, "-c", "seq:3", "--state")[0] == 0
-    found = torch.load(file, weights_only=True)
-    items, half, dense = file_run.saved[3]
-    assert found[HALF.fqn].dtype == torch.bfloat16
-    np.testing.assert_array_equal(found[HALF.fqn].view(torch.uint16).numpy(), half.weights)
-    np.testing.assert_array_equal(found[ITEMS.fqn].numpy(), items.weights)
-    np.testing.assert_array_equal(found[f"{ITEMS.fqn}.sum"].numpy(), items.fields["sum"])
-    np.testing.assert_array_equal(found["mlp.0.weight"].numpy(), dense)
-    assert cli("export", file_url, tmp_path / "model.bin")[0] == 2
-
-
-def test_export_without_torch(
-    cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Says what to install, and what works without."""
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, text = cli("export", file_url, tmp_path / "model.pt")
-    assert code == 2
-    assert "safetensors" in text
-    assert not (tmp_path / "model.pt").exists()
-    assert cli("export", file_url, tmp_path / "model.safetensors")[0] == 0
-
-
 # -- comparing --------------------------------------------------------------------------------------------------
 
 
@@ -549,17 +520,6 @@ def test_ls_of_what_is_not_there(cli: Cli, url: str, run: WrittenRun, minio_url:
         assert cli("ls", minio_url)[0] == 0
 
 
-def test_a_run_that_is_not_in_a_store_that_is_there(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
-    """Under --run the others are named; a directory that is not there is no store."""
-    code, text = cli("inspect", file_url, "--run", "absent")
-    assert code == 2
-    assert "no run 'absent'" in text
-    assert RUN in text
-    code, text = cli("inspect", at(file_url, "absent"))
-    assert code == 2
-    assert "directory does not exist" in text
-
-
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
 def test_an_output_that_cannot_be_is_the_callers(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, name: str
@@ -641,13 +601,3 @@ def test_the_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Pa
     helped = run("--help")
     assert helped.returncode == 0
     assert "Exit codes" in helped.stdout
-
-
-def test_numbers_for_people() -> None:
-    """Sizes and ages keep the digits that matter."""
-    assert [size(n) for n in (0, 999, 1024, 10_000, 300_000, 5 << 20, 3 << 40)] == [
-        *("0 B", "999 B", "1.0 KiB", "9.8 KiB", "293 KiB", "5.0 MiB", "3.0 TiB")
-    ]
-    assert [age(0, s) for s in (5, 119, 120, 7200, 200_000, -1)] == [
-        *("5 s ago", "119 s ago", "2 min ago", "2 h ago", "2 d ago", "in the future")
-    ]

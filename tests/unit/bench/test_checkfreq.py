@@ -7,11 +7,6 @@ import json
 
 import pytest
 
-LINE = {
-    "event": "decided", "subject": "interval", "interval": "every 0.87 s", "cause": "measured",
-    "why": "a save costs 9 ms", "timestamp": "2026-01-02T03:04:05.500000Z",
-}  # fmt: skip
-
 
 def arm(overhead=0.008, error=0.001):
     return {
@@ -98,90 +93,3 @@ def test_a_promise_counts_what_was_under_way(papers):
     life = papers("checkfreq").life(record)
     assert (life["interval"], life["flight"], life["promise"]) == (200, 200, 400)
     assert papers("checkfreq").life(record | {"commits": 2})["flight"] == 30
-
-
-@pytest.mark.parametrize(
-    ("overhead", "error", "met"),
-    [
-        (0.005, 0.001, True),
-        (0.02, 0.001, False),
-        (0.009, 0.001, None),
-        (None, None, None),
-        (0.001, None, None),
-    ],
-)
-def test_a_budget_is_met_missed_or_within_the_error(papers, overhead, error, met):
-    assert papers("checkfreq_claims").verdict(arm(overhead, error), 0.01)["met"] is met
-
-
-def test_what_did_not_run_is_said(papers, found, tmp_path):
-    checkfreq = papers("checkfreq_claims")
-    why = "the sidecar chose no interval within 9 saves"
-    found["overhead"]["1 %"] = found["overhead"]["3.5 %"] = found["neighbour"]["adaptive"] = {"not_run": why}
-    rows = checkfreq.headlines(found)
-    assert [row["ours"] for row in rows[:4]] == ["not run"] * 4
-    assert all(row["met"] is None and row["why"] == why for row in rows[:4])
-    text = checkfreq.page(found)
-    assert text.count(why) >= 3
-    assert "**The adaptive one was not run**" in text
-    assert checkfreq.check(found) == []
-    checkfreq.plot(found, tmp_path)
-    assert (tmp_path / "checkfreq_neighbour.svg").stat().st_size > 1000
-
-
-def test_the_page_has_what_was_found(papers, found, tmp_path):
-    checkfreq = papers("checkfreq_claims")
-    text = checkfreq.page(found)
-    for said in ("0.80% +- 0.10%", "3,000", "every 1.2 s (measured)", "| 250 | 240 | 10 | 110 |", "+2.00%"):
-        assert said in text
-    checkfreq.plot(found, tmp_path)
-    assert "adaptive, in force" in (tmp_path / "checkfreq_neighbour.svg").read_text()
-
-
-def test_decisions_of_a_log(papers, tmp_path):
-    trained_steps = papers("trained_steps")
-    log = tmp_path / "sidecar.log"
-    log.write_text("")
-    decisions = trained_steps.Decisions(log)
-    assert decisions.read() == []
-    line = json.dumps(LINE) + "\n"
-    with log.open("a") as out:
-        out.write(
-            '{"event": "save.staged"}\nno JSON "decided"\n' + json.dumps(LINE | {"subject": "bits"}) + "\n"
-        )
-        out.write(line + line[:20])
-    (first,) = decisions.read()
-    assert first["interval"] == "every 0.87 s"
-    assert first["at_s"] % 60 == 5.5
-    with log.open("a") as out:
-        out.write(line[20:])
-    assert len(decisions.read()) == 2
-    assert papers("checkfreq_claims").in_words(first["interval"]) == 0.87
-    assert papers("checkfreq_claims").in_words("every 80 steps") is None
-
-
-def test_a_record_outlives_its_trainer(papers, tmp_path):
-    trained_steps = papers("trained_steps")
-    record = trained_steps.Record(tmp_path / "record")
-    assert record.get("restored") == trained_steps.NEVER
-    record.begin(100)
-    for step, cut in ((110, 100), (120, 120)):
-        record.set("step", step)
-        record.heard("cut", {"step": cut + 10})
-    record.heard("skipped", {"step": 3})
-    again = trained_steps.Record(tmp_path / "record").all()
-    assert again == {
-        "restored": 100, "step": 120, "cut": 130, "committed": 100, "cuts": 2, "commits": 0, "longest_gap": 20,
-        "longest_flight": 0,
-    }  # fmt: skip
-
-
-def test_samples_are_counted(papers):
-    seen = papers("data_order").seen
-    assert seen([[1, 2], [3, 4]], 4) == {"trained": 4, "twice": 0, "never": 0}
-    assert seen([[1, 2], [1, 2], [1, 3]], 6) == {"trained": 6, "twice": 2, "never": 3}
-
-
-def test_a_new_shuffle_against_the_same_initial_values(papers):
-    change = papers("data_order").change
-    assert change(order()) == (pytest.approx(0.02), None)

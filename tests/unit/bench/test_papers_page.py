@@ -3,70 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-MACHINE = {"cpu": "a processor", "cores": 2, "load": 0.5, "python": "3.11", "versions": {"torch": "2"}}
-HEADLINES = [
-    {"what": "bytes", "paper": "6 x", "ours": "7 x", "met": True, "why": "never said"},
-    {"what": "time", "paper": "1 s", "ours": "2 s", "met": False, "why": "one core"},
-    {"what": "other", "paper": "3", "ours": "4", "met": None, "why": "not comparable"},
-]
-
-
-def test_a_page_of_parts(papers, tmp_path):
-    report = papers("report")
-    (tmp_path / "measured").mkdir()
-    drawn = []
-    first = SimpleNamespace(
-        page=lambda found: f"## First\n\n{found['figure']}\n",
-        plot=lambda _found, folder: drawn.append(folder),
-    )
-    found = {
-        "machine": MACHINE,
-        "command": "bench/papers/run.py",
-        "parts": {
-            "first": {"date": "a day", "took_s": 1.0, "found": {"figure": 42, "headlines": HEADLINES}},
-            "second": {"date": "a day", "took_s": 2.0, "error": "OSError: gone"},
-        },
-    }
-    page = report.write(found, {"first": first, "second": SimpleNamespace()}, tmp_path)
-    text = page.read_text()
-    assert "| bytes | 6 x | 7 x | met |" in text
-    assert "| time | 1 s | 2 s | **missed**: one core |" in text
-    assert "| other | 3 | 4 | not comparable |" in text
-    assert "never said" not in text
-    assert "## First\n\n42\n" in text
-    assert "OSError: gone" in text
-    assert "2 cores of a processor" in text
-    assert text.endswith("\n")
-    assert not text.endswith("\n\n")
-    assert drawn == [tmp_path / "papers"]
-    figures = (tmp_path / "measured" / "papers.json").read_text()
-    assert json.loads(figures) == found
-    rows = [line.strip(" ,") for line in figures.splitlines()]
-    assert all(json.dumps(row) in rows for row in HEADLINES)
-
-
-def test_paragraphs_are_wrapped_and_nothing_else(papers):
-    report = papers("report")
-    words = " ".join(["word"] * 60)
-    row = "| " + " | ".join(["cell"] * 60) + " |"
-    code = "```sh\n" + "x" * 200 + "\n\n" + words + "\n```"
-    text = "\n\n".join(["## " + words, words, f"- {words}\n- {words}", row, code, words])
-    found = report.wrapped(text)
-    assert found.split() == text.split()
-    assert "## " + words in found
-    assert row in found
-    assert code in found
-    lines = found.split("\n")
-    assert sum(len(line) > report.LINE for line in lines) == 4
-    assert sum(line.startswith("- ") for line in lines) == 2
-    assert sum(line.startswith("  word") for line in lines) >= 2
-    assert report.wrapped(found) == found
 
 
 def neo_found(neo):
