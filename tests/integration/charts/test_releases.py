@@ -232,19 +232,16 @@ def test_install_again(release: Release, http: Rest) -> None:
     assert bundles(http) == {None}  # the controller's to write again
 
 
-def test_one_release_for_a_cluster(release: Release, apiserver: ApiServer, tmp_path: Path) -> None:
+def test_one_release_for_a_cluster(
+    release: Release, apiserver: ApiServer, http: Rest, tmp_path: Path
+) -> None:
     """A second one would fight over the same names; Helm says so, and installs nothing."""
     release.install()
     second = Release(apiserver.kubeconfig, tmp_path, name="second", namespace="elsewhere")
     with pytest.raises(HelmRefused, match="deltashard"):
         second.install()
-    assert _all_configurations(apiserver) == ["deltashard-webhook"]
-
-
-def _all_configurations(apiserver: ApiServer) -> list[str]:
-    with apiserver.http() as http:
-        items = http("GET", CONFIGURATION.rpartition("/")[0]).document["items"]
-    return [item["metadata"]["name"] for item in items]
+    found = http("GET", CONFIGURATION.rpartition("/")[0]).document["items"]
+    assert [each["metadata"]["name"] for each in found] == ["deltashard-webhook"]
 
 
 def answered(ask: Any, good: Any) -> Any:
