@@ -61,7 +61,7 @@ def test_rotated_certificate(bench: Bench) -> None:
         # As if time had passed: what is served is trusted, and has a few days left.
         data = {"tls.crt": aging.certificate, "tls.key": aging.key}
         change = {"data": {key: base64.b64encode(value).decode() for key, value in data.items()}}
-        api.call("PATCH", SECRET, change, content_type="application/merge-patch+json")
+        api.patch(SECRET, change)
         began_s = time.monotonic()
         wait_until(
             lambda: stored() not in {before, aging.certificate.strip()},
