@@ -60,7 +60,7 @@ def test_rotated_certificate(bench: Bench) -> None:
         load.wait_more(10)
         # As if time had passed: what is served is trusted, and has a few days left.
         change = {"data": {key: base64.b64encode(value).decode() for key, value in aging.items()}}
-        api.call("PATCH", SECRET, change, content_type="application/merge-patch+json")
+        api.patch(SECRET, change)
         began_s = time.monotonic()
         wait_until(
             lambda: stored() not in {before, aging["tls.crt"].strip()},

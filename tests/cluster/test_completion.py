@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -84,26 +82,15 @@ def test_a_run_goes_back_by_kubectl(bench: Bench) -> None:
         life = bench.began(job, number)
     older, newer = (each for each in checkpoints(bench.url, job.run)[-2:])
     assert older.step < newer.step == life["step"]
-    refused = plugin(bench, "rewind", job.name, "-c", f"seq:{older.seq}", status=2)
+    back_to = ("rewind", job.name, "-c", f"seq:{older.seq}")
+    refused = json.loads(bench.plugin(*back_to, "--json", status=2))
     assert "it trains, in goes-back-" in refused["error"]["what"], refused
     job.patch({"spec": {"suspend": True}})
     wait_until(lambda: not job.pods(), timeout_s=90, what="the suspended pods gone")
     job.wait_phase("Pending")
-    plugin(bench, "rewind", job.name, "-c", f"seq:{older.seq}")
+    bench.plugin(*back_to)
     bench.note(f"rewound to step {older.step}")
     job.patch({"spec": {"suspend": False}})
     back = bench.began(job, 3)
     assert back["step"] == older.step
     bench.assert_resumed(back)
-
-
-def plugin(bench: Bench, *words: str, status: int = 0) -> dict[str, object]:
-    """What `kubectl deltashard ... --json` says; it must end with this status."""
-    done = subprocess.run(
-        [sys.executable, "-m", "deltashard_cli.kubectl.plugin", *words, "-n", bench.namespace,
-         f"--kubeconfig={bench.cluster.kubeconfig}", "--json"],
-        capture_output=True, text=True, timeout=limit_s(240), check=False,
-    )  # fmt: skip
-    assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    found: dict[str, object] = json.loads(done.stdout)
-    return found

@@ -23,7 +23,7 @@ def slots(bench: Bench) -> None:
         if not node.pool:
             change = [{"op": "add", "path": f"/status/capacity/{SLOT.replace('/', '~1')}", "value": "1"}]
             path = f"/api/v1/nodes/{name}/status"
-            bench.cluster.api.call("PATCH", path, change, content_type="application/json-patch+json")
+            bench.cluster.api.patch(path, change, "json")
             wait_until(
                 lambda name=name: (
                     SLOT in bench.cluster.api.get(f"/api/v1/nodes/{name}")["status"]["allocatable"]

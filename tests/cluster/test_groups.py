@@ -18,7 +18,7 @@ def test_a_group_of_pods(bench: Bench) -> None:
     """
     group = indexed_job(bench, "four", pods=4, nodes="2:4", notes=NO_TIMER)
     first = group.wait_round(world_size=4)
-    group.wait_status("all are there", lambda status: status.get("ranks") == "4/4")
+    group.job.wait_status("all are there", lambda status: status.get("ranks") == "4/4")
     second = leaves(group, first.attempt, lambda: group.job.delete_pod(first.pods[2]))
     # Pod 0 is where torchrun's ranks meet: without it they all begin anew.
     third = leaves(group, second, lambda: group.job.evict(group.rounds()[-1].pods[0]))
@@ -34,7 +34,7 @@ def test_a_group_of_pods(bench: Bench) -> None:
     group.wait_step(fourth.step + 30, attempt=fourth.attempt)
     group.assert_every_sample_once()
 
-    status = group.wait_status(
+    status = group.job.wait_status(
         "both, and every failure is counted",
         lambda status: status.get("ranks") == "2/2" and len(status.get("interruptions", ())) == 3,
     )

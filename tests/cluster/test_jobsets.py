@@ -41,7 +41,7 @@ def loses_a_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
     bench = group.bench
     path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs/{job}"
     first = group.wait_round(world_size=2)
-    group.wait_status("both are there", lambda status: status.get("ranks") == "2/2")
+    group.job.wait_status("both are there", lambda status: status.get("ranks") == "2/2")
     before = bench.cluster.api.get(path)["metadata"]["uid"]
     group.wait_step(first.step + 40, attempt=first.attempt)
     group.job.evict(first.pods[1])
@@ -50,7 +50,7 @@ def loses_a_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
     group.assert_restored(second, at_least=group.last_step(first.attempt) - 1)
     group.wait_step(second.step + 30, attempt=second.attempt)
     group.assert_every_sample_once()
-    status = group.wait_status(
+    status = group.job.wait_status(
         "both are there again, and the eviction is counted",
         lambda status: status.get("ranks") == "2/2" and len(status.get("interruptions", ())) == 1,
         timeout_s=180,

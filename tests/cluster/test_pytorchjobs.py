@@ -28,7 +28,7 @@ def test_a_pytorch_job_loses_a_worker_and_its_master(bench: Bench, tmp_path: Pat
     group = pytorch_job(bench, "ranks", workers=2, notes=NO_TIMER, steps=STEPS, pace_s=PACE_S)
     first = group.wait_round(world_size=3)
     assert first.pods == ["ranks-master-0", "ranks-worker-0", "ranks-worker-1"]
-    group.wait_status("all are there", lambda status: status.get("ranks") == "3/3")
+    group.job.wait_status("all are there", lambda status: status.get("ranks") == "3/3")
     uids = uids_of(group)
 
     group.wait_step(first.step + 20, attempt=first.attempt)
@@ -36,7 +36,7 @@ def test_a_pytorch_job_loses_a_worker_and_its_master(bench: Bench, tmp_path: Pat
     second = group.wait_round(after=first.attempt, world_size=3)
     group.assert_restored(second, at_least=group.last_step(first.attempt) - 1)
 
-    status = group.wait_status(
+    status = group.job.wait_status(
         "the eviction is counted", lambda status: len(status.get("interruptions", ())) == 1
     )
     assert status["failures"] == 1
@@ -46,7 +46,7 @@ def test_a_pytorch_job_loses_a_worker_and_its_master(bench: Bench, tmp_path: Pat
     assert first.pods == second.pods == third.pods, "names stay"
     now = uids_of(group)
     assert {name for name in now if now[name] != uids[name]} == {"ranks-master-0", "ranks-worker-1"}
-    status = group.wait_status(
+    status = group.job.wait_status(
         "all are there again, and every end is counted",
         lambda status: status.get("ranks") == "3/3" and len(status.get("interruptions", ())) == 2,
     )

@@ -5,8 +5,6 @@ The queues cover cpu and memory alone, as those of Kueue's own guide.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,6 @@ from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.group import jobset
 from tests.cluster.scenario.job import POLICY, SIDECAR
 from tests.cluster.scenario.kubeflow_group import pytorch_job, train_job
-from tests.support.machine import limit_s
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
@@ -93,13 +90,7 @@ def rendered(bench: Bench, runtime: Object) -> Object:
     """A runtime with the sidecar in it, as its administrator makes it: Kueue counts TrainJobs by what their runtime says."""
     file = bench.folder / "runtime.yaml"
     file.write_text(yaml.safe_dump(runtime))
-    done = subprocess.run(
-        [sys.executable, "-m", "deltashard_cli.kubectl.plugin", "inject", "-f", file,
-         "-n", bench.namespace, f"--kubeconfig={bench.cluster.kubeconfig}"],
-        capture_output=True, text=True, timeout=limit_s(60), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    made: Object = yaml.safe_load(done.stdout)
+    made: Object = yaml.safe_load(bench.plugin("inject", "-f", file))
     return made
 
 

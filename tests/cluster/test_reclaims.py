@@ -22,9 +22,7 @@ def test_the_bytes_of_a_finished_run_go_and_a_pinned_run_s_stay(bench: Bench) ->
         assert "reclaim" not in (job.checkpoint_run() or {})["status"], "the policy retains"
     command_line("pin", bench.url, "--run", stays.run, "paper")
     change = {"reclaim": {"policy": "Delete", "after": "0s"}}
-    bench.cluster.api.call(
-        "PATCH", POLICY.format(bench.namespace), {"spec": change}, content_type="application/merge-patch+json"
-    )
+    bench.cluster.api.patch(POLICY.format(bench.namespace), {"spec": change})
     said = bench.reclaimed(goes, "Removed")
     assert "1 runs" in said["message"], said
     assert objects(bench, goes) == []

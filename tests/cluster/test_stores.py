@@ -13,9 +13,10 @@ from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.job import TrainingJob, credentials
-from tests.cluster.scenario.tenant import Tenant, admin_of
+from tests.cluster.scenario.tenant import Tenant
 from tests.cluster.scenario.witness import Event
 from tests.support.server.minio_server import MinioServer
+from tests.support.server.minio_user import admin_of
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
@@ -68,7 +69,7 @@ def test_store_troubles(bench: Bench, own_bridge_minio: MinioServer, full: bool)
 
     def put(data: dict[str, str]) -> None:
         path = f"/api/v1/namespaces/{namespace}/secrets/store"
-        bench.cluster.api.call("PATCH", path, {"data": data}, content_type="application/merge-patch+json")
+        bench.cluster.api.patch(path, {"data": data})
 
     def rotate() -> None:
         put(credentials(new.environment))

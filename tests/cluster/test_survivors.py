@@ -41,7 +41,7 @@ def test_survivors_of_a_lost_pod_keep_their_rows(bench: Bench) -> None:
     assert second.ranks[0]["pls"] == pytest.approx(lost)
     assert [group.job.container(pod, "trainer")["restartCount"] for pod in second.pods] == [0] * WORLD
 
-    status = group.wait_status(
+    status = group.job.wait_status(
         "the checkpoint after it says what was lost", lambda each: each.get("partialRecoveries") == 1
     )
     assert float(status["lostSamplesShare"]) == pytest.approx(lost, rel=1e-5)
@@ -57,7 +57,7 @@ def test_survivors_of_a_lost_pod_keep_their_rows(bench: Bench) -> None:
     ]
     lost += portion(*SECOND)
     assert third.ranks[0]["pls"] == pytest.approx(lost)
-    status = group.wait_status("both are counted", lambda each: each.get("partialRecoveries") == 2)
+    status = group.job.wait_status("both are counted", lambda each: each.get("partialRecoveries") == 2)
     assert float(status["lostSamplesShare"]) == pytest.approx(lost, rel=1e-5)
     group.wait_step(LAST_SAVE + 20, attempt=third.attempt)
     group.assert_every_sample_once()

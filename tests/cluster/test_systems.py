@@ -5,7 +5,6 @@ These scenarios have the stage to themselves, each from the chart as it is insta
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -107,7 +106,7 @@ def test_nobody_there(bench: Bench) -> None:
     for number in (0, 1):
         change = [{"op": "replace", "path": f"/webhooks/{number}/failurePolicy", "value": "Ignore"}]
         path = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
-        cluster.api.call("PATCH", path, change, content_type="application/json-patch+json")
+        cluster.api.patch(path, change, "json")
 
     def refused_by_policy() -> bool:
         with pytest.raises(ApiError) as refused:
@@ -119,13 +118,10 @@ def test_nobody_there(bench: Bench) -> None:
     at_return = bench.newest(job)
     system.install()
     bench.note("the system is back")
-    wait_until(
-        lambda: ((job.checkpoint_run() or {}).get("status") or {}).get("lastCommittedStep", 0) > at_return,
-        timeout_s=90,
-        what=lambda: f"the controller knows of newer commits: {json.dumps(job.checkpoint_run())}",
+    status = job.wait_status(
+        "newer commits are known", lambda run: run.get("lastCommittedStep", 0) > at_return, timeout_s=90
     )
-    restores = (job.checkpoint_run() or {})["status"]["restores"]
-    assert restores == 1, "the restore it did not see"
+    assert status["restores"] == 1, "the restore it did not see"
     bench.assert_store_whole(job)
 
 
@@ -162,7 +158,7 @@ def test_the_leaders_node_is_lost(bench: Bench) -> None:
         bench.note(f"{lost.name} is frozen, and {leader} with it")
         change = {"spec": {"interval": {"every": "1s"}}}
         path = f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointpolicies/patient"
-        cluster.api.call("PATCH", path, change, content_type="application/merge-patch+json")
+        cluster.api.patch(path, change)
         other = bench.job("comes")
         wait_until(
             lambda: other.checkpoint_run() and checkpoints(bench.url, job.run),
@@ -172,11 +168,7 @@ def test_the_leaders_node_is_lost(bench: Bench) -> None:
         )
         bench.note(f"another controller serves after {time.monotonic() - began_s:.1f} s")
         assert cluster.api.get(LEASE)["spec"]["holderIdentity"] in {*replicas} - {leader}
-        wait_until(
-            lambda: ((job.checkpoint_run() or {}).get("status") or {}).get("intervalSeconds") == 1,
-            timeout_s=90,
-            what=lambda: f"its status says so: {json.dumps(job.checkpoint_run())}",
-        )
+        job.wait_status("it says so", lambda run: run.get("intervalSeconds") == 1, timeout_s=90)
     finally:
         lost.thaw()
     wait_until(lambda: cluster.node_ready(lost.name), timeout_s=90, what="the node Ready again")

@@ -6,26 +6,11 @@ import secrets
 
 import pytest
 
-from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import Bench
-from tests.cluster.scenario.job import TrainingJob
 from tests.cluster.scenario.tenant import Tenant
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
-
-
-def policy_in_force(job: TrainingJob) -> Object:
-    """The status of a run whose sidecar has told how it saves."""
-    found: Object = {}
-
-    def told() -> bool:
-        found.clear()
-        found.update((job.checkpoint_run() or {}).get("status", {}))
-        return "lastCommittedStep" in found
-
-    wait_until(told, timeout_s=120, what=lambda: f"the status of {job.key}: {found}", every_s=0.3)
-    return dict(found)
 
 
 def test_two_tenants(bench: Bench) -> None:
@@ -44,10 +29,8 @@ def test_two_tenants(bench: Bench) -> None:
     lives = [bench.began(job, 0) for job in jobs]
     for job, url in zip(jobs, urls, strict=True):
         bench.wait_commits(job, count=2, url=url)
-    told = [
-        (status.get("intervalSeconds", 0), status.get("everySteps", 0))
-        for status in map(policy_in_force, jobs)
-    ]
+    statuses = [job.wait_status("how it saves", lambda run: "lastCommittedStep" in run) for job in jobs]
+    told = [(status.get("intervalSeconds", 0), status.get("everySteps", 0)) for status in statuses]
     assert told == [(1, 0), (0, 20)], "each saves as its own policy says"
     for job, life in zip(jobs, lives, strict=True):
         job.delete_pod(life["pod"])

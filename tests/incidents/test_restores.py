@@ -197,18 +197,6 @@ def test_a_warm_start_from_a_damaged_run_is_told(tmp_path: Path) -> None:
             assert b"\ndeltashard_log_damaged_total 1.0\n" in answer.read()
 
 
-def test_a_garbage_entry_after_the_newest_is_told(tmp_path: Path) -> None:
-    """Nothing of ours is lost, but nobody can know that: what is restored is named, with the entry that is not one."""
-    with Run(tmp_path / "store") as run:
-        run.train(3)
-        newest = run.save().seq
-    open_store(f"file://{tmp_path}/store").put(f"run/{entry_key(newest + 1)}", b"garbage")
-    with Run(tmp_path / "store") as again:
-        assert again.resumed is not None
-        assert (again.resumed.step, again.resumed.fell_back) == (3, True)
-        assert f"past entry {newest + 1}: " in again.resumed.notes[0]
-
-
 def test_a_run_whose_only_commit_is_unreadable_is_not_begun_anew(tmp_path: Path) -> None:
     """`restore()` must not answer "nothing was ever committed"; the refusal is one error, without gRPC's trace."""
     with Run(tmp_path / "store") as run:

@@ -186,21 +186,6 @@ def test_a_pin_asked_for_while_a_save_is_in_flight_is_of_its_step_or_fails(tmp_p
     assert_holds(stored(url, "pin:best"), was)
 
 
-def test_a_pin_asked_for_between_steps_is_of_the_next_step(tmp_path: Path) -> None:
-    """And of none, said by name, when there is no next one."""
-    with Run(tmp_path / "store") as run:
-        run.train(1)
-        run.model(torch.zeros(1, 4, dtype=torch.int64))
-        handle = run.ckpt.save("pinned", pin="next")
-        run.train(1)
-        assert handle.wait(60).step == 2
-        run.model(torch.zeros(1, 4, dtype=torch.int64))
-        last = run.ckpt.save("pinned", pin="never")
-        run.ckpt.close(deadline_s=60)
-        with pytest.raises(SaveFailed, match="close"):
-            last.wait()
-
-
 def test_a_vetoed_save_says_so(tmp_path: Path) -> None:
     """`wait()` does not ask validate() for ever."""
     with Run(tmp_path / "store", validate=lambda: False) as run:

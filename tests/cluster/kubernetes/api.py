@@ -83,6 +83,10 @@ class Api:
         made: Object = json.loads(self.call("POST", path, body))
         return made
 
+    def patch(self, path: str, change: Any, how: str = "merge") -> None:
+        """Change an object: by a merge patch, or by a `json` one."""
+        self.call("PATCH", path, change, content_type=f"application/{how}-patch+json")
+
     def delete(self, path: str, **options: Any) -> None:
         """Delete an object; nothing when it is gone already."""
         try:

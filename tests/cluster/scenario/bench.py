@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.cluster.scenario.reference import Reference, checkpoints, command_lin
 from tests.cluster.scenario.stage import Stage
 from tests.cluster.scenario.witness import Event, Witness
 from tests.cluster.trainers.model import digest_of
+from tests.support.machine import limit_s
 from tests.support.server.minio_server import MinioServer
 
 ENDLESS = 1_000_000
@@ -171,15 +174,19 @@ class Bench:
 
     def reclaimed(self, job: TrainingJob, state: str) -> Object:
         """What the CheckpointRun says of the removal, once it has come to this."""
+        status = job.wait_status(state, lambda run: (run.get("reclaim") or {}).get("state") == state)
+        self.note(f"{job.name}: {status['reclaim']}")
+        return dict(status["reclaim"])
 
-        def said() -> Object:
-            return dict(((job.checkpoint_run() or {}).get("status") or {}).get("reclaim") or {})
-
-        wait_until(
-            lambda: said().get("state") == state, timeout_s=120, what=lambda: f"{job.name} {state}: {said()}"
-        )
-        self.note(f"{job.name}: {said()}")
-        return said()
+    def plugin(self, *words: str | Path, status: int = 0) -> str:
+        """What `kubectl deltashard ...` says of the scenario's namespace; it must end with this status."""
+        done = subprocess.run(
+            [sys.executable, "-m", "deltashard_cli.kubectl.plugin", *words, "-n", self.namespace,
+             f"--kubeconfig={self.cluster.kubeconfig}"],
+            capture_output=True, text=True, timeout=limit_s(240), check=False,
+        )  # fmt: skip
+        assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
 
     def note(self, what: str) -> None:
         """Print when something happened, for whoever reads a report."""

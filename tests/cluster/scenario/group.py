@@ -5,11 +5,10 @@ A *round* is one coming together of the ranks: one attempt in the log. It began 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,20 +238,6 @@ class TrainingGroup:
         self.bench.note(
             f"{self.name}: {len(used)} samples, each once; the epoch is {'' if over else 'not '}over"
         )
-
-    # What the cluster says of them.
-
-    def status(self) -> Object:
-        """Status of its CheckpointRun."""
-        return dict((self.job.checkpoint_run() or {}).get("status") or {})
-
-    def wait_status(self, what: str, matches: Callable[[Object], Any], *, timeout_s: float = 120.0) -> Object:
-        """The CheckpointRun's status once it is so."""
-        wait_until(
-            lambda: matches(self.status()), timeout_s=timeout_s, every_s=0.3,
-            what=lambda: f"{self.name}, {what}: {json.dumps(self.status())}",
-        )  # fmt: skip
-        return self.status()
 
 
 def total(ranks: Mapping[int, Event]) -> dict[str, int]:

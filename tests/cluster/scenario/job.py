@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -185,7 +185,7 @@ class TrainingJob:
 
     def patch(self, change: Object) -> None:
         """Merge a change into it."""
-        self.api.call("PATCH", self._path, change, content_type="application/merge-patch+json")
+        self.api.patch(self._path, change)
 
     def checkpoint_run(self) -> Object | None:
         """The CheckpointRun that tells of it, found by its spec; None when there is none (yet)."""
@@ -193,6 +193,27 @@ class TrainingJob:
         return next(
             (each for each in self.api.items(path) if each["spec"]["workload"]["uid"] == self.uid), None
         )
+
+    def status(self) -> Object:
+        """Status of its CheckpointRun; nothing while there is none."""
+        return dict((self.checkpoint_run() or {}).get("status") or {})
+
+    def wait_status(self, what: str, matches: Callable[[Object], Any], *, timeout_s: float = 120.0) -> Object:
+        """The CheckpointRun's status once it is so."""
+        found: Object = {}
+
+        def met() -> Any:
+            found.clear()
+            found.update(self.status())
+            return matches(found)
+
+        wait_until(
+            met,
+            timeout_s=timeout_s,
+            every_s=0.3,
+            what=lambda: f"{self.name}, {what}: {json.dumps(found)}",
+        )
+        return found
 
     def events(self) -> list[Object]:
         """Events about the Job, its pods and its run."""
@@ -216,31 +237,16 @@ class TrainingJob:
 
     def wait_condition(self, kind: str, status: str = "True", *, timeout_s: float = 120.0) -> Object:
         """A condition of the CheckpointRun, waiting for it if need be."""
-        found: list[Object] = []
 
-        def told() -> bool:
-            run = self.checkpoint_run() or {}
-            found[:] = [
-                each
-                for each in run.get("status", {}).get("conditions", ())
-                if each["type"] == kind and each["status"] == status
-            ]
-            return bool(found)
+        def told(run: Object) -> list[Object]:
+            known = run.get("conditions", ())
+            return [each for each in known if (each["type"], each["status"]) == (kind, status)]
 
-        wait_until(
-            told, timeout_s=timeout_s, every_s=0.3,
-            what=lambda: f"condition {kind} {status} of {self.name}: "
-            f"{json.dumps((self.checkpoint_run() or {}).get('status'))}",
-        )  # fmt: skip
-        return found[0]
+        return told(self.wait_status(f"condition {kind} {status}", told, timeout_s=timeout_s))[0]
 
     def wait_phase(self, *phases: str, timeout_s: float = 120.0) -> None:
         """Until the CheckpointRun says one of them."""
-        wait_until(
-            lambda: ((self.checkpoint_run() or {}).get("status") or {}).get("phase") in phases,
-            timeout_s=timeout_s, every_s=0.3,
-            what=lambda: f"{self.name} {phases}: {json.dumps((self.checkpoint_run() or {}).get('status'))}",
-        )  # fmt: skip
+        self.wait_status(f"{phases}", lambda run: run.get("phase") in phases, timeout_s=timeout_s)
 
     def delete(self) -> None:
         """Delete it and its pods, and wait until they are gone."""

@@ -56,12 +56,6 @@ def test_with_an_authority_of_yours() -> None:
     assert bundles == {CERTIFICATE}
 
 
-def test_what_one_test_does_to_a_rendering_no_other_sees() -> None:
-    """Each gets its own, though Helm runs once for each set of values: which files share a process is chance."""
-    render().documents[0].clear()
-    assert render().documents[0]
-
-
 @pytest.mark.parametrize("missing", ["webhookCa", "fleetCa"])
 def test_an_authority_of_yours_must_be_there(missing: str) -> None:
     """Without it the API server, or every sidecar, would refuse the certificate."""

@@ -90,6 +90,45 @@ def arguments(deployment: str, values: dict[str, Any] | None = None) -> dict[str
     return dict(argument.removeprefix("--").split("=", 1) for argument in spec["containers"][0]["args"])
 
 
+class Programs:
+    """Both of a release, by the flags that the chart passes, as its accounts."""
+
+    def __init__(self, apiserver: ApiServer, http: Rest, folder: Path, values: dict[str, Any]) -> None:
+        self._http, self._folder, self.log = http, folder, folder / "log"
+        data = render(values).find("ConfigMap", "deltashard-default-policy")["data"]
+        shared = {"default-policy": written(folder / "policy", data, encoded=False) / "policy.yaml"}
+        shared["certificate-dir"] = mounted(http, folder / "tls")
+        self._flags = {
+            name: {**arguments(name, values), **shared, "kubeconfig": account(apiserver, http, name, folder)}
+            for name in ("deltashard-controller", "deltashard-webhook")
+        }
+
+    @contextmanager
+    def controller(self) -> Iterator[None]:
+        """The controller, once it is ready."""
+        flags = self._flags["deltashard-controller"] | {"fleet-port": free_port()}
+        with running("deltashard_operator.controller_main", self.log, **flags) as address:
+            eventually(
+                lambda: mounted(self._http, self._folder / "tls") and ready(address),
+                what=lambda: self.log.read_text()[-2000:],
+                timeout_s=WAIT_S,
+            )
+            yield
+
+    def webhook_gets_ready(self) -> None:
+        """With what the controller issued."""
+        authority = self._http("GET", f"{ROOT}/configmaps/deltashard-fleet-ca").document["data"]
+        fleet_ca = written(self._folder / "fleet", authority, encoded=False) / "ca.crt"
+        flags = self._flags["deltashard-webhook"] | {"port": free_port(), "fleet-ca": fleet_ca, "drain-s": 0}
+        with running("deltashard_operator.main", self.log, **flags) as address:
+            eventually(lambda: ready(address), what="the webhook", timeout_s=WAIT_S)
+
+    def assert_nothing_was_forbidden(self) -> None:
+        said = self.log.read_text()
+        for word in ("orbidden", "Traceback"):
+            assert word not in said, said[-4000:]
+
+
 def test_rights_are_enough(apiserver: ApiServer, http: Rest, tmp_path: Path) -> None:
     """The controller issues, publishes and gets ready; the webhook gets ready with what it issued; nobody is refused.
 
@@ -97,53 +136,24 @@ def test_rights_are_enough(apiserver: ApiServer, http: Rest, tmp_path: Path) -> 
     """
     release = Release(apiserver.kubeconfig, tmp_path)
     release.install()
-    policy = written(
-        tmp_path / "policy", render().find("ConfigMap", "deltashard-default-policy")["data"], encoded=False
-    )
-    controller = {
-        **arguments("deltashard-controller"),
-        "kubeconfig": account(apiserver, http, "deltashard-controller", tmp_path),
-        "default-policy": policy / "policy.yaml",
-        "certificate-dir": mounted(http, tmp_path / "tls"),
-    }
-    log = tmp_path / "log"
+    programs = Programs(apiserver, http, tmp_path, {})
 
     def bundles() -> set[str]:
         found = http("GET", CONFIGURATION).document["webhooks"]
         return {each["clientConfig"].get("caBundle", "") for each in found}
 
-    program = "deltashard_operator.controller_main"
-    with running(program, log, **controller | {"fleet-port": free_port()}) as address:
-        eventually(
-            lambda: mounted(http, tmp_path / "tls") and ready(address),
-            what="the controller",
-            timeout_s=WAIT_S,
-        )
+    with programs.controller():
         eventually(lambda: all(bundles()), what="the bundle", timeout_s=WAIT_S)
-    issued = bundles()
-    tls = http("GET", SECRET).document["data"]
-    authority = http("GET", f"{ROOT}/configmaps/deltashard-fleet-ca").document["data"]
-    webhook = {
-        **arguments("deltashard-webhook"),
-        "port": free_port(),
-        "kubeconfig": account(apiserver, http, "deltashard-webhook", tmp_path),
-        "default-policy": policy / "policy.yaml",
-        "certificate-dir": tmp_path / "tls",
-        "fleet-ca": written(tmp_path / "fleet", authority, encoded=False) / "ca.crt",
-        "drain-s": 0,
-    }
-    with running("deltashard_operator.main", log, **webhook) as address:
-        eventually(lambda: ready(address), what="the webhook", timeout_s=WAIT_S)
+    issued, tls = bundles(), http("GET", SECRET).document["data"]
+    programs.webhook_gets_ready()
     release.upgrade({"webhook": {"exemptNamespaces": ["legacy"]}})
     assert bundles() == issued
-    with running(program, log, **controller | {"fleet-port": free_port()}) as address:
-        eventually(lambda: ready(address), what="the controller again", timeout_s=WAIT_S)
+    with programs.controller():
+        pass
     assert bundles() == issued
     assert http("GET", SECRET).document["data"] == tls
-    said = log.read_text()
-    assert "controller.stopped" in said
-    for word in ("orbidden", "Traceback"):
-        assert word not in said, said[-4000:]
+    assert "controller.stopped" in programs.log.read_text()
+    programs.assert_nothing_was_forbidden()
 
 
 def job(name: str, **labels: str) -> dict[str, Any]:
@@ -177,40 +187,14 @@ def test_some_namespaces_alone(apiserver: ApiServer, http: Rest, tmp_path: Path)
         assert http.create(job("before", **ours), name).status == 201
     release.install(values)
     runs = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointruns"
-    data = render(values).find("ConfigMap", "deltashard-default-policy")["data"]
-    policy = written(tmp_path / "policy", data, encoded=False) / "policy.yaml"
-    controller = {
-        **arguments("deltashard-controller", values),
-        "kubeconfig": account(apiserver, http, "deltashard-controller", tmp_path),
-        "default-policy": policy,
-        "certificate-dir": mounted(http, tmp_path / "tls"),
-        "fleet-port": free_port(),
-    }
-    log = tmp_path / "log"
-    with running("deltashard_operator.controller_main", log, **controller) as address:
-        eventually(
-            lambda: mounted(http, tmp_path / "tls") and ready(address),
-            what=lambda: log.read_text()[-2000:],
-            timeout_s=WAIT_S,
-        )
+    programs = Programs(apiserver, http, tmp_path, values)
+    with programs.controller():
         for place in ("team-a", "team-b"):
             path = runs.format(place)
             eventually(lambda path=path: http("GET", path).document["items"], what=path, timeout_s=WAIT_S)
         assert http("GET", runs.format("team-c")).document["items"] == []
-    authority = http("GET", f"{ROOT}/configmaps/deltashard-fleet-ca").document["data"]
-    webhook = {
-        **arguments("deltashard-webhook", values),
-        "port": free_port(),
-        "kubeconfig": account(apiserver, http, "deltashard-webhook", tmp_path),
-        "default-policy": policy,
-        "certificate-dir": tmp_path / "tls",
-        "fleet-ca": written(tmp_path / "fleet", authority, encoded=False) / "ca.crt",
-        "drain-s": 0,
-    }
-    with running("deltashard_operator.main", log, **webhook) as address:
-        eventually(lambda: ready(address), what="the webhook", timeout_s=WAIT_S)
-    for word in ("orbidden", "Traceback"):
-        assert word not in log.read_text(), log.read_text()[-4000:]
+    programs.webhook_gets_ready()
+    programs.assert_nothing_was_forbidden()
 
     def refusal(place: str) -> str:
         reply = http.create(job("late"), place, dry_run=True)

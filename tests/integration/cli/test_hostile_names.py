@@ -11,7 +11,6 @@ import click
 import pytest
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli import main
-from deltashard_cli.output import escaped
 
 from tests.support.checkpoint import written_run
 from tests.support.checkpoint.written_run import WrittenRun
@@ -95,9 +94,3 @@ def test_json_has_the_names_themselves(cli: Cli, url: str) -> None:
     assert text.isascii()
     document, _ = json.JSONDecoder().raw_decode(text)
     assert document["summary"]["pins"] == [ENCODABLE]
-
-
-def test_what_is_printable_stays() -> None:
-    assert escaped("Füße 桜 [1]") == "Füße 桜 [1]"
-    assert escaped("a\nb", lines=True) == "a\nb"
-    assert escaped(EVIL, lines=True).replace("\n", "").isprintable()

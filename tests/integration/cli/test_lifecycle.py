@@ -12,8 +12,7 @@ from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.listing import REMOVAL
-from deltashard_checkpoint.log.log_error import LogGap, LogWentBack
+from deltashard_checkpoint.log.log_error import LogWentBack
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
@@ -120,15 +119,6 @@ def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str
     lines = answer(cli, "log", at(file_url))["lines"]
     assert [line["counts"] for line in lines] == [True, True, True, True, False, True]
     assert "makes 4 to 4 void" in lines[5]["says"]
-
-
-def test_log_of_a_log_with_a_gap(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    store = chain(file_url, tmp_path).store
-    store.delete([f"{RUN}/{entry_key(3)}", *(info.key for info in store.list(f"{RUN}/log/fold-"))])
-    code, text = cli("log", at(file_url))
-    assert code == 1
-    assert "log entry 3 is missing, 4 is there" in text
-    assert "missing" in text.split("log entry 3 is missing, 4 is there")[0]
 
 
 # -- gc --dry-run -----------------------------------------------------------------------------------------------
@@ -431,19 +421,6 @@ def test_rm_removes_one_run_and_nothing_else(cli: Cli, url: str, tmp_path: Path)
     assert RunLog(written.store, RUN).refresh().tip == -1
     inner.save(step=400)
     assert cli("verify", "--deep", at(url, f"{RUN}/inner"))[0] == 0
-
-
-def test_rm_of_what_a_removal_or_a_copy_left(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    """Cut short anywhere; what is left is no run for anybody, and goes when rm is called again."""
-    written = chain(file_url, tmp_path)
-    log = RunLog(written.store, RUN)
-    log.leave_hint(REMOVAL)
-    with pytest.raises(LogGap):
-        RunLog(written.store, RUN).refresh(deadline_s=0.1)
-    written.store.delete([info.key for info in written.store.list(f"{RUN}/log/0")])
-    assert cli("rm", at(file_url), "--yes")[0] == 0
-    assert keys(written.store) == {}
-    assert "no" in refused(cli, "rm", at(file_url), "--yes")
 
 
 def test_rm_says_what_came_while_it_removed(

@@ -78,14 +78,6 @@ def test_the_example_of_the_help(cli: Cli) -> None:
     assert "--mtbf 20h" in cli("plan", "--help")[1]
 
 
-def test_training_that_hardly_advances_is_shown_in_words(cli: Cli) -> None:
-    code, text = cli("plan", "--bytes", "100GiB", "--mtbf", "1s")
-    assert code == 0
-    assert "training hardly advances" in text
-    assert "with 95 % over 100,000" in text
-    assert "over 1,000 %" in text
-
-
 def test_a_real_run_says_what_it_is_and_what_would_change(cli: Cli, written: str) -> None:
     found = answer(cli, "plan", written, "--run", RUN)
     run, plan = found["run"], found["plan"]

@@ -75,13 +75,35 @@ def test_a_store_without_it(cli: Cli, file_url: str) -> None:
     assert reclaim(cli, file_url) == {"removed": [], "kept": [], "objects": 0, "bytes": 0}
 
 
+def _opened(cli: Cli, url: str) -> None:
+    """From a laptop, say: that trainer has committed nothing yet."""
+    open_attempt(RunLog(open_store(url), RUN), owner="laptop", takeover=True)
+
+
+def _rewound(cli: Cli, url: str) -> None:
+    assert cli("rewind", url, "--run", RUN, "-c", "step:100", "--ended")[0] == 0
+
+
+def _damaged(cli: Cli, url: str) -> None:
+    log = RunLog(open_store(url), RUN)
+    folds = [info.key for info in log.store.list(f"{RUN}/log/fold-")]
+    log.store.delete([log.key(entry_key(1)), *folds])
+
+
 @pytest.mark.parametrize(
-    ("workload", "pins", "why"), [("", (), "somebody opened it"), (MINE, ("best",), "it has a pin, 'best'")]
+    ("made", "then", "why"),
+    [
+        ({"workload": ""}, None, "somebody opened it"),
+        ({"pins": ("best",)}, None, "it has a pin, 'best'"),
+        ({}, _opened, "somebody opened it since"),
+        ({}, _rewound, "opened it since"),
+        ({}, _damaged, "its log is damaged"),
+    ],
 )
-def test_what_stays(
-    cli: Cli, file_url: str, tmp_path: Path, workload: str, pins: tuple[str, ...], why: str
-) -> None:
-    trained(file_url, tmp_path / "w", workload=workload, pins=pins)
+def test_what_stays(cli: Cli, file_url: str, tmp_path: Path, made: Any, then: Any, why: str) -> None:
+    trained(file_url, tmp_path / "w", **made)
+    if then is not None:
+        then(cli, file_url)
     before = left(file_url, RUN)
     found = reclaim(cli, file_url)
     assert found["removed"] == []
@@ -91,20 +113,6 @@ def test_what_stays(
     assert code == 0
     assert "stays" in text
     assert "nothing is removed" in text
-
-
-def test_a_run_that_was_opened_since_stays(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    """From a laptop, say: that trainer has committed nothing yet."""
-    trained(file_url, tmp_path / "w")
-    log = RunLog(open_store(file_url), RUN)
-    open_attempt(log, owner="laptop", takeover=True)
-    assert "somebody opened it since" in reclaim(cli, file_url)["kept"][0]["why"]
-
-
-def test_a_run_that_a_person_rewound_stays(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    trained(file_url, tmp_path / "w")
-    assert cli("rewind", file_url, "--run", RUN, "-c", "step:100", "--ended")[0] == 0
-    assert "opened it since" in reclaim(cli, file_url)["kept"][0]["why"]
 
 
 def test_a_pod_s_run_that_another_workload_goes_on_with_stays(
@@ -205,11 +213,3 @@ def test_who_opens_it_while_it_is_looked_at_keeps_it(
     assert "it goes on" in reclaim(cli, file_url)["kept"][0]["why"]
     assert cli("verify", file_url, "--run", RUN, "--deep")[0] == 0
     assert "uid-of-another opened it since" in reclaim(cli, file_url)["kept"][0]["why"]
-
-
-def test_a_damaged_log_stays(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    trained(file_url, tmp_path / "w")
-    log = RunLog(open_store(file_url), RUN)
-    folds = [info.key for info in log.store.list(f"{RUN}/log/fold-")]
-    log.store.delete([log.key(entry_key(1)), *folds])
-    assert "its log is damaged" in reclaim(cli, file_url)["kept"][0]["why"]

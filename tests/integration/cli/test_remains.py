@@ -112,14 +112,6 @@ def test_a_half_made_copy_is_listed_and_goes_on_or_goes(
     assert list(store.list(f"{COPY}/")) == []
 
 
-def test_a_copy_that_has_put_no_entry_goes_without_a_word(cli: Cli, file_url: str) -> None:
-    store = open_store(file_url)
-    RunLog(store, COPY).leave_hint(Hint(seq=2, whole=False))
-    code, text = cli("rm", at(file_url, COPY), "--yes")
-    assert code == 0, text
-    assert list(store.list("")) == []
-
-
 @pytest.mark.parametrize("folder", ["/log/", "/data/"])
 def test_a_half_removed_run_is_listed_and_goes(
     cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str

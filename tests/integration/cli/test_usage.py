@@ -9,10 +9,9 @@ from pathlib import Path
 import click
 import pytest
 from deltashard_cli import main as command_line
-from deltashard_cli.kubectl import plugin
 from deltashard_cli.main import EXTRAS, main
 
-from tests.support.command_line import Cli, running
+from tests.support.command_line import Cli
 
 WRONG = [
     (("cp", "a"), "MissingParameter", "TO", "deltashard cp"),
@@ -44,14 +43,6 @@ def test_a_usage_error_is_the_error_document_under_json(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert said in shown.err
-
-
-def test_no_argument_prints_the_help_as_a_usage_error(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
-    for called in (cli, running(capsys, plugin.main)):
-        code, text = called()
-        assert code == 2
-        assert text == called("--help")[1]
-        assert "\nCommands:\n" in text
 
 
 def test_commands_of_extras_are_found_by_their_entry_points(

@@ -22,7 +22,7 @@ from deltashard_operator.admission import sidecar_container
 from deltashard_operator.kube import cluster_name
 
 from tests.integration.images import dockerfile
-from tests.support.published import PUBLISHED, VERSION, Published
+from tests.support.published import PUBLISHED, Published
 from tests.support.server.minio_server import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -89,23 +89,6 @@ def test_the_sidecar_starts_what_injection_says() -> None:
     scripts = PROJECT["project"]["scripts"]
     (webhook,) = dockerfile.words(dockerfile.last(dockerfile.lineage(STAGES, "operator"), "CMD"))
     assert {sidecar_container.COMMAND, webhook, "deltashard"} <= set(scripts)
-
-
-@pytest.mark.parametrize("image", FINAL)
-def test_final_stages_build_nothing(image: Published) -> None:
-    """No compiler, no package manager, no pip; nothing runs as root but what makes the base."""
-    final = STAGES[image.target]
-    assert not final.all("RUN")
-    assert not final.all("USER")
-    (base,) = dockerfile.lineage(STAGES, image.target)[:-1]
-    (command,) = base.all("RUN")
-    assert "pip uninstall" in command
-    assert not re.search(r"apt-get|apk |gcc|curl|pip install", command)
-    labels = " ".join(text for stage in (base, final) for text in stage.all("LABEL"))
-    for label in ("title", "description", "source", "licenses", "version", "revision"):
-        assert f"org.opencontainers.image.{label}=" in labels
-    assert f"deltashard-{image.target}" in labels
-    assert base.all("ARG")[0] == f"VERSION={VERSION}"
 
 
 def test_bases_are_the_python_of_the_tests() -> None:

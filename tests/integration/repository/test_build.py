@@ -77,13 +77,6 @@ def _children(folder: Path) -> list[tuple[int, str | None]]:
     return [(int(pid), start_time(int(pid))) for pid in (folder / "children").read_text().split()]
 
 
-def test_where_never_builds(build: Build, tmp_path: Path) -> None:
-    asked = build("--where")
-    assert asked.communicate() == ("", "")
-    assert asked.returncode == 4
-    assert not (tmp_path / "builds").exists()
-
-
 def test_builds_once_whoever_asks(build: Build, tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
     first, second = build(), build()

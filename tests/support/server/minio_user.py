@@ -13,10 +13,15 @@ from minio.credentials import StaticProvider
 from tests.support.server.minio_server import MinioServer
 
 
+def admin_of(server: MinioServer) -> MinioAdmin:
+    """The server's administration."""
+    provider = StaticProvider(server.access_key, server.secret_key)
+    return MinioAdmin(endpoint=f"{server.host}:{server.port}", credentials=provider, secure=False)
+
+
 def keys_of(server: MinioServer, policy: dict[str, Any]) -> dict[str, str]:
     """The environment of a new user who may do what this policy says, and nothing else."""
-    provider = StaticProvider(server.access_key, server.secret_key)
-    admin = MinioAdmin(endpoint=f"{server.host}:{server.port}", credentials=provider, secure=False)
+    admin = admin_of(server)
     user, secret = f"tenant-{secrets.token_hex(4)}", secrets.token_hex(16)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(policy))

@@ -28,7 +28,3 @@ def test_symmetric_is_that_of_the_reference(papers, bits):
     assert reference.mean_l2(x, decoded) == pytest.approx(
         reference.mean_l2(x, reference.symmetric(x, bits)), rel=1e-4
     )
-
-
-def test_hours_of_a_terabyte(papers):
-    assert papers("quantizers").hours(3.6e3, 64) == pytest.approx(3.90625)

@@ -19,15 +19,6 @@ def test_lookups_have_the_published_histogram(papers, year):
     assert made.mean == pytest.approx(wanted.mean, rel=0.05)
 
 
-def test_the_histogram_counts_by_powers_of_two(papers):
-    reuse = papers("reuse")
-    made = reuse.Locality.of(np.array([1, 1, 2, 3, 4, 5, 32_768, 32_769, 10**6]))
-    assert [round(share * 9) for share in made.rows] == [2, 1, 2, 1] + [0] * 11 + [1, 2]
-    assert made.distance(made) == (0, 0)
-    other = reuse.Locality.of(np.array([64]))
-    assert made.distance(other) == (pytest.approx(1), pytest.approx(1))
-
-
 @pytest.mark.parametrize("since", [0, 6], ids=["from the start", "whenever one starts to count"])
 def test_rows_changed_since_a_baseline_grow_as_reported(papers, since):
     reuse = papers("reuse")
@@ -41,11 +32,3 @@ def test_rows_changed_since_a_baseline_grow_as_reported(papers, since):
             growth.append(seen.mean())
     assert growth[:7] == pytest.approx(reuse.S, abs=0.008)
     assert growth[10] == pytest.approx(0.52, abs=0.01)
-
-
-def test_rows_of_every_interval_are_looked_up_most_evenly(papers):
-    """Which rows an interval looks up most are those that all intervals touch."""
-    reuse = papers("reuse")
-    one, other = reuse.intervals(20_000, 2, reuse.Locality.published("2022"))
-    hot = np.intersect1d(one.ids[one.counts > 4], other.ids)
-    assert len(hot) > 0.99 * (one.counts > 4).sum()

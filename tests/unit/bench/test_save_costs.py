@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,17 +41,6 @@ def test_a_machine_that_grows_slower_is_no_cost(papers):
     cuts = {at: at + 20 for at in range(100, 1000, 100)}
     seconds, saves = trained(papers, 1_050, cuts, cost_s=0.05, slope=1.0)
     assert save_costs.costs(seconds, saves) == pytest.approx([0.05] * 9, rel=1e-3)
-
-
-def test_noise_is_in_the_error(papers):
-    save_costs = papers("save_costs")
-    rng = np.random.default_rng(0)
-    cuts = {at: at + 20 for at in range(100, 20_000, 100)}
-    seconds, saves = trained(papers, 20_100, cuts, cost_s=0.0)
-    seconds = [each * float(rng.lognormal(0, 0.3)) for each in seconds]
-    share = save_costs.Share.of_span(seconds, saves, 0, 20_100)
-    assert abs(share.overhead) < 3 * share.error
-    assert 0 < share.error < 0.01
 
 
 def test_no_quiet_step_no_cost(papers):
@@ -120,14 +108,3 @@ def test_blocks_are_paired_with_their_neighbours(papers):
     assert overhead == pytest.approx(0.1)
     assert error == pytest.approx(0, abs=1e-9)
     assert save_costs.paired([1.1], [1.0, 1.0])[1] is None
-
-
-def test_a_timeline_has_every_step_and_save_once(papers):
-    save_costs = papers("save_costs")
-    cuts = {at: at + 20 for at in range(100, 1000, 100)}
-    seconds, saves = trained(papers, 1_050, cuts, cost_s=0.05)
-    found = save_costs.timeline(seconds, saves, 1.0, begin=50)
-    assert sum(each["saves"] for each in found) == 9
-    assert all(each["overhead"] is not None for each in found)
-    assert [each["at_s"] for each in found] == sorted(each["at_s"] for each in found)
-    assert found[0]["at_s"] == pytest.approx(0.5, abs=0.02)

@@ -35,11 +35,6 @@ def random() -> np.random.Generator:
     return np.random.default_rng(20)
 
 
-def test_cprs_full_recovery_exactly():
-    """8.88 %, where the first order says 8.40."""
-    assert 100 * simulation.renewal_overhead(CPR, MTBF_S) == pytest.approx(8.88, abs=0.01)
-
-
 @pytest.mark.parametrize(
     "run",
     [
@@ -94,36 +89,9 @@ def test_gaps_have_the_mean_that_is_asked_for_and_are_exponential_at_shape_1(dra
     within(simulation.full_recovery(CPR, plain), simulation.renewal_overhead(CPR, MTBF_S))
 
 
-def test_failures_that_cluster_cost_less_and_regular_ones_more():
-    """At the same rate: many failures of a cluster lose little, since hardly anything was trained since the last.
-
-    Against the exponential, by many errors; so the distribution is no detail.
-    """
-    long = simulation.Run(interval_s=10 * HOUR, save_s=60, recover_s=60)
-    clustered = simulation.full_recovery(long, simulation.gamma_gaps(random(), MTBF_S, 0.4, FAILURES))
-    regular = simulation.full_recovery(long, simulation.gamma_gaps(random(), MTBF_S, 4.0, FAILURES))
-    exact = simulation.renewal_overhead(long, MTBF_S)
-    assert clustered.mean + SIGMAS * clustered.error < exact
-    assert regular.mean != pytest.approx(exact, abs=SIGMAS * regular.error)
-
-
 def test_where_no_checkpoint_is_ever_reached_the_overhead_is_infinite():
     run = simulation.Run(interval_s=1e9, save_s=1, recover_s=1)
     assert simulation.full_recovery(run, np.array([10.0, 20.0])) == simulation.Estimate(
         mean=math.inf, error=math.inf
     )
     assert simulation.renewal_overhead(run, 100.0) == math.inf
-
-
-def test_one_gap_has_no_error():
-    run = simulation.Run(interval_s=10, save_s=0, recover_s=5)
-    assert simulation.full_recovery(run, np.array([35.0])) == simulation.Estimate(
-        mean=40 / 30 - 1, error=math.inf
-    )
-
-
-def test_the_same_seed_gives_the_same_figures():
-    one, other = (
-        simulation.full_recovery(CPR, simulation.exponential_gaps(random(), MTBF_S, 100)) for _ in range(2)
-    )
-    assert one == other

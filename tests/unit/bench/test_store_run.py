@@ -84,13 +84,3 @@ def test_the_predictor_remembers_what_retention_took(papers, live):
         for seed in range(6):
             run.save([train(live, seed, share=0.35)])
         assert [i for i, each in enumerate(run.saved) if each.baseline] == [0, 4]
-
-
-def test_costs_are_means_over_full_checkpoints(papers):
-    store_run = papers("store_run")
-    saved = [
-        store_run.Saved(baseline=True, rows=4, written_bytes=100, chain_bytes=100, held_bytes=200),
-        store_run.Saved(baseline=False, rows=1, written_bytes=25, chain_bytes=125, held_bytes=300),
-    ]
-    found = store_run.cost(saved, 500)
-    assert found == store_run.Cost(write=8.0, capacity=1000 / 225, held=2.0)

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from deltashard_checkpoint.format import typed_tree
@@ -186,11 +185,3 @@ def test_lost_samples_are_summed_by_hand(checks: ModuleType) -> None:
     kept = {rank: _kept(held[rank], step, within=within) for rank, (step, within) in enumerate(steps)}
     found = checks.lost_samples(held, kept, 30, 1000)
     assert found == pytest.approx((0 * 40 + 1 * 30 + 1 * 20 + 15 * 10) / 100 / 1000)
-
-
-def test_one_bit_changes_a_sum(checks: ModuleType) -> None:
-    values = np.zeros(64, np.float32)
-    before = checks.sha256(torch.from_numpy(values))
-    values.view(np.uint32)[63] = 1
-    assert checks.sha256(torch.from_numpy(values)) != before
-    assert checks.sha256(torch.tensor(1.0, dtype=torch.bfloat16)) != checks.sha256(torch.tensor(1.0))

@@ -29,34 +29,13 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.write.cut_reports import Abandoned
 from deltashard_checkpoint.write.part_writer import NoRoom, UploadFailed
-from deltashard_operator.fleet.report import report_of
-from deltashard_proto.cause import METADATA, Cause, from_metadata, heard, to_metadata
-from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.cause import METADATA, Cause, from_metadata, to_metadata
 from deltashard_sidecar import restore
 from deltashard_sidecar.arena.batch import BadBatch
 from deltashard_sidecar.arena.block import NotGranted
 from deltashard_sidecar.run import store_health
 from deltashard_sidecar.save import save
 from deltashard_sidecar.settings import SettingError
-from deltashard_sidecar.telemetry.incident import Incidents
-from deltashard_sidecar.telemetry.metric import Metrics
-
-
-def test_a_word_that_is_not_known_here_is_taken_as_it_stands() -> None:
-    assert all(heard(str(cause)) is cause and cause.value == cause.name.lower() for cause in Cause)
-    assert (heard("eclipse"), heard("")) == ("eclipse", "")
-
-
-def test_an_incident_carries_its_word() -> None:
-    """A restore's source is no cause."""
-    incidents = Incidents(Metrics())
-    incidents.add(fleet.INCIDENT_KIND_FENCED, cause=Cause.TAKEN_OVER, message="")
-    incidents.add(fleet.INCIDENT_KIND_RESTORED, cause="cache", message="")
-    who = fleet.Who(namespace="ns", pod="p", pod_uid="u", workload_uid="w")
-    message = fleet.ReportRequest(
-        process="p", sequence=1, who=who, pod=fleet.PodState(), incidents=incidents.kept()
-    )
-    assert [each.cause for each in report_of(message).incidents] == ["taken_over", "cache"]
 
 
 class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]

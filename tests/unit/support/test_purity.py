@@ -52,9 +52,3 @@ def test_a_refusal_that_is_swallowed_fails_the_test() -> None:
     with pytest.raises(purity.Impure, match="went on"), watch.over("another"), swallowed:
         subprocess.run(["true"], check=True)
     watch.test, watch.refused = name, []
-
-
-def test_what_stays_in_the_process_is_free() -> None:
-    here, there = socket.socketpair()
-    here.close()
-    there.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from deltashard_cli.kubectl import sentence
 
 NOW_S = 1_000_000.0
@@ -24,35 +23,6 @@ def test_of_a_run_that_has_not_begun() -> None:
         ]
         assert list(sentence.troubled(each, NOW_S)) == ["No trouble."]
         assert list(sentence.lost(each, NOW_S)) == ["Nothing was lost."]
-
-
-@pytest.mark.parametrize(
-    ("status", "wanted"),
-    [
-        ({"intervalSeconds": 300}, "every 300 s"),
-        ({"intervalSeconds": 300, "everySteps": 20}, "every 300 s or 20 steps"),
-        ({"intervalSeconds": 0, "everySteps": 20}, "every 20 steps"),
-        ({"intervalSeconds": 0}, "on demand"),
-        ({}, "not told yet"),
-    ],
-)
-def test_intervals(status: dict[str, int], wanted: str) -> None:
-    assert sentence.interval(status) == wanted
-
-
-def test_what_the_rule_says_is_shown_where_something_else_is_in_force() -> None:
-    made = {
-        "subject": "bits",
-        "goal": "budget",
-        "value": "q8",
-        "would": "q4",
-        "why": "few restores",
-    }
-    assert list(sentence.decided(run(decisions=[made]))) == [
-        "Bits: q8, for the goal budget.",
-        "  The rule says q4.",
-        "  Because few restores.",
-    ]
 
 
 def test_ready_that_is_not_true_is_a_trouble() -> None:

@@ -50,11 +50,6 @@ def test_a_web_identity_goes_along_and_the_controllers_token_does_not(
     assert spec["serviceAccountName"] == "trainers"
 
 
-def test_where_the_store_needs_no_token_none_is_mounted() -> None:
-    spec = store_job.manifest(RUN, pod(FLEET), ["rewind"], name="x")["spec"]["template"]["spec"]
-    assert [each["name"] for each in spec["volumes"]] == ["deltashard-cache"]
-
-
 def test_no_mesh_keeps_it_from_its_end() -> None:
     job = store_job.manifest(RUN, pod(FLEET), ["rewind"], name="x")
     metadata = job["spec"]["template"]["metadata"]

@@ -140,14 +140,6 @@ def test_what_the_runs_decider_counted_stands_over_what_its_log_shows():
     assert recorded_run(spoiled).evidence == recorded_run(LOG).evidence
 
 
-def test_a_run_without_checkpoints_says_nothing():
-    assert recorded_run([]) is None
-    assert recorded_run(LOG[:1]) is None
-    found = recorded_run(LOG[:2])
-    assert found is not None
-    assert (found.now_s, found.step_s) == (None, None)
-
-
 def several(value: float, count: int) -> Measure:
     found = Measure()
     for _ in range(count):
@@ -195,9 +187,3 @@ def test_how_often_it_saves_now_is_what_its_newest_attempt_does():
     found = recorded_run([opened(1, 0.0), *old, opened(30, 900.0, resumes_from=21), *new])
     assert found is not None
     assert found.now_s == 600.0
-
-
-def test_what_is_given_stands_over_the_log():
-    found = plan(Given(save_s=3.0, step_s=1.0, bandwidth=100.0, mtbf_s=DAY_S), recorded_run(LOG))
-    assert (found.save_s, found.durable_s, found.mtbf_s) == (3.0, 40.0, DAY_S)
-    assert {each.source for each in found.figures} == {"given", "given; each is a restore"}
