@@ -80,10 +80,22 @@ class SaveOrders:
                 )
             elif any(order in save.cut.orders for save in self._in_flight()):
                 continue
+            elif (held := self._pinned_step(order)) is not None:
+                known.over = fleet.SaveOver(
+                    id=order.id,
+                    outcome=fleet.SaveOver.OUTCOME_FAILED,
+                    cause=f"pin {order.pin} is at step {held}: choose another name, or unpin that checkpoint first",
+                )
             elif 0 < order.deadline_s < age_s:
                 known.over = fleet.SaveOver(id=order.id, outcome=fleet.SaveOver.OUTCOME_EXPIRED)
             elif known.told is None or known.told.closed:
                 known.told = self._ask(order)
+
+    def _pinned_step(self, order: fleet.SaveOrder) -> int | None:
+        """Step of the checkpoint that has the order's pin already: an order never moves a pin."""
+        state = self._state()
+        seq = state.pinned.get(order.pin) if order.pin else None
+        return None if seq is None else state.checkpoints[seq].step
 
     def _done(self) -> dict[str, tuple[int, int]]:
         """(step, seq) of the checkpoint by which each order was carried out, as far as the log tells."""
@@ -99,7 +111,7 @@ class SaveOrders:
             known = [each for each in self._known.values() if each.named or each.told is not None]
             still = tuple(each.order for each in known if each.over is None)
         done = self._done() if still else {}
-        return tuple(order for order in still if order.id not in done)
+        return tuple(order for order in still if order.id not in done and self._pinned_step(order) is None)
 
     def ended(self, save: Save) -> None:
         commit, (cause, message) = save.commit, save.failure

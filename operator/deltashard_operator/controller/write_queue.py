@@ -40,10 +40,10 @@ class Rank(enum.IntEnum):
     NEW = 0
     """An object is made, once for a workload."""
     TROUBLE = 1
-    EVENT = 2
-    ORDER = 3
+    ORDER = 2
     """Somebody waits for it, as for a CheckpointRequest's status."""
-    CONDITION = 4
+    CONDITION = 3
+    EVENT = 4
     COMMIT = 5
     QUIET = 6
 
@@ -132,7 +132,7 @@ class WriteQueue:
         )
         self._behind = len(due)
         for rank, _, _, key in due:
-            cost = 0.0 if self._hurried or rank in {Rank.NEW, Rank.EVENT} else 1.0  # those are made but once
+            cost = 0.0 if self._hurried or rank is Rank.NEW else 1.0
             kept = RESERVE if cost and rank >= Rank.COMMIT else 0.0
             if (
                 len(self.tasks) >= AT_WORK or self._tokens < cost + kept

@@ -307,6 +307,10 @@ def _ready(run: Run, facts: Facts, troubles: Iterable[Condition]) -> Condition:
         reason, text = run.finished, "the workload ended"
     elif run.phase not in phases.TRAINS:
         reason, text = run.phase.value, "no step is being trained"
+        if run.suspended:
+            text += "; the workload is suspended"
+        elif losses := failure.newest(run.ledger.tallies):
+            text += f"; {losses[-1].message}"
         if progress.world_size > 1:
             text += f"; {progress.ranks_present} of {progress.world_size} ranks are there"
     elif unsafe is not None:

@@ -105,6 +105,10 @@ def test_others_never_notice(release: Release, http: Rest) -> None:
     refused = answered(lambda: http.create(job(annotated=True), dry_run=True), lambda r: r.status == 500)
     for _ in range(3):
         assert http.create(job(annotated=False), dry_run=True).status == 201
+    misspelt = job(annotated=False)
+    misspelt["metadata"]["annotations"] = {"deltashard.io/Policy": "default"}
+    refused = answered(lambda: http.create(misspelt, dry_run=True), lambda reply: reply.status == 422)
+    assert "add deltashard.io/policy" in refused.document["message"]
         assert http.create(pod(), dry_run=True).status == 201
     assert "jobs.deltashard.io" in refused.document["message"]
     count = re.compile(
@@ -161,11 +165,11 @@ def test_uninstall_takes_the_webhook_away_first(
         admission = client.AdmissionregistrationV1Api(api)
         n = 2 if hooks else 1  # the hooks' stand-ins are deleted, too
         webhook = deletions(admission.list_mutating_webhook_configuration, since, n)
-        bindings = deletions(admission.list_validating_admission_policy_binding, since, 3 * n)
+        bindings = deletions(admission.list_validating_admission_policy_binding, since, 4 * n)
         deployments = deletions(client.AppsV1Api(api).list_deployment_for_all_namespaces, since, 2)
     assert set(webhook) == {"deltashard-webhook"}
     assert set(deployments) == {"deltashard-webhook", "deltashard-controller"}
-    assert len(bindings) == 3
+    assert len(bindings) == 4
     first_deployment = min(min(at) for at in deployments.values())
     if not hooks:
         assert min(webhook["deltashard-webhook"]) > first_deployment
