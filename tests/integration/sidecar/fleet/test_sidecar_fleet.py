@@ -215,7 +215,10 @@ def test_an_ordered_save_is_carried_out_once(tmp_path: Path, url: str, server: F
         assert (end.outcome, end.cause) == (fleet.SaveOver.OUTCOME_FAILED, "aborted: veto")
         server.tell(saves=[fleet.SaveOrder(id="u-2", reason="request", pin="release")])
         end = over(server, "u-2")
-        assert (end.outcome, f"at step {newest(url).step}" in end.cause) == (fleet.SaveOver.OUTCOME_FAILED, True)
+        assert (end.outcome, f"at step {newest(url).step}" in end.cause) == (
+            fleet.SaveOver.OUTCOME_FAILED,
+            True,
+        )
         process.kill()
     server.reports.clear()
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
