@@ -41,7 +41,7 @@ class BadReview(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class AnnotatedTemplate:
     """An annotated Job or pod, or the template of one."""
 
     target: Target
@@ -59,7 +59,7 @@ class Request:
     namespace: str
     kind: str
     document: Mapping[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[AnnotatedTemplate, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def parse(body: bytes) -> Request | Answer:
     return Request(uid=uid, namespace=namespace, kind=kind, document=document, parts=parts)
 
 
-def _parts(kind: str, document: Mapping[str, Any], namespace: str = "") -> tuple[Part, ...]:
+def _parts(kind: str, document: Mapping[str, Any], namespace: str = "") -> tuple[AnnotatedTemplate, ...]:
     """The annotated parts of an object; raises `Refusal` where one contradicts itself.
 
     `namespace`: where it claims a run, if it is no template of what will.
@@ -126,7 +126,7 @@ def _parts(kind: str, document: Mapping[str, Any], namespace: str = "") -> tuple
             per_pod=said.runs == RUN_PER_POD,
         )
         claims = namespace and (claim.run_id or claim.workload_uid)
-        parts.append(Part(target=target, said=said, claim=claim if claims else None))
+        parts.append(AnnotatedTemplate(target=target, said=said, claim=claim if claims else None))
     return tuple(parts)
 
 
@@ -148,7 +148,11 @@ def answer(request: Request, policies: Sequence[Policy]) -> Answer:
 
 
 def _updated(
-    uid: str, kind: str, document: Mapping[str, Any], parts: tuple[Part, ...], before: tuple[Part, ...]
+    uid: str,
+    kind: str,
+    document: Mapping[str, Any],
+    parts: tuple[AnnotatedTemplate, ...],
+    before: tuple[AnnotatedTemplate, ...],
 ) -> Answer:
     """What was injected when the object was created, again in what was applied over it."""
     old = {each.target.path: each for each in before if is_injected(each.target.template)}

@@ -109,7 +109,7 @@ class Webhook:
         except Refusal as refusal:
             return review.refused(request.uid, request.kind, refusal)
 
-    async def _policy(self, namespace: str, part: review.Part, end_s: float) -> Policy:
+    async def _policy(self, namespace: str, part: review.AnnotatedTemplate, end_s: float) -> Policy:
         """The policy of a part of an annotated workload; raises `Refusal`."""
         if not watched_namespace.is_watched(namespace, self._namespaces):
             raise not_watched(namespace)

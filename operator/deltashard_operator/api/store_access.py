@@ -35,7 +35,7 @@ TOKEN_S = 3600
 _ENCRYPTIONS = {"SSE-S3": "AES256", "SSE-KMS": "aws:kms"}
 
 
-class _Kind(NamedTuple):
+class _StoreKind(NamedTuple):
     """Variables that one kind of store knows."""
 
     secret: str
@@ -49,14 +49,14 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "s3": _Kind(
+    "s3": _StoreKind(
         "AWS_SHARED_CREDENTIALS_FILE",
         "AWS_WEB_IDENTITY_TOKEN_FILE",
         "sts.amazonaws.com",
         {"roleArn": "AWS_ROLE_ARN", "stsEndpoint": "AWS_ENDPOINT_URL_STS"},
     ),
-    "gs": _Kind("GOOGLE_APPLICATION_CREDENTIALS"),
-    "az": _Kind(
+    "gs": _StoreKind("GOOGLE_APPLICATION_CREDENTIALS"),
+    "az": _StoreKind(
         "AZURE_STORAGE_CONNECTION_STRING_FILE",
         "AZURE_FEDERATED_TOKEN_FILE",
         "api://AzureADTokenExchange",
@@ -66,11 +66,11 @@ _KINDS = {
             "authorityHost": "AZURE_AUTHORITY_HOST",
         },
     ),
-    "file": _Kind(""),
+    "file": _StoreKind(""),
 }
 
 
-def _kind(policy: Policy) -> _Kind:
+def _kind(policy: Policy) -> _StoreKind:
     return _KINDS[policy.url.partition(":")[0]]
 
 

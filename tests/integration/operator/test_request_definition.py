@@ -101,4 +101,4 @@ def test_a_spec_never_changes_and_the_status_is_taken_as_it_is_written(http: Res
     cells = dict(zip(columns, table["rows"][0]["cells"], strict=False))
     assert columns == ["Name", "Run", "Phase", "Step", "Pin", "Age", "Message"]
     assert (cells["Run"], cells["Phase"], cells["Pin"]) == (RUN["name"], "Failed", GOOD["pin"])
-    assert cells["Message"].startswith("in 1h30m there was no CheckpointRun and no run id")
+    assert cells["Message"].startswith("in 1h30m there was no run train-0b4f3c1e")

@@ -14,6 +14,9 @@ from tests.support.operator.sample import policy_object
 from tests.support.server.apiserver import ApiServer
 from tests.support.server.minio_server import free_port
 
+# asyncio leaves the socket of a TLS handshake that broke off to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def test_the_cache_follows_the_cluster(api: client.ApiClient, apiserver: ApiServer) -> None:
     """Created, changed, deleted: seen without being asked for; and what is not seen yet is read, past the cache."""

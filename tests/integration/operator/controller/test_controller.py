@@ -296,8 +296,8 @@ def test_runs_save_before_their_node_ends(controller: ControllerProcess, cluster
     sidecar.report(step=5)
     second.report(step=5)
     cluster.reaches(job, phase="Training")
-    taint = {"spec": {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}}
-    assert cluster.http("PATCH", f"/api/v1/nodes/{node}", taint, content=MERGE).status == 200
+    cordon = {"spec": {"unschedulable": True}}
+    assert cluster.http("PATCH", f"/api/v1/nodes/{node}", cordon, content=MERGE).status == 200
     reply = eventually(lambda: (found := sidecar.report(step=6)).saves and found, "an order")
     (order,) = reply.saves
     assert (order.id.startswith(f"drain/{node}/"), order.reason, order.urgent) == (True, "drain", False)

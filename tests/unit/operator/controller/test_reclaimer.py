@@ -244,7 +244,9 @@ async def test_no_namespace_keeps_others_from_theirs(bench: Bench) -> None:
         bench.say(namespace)
         entries.append(bench.see(ended_job(at_s=BEGAN_S + 1, namespace=namespace, number=number)))
     bench.reclaimer.look(bench.now_s)
-    bench.say("bad", interval={"atLeast": "15m"})  # refused where it is laid over the default
+    bench.say(
+        "bad", interval={"atLeast": "15m", "goal": {"type": "Auto"}}
+    )  # refused where it is laid over the default
     await bench.go(60)
     assert [sum(f"/{name}/" in each for each in bench.api.made) for name in ("n", "other")] == [4, 1]
     assert state_of(entries[-1]) is KEPT
