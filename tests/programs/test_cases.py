@@ -35,6 +35,7 @@ EXACT: dict[str, Spec] = {
     "a wrapper around an optimizer with state of its own": {"wrapper": "lookahead"},
     "random numbers drawn between restore and the first batch": {"restart": "draws", "dropout": True},
     "other workers of a map-style loader": {"restart": "workers"},
+    "float64 tables and state, which fp32 would round": {"dtype": "float64"},
     **{f"a table under {rule}": {"table_rule": rule, "sparse": rule == "sparse_adam"} | _TRAINED for rule in _RULES},
     **{f"a sparse table under {rule}": {"table_rule": rule} | _TRAINED for rule in ("sgd", "momentum", "adagrad", "rowwise")},
 }  # fmt: skip

@@ -108,12 +108,6 @@ def test_a_forgotten_scheduler_is_said_at_the_first_cut(given: str, caplog: pyte
     assert caplog.text.count("is not in state=") == (given == "nothing")
 
 
-def test_many_tables_share_the_rows_of_a_sample() -> None:
-    assert TrackingSettings(audit_rows=7).audited_rows(5, 1) == 5
-    assert TrackingSettings().audited_rows(1 << 20, 4) == 2048
-    assert TrackingSettings().audited_rows(1 << 20, 400) == 20
-
-
 @pytest.mark.parametrize(
     ("policy", "said"),
     [

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-from deltashard.attach.launcher import SidecarOptions
 from deltashard.attach.lock import free_arenas, hold_file, release_file
 
 HOLD = """
@@ -68,16 +67,3 @@ def test_only_idle_unlocked_arenas_of_others_go(tmp_path: Path) -> None:
             holder.communicate()
         release_file(here / "trainer-0.lock")
     assert free_arenas(tmp_path, keep=mine) == 3 * 4096
-
-
-def test_a_child_keeps_the_pack_caches_of_all_runs_within_a_budget() -> None:
-    """Unless the script says otherwise; 0 leaves other runs' caches alone."""
-
-    def flag(**flags: object) -> str:
-        options = SidecarOptions(url="file:///s", run="r", flags=flags)
-        arguments = options.arguments(Path("/dir"), Path("/cache"))
-        assert arguments.count("--cache-total-bytes") == 1
-        return arguments[arguments.index("--cache-total-bytes") + 1]
-
-    assert flag() == str(20 << 30)
-    assert flag(cache_total_bytes=0) == "0"

@@ -91,7 +91,6 @@ def read(rank: int, workdir: Path, socket: str, runs: str, shardings: str, optim
             training = _training(sharding, optimizer)
             ckpt = _checkpointer(workdir, training, "target")
             restored = ckpt.restore(from_run=run)
-            assert restored is not None
             assert restored.step == 5
             for place, found in _shards(ckpt).items():
                 table, rows, columns, section = place.split("|")

@@ -42,22 +42,10 @@ def torchrun(tmp_path: Path) -> Iterator[Start]:
             "DELTASHARD_RUN": "run",
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        command += [
-            "--max-restarts",
-            "2",
-            "--monitor-interval",
-            "0.2",
-            str(ROOT / "examples" / example / "train.py"),
-        ]
+        command += ["--max-restarts", "2", "--monitor-interval", "0.2", f"{ROOT}/examples/{example}/train.py"]
+        command += [f"--steps={steps}", "--encoding=fp32", f"--every-s={every_s}"]
         with log.open("wb") as file:
-            started.append(
-                subprocess.Popen(
-                    [*command, f"--steps={steps}", "--encoding=fp32", f"--every-s={every_s}"],
-                    stdout=file,
-                    stderr=file,
-                    env=os.environ | said,
-                )
-            )
+            started.append(subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | said))
         return started[-1], log
 
     yield start
@@ -116,27 +104,41 @@ def _last(log: Path) -> int:
     return max((int(step) for _, step in _losses(log.read_text())), default=0)
 
 
-def test_a_killed_rank_comes_back_with_all_others(torchrun: Start, tmp_path: Path) -> None:
-    """Without a person; each step that is trained again has the loss that it had, to the last bit."""
-    process, log = torchrun("ddp")
-    eventually(
-        lambda: len(_steps(tmp_path / "store")) >= 2 or process.poll() is not None,
-        what="saves",
-        timeout_s=300,
-    )
+@pytest.mark.parametrize("example", ["ddp", "torchrec"])
+def test_a_group_comes_back_where_its_ranks_were(torchrun: Start, tmp_path: Path, example: str) -> None:
+    """Each step that is trained again has the losses of both ranks that it had, to the last bit.
+
+    Of "ddp" one rank is killed, and torchrun starts all again. TorchRec's tables over two ranks, behind a pipeline: all are
+    killed, and started anew.
+    """
+    process, log = torchrun(example, every_s=1 if example == "torchrec" else 0.2)
+
+    def ahead() -> bool:
+        saved = _steps(tmp_path / "store")
+        return len(saved) >= 2 and _last(log) >= max(saved) + 3
+
+    eventually(lambda: ahead() or process.poll() is not None, what="steps after a save", timeout_s=300)
     assert process.poll() is None, log.read_text()
-    os.kill(_ranks(process)[1], signal.SIGKILL)
+    ranks = _ranks(process)
+    if example == "torchrec":
+        process.kill()  # first, or it starts others in their place
+        process.wait(60)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+    else:
+        os.kill(ranks[1], signal.SIGKILL)
 
-    def back() -> bool:
-        begun = _begun(log.read_text())
-        return len(begun) >= 4 and max(_steps(tmp_path / "store")) > max(begun)
+        def back() -> bool:
+            begun = _begun(log.read_text())
+            return len(begun) >= 4 and max(_steps(tmp_path / "store")) > max(begun)
 
-    with contextlib.suppress(NotWithin):  # gloo, see `_to_the_end`
-        eventually(lambda: back() or process.poll() is not None, what="the group is back", timeout_s=30)
-    process.terminate()
-    process.wait(limit_s(60))
+        with contextlib.suppress(NotWithin):  # gloo, see `_to_the_end`
+            eventually(lambda: back() or process.poll() is not None, what="the group is back", timeout_s=30)
+        process.terminate()
+        process.wait(limit_s(60))
     until = _last(log) + MORE
-    logs = [log, *_to_the_end(process, lambda: torchrun("ddp", until))]
+    logs = [log, *_to_the_end(process, lambda: torchrun(example, until))]
     said = "".join(each.read_text() for each in logs)
     begun = _begun(said)
     assert begun[:2] == [0, 0]
@@ -147,37 +149,3 @@ def test_a_killed_rank_comes_back_with_all_others(torchrun: Start, tmp_path: Pat
     assert not other, f"{other}\n{said[-20000:]}"
     assert {step for _, step in losses} == {str(step) for step in range(1, until + 1)}
     assert max(_steps(tmp_path / "store")) == until
-
-
-def test_a_sharded_model_goes_on_where_its_ranks_were(torchrun: Start, tmp_path: Path) -> None:
-    """TorchRec's tables over two ranks, behind a pipeline: all are killed and started again.
-
-    Each step that is trained again has the losses of both ranks that it had, to the last bit.
-    """
-    process, log = torchrun("torchrec", every_s=1)
-
-    def ahead() -> bool:
-        saved = _steps(tmp_path / "store")
-        return len(saved) >= 2 and _last(log) >= max(saved) + 3
-
-    eventually(
-        lambda: ahead() or process.poll() is not None, what="steps after the second save", timeout_s=300
-    )
-    assert process.poll() is None, log.read_text()
-    ranks = _ranks(process)
-    process.kill()  # first, or it starts others in their place
-    process.wait(60)
-    for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank, signal.SIGKILL)
-    saved = max(_steps(tmp_path / "store"))
-    until = _last(log) + MORE
-    process, again = torchrun("torchrec", until)
-    logs = [again, *_to_the_end(process, lambda: torchrun("torchrec", until))]
-    begun = _begun(logs[0].read_text())
-    assert len(set(begun)) == 1
-    assert saved <= begun[0] < _last(log), "some steps are trained again"
-    assert max(_steps(tmp_path / "store")) == until
-    losses = _losses("".join(each.read_text() for each in [log, *logs]))
-    assert {step for _, step in losses} == {str(step) for step in range(1, until + 1)}
-    assert not {at: found for at, found in losses.items() if len(found) > 1}

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,6 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.eventually import eventually
-from tests.support.server.faulty_proxy import FaultyProxy
-from tests.support.server.minio_server import MinioServer
 from tests.support.trainer.rank_zygote import RankZygote
 
 Run = Callable[..., list[Any]]
@@ -229,34 +225,3 @@ def test_a_slow_rank_and_one_that_is_stopped_cost_a_save_at_most(run: Run, tmp_p
     assert len(told[0]) >= 3
     assert all(each == told[0] for each in told)
     check(tmp_path)
-
-
-@pytest.mark.minio
-def test_a_store_that_is_slow_hangs_and_goes_costs_saves_and_nothing_else(
-    run: Run, own_minio: MinioServer, tmp_path: Path
-) -> None:
-    with FaultyProxy(own_minio.port) as proxy:
-        bucket = own_minio.new_bucket()
-
-        def slowly(chunk: bytes) -> bytes:
-            idle.wait(0.3)
-            return chunk
-
-        idle = threading.Event()
-
-        def weather() -> None:
-            for phase in ("well", "slow", "hangs", "back", "gone"):
-                proxy.rewrite = slowly if phase == "slow" else lambda chunk: chunk
-                proxy.hang = phase in ("hangs", "gone")
-                (tmp_path / phase).touch()
-                eventually((tmp_path / f"{phase}-over").exists, f"{phase} to be over")
-
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(weather)
-            said = run(tmp_path, RANKS, "store", url=own_minio.url(bucket, port=proxy.port))
-            done.result()
-        proxy.release()
-    for each in said:
-        assert {phase: each[phase] for phase in ("hangs", "gone")} == {"hangs": 0, "gone": 0}
-        assert "is not durable" in each["close"]
-    check(tmp_path, own_minio.url(bucket))
