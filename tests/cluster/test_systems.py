@@ -171,7 +171,7 @@ def test_the_leaders_node_is_lost(bench: Bench) -> None:
         job.wait_status("it says so", lambda run: run.get("intervalSeconds") == 1, timeout_s=90)
     finally:
         lost.thaw()
-    wait_until(lambda: cluster.node_ready(lost.name), timeout_s=90, what="the node Ready again")
+    cluster.wait_node(lost.name)
     bench.assert_store_whole(job)
 
 

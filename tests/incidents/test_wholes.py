@@ -151,10 +151,6 @@ def unheard(run: Run) -> Iterator[None]:
             post(event)
 
 
-def entries(url: Path) -> dict[int, Any]:
-    return {entry.step: entry for entry in RunLog(open_store(str(url)), "run").refresh().checkpoints.values()}
-
-
 def test_a_pin_asked_for_while_a_save_is_in_flight_is_of_its_step_or_fails(tmp_path: Path) -> None:
     """It never moves to a later model; a plain save does."""
     url = tmp_path / "store"

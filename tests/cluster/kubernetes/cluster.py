@@ -170,6 +170,10 @@ class Cluster:
         conditions = found["status"].get("conditions", ()) if found else ()
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
+    def wait_node(self, name: str) -> None:
+        """Until it is Ready again."""
+        wait_until(lambda: self.node_ready(name), timeout_s=90, what=f"node {name} Ready again")
+
     def _serve(self, name: str, binary: Path, words: Sequence[str]) -> None:
         program = binary / name if binary.is_dir() else binary
         server = Server(name, [program, *words], folder=FOLDER, ledger=self._ledger)

@@ -13,7 +13,7 @@ from typing import Any
 from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.cluster import Cluster
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.job import TrainingJob, credentials, policy, training_job
+from tests.cluster.scenario.job import JOB, Kind, TrainingJob, credentials, policy, training_job
 from tests.cluster.scenario.reference import Reference, checkpoints, command_line, exported, newest_step
 from tests.cluster.scenario.stage import Stage
 from tests.cluster.scenario.witness import Event, Witness
@@ -108,15 +108,12 @@ class Bench:
 
     def job(self, name: str, *, namespace: str = "", **more: Any) -> TrainingJob:
         """A training Job, applied; deleted with its namespace."""
-        made = TrainingJob(
-            api=self.cluster.api,
-            namespace=namespace or self.namespace,
-            manifest=self.manifest(name, **more),
-        )
-        return self.applied(made)
+        return self.applied(self.manifest(name, **more), namespace=namespace)
 
-    def applied(self, job: TrainingJob) -> TrainingJob:
-        """The Job, in the cluster."""
+    def applied(self, manifest: Object, kind: Kind = JOB, *, namespace: str = "") -> TrainingJob:
+        """A workload, in the cluster."""
+        place = namespace or self.namespace
+        job = TrainingJob(api=self.cluster.api, namespace=place, manifest=manifest, kind=kind)
         job.apply()
         self.jobs.append(job)
         self.note(f"{job.name} applied")

@@ -277,9 +277,7 @@ def indexed_job(
     manifest["spec"] |= {
         "completionMode": "Indexed", "completions": pods, "parallelism": pods, "backoffLimit": 1000,
     }  # fmt: skip
-    return TrainingGroup(bench, bench.applied(TrainingJob(
-        api=bench.cluster.api, namespace=bench.namespace, manifest=manifest,
-    )))  # fmt: skip
+    return TrainingGroup(bench, bench.applied(manifest))
 
 
 def jobset(
@@ -305,6 +303,4 @@ def jobset(
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": job}],
         },
     }
-    return TrainingGroup(bench, bench.applied(TrainingJob(
-        api=bench.cluster.api, namespace=bench.namespace, manifest=manifest, kind=JOBSET,
-    )))  # fmt: skip
+    return TrainingGroup(bench, bench.applied(manifest, JOBSET))

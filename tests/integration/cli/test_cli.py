@@ -9,8 +9,8 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,20 +21,17 @@ from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support import command_line
 from tests.support.checkpoint.run_builder import resealed
 from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
-from tests.support.command_line import Cli
+from tests.support.command_line import Cli, at
 from tests.support.server.minio_server import free_port
 
 RUN = "team/run-1"
 SCRIPT = Path(sys.executable).parent / "deltashard"
 
 
-def answer(cli: Cli, *arguments: object) -> Any:
-    """The JSON of a command that must succeed (0) or find something (1)."""
-    code, text = cli(*arguments, "--json")
-    assert code in {0, 1}, text
-    return json.JSONDecoder().raw_decode(text)[0]  # a warning may follow, on stderr
+answer = partial(command_line.answer, codes=(0, 1))
 
 
 def write(url: str, directory: Path, run: str = RUN) -> WrittenRun:
@@ -55,12 +52,6 @@ def run(url: str, tmp_path: Path) -> WrittenRun:
 @pytest.fixture
 def file_run(file_url: str, tmp_path: Path) -> Iterator[WrittenRun]:
     return write(file_url, tmp_path)
-
-
-def at(url: str, run: str = RUN) -> str:
-    """URL/RUN."""
-    base, question, query = url.partition("?")
-    return f"{base.rstrip('/')}/{run}{question}{query}"
 
 
 def objects(store: Store, suffix: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from deltashard_checkpoint.format.object_key import cut_prefix
@@ -21,16 +20,9 @@ from deltashard_checkpoint.write.fencing import FencedError
 
 from tests.support.checkpoint.snapshot import Snapshot, read_checkpoint
 from tests.support.checkpoint.written_run import WrittenRun
-from tests.support.command_line import Cli
+from tests.support.command_line import Cli, answer, at
 
 RUN = "team/run-1"
-
-
-def answer(cli: Cli, *arguments: object) -> Any:
-    """The JSON of a command that must succeed."""
-    code, text = cli(*arguments, "--json")
-    assert code == 0, text
-    return json.loads(text)
 
 
 def refused(cli: Cli, *arguments: object, code: int = 2) -> str:
@@ -39,12 +31,6 @@ def refused(cli: Cli, *arguments: object, code: int = 2) -> str:
     assert found == code, text
     assert "Traceback" not in text
     return text
-
-
-def at(url: str, run: str = RUN) -> str:
-    """URL/RUN."""
-    base, question, query = url.partition("?")
-    return f"{base.rstrip('/')}/{run}{question}{query}"
 
 
 def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:

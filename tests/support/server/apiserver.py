@@ -10,6 +10,7 @@ import ipaddress
 import json
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -66,8 +67,19 @@ class Authority:
     def pem(self) -> bytes:
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
-    def issue(self, name: str = "localhost", *, organization: str = "", hours: int = 2) -> Issued:
-        """A certificate for loopback (and `name`), good for servers and clients."""
+    @property
+    def key(self) -> bytes:
+        return pem_of(self._key)
+
+    def issue(
+        self,
+        name: str = "localhost",
+        *,
+        organization: str = "",
+        hours: int = 2,
+        alternatives: Sequence[str] = (),
+    ) -> Issued:
+        """A certificate for loopback and `alternatives` (names, addresses), good for servers and clients."""
         key = ec.generate_private_key(ec.SECP256R1())
         parts = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
         if organization:
@@ -77,8 +89,8 @@ class Authority:
             .add_extension(
                 x509.SubjectAlternativeName(
                     [
-                        x509.DNSName("localhost"),
-                        *(x509.IPAddress(ipaddress.ip_address(each)) for each in ("127.0.0.1", "::1")),
+                        _alternative(each)
+                        for each in dict.fromkeys(("localhost", "127.0.0.1", "::1", *alternatives))
                     ]
                 ),
                 critical=False,
@@ -92,14 +104,19 @@ class Authority:
             )
             .sign(self._key, hashes.SHA256())
         )
-        return Issued(
-            certificate=certificate.public_bytes(serialization.Encoding.PEM),
-            key=key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.TraditionalOpenSSL,
-                serialization.NoEncryption(),
-            ),
-        )
+        return Issued(certificate=certificate.public_bytes(serialization.Encoding.PEM), key=pem_of(key))
+
+
+def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    form = serialization.PrivateFormat.TraditionalOpenSSL
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _alternative(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
