@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from typing import Any
 import yaml
 
 from tests.load.simulation.process import Process
+from tests.support import helm
 from tests.support.eventually import eventually
 from tests.support.operator import webhook_process
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.minio_server import ROOT, free_port
+from tests.support.server.minio_server import free_port
 from tests.support.tool import built
 
 SYSTEM = "deltashard-system"
@@ -72,17 +72,10 @@ def audit_flags(folder: Path) -> list[str]:
 
 def rendered(interval_s: float, nudge_port: int) -> Iterator[dict[str, Any]]:
     """The chart's objects but its pods, hooks and monitors, with these in the default policy."""
-    command = [
-        built("helm"), "template", "deltashard", ROOT / "charts" / "deltashard", f"--namespace={SYSTEM}",
-        "--kube-version=1.34.4",
-        f"--set=defaultPolicy.store.url={STORE},defaultPolicy.interval.every={interval_s:.0f}s",
-        f"--set=defaultPolicy.sidecar.metricsPort={nudge_port}",
-    ]  # fmt: skip
-    done = subprocess.run([str(w) for w in command], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for document in filter(None, yaml.safe_load_all(done.stdout)):
-        hook = "helm.sh/hook" in (document["metadata"].get("annotations") or {})
-        if document["kind"] not in _NOT_MADE and not hook:
+    every, sidecar = {"every": f"{interval_s:.0f}s"}, {"metricsPort": nudge_port}
+    values = {"defaultPolicy": {"store": {"url": STORE}, "interval": every, "sidecar": sidecar}}
+    for document in helm.render(values, namespace=SYSTEM).documents:
+        if document["kind"] not in _NOT_MADE and not helm.is_hook(document):
             yield document
 
 
