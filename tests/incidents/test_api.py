@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deltashard
 import pytest
 import torch
 from deltashard.attach.launcher import ChildLauncher, SidecarOptions, environment_hash
 from deltashard.errors import AnotherTrainer, CheckpointMismatch, SidecarUnavailable, UserError
 
-from tests.incidents.toys import ROWS, Run, Toy, kill
+from tests.incidents.toys import ROWS, Run, Toy, checkpointer, kill
 from tests.support.machine import limit_s
 
 SECRET = "the-corrected-secret"
@@ -156,7 +155,7 @@ def resized(stored: Path, *, rows: int = ROWS, width: int = 16, dtype: torch.dty
     """A Checkpointer of a toy whose table differs, and its model; no optimizer."""
     model = Toy()
     model.items = torch.nn.EmbeddingBag(rows, width, mode="sum", sparse=True, dtype=dtype)
-    return model, deltashard.Checkpointer(model, url=stored, run="run", encoding="fp32", arena_bytes=64 << 20)
+    return model, checkpointer(model, (), stored)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +189,7 @@ def test_another_optimizer_class_takes_no_state_of_the_old_one(stored: Path) -> 
     model = Toy()
     adam = torch.optim.SparseAdam([model.items.weight], lr=0.1)
     head = torch.optim.Adam(model.head.parameters(), lr=0.01)
-    ckpt = deltashard.Checkpointer(
-        model, [adam, head], url=stored, run="run", encoding="fp32", arena_bytes=64 << 20
-    )
+    ckpt = checkpointer(model, [adam, head], stored)
     try:
         with pytest.raises(
             CheckpointMismatch, match=r"optimizer 0 was a .*Adagrad and is a .*SparseAdam now"
@@ -218,9 +215,7 @@ def test_other_parameter_groups_are_refused_before_anything_is_written(stored: P
     tables = torch.optim.Adagrad([model.items.weight], lr=0.1)
     groups = [{"params": [model.head.weight]}, {"params": [model.head.bias], "lr": 0.5}]
     head = torch.optim.Adam(groups, lr=0.01)
-    ckpt = deltashard.Checkpointer(
-        model, [tables, head], url=stored, run="run", encoding="fp32", arena_bytes=64 << 20
-    )
+    ckpt = checkpointer(model, [tables, head], stored)
     try:
         with pytest.raises(CheckpointMismatch, match="optimizer 1 had 1 parameter groups and has 2 now"):
             ckpt.restore()

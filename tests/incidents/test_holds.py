@@ -18,7 +18,7 @@ from deltashard.errors import FencedError, SaveFailed
 from deltashard.save import save_loop, taker
 from torch import nn
 
-from tests.incidents.toys import Run, newest_step
+from tests.incidents.toys import Run, checkpointer, newest_step
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
@@ -85,9 +85,7 @@ def test_tables_that_must_be_described_anew_to_a_stopped_sidecar(tmp_path: Path)
     """The first cut, after optimizer state appeared: attaching anew has the same budget."""
     model = nn.Embedding(300, 16, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
-    ckpt = deltashard.Checkpointer(
-        model, optimizer, url=tmp_path / "store", run="run", encoding="fp32", arena_bytes=64 << 20
-    )
+    ckpt = checkpointer(model, optimizer, tmp_path / "store")
 
     def train() -> None:
         optimizer.zero_grad()
@@ -111,14 +109,8 @@ def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
     """A cut larger than the arena waits for blocks as long as its stall budget says, but only of one that answers."""
     model = nn.Embedding(1_500_000, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ckpt = deltashard.Checkpointer(
-        model,
-        optimizer,
-        url=tmp_path / "store",
-        run="run",
-        encoding="q4",
-        arena_bytes=64 << 20,
-        sidecar={"stall_budget_s": 3600.0},
+    ckpt = checkpointer(
+        model, optimizer, tmp_path / "store", encoding="q4", sidecar={"stall_budget_s": 3600.0}
     )
     ckpt.restore()
     optimizer.step()

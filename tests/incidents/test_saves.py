@@ -14,7 +14,7 @@ from deltashard.attach.launcher import runtime_dir
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_sidecar.main import notify
 
-from tests.incidents.toys import ROWS, Run, assert_holds, newest_step, stored
+from tests.incidents.toys import ROWS, Run, assert_holds, checkpointer, newest_step, stored
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
 from tests.support.server.faulty_proxy import FaultyProxy
@@ -67,15 +67,7 @@ def test_deeprec_1023_weights_and_optimizer_slots_belong_to_one_step(tmp_path: P
 
     model = torch.nn.Embedding(20_000, 16)
     optimizer = Counting([model.weight])
-    with deltashard.Checkpointer(
-        model,
-        optimizer,
-        url=tmp_path / "store",
-        run="run",
-        every_steps=3,
-        encoding="fp32",
-        arena_bytes=64 << 20,
-    ) as ckpt:
+    with checkpointer(model, optimizer, tmp_path / "store", every_steps=3) as ckpt:
         ckpt.restore()
         deadline = time.monotonic() + 120
         while ckpt.stats.commits < 6 and time.monotonic() < deadline:

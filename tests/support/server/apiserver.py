@@ -211,21 +211,9 @@ def _document(said: bytes) -> dict[str, Any]:
 
 
 NAMESPACED = {
-    "lease",
-    "serviceaccount",
-    "job",
-    "pod",
-    "checkpointpolicy",
-    "checkpointrequest",
-    "checkpointrun",
-    "resourcequota",
-    "limitrange",
-    "configmap",
-    "secret",
-    "service",
-    "role",
-    "rolebinding",
-}
+    "lease", "serviceaccount", "job", "pod", "checkpointpolicy", "checkpointrequest", "checkpointrun", "resourcequota",
+    "limitrange", "configmap", "secret", "service", "role", "rolebinding",
+}  # fmt: skip
 
 
 def _is_ready(http: Rest) -> bool:
