@@ -234,6 +234,5 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
 
 
 def image_of_sidecar(bench: Bench, pod: str) -> str:
-    """The image that a pod's sidecar runs."""
     found = bench.cluster.api.get(f"/api/v1/namespaces/{bench.namespace}/pods/{pod}")
     return str(next(each["image"] for each in found["spec"]["initContainers"] if each["name"] == SIDECAR))

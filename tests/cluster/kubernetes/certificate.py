@@ -38,7 +38,6 @@ class Authority:
         return self._written(name, issued)
 
     def kubeconfig(self, name: str, *, server: str, user: str, group: str = "") -> Path:
-        """A kubeconfig of a new client certificate."""
         certificate, key = self.issue(name, user=user, group=group)
 
         def inline(path: Path) -> str:

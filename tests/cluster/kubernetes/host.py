@@ -105,7 +105,6 @@ class Host:
                     (folder / setting).write_text(most)
 
     def processes_of(self, name: str) -> list[int]:
-        """Every process in the cgroup and below."""
         # One hierarchy is enough: containers are members of all of them.
         folder = (_hierarchies()[0] if _hierarchies() == [CGROUPS] else CGROUPS / "memory") / name
         return [pid for each in _with_below(folder) for pid in _members(each)]
@@ -128,7 +127,6 @@ class Host:
                 time.sleep(0.02)
 
     def unmount(self) -> None:
-        """Every mount below our folder, the deepest first."""
         mounts = [
             line.split()[1].replace("\\040", " ") for line in Path("/proc/mounts").read_text().splitlines()
         ]

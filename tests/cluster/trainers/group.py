@@ -71,7 +71,6 @@ class Model(torch.nn.Module):
         self.top = torch.nn.Linear(COLUMNS * len(TABLES), 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Logits [n]."""
         logits: torch.Tensor = self.top(self.tables(features).values()).squeeze(1)
         return logits
 
@@ -80,7 +79,6 @@ class Sharder(EmbeddingBagCollectionSharder):
     """Shards by rows on CPUs, too."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Kinds the planner may choose from."""
         return ["row_wise"]
 
 
@@ -125,7 +123,6 @@ def dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def join() -> None:
-    """Make the process group."""
     if not PLANNED_STEPS:
         dist.init_process_group("gloo")
         return

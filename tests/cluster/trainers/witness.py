@@ -25,5 +25,4 @@ class Witness:
         }
 
     def say(self, kind: str, **facts: Any) -> None:
-        """One event."""
         self._socket.sendall(json.dumps({"kind": kind, **self._facts, **facts}).encode() + b"\n")

@@ -129,7 +129,6 @@ class Plane:
             raise
 
     def stop(self) -> None:
-        """End everything."""
         self.kwok.stop()
         self.job_controller.stop()
         self.rest.__exit__()
@@ -170,7 +169,6 @@ class Plane:
         return bool(data)
 
     def metrics(self) -> str:
-        """The API server's own metrics, as text."""
         return self.rest.text("/metrics")
 
     def _install(self) -> None:

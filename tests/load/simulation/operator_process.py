@@ -63,17 +63,14 @@ class Service:
         return reply.status, reply.data.decode()
 
     def metrics(self) -> str:
-        """Its metrics, as text."""
         status, text = self.get("metrics")
         assert status == 200, self.process.tail()
         return text
 
     def usage(self) -> Usage:
-        """What its process uses."""
         return self.process.usage()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it."""
         self.process.stop(number)
 
 

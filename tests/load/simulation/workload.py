@@ -38,7 +38,6 @@ class Pod:
 
     @classmethod
     def read(cls, document: dict[str, Any]) -> Pod:
-        """Of an object."""
         metadata = document["metadata"]
         return cls(
             namespace=metadata["namespace"],
@@ -55,17 +54,14 @@ class Pod:
 
     @property
     def path(self) -> str:
-        """Of the object."""
         return f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
 
     @property
     def lives(self) -> bool:
-        """Whether it trains."""
         return self.phase == "Running" and not self.leaving
 
 
 def job(name: str, *, pods: int, node: str) -> dict[str, Any]:
-    """A training Job of several pods."""
     container = {
         "name": "trainer",
         "image": "registry.example/train:1",
@@ -236,7 +232,6 @@ def kill(plane: Plane, pod: Pod) -> None:
 
 
 def complete(plane: Plane, pod: Pod) -> None:
-    """As a kubelet reports a trainer that is done."""
     _report(plane, pod, "Succeeded")
 
 

@@ -181,7 +181,6 @@ class Rest:
         return reply.data.decode()
 
     def create(self, document: dict[str, Any], namespace: str = "default", *, dry_run: bool = False) -> Reply:
-        """Create an object of a kind that tests use."""
         group, _, version = document["apiVersion"].rpartition("/")
         root = f"/apis/{group}/{version}" if group else f"/api/{version}"
         kind = document["kind"].lower()

@@ -168,7 +168,6 @@ class MinioServer:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL when that does not help."""
         self._end(signal.SIGTERM)
 
     def _end(self, how: signal.Signals) -> None:

@@ -130,14 +130,12 @@ class TroubledS3:
         self.settle()
 
     def settle(self) -> None:
-        """Let every late request arrive now."""
         with self._lock:
             late, self._late = self._late, []
         for arrive in late:
             arrive()
 
     def release(self) -> None:
-        """Let every request that hangs now go on."""
         with self._lock:
             self._released += 1
             self._lock.notify_all()
