@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.format.object_key import cut_prefix
-from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogWentBack
@@ -18,7 +17,7 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.fencing import FencedError
 
-from tests.support.checkpoint.snapshot import Snapshot, read_checkpoint
+from tests.support.checkpoint.snapshot import assert_same, read_checkpoint
 from tests.support.checkpoint.written_run import WrittenRun
 from tests.support.command_line import Cli, answer, at
 
@@ -46,16 +45,6 @@ def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:
 def keys(store: Store, run: str = RUN) -> dict[str, bytes]:
     """Every object of a run."""
     return {info.key: store.get(info.key) for info in store.list(f"{run}/")}
-
-
-def assert_same(found: Snapshot, wanted: Snapshot) -> None:
-    """Two checkpoints restore to the same bits."""
-    assert found.tables.keys() == wanted.tables.keys()
-    for name, table in wanted.tables.items():
-        assert found.tables[name].weights.tobytes() == table.weights.tobytes()
-        for field, values in table.fields.items():
-            assert found.tables[name].fields[field].tobytes() == values.tobytes()
-    assert {n: bytes(b) for n, b in found.blobs.items()} == {n: bytes(b) for n, b in wanted.blobs.items()}
 
 
 # -- log --------------------------------------------------------------------------------------------------------
@@ -294,33 +283,6 @@ def test_cp_to_another_store_is_the_run_bit_for_bit(cli: Cli, url: str, other: s
     assert opened.resume.step == 500
     assert RunLog(copy, RUN).refresh().pinned == {"best": 2, "paper": 3}
     assert "is there, and is no copy of this" in refused(cli, "cp", at(url), other)
-    written.close()
-
-
-def test_cp_of_one_checkpoint_begins_a_run(cli: Cli, url: str, tmp_path: Path) -> None:
-    """Under another name in the same store, with all it builds on, over two attempts and a compaction."""
-    written = chain(url, tmp_path)
-    assert cli("compact", at(url), "-c", "3")[0] == 0
-    opened = open_attempt(RunLog(written.store, RUN), owner="tests", closing_wait_s=0.0)
-    written.log, written.attempt, written.cut = RunLog(written.store, RUN), opened.attempt, 0
-    last = written.save(written.train(), step=400, covers=4, directive="steps", pins=("fork",))
-    source = written.log.refresh()
-    assert sorted(closure(source, [last])) == [3, 4, last]
-    done = answer(cli, "cp", at(url), url, "-c", "pin:fork", "--as", "forks/a")["copied"]
-    assert (done["source_seq"], done["step"], done["checkpoints"]) == (last, 400, 1)
-    assert answer(cli, "verify", "--deep", at(url, "forks/a"))["ok"] is True
-    assert_same(read_checkpoint(written.store, "forks/a"), read_checkpoint(written.store, RUN, f"seq:{last}"))
-    copy = RunLog(written.store, "forks/a")
-    assert copy.refresh().pinned == {"fork": done["seq"]}
-    assert [line["kind"] for line in answer(cli, "log", at(url, "forks/a"))["lines"]] == [
-        "genesis", "attempt", "checkpoint",
-    ]  # fmt: skip
-    # Trainers go on with it.
-    resumed = open_attempt(RunLog(written.store, "forks/a"), owner="tests", closing_wait_s=0.0).resume
-    assert resumed is not None
-    assert resumed.step == 400
-    text = refused(cli, "cp", at(url), url, "-c", "pin:fork", "--as", "forks/a")
-    assert "is there, and is no copy of this" in text
     written.close()
 
 

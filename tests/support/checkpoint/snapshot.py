@@ -49,3 +49,13 @@ def read_checkpoint(
         return Snapshot(entry=opened.entry, tables=tables, blobs=found)
 
     return settled(RunLog(store, run), read, deadline_s=3600.0) if state is None else read(state)
+
+
+def assert_same(found: Snapshot, wanted: Snapshot) -> None:
+    """Two checkpoints restore to the same bits."""
+    assert found.tables.keys() == wanted.tables.keys()
+    for name, table in wanted.tables.items():
+        assert found.tables[name].weights.tobytes() == table.weights.tobytes()
+        for field, values in table.fields.items():
+            assert found.tables[name].fields[field].tobytes() == values.tobytes()
+    assert {n: bytes(b) for n, b in found.blobs.items()} == {n: bytes(b) for n, b in wanted.blobs.items()}
