@@ -59,10 +59,7 @@ def test_strict_cluster(bench: Bench) -> None:
         "strict",
         steps=300,  # long enough to be killed within on a busy machine
         notes={"deltashard.io/policy": "strict"},
-        container={
-            "securityContext": whoever,
-            "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}},
-        },
+        container={"securityContext": whoever, "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}}},
         pod={"initContainers": copy.deepcopy(inits)},
     )
     life = bench.began(job, 0)

@@ -18,11 +18,7 @@ from tests.support.machine import limit_s
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-SPREAD = {
-    "maxSkew": 1,
-    "topologyKey": "kubernetes.io/hostname",
-    "whenUnsatisfiable": "ScheduleAnyway",
-}
+SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
 
 
 @pytest.mark.parts("test_lost_node, test_a_group_of_pods, test_survivors_of_a_lost_pod_keep_their_rows")

@@ -25,10 +25,7 @@ from tests.cluster.scenario.system import CHART, CONTROLLER, NAMESPACE, RELEASE,
 from tests.load.simulation import audit
 from tests.support.machine import limit_s
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.timeout(600, func_only=True),
-]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600, func_only=True)]
 
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{CONTROLLER}"
 SERVED_S = 30.0

@@ -128,12 +128,7 @@ def proxy(folder: Path, authority: Authority, nodes: Sequence[str]) -> list[str]
             "minSyncPeriod": "100ms",
             "syncPeriod": "30s",
         },
-        "conntrack": {
-            "maxPerCore": 0,
-            "min": 0,
-            "tcpEstablishedTimeout": "0s",
-            "tcpCloseWaitTimeout": "0s",
-        },
+        "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
     }
     path = folder / "kube-proxy.json"
     path.write_text(json.dumps(config))

@@ -201,10 +201,7 @@ class TrainingJob:
             return matches(found)
 
         wait_until(
-            met,
-            timeout_s=timeout_s,
-            every_s=0.3,
-            what=lambda: f"{self.name}, {what}: {json.dumps(found)}",
+            met, timeout_s=timeout_s, every_s=0.3, what=lambda: f"{self.name}, {what}: {json.dumps(found)}"
         )
         return found
 

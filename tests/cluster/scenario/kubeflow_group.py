@@ -32,10 +32,7 @@ def pytorch_job(
     del template["restartPolicy"]
     part = {
         "restartPolicy": "OnFailure",
-        "template": {
-            "metadata": {"annotations": made["metadata"]["annotations"]},
-            "spec": template,
-        },
+        "template": {"metadata": {"annotations": made["metadata"]["annotations"]}, "spec": template},
     }
     parts = {"Master": {"replicas": 1, **part}, "Worker": {"replicas": workers, **part}}
     manifest = {
@@ -75,10 +72,7 @@ def train_job(
         "apiVersion": group,
         "kind": "TrainingRuntime",
         "metadata": {"name": "torch"},
-        "spec": {
-            "mlPolicy": {"numNodes": 1, "torch": {"numProcPerNode": 1}},
-            "template": {"spec": jobset},
-        },
+        "spec": {"mlPolicy": {"numNodes": 1, "torch": {"numProcPerNode": 1}}, "template": {"spec": jobset}},
     }
     bench.cluster.api.create(
         f"{TRAIN_JOB.api}/namespaces/{bench.namespace}/trainingruntimes", rendered(runtime)

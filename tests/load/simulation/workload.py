@@ -78,9 +78,7 @@ def job(name: str, *, pods: int, node: str) -> dict[str, Any]:
             "parallelism": pods,
             "completions": pods,
             "backoffLimit": 1000,
-            "template": {
-                "spec": {"restartPolicy": "Never", "nodeName": node, "containers": [container]},
-            },
+            "template": {"spec": {"restartPolicy": "Never", "nodeName": node, "containers": [container]}},
         },
     }
 

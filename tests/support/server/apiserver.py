@@ -257,38 +257,22 @@ class ApiServer:
         certificates = self._certificates()
         etcd_port, peer_port, self.port = free_port(), free_port(), free_port()
         peer = f"http://127.0.0.1:{peer_port}"
+        client_url = f"http://127.0.0.1:{etcd_port}"
         self._spawn(
-            self._etcd,
-            f"--data-dir={self.directory}/etcd",
-            "--name=node0",
-            "--unsafe-no-fsync",
-            "--log-level=warn",
-            f"--listen-client-urls=http://127.0.0.1:{etcd_port}",
-            f"--advertise-client-urls=http://127.0.0.1:{etcd_port}",
-            f"--listen-peer-urls={peer}",
-            f"--initial-advertise-peer-urls={peer}",
-            f"--initial-cluster=node0={peer}",
-        )
+            self._etcd, f"--data-dir={self.directory}/etcd", "--name=node0", "--unsafe-no-fsync", "--log-level=warn",
+            f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}", f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=node0={peer}",
+        )  # fmt: skip
         pem = {name: f"{self.directory}/{name}" for name in certificates}
         self._spawn(
-            self._apiserver,
-            f"--etcd-servers=http://127.0.0.1:{etcd_port}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=127.0.0.1",
-            "--endpoint-reconciler-type=none",
-            f"--secure-port={self.port}",
-            f"--cert-dir={self.directory}",
-            f"--tls-cert-file={pem['server.crt']}",
-            f"--tls-private-key-file={pem['server.key']}",
-            f"--client-ca-file={pem['ca.crt']}",
-            "--service-account-issuer=https://kubernetes.default.svc",
-            f"--service-account-key-file={pem['server.key']}",
-            f"--service-account-signing-key-file={pem['server.key']}",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            "--authorization-mode=RBAC",
-            "--shutdown-delay-duration=0s",
+            self._apiserver, f"--etcd-servers={client_url}", "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1",
+            "--endpoint-reconciler-type=none", f"--secure-port={self.port}", f"--cert-dir={self.directory}",
+            f"--tls-cert-file={pem['server.crt']}", f"--tls-private-key-file={pem['server.key']}",
+            f"--client-ca-file={pem['ca.crt']}", "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={pem['server.key']}", f"--service-account-signing-key-file={pem['server.key']}",
+            "--service-cluster-ip-range=10.96.0.0/16", "--authorization-mode=RBAC", "--shutdown-delay-duration=0s",
             *self._flags,
-        )
+        )  # fmt: skip
         http = self.http()
 
         def ready() -> bool:

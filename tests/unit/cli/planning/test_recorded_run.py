@@ -78,12 +78,7 @@ def test_a_crash_loop_is_one_failure():
     """A hundred attempts that came back to one checkpoint trained nothing, and tell of one trouble."""
     loop = [opened(1000 + at, DAY_S + 60.0 * at, resumes_from=145) for at in range(100)]
     last = loop[-1]
-    log = [
-        opened(1, 0.0),
-        *day(2, 0.0, attempt=1),
-        *loop,
-        *day(1100, last.at_s, attempt=last.seq),
-    ]
+    log = [opened(1, 0.0), *day(2, 0.0, attempt=1), *loop, *day(1100, last.at_s, attempt=last.seq)]
     found = recorded_run(log)
     assert found is not None
     assert found.evidence.lossy == pytest.approx(2 ** (-1 / 7)), "a day ago"
