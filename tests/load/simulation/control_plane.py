@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.load.simulation.process import Process
 from tests.support import helm
 from tests.support.eventually import eventually
@@ -145,18 +143,6 @@ class Plane:
         self.make({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
         eventually(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=PATIENCE_S)
-
-    def kubeconfig(self, name: str) -> Path:
-        """A kubeconfig with the rights of a service account of the system, and no others."""
-        spec = {"spec": {"expirationSeconds": 24 * 3600}}
-        path = f"/api/v1/namespaces/{SYSTEM}/serviceaccounts/{name}/token"
-        reply = self.rest("POST", path, spec)
-        assert reply.status == 201, reply.document
-        document = yaml.safe_load(self.apiserver.kubeconfig.read_text())
-        document["users"] = [{"name": "admin", "user": {"token": reply.document["status"]["token"]}}]
-        written = self.folder / f"{name}.kubeconfig"
-        written.write_text(yaml.safe_dump(document))
-        return written
 
     def mount(self, kind: str, name: str, folder: Path) -> bool:
         """Put a Secret's or ConfigMap's data into files, as a kubelet would; False while it has none."""

@@ -32,7 +32,7 @@ class Service:
             "host": "127.0.0.1",
             "metrics-port": self.metrics_port,
             "default-policy": self.folder / "policy.yaml",
-            "kubeconfig": plane.kubeconfig(name),
+            "kubeconfig": plane.apiserver.kubeconfig_of(SYSTEM, name, plane.folder),
             "certificate-dir": self.folder,
         } | {key.replace("_", "-"): value for key, value in flags.items()}
         self.process = Process(

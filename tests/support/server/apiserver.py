@@ -188,6 +188,13 @@ class Rest:
         place = f"/namespaces/{namespace}" if kind in NAMESPACED else ""
         return self("POST", f"{root}{place}/{plural}", document, dry_run=dry_run)
 
+    def may(self, user: str, *groups: str, **attributes: str) -> bool:
+        """Whether the API server lets a user do what these attributes say."""
+        spec = {"user": user, "groups": groups, "resourceAttributes": attributes}
+        reply = self("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
+        assert reply.status == 201, reply.document
+        return bool(reply.document["status"]["allowed"])
+
     def namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
         """A namespace, with the service account that the controller manager would make."""
         document = {
@@ -251,6 +258,19 @@ class ApiServer:
     def http(self, user: str = "") -> Rest:
         """Plain requests with the same rights (or a user's): objects go in and come back as documents."""
         return Rest(self, user)
+
+    def kubeconfig_of(self, namespace: str, account: str, folder: Path) -> Path:
+        """A kubeconfig, in a folder, with the rights of a service account and no others."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"}
+        with self.http() as http:
+            reply = http("POST", path, {**request, "spec": {"expirationSeconds": 24 * 3600}})
+        assert reply.status == 201, reply.document
+        document = yaml.safe_load(self.kubeconfig.read_text())
+        document["users"] = [{"name": "admin", "user": {"token": reply.document["status"]["token"]}}]
+        written = folder / f"{account}.kubeconfig"
+        written.write_text(yaml.safe_dump(document))
+        return written
 
     def start(self) -> None:
         """Start both and wait until the API is ready, with its default namespace and service account."""
