@@ -55,7 +55,6 @@ def saved_in_the_end(ckpt: deltashard.Checkpointer, train: Callable[[], None]) -
         return True
 
     eventually(saved, what="a save")
-    assert ckpt.stats.last_commit is not None
     assert ckpt.stats.last_commit.step == ckpt.steps
 
 
@@ -149,7 +148,6 @@ def test_close_ends_by_its_deadline_whatever_the_sidecar_does(tmp_path: Path) ->
             with pytest.raises(SaveFailed, match="not durable"):
                 run.ckpt.close(deadline_s=1)
             thread = run.ckpt._session._thread
-            assert thread is not None
             eventually(lambda thread=thread: not thread.is_alive(), what="no thread is left")
         assert newest_step(tmp_path / str(known)) == 1
 

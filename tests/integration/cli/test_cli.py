@@ -530,7 +530,6 @@ def test_the_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Pa
     file_run.store.delete(objects(file_run.store, ".pack")[:1])
     assert run("verify", file_url).returncode == 1
     gone = subprocess.Popen([SCRIPT, "verify", file_url], stdout=subprocess.PIPE)
-    assert gone.stdout is not None
     gone.stdout.close()  # as `| head` does
     assert gone.wait(120) == 1, "its own verdict"
     for arguments in (("ls", file_url), ("inspect", at(file_url), "--json")):
