@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from deltashard.attach.launcher import runtime_dir
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_sidecar.main import notify
 
@@ -74,8 +75,6 @@ def test_deeprec_1023_weights_and_optimizer_slots_belong_to_one_step(tmp_path: P
             optimizer.step()
             ckpt.step()
     store = open_store(f"file://{tmp_path}/store")
-    from deltashard_checkpoint.log.commit_log import RunLog
-
     state = RunLog(store, "run").refresh()
     assert len(state.checkpoints) >= 2
     for seq, entry in state.checkpoints.items():
@@ -150,8 +149,6 @@ def test_nemo_rl_3312_two_saves_with_changes_between_differ_where_they_must(tmp_
         run.train(2)
         run.save()
         second = run.state()
-    from deltashard_checkpoint.log.commit_log import RunLog
-
     a, b = sorted(RunLog(open_store(f"file://{tmp_path}/store"), "run").refresh().checkpoints)
     assert_holds(stored(tmp_path / "store", f"seq:{a}"), first)
     assert_holds(stored(tmp_path / "store", f"seq:{b}"), second)
