@@ -3,7 +3,7 @@ PYTHON ?= python3
 UV = .bootstrap/bin/uv
 RUN = .venv/bin/python
 STORE ?= file
-SERVERS = minio etcd helm kubectl coredns promql registry kwok jobset kueue training-operator kubeflow-trainer kubernetes fake-gcs-server shared-mount
+SERVERS = minio etcd helm kubectl coredns promql kwok jobset kueue training-operator kubeflow-trainer kubernetes fake-gcs-server shared-mount
 
 CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 

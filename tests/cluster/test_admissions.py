@@ -28,37 +28,20 @@ _SLEEPER: Object = {
 def test_strict_cluster(bench: Bench) -> None:
     """One pod has it all: PodSecurity restricted, quota, LimitRange, Guaranteed, a UID from nowhere, a mesh, inits."""
     api, namespace = bench.cluster.api, bench.namespace
-    quota: Object = {
-        "apiVersion": "v1",
-        "kind": "ResourceQuota",
-        "metadata": {"name": "all"},
-        "spec": {
-            "hard": {
-                "requests.cpu": "2",
-                "limits.cpu": "2",
-                "requests.memory": "4Gi",
-                "limits.memory": "4Gi",
-                "pods": "4",
-            }
-        },
+    hard = {f"{what}.cpu": "2" for what in ("requests", "limits")}
+    hard |= {f"{what}.memory": "4Gi" for what in ("requests", "limits")}
+    limit = {
+        "type": "Container",
+        "default": {"cpu": "100m", "memory": "32Mi"},  # far too little for a sidecar
+        "defaultRequest": {"cpu": "50m", "memory": "32Mi"},
+        "max": {"cpu": "2", "memory": "3Gi"},
     }
-    api.create(f"/api/v1/namespaces/{namespace}/resourcequotas", quota)
-    ranges: Object = {
-        "apiVersion": "v1",
-        "kind": "LimitRange",
-        "metadata": {"name": "all"},
-        "spec": {
-            "limits": [
-                {
-                    "type": "Container",
-                    "default": {"cpu": "100m", "memory": "32Mi"},  # far too little for a sidecar
-                    "defaultRequest": {"cpu": "50m", "memory": "32Mi"},
-                    "max": {"cpu": "2", "memory": "3Gi"},
-                }
-            ]
-        },
-    }
-    api.create(f"/api/v1/namespaces/{namespace}/limitranges", ranges)
+    for kind, spec in (
+        ("ResourceQuota", {"hard": {**hard, "pods": "4"}}),
+        ("LimitRange", {"limits": [limit]}),
+    ):
+        document: Object = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "all"}, "spec": spec}
+        api.create(f"/api/v1/namespaces/{namespace}/{kind.lower()}s", document)
     whoever = {**RESTRICTED, "runAsUser": 1000730000, "runAsGroup": 1000730000}
     inits = [
         {"name": "istio-proxy", "restartPolicy": "Always", "securityContext": whoever, **_SLEEPER},
@@ -76,10 +59,7 @@ def test_strict_cluster(bench: Bench) -> None:
         "strict",
         steps=300,  # long enough to be killed within on a busy machine
         notes={"deltashard.io/policy": "strict"},
-        container={
-            "securityContext": whoever,
-            "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}},
-        },
+        container={"securityContext": whoever, "resources": {"limits": {"cpu": "400m", "memory": "2Gi"}}},
         pod={"initContainers": copy.deepcopy(inits)},
     )
     life = bench.began(job, 0)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.kubernetes.cluster import HARMED
-from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import NO_TIMER, Bench
 from tests.cluster.scenario.group import PROBE, indexed_job
 from tests.cluster.scenario.job import TrainingJob
@@ -19,11 +18,7 @@ from tests.support.machine import limit_s
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
-SPREAD = {
-    "maxSkew": 1,
-    "topologyKey": "kubernetes.io/hostname",
-    "whenUnsatisfiable": "ScheduleAnyway",
-}
+SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
 
 
 @pytest.mark.parts("test_lost_node, test_a_group_of_pods, test_survivors_of_a_lost_pod_keep_their_rows")
@@ -70,7 +65,7 @@ def test_lost_node_of_a_group(bench: Bench) -> None:
         assert checkpoints(bench.url, whole.job.run)[-1].attempt == newest.attempt
     finally:
         lost.thaw()
-    wait_until(lambda: bench.cluster.node_ready(lost.name), timeout_s=90, what="the node Ready again")
+    bench.cluster.wait_node(lost.name)
 
 
 def wait_fenced(bench: Bench, job: TrainingJob, zombie: Event) -> None:
@@ -148,7 +143,7 @@ def test_lost_node(bench: Bench) -> None:
     finally:
         lost.thaw()
         bench.cluster.kubectl("taint", "node", lost.name, "node.kubernetes.io/out-of-service-", check=False)
-    wait_until(lambda: bench.cluster.node_ready(lost.name), timeout_s=90, what="the node Ready again")
+    bench.cluster.wait_node(lost.name)
     job.wait_gone(zombie["pod"], timeout_s=120)
 
 
@@ -171,7 +166,7 @@ def test_lost_kubelet(bench: Bench) -> None:
         assert_heir_rules(bench, job, heir)
     finally:
         node.kubelet.start()
-    wait_until(lambda: bench.cluster.node_ready(node.name), timeout_s=90, what="the node Ready again")
+    bench.cluster.wait_node(node.name)
     job.wait_gone(zombie["pod"], timeout_s=120)
 
 

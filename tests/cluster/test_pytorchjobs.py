@@ -71,5 +71,4 @@ def test_a_pytorch_job_loses_a_worker_and_its_master(bench: Bench, tmp_path: Pat
 
 
 def uids_of(group: TrainingGroup) -> dict[str, str]:
-    """Name -> UID of its pods."""
     return {each["metadata"]["name"]: each["metadata"]["uid"] for each in group.job.pods()}

@@ -38,6 +38,5 @@ def test_the_bytes_of_a_finished_run_go_and_a_pinned_run_s_stay(bench: Bench) ->
 
 
 def objects(bench: Bench, job: TrainingJob) -> list[str]:
-    """Keys that the store has of the Job's run."""
     found = bench.minio.client().list_objects(bench.bucket, prefix=f"{job.run}/", recursive=True)
     return [str(each.object_name) for each in found]

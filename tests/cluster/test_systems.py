@@ -25,10 +25,7 @@ from tests.cluster.scenario.system import CHART, CONTROLLER, NAMESPACE, RELEASE,
 from tests.load.simulation import audit
 from tests.support.machine import limit_s
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.timeout(600, func_only=True),
-]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600, func_only=True)]
 
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{CONTROLLER}"
 SERVED_S = 30.0
@@ -171,7 +168,7 @@ def test_the_leaders_node_is_lost(bench: Bench) -> None:
         job.wait_status("it says so", lambda run: run.get("intervalSeconds") == 1, timeout_s=90)
     finally:
         lost.thaw()
-    wait_until(lambda: cluster.node_ready(lost.name), timeout_s=90, what="the node Ready again")
+    cluster.wait_node(lost.name)
     bench.assert_store_whole(job)
 
 
@@ -234,6 +231,5 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
 
 
 def image_of_sidecar(bench: Bench, pod: str) -> str:
-    """The image that a pod's sidecar runs."""
     found = bench.cluster.api.get(f"/api/v1/namespaces/{bench.namespace}/pods/{pod}")
     return str(next(each["image"] for each in found["spec"]["initContainers"] if each["name"] == SIDECAR))

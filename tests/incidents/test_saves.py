@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from deltashard.attach.launcher import runtime_dir
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_sidecar.main import notify
 
-from tests.incidents.toys import ROWS, Run, assert_holds, newest_step, stored
+from tests.incidents.toys import ROWS, Run, assert_holds, checkpointer, newest_step, stored
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.eventually import eventually
 from tests.support.server.faulty_proxy import FaultyProxy
@@ -67,23 +68,13 @@ def test_deeprec_1023_weights_and_optimizer_slots_belong_to_one_step(tmp_path: P
 
     model = torch.nn.Embedding(20_000, 16)
     optimizer = Counting([model.weight])
-    with deltashard.Checkpointer(
-        model,
-        optimizer,
-        url=tmp_path / "store",
-        run="run",
-        every_steps=3,
-        encoding="fp32",
-        arena_bytes=64 << 20,
-    ) as ckpt:
+    with checkpointer(model, optimizer, tmp_path / "store", every_steps=3) as ckpt:
         ckpt.restore()
         deadline = time.monotonic() + 120
         while ckpt.stats.commits < 6 and time.monotonic() < deadline:
             optimizer.step()
             ckpt.step()
     store = open_store(f"file://{tmp_path}/store")
-    from deltashard_checkpoint.log.commit_log import RunLog
-
     state = RunLog(store, "run").refresh()
     assert len(state.checkpoints) >= 2
     for seq, entry in state.checkpoints.items():
@@ -124,7 +115,6 @@ def test_torchrec_4322_content_of_the_cut_is_content_of_what_is_restored(tmp_pat
             run.save()
             was = run.state()
         with Run(url, encoding=encoding) as again:
-            assert again.resumed is not None
             assert again.resumed.verified is True
             now = again.state()
         assert np.array_equal(now["sum"], was["sum"])
@@ -159,8 +149,6 @@ def test_nemo_rl_3312_two_saves_with_changes_between_differ_where_they_must(tmp_
         run.train(2)
         run.save()
         second = run.state()
-    from deltashard_checkpoint.log.commit_log import RunLog
-
     a, b = sorted(RunLog(open_store(f"file://{tmp_path}/store"), "run").refresh().checkpoints)
     assert_holds(stored(tmp_path / "store", f"seq:{a}"), first)
     assert_holds(stored(tmp_path / "store", f"seq:{b}"), second)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deltashard
 import pytest
 import torch
 from deltashard.errors import SaveFailed, WaitError
@@ -16,7 +15,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from torch import nn
 
-from tests.incidents.toys import Run, assert_holds, newest_step, stored
+from tests.incidents.toys import Run, assert_holds, checkpointer, newest_step, stored
 
 
 def interrupt_once(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +100,7 @@ def test_a_save_between_forward_and_step_is_cut_by_the_next_step(tmp_path: Path)
     torch.manual_seed(0)
     model = Normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ckpt = deltashard.Checkpointer(
-        model, optimizer, url=tmp_path / "store", run="run", encoding="fp32", arena_bytes=64 << 20
-    )
+    ckpt = checkpointer(model, optimizer, tmp_path / "store")
     ckpt.restore()
     handle = None
     for step in range(1, 4):
@@ -123,14 +120,7 @@ def test_a_save_between_forward_and_step_is_cut_by_the_next_step(tmp_path: Path)
     assert handle.wait(60).step == 3
     ckpt.close()
     again = Normed()
-    ckpt = deltashard.Checkpointer(
-        again,
-        torch.optim.SGD(again.parameters(), lr=0.1),
-        url=tmp_path / "store",
-        run="run",
-        encoding="fp32",
-        arena_bytes=64 << 20,
-    )
+    ckpt = checkpointer(again, torch.optim.SGD(again.parameters(), lr=0.1), tmp_path / "store")
     assert ckpt.restore() is not None
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in was.items())
@@ -149,10 +139,6 @@ def unheard(run: Run) -> Iterator[None]:
         session.post = post
         for event in kept:
             post(event)
-
-
-def entries(url: Path) -> dict[int, Any]:
-    return {entry.step: entry for entry in RunLog(open_store(str(url)), "run").refresh().checkpoints.values()}
 
 
 def test_a_pin_asked_for_while_a_save_is_in_flight_is_of_its_step_or_fails(tmp_path: Path) -> None:

@@ -47,15 +47,9 @@ class Run:
         self.generator = torch.Generator().manual_seed(5)
         self.url, self.name = str(url), name
         self.events: list[tuple[str, Mapping[str, Any]]] = []
-        defaults: dict[str, Any] = {"encoding": "fp32", "arena_bytes": 64 << 20, "content_hash": True}
-        self.ckpt = deltashard.Checkpointer(
-            self.model,
-            [self.tables, self.dense],
-            url=url,
-            run=name,
-            on_event=lambda kind, facts: self.events.append((kind, facts)),
-            **(defaults | options),
-        )
+        heard = {"on_event": lambda kind, facts: self.events.append((kind, facts))}
+        told = {"run": name, "content_hash": True, **heard, **options}
+        self.ckpt = checkpointer(self.model, [self.tables, self.dense], url, **told)
         self.resumed = self.ckpt.restore() if restore else None
 
     def __enter__(self) -> Self:
@@ -100,6 +94,14 @@ class Run:
 
     def kinds(self, kind: str) -> list[Mapping[str, Any]]:
         return [facts for name, facts in self.events if name == kind]
+
+
+def checkpointer(
+    model: nn.Module, optimizers: Any, url: str | Path, **options: Any
+) -> deltashard.Checkpointer:
+    """Of the run `run`, exact and small."""
+    defaults: dict[str, Any] = {"run": "run", "encoding": "fp32", "arena_bytes": 64 << 20}
+    return deltashard.Checkpointer(model, optimizers, url=url, **(defaults | options))
 
 
 def stored(url: str | Path, which: str = "latest", name: str = "run") -> Snapshot:

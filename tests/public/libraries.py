@@ -317,7 +317,6 @@ def run(work: Path, name: str, kill: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """See the module."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Container
+from typing import Any
 
 import pytest
 from deltashard_cli.main import main
@@ -21,3 +23,16 @@ def running(capsys: pytest.CaptureFixture[str], entry: Callable[[list[str]], obj
         return ended.value.code, shown.out + shown.err
 
     return run
+
+
+def at(url: str, run: str = "team/run-1") -> str:
+    """URL/RUN."""
+    base, question, query = url.partition("?")
+    return f"{base.rstrip('/')}/{run}{question}{query}"
+
+
+def answer(cli: Cli, *arguments: object, codes: Container[int] = (0,)) -> Any:
+    """The JSON of a command that must end so; a warning may follow it."""
+    code, text = cli(*arguments, "--json")
+    assert code in codes, text
+    return json.JSONDecoder().raw_decode(text)[0]

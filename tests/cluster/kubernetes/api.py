@@ -41,7 +41,6 @@ class Api:
         )
 
     def close(self) -> None:
-        """Close every connection."""
         self._http.clear()
 
     def call(
@@ -60,7 +59,6 @@ class Api:
         return text
 
     def get(self, path: str) -> Object:
-        """An object, or a list's document."""
         found: Object = json.loads(self.call("GET", path))
         return found
 
@@ -74,12 +72,10 @@ class Api:
             raise
 
     def items(self, path: str) -> list[Object]:
-        """What a list holds."""
         found: list[Object] = self.get(path)["items"]
         return found
 
     def create(self, path: str, body: Object) -> Object:
-        """Post an object to its collection."""
         made: Object = json.loads(self.call("POST", path, body))
         return made
 
@@ -96,7 +92,6 @@ class Api:
                 raise
 
     def ready(self) -> bool:
-        """Whether the apiserver says that it serves."""
         try:
             return self.call("GET", "/readyz") == "ok"
         except (ApiError, urllib3.exceptions.HTTPError):

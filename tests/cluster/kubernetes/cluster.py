@@ -165,10 +165,12 @@ class Cluster:
         wait_until(ready, timeout_s=120, what=lambda: f"node {node.name} Ready\n{node.kubelet.tail()}")
 
     def node_ready(self, name: str) -> bool:
-        """Whether the control plane holds the node for Ready."""
         found = self.api.find(f"/api/v1/nodes/{name}")
         conditions = found["status"].get("conditions", ()) if found else ()
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+    def wait_node(self, name: str) -> None:
+        wait_until(lambda: self.node_ready(name), timeout_s=90, what=f"node {name} Ready again")
 
     def _serve(self, name: str, binary: Path, words: Sequence[str]) -> None:
         program = binary / name if binary.is_dir() else binary

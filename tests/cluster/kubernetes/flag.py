@@ -50,7 +50,6 @@ def _audit_policy() -> dict[str, Any]:
 
 
 def apiserver(folder: Path, authority: Authority, etcd_url: str) -> list[str]:
-    """Flags of kube-apiserver."""
     names = [
         "kubernetes",
         "kubernetes.default",
@@ -104,7 +103,6 @@ def controller_manager(folder: Path, authority: Authority) -> list[str]:
 
 
 def scheduler(folder: Path, authority: Authority) -> list[str]:
-    """Flags of kube-scheduler."""
     return [
         f"--kubeconfig={_config(authority, 'kube-scheduler')}", "--bind-address=127.0.0.1",
         f"--secure-port={free_port()}", f"--cert-dir={folder / 'scheduler'}", "--leader-elect=false",
@@ -130,12 +128,7 @@ def proxy(folder: Path, authority: Authority, nodes: Sequence[str]) -> list[str]
             "minSyncPeriod": "100ms",
             "syncPeriod": "30s",
         },
-        "conntrack": {
-            "maxPerCore": 0,
-            "min": 0,
-            "tcpEstablishedTimeout": "0s",
-            "tcpCloseWaitTimeout": "0s",
-        },
+        "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
     }
     path = folder / "kube-proxy.json"
     path.write_text(json.dumps(config))

@@ -42,13 +42,7 @@ SYSCTLS = (
     "net/ipv6/conf/all/forwarding",
 )
 """Set by kubelet and kube-proxy."""
-FOLDERS = (
-    "/var/lib/kubelet",
-    "/var/log/containers",
-    "/var/log/pods",
-    "/var/lib/cni",
-    "/run/containerd",
-)
+FOLDERS = ("/var/lib/kubelet", "/var/log/containers", "/var/log/pods", "/var/lib/cni", "/run/containerd")
 """Made by kubelet, CNI and shims wherever their own folders lie; removed when they were not there before."""
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -77,19 +71,8 @@ class Host:
         run("ip", "route", "add", SERVICES, "dev", BRIDGE)
         for family in ("ipv4", "ipv6"):
             Path(f"/proc/sys/net/{family}/conf/{BRIDGE}/forwarding").write_text("1")
-        run(
-            "ip6tables" if V6 else "iptables",
-            "-w",
-            "-I",
-            "FORWARD",
-            "-i",
-            BRIDGE,
-            "!",
-            "-o",
-            BRIDGE,
-            "-j",
-            "DROP",
-        )
+        drop = f"-w -I FORWARD -i {BRIDGE} ! -o {BRIDGE} -j DROP"
+        run("ip6tables" if V6 else "iptables", *drop.split())
 
     def make_cgroup(self, name: str) -> None:
         """A cgroup in every hierarchy; a v1 cpuset is useless until it is told its processors."""
@@ -105,7 +88,6 @@ class Host:
                     (folder / setting).write_text(most)
 
     def processes_of(self, name: str) -> list[int]:
-        """Every process in the cgroup and below."""
         # One hierarchy is enough: containers are members of all of them.
         folder = (_hierarchies()[0] if _hierarchies() == [CGROUPS] else CGROUPS / "memory") / name
         return [pid for each in _with_below(folder) for pid in _members(each)]
@@ -128,7 +110,6 @@ class Host:
                 time.sleep(0.02)
 
     def unmount(self) -> None:
-        """Every mount below our folder, the deepest first."""
         mounts = [
             line.split()[1].replace("\\040", " ") for line in Path("/proc/mounts").read_text().splitlines()
         ]

@@ -128,19 +128,16 @@ class Layer:
         self._tar = tarfile.open(fileobj=self._data, mode="w")  # noqa: SIM115 - closed by `bytes`
 
     def folder(self, name: str, mode: int = 0o755) -> None:
-        """An empty directory."""
         entry = tarfile.TarInfo(name)
         entry.type, entry.mode = tarfile.DIRTYPE, mode
         self._tar.addfile(entry)
 
     def link(self, name: str, target: str) -> None:
-        """A symbolic link."""
         entry = tarfile.TarInfo(name)
         entry.type, entry.linkname = tarfile.SYMTYPE, target
         self._tar.addfile(entry)
 
     def file(self, name: str, data: bytes, mode: int = 0o644) -> None:
-        """A regular file."""
         entry = tarfile.TarInfo(name)
         entry.size, entry.mode = len(data), mode
         self._tar.addfile(entry, io.BytesIO(data))
@@ -156,7 +153,6 @@ class Layer:
                 self.file(where, path.read_bytes(), 0o755 if os.access(path, os.X_OK) else 0o644)
 
     def bytes(self) -> bytes:
-        """The archive."""
         self._tar.close()
         return self._data.getvalue()
 

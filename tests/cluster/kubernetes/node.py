@@ -68,7 +68,6 @@ class Node:
         self._frozen: list[tuple[int, str | None]] = []
 
     def prepare(self, authority: Authority, *, server: str, kubelet: Path) -> None:
-        """Write the configurations."""
         self.folder.mkdir(parents=True)
         self._host.make_cgroup(self.cgroup)
         (self.folder / "spec.json").write_text(json.dumps(base_spec()))
@@ -210,7 +209,6 @@ conf_dir = "{self._network}"
         self._frozen = []
 
     def thaw(self) -> None:
-        """The node is back."""
         self.thaw_containers()
         self.containerd.signal(signal.SIGCONT)
         self.kubelet.signal(signal.SIGCONT)

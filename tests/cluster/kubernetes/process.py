@@ -73,7 +73,6 @@ class Ledger:
         return [(row["name"], row["pid"], row["started"]) for row in rows]
 
     def add(self, name: str, pid: int) -> None:
-        """Remember a process."""
         with self.path.open("a") as file:
             file.write(json.dumps({"name": name, "pid": pid, "started": start_time(pid)}) + "\n")
 
@@ -83,7 +82,6 @@ class Ledger:
         return found[-1] if found else None
 
     def end_all(self) -> None:
-        """End what still runs, newest first."""
         for _name, pid, started in reversed(self.read()):
             end(pid, started)
         self.path.unlink(missing_ok=True)
@@ -118,7 +116,6 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._process() is not None
 
     def start(self) -> None:
@@ -149,22 +146,18 @@ class Server:
         wait_until(settled, timeout_s=timeout_s, what=lambda: f"{self.name} ready:\n{self.tail()}")
 
     def tail(self, size_bytes: int = 3000) -> str:
-        """The end of its log."""
         return self.log.read_bytes()[-size_bytes:].decode(errors="replace") if self.log.exists() else ""
 
     def signal(self, number: int) -> None:
-        """Send a signal, if it lives."""
         if found := self._process():
             os.kill(found[0], number)
 
     def stop(self) -> None:
-        """End it, with patience."""
         if found := self._process():
             end(*found)
         self._reap()
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
         if found := self._process():
             os.kill(found[0], signal.SIGKILL)
             wait_until(lambda: self._process() is None, timeout_s=10, what=f"{self.name} ended")

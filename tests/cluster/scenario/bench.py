@@ -13,7 +13,7 @@ from typing import Any
 from tests.cluster.kubernetes.api import Object
 from tests.cluster.kubernetes.cluster import Cluster
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.job import TrainingJob, credentials, policy, training_job
+from tests.cluster.scenario.job import JOB, Kind, TrainingJob, credentials, policy, training_job
 from tests.cluster.scenario.reference import Reference, checkpoints, command_line, exported, newest_step
 from tests.cluster.scenario.stage import Stage
 from tests.cluster.scenario.witness import Event, Witness
@@ -51,12 +51,10 @@ class Bench:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster."""
         return self.stage.cluster
 
     @property
     def url(self) -> str:
-        """The scenario's store, as the command line takes it."""
         return self.minio.url(self.bucket)
 
     def namespace_with_store(
@@ -85,7 +83,6 @@ class Bench:
         )
 
     def policy(self, namespace: str, name: str, *, bucket: str = "", **spec: Any) -> None:
-        """A CheckpointPolicy for the scenario's store."""
         url, endpoint = f"s3://{bucket or self.bucket}", self.minio.endpoint
         self.cluster.api.create(
             f"/apis/deltashard.io/v1alpha1/namespaces/{namespace}/checkpointpolicies",
@@ -101,22 +98,17 @@ class Bench:
         notes: Mapping[str, str] | None = None,
         **more: Any,
     ) -> Object:
-        """A training Job's manifest, as its user writes it."""
         return training_job(
             name, witness=self.witness.address, steps=steps, pace_s=pace_s, notes=notes or {}, **more
         )
 
     def job(self, name: str, *, namespace: str = "", **more: Any) -> TrainingJob:
         """A training Job, applied; deleted with its namespace."""
-        made = TrainingJob(
-            api=self.cluster.api,
-            namespace=namespace or self.namespace,
-            manifest=self.manifest(name, **more),
-        )
-        return self.applied(made)
+        return self.applied(self.manifest(name, **more), namespace=namespace)
 
-    def applied(self, job: TrainingJob) -> TrainingJob:
-        """The Job, in the cluster."""
+    def applied(self, manifest: Object, kind: Kind = JOB, *, namespace: str = "") -> TrainingJob:
+        place = namespace or self.namespace
+        job = TrainingJob(api=self.cluster.api, namespace=place, manifest=manifest, kind=kind)
         job.apply()
         self.jobs.append(job)
         self.note(f"{job.name} applied")
@@ -140,7 +132,6 @@ class Bench:
         return self.newest(job, url=url)
 
     def newest(self, job: TrainingJob, *, url: str = "") -> int:
-        """Step of the newest committed checkpoint."""
         return newest_step(url or self.url, job.run)
 
     def assert_resumed(self, event: Event, *, at_least: int = 1) -> None:

@@ -81,22 +81,18 @@ class Round:
 
     @property
     def step(self) -> int:
-        """Where it begins."""
         return int(self.ranks[0]["step"])
 
     @property
     def world_size(self) -> int:
-        """How many ranks it has."""
         return int(self.ranks[0]["world_size"])
 
     @property
     def pods(self) -> list[str]:
-        """By rank."""
         return [self.ranks[rank]["pod"] for rank in sorted(self.ranks)]
 
     @property
     def nodes(self) -> list[str]:
-        """Where these are, by rank."""
         return [self.ranks[rank]["node"] for rank in sorted(self.ranks)]
 
 
@@ -110,11 +106,9 @@ class TrainingGroup:
     # What its ranks said.
 
     def events(self, kind: str) -> list[Event]:
-        """Everything of a kind."""
         return self.bench.witness.of(self.job.key, kind)
 
     def rounds(self) -> list[Round]:
-        """Those that began, in order."""
         found: dict[int, dict[int, Event]] = {}
         for each in self.events("began"):
             found.setdefault(each["attempt"], {})[each["rank"]] = each
@@ -277,9 +271,7 @@ def indexed_job(
     manifest["spec"] |= {
         "completionMode": "Indexed", "completions": pods, "parallelism": pods, "backoffLimit": 1000,
     }  # fmt: skip
-    return TrainingGroup(bench, bench.applied(TrainingJob(
-        api=bench.cluster.api, namespace=bench.namespace, manifest=manifest,
-    )))  # fmt: skip
+    return TrainingGroup(bench, bench.applied(manifest))
 
 
 def jobset(
@@ -305,6 +297,4 @@ def jobset(
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": job}],
         },
     }
-    return TrainingGroup(bench, bench.applied(TrainingJob(
-        api=bench.cluster.api, namespace=bench.namespace, manifest=manifest, kind=JOBSET,
-    )))  # fmt: skip
+    return TrainingGroup(bench, bench.applied(manifest, JOBSET))

@@ -147,12 +147,10 @@ class TrainingJob:
 
     @property
     def name(self) -> str:
-        """Its name."""
         return str(self.manifest["metadata"]["name"])
 
     @property
     def key(self) -> str:
-        """Its name to the witness."""
         return f"{self.namespace}/{self.name}"
 
     @property
@@ -163,7 +161,6 @@ class TrainingJob:
 
     @property
     def run(self) -> str:
-        """Name of the run on the store."""
         return f"{self.namespace}/{self.run_id}"
 
     @property
@@ -175,16 +172,13 @@ class TrainingJob:
         return f"{self.kind.api}/namespaces/{self.namespace}/{self.kind.plural}"
 
     def apply(self) -> None:
-        """Create it."""
         made = self.api.create(self._folder, self.manifest)
         self.uid = made["metadata"]["uid"]
 
     def get(self) -> Object:
-        """The Job as it is now."""
         return self.api.get(self._path)
 
     def patch(self, change: Object) -> None:
-        """Merge a change into it."""
         self.api.patch(self._path, change)
 
     def checkpoint_run(self) -> Object | None:
@@ -199,7 +193,6 @@ class TrainingJob:
         return dict((self.checkpoint_run() or {}).get("status") or {})
 
     def wait_status(self, what: str, matches: Callable[[Object], Any], *, timeout_s: float = 120.0) -> Object:
-        """The CheckpointRun's status once it is so."""
         found: Object = {}
 
         def met() -> Any:
@@ -208,10 +201,7 @@ class TrainingJob:
             return matches(found)
 
         wait_until(
-            met,
-            timeout_s=timeout_s,
-            every_s=0.3,
-            what=lambda: f"{self.name}, {what}: {json.dumps(found)}",
+            met, timeout_s=timeout_s, every_s=0.3, what=lambda: f"{self.name}, {what}: {json.dumps(found)}"
         )
         return found
 
@@ -245,7 +235,6 @@ class TrainingJob:
         return told(self.wait_status(f"condition {kind} {status}", told, timeout_s=timeout_s))[0]
 
     def wait_phase(self, *phases: str, timeout_s: float = 120.0) -> None:
-        """Until the CheckpointRun says one of them."""
         self.wait_status(f"{phases}", lambda run: run.get("phase") in phases, timeout_s=timeout_s)
 
     def delete(self) -> None:
@@ -254,7 +243,6 @@ class TrainingJob:
         wait_until(lambda: not self.pods(), timeout_s=90, what=f"the pods of {self.name} gone")
 
     def conditions(self) -> dict[str, str]:
-        """The Job's conditions, type to status."""
         found = self.get()["status"].get("conditions", ())
         return {each["type"]: each["status"] for each in found}
 
@@ -270,20 +258,16 @@ class TrainingJob:
         wait_until(complete, timeout_s=timeout_s, what=lambda: f"{self.name} complete: {self.pods()}")
 
     def pods(self) -> list[Object]:
-        """Its pods, the terminating ones included."""
         selector = f"{self.kind.pod_label}%3D{self.name}"
         return self.api.items(f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={selector}")
 
     def pod(self, name: str) -> Object | None:
-        """One pod, None when it is gone."""
         return self.api.find(f"/api/v1/namespaces/{self.namespace}/pods/{name}")
 
     def wait_gone(self, pod: str, *, timeout_s: float) -> None:
-        """Wait until a pod is gone."""
         wait_until(lambda: self.pod(pod) is None, timeout_s=timeout_s, what=f"pod {pod} gone")
 
     def log(self, pod: str, container: str, *, previous: bool = False) -> str:
-        """A container's log."""
         query = f"container={container}&previous={str(previous).lower()}"
         return self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log?{query}")
 

@@ -10,7 +10,7 @@ from tests.cluster.kubernetes.image import PYTHON
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.group import ENVIRONMENT, GRACE_S, TrainingGroup
-from tests.cluster.scenario.job import JOBSET, PYTORCH_JOB, TRAIN_JOB, TrainingJob
+from tests.cluster.scenario.job import JOBSET, PYTORCH_JOB, TRAIN_JOB
 
 
 def _pod(made: Object, called: str, **env: str) -> Object:
@@ -32,10 +32,7 @@ def pytorch_job(
     del template["restartPolicy"]
     part = {
         "restartPolicy": "OnFailure",
-        "template": {
-            "metadata": {"annotations": made["metadata"]["annotations"]},
-            "spec": template,
-        },
+        "template": {"metadata": {"annotations": made["metadata"]["annotations"]}, "spec": template},
     }
     parts = {"Master": {"replicas": 1, **part}, "Worker": {"replicas": workers, **part}}
     manifest = {
@@ -44,9 +41,7 @@ def pytorch_job(
         "metadata": {"name": name, "labels": {**(labels or {})}},
         "spec": {"pytorchReplicaSpecs": parts},
     }
-    return TrainingGroup(bench, bench.applied(TrainingJob(
-        api=bench.cluster.api, namespace=bench.namespace, manifest=manifest, kind=PYTORCH_JOB,
-    )))  # fmt: skip
+    return TrainingGroup(bench, bench.applied(manifest, PYTORCH_JOB))
 
 
 def train_job(
@@ -77,10 +72,7 @@ def train_job(
         "apiVersion": group,
         "kind": "TrainingRuntime",
         "metadata": {"name": "torch"},
-        "spec": {
-            "mlPolicy": {"numNodes": 1, "torch": {"numProcPerNode": 1}},
-            "template": {"spec": jobset},
-        },
+        "spec": {"mlPolicy": {"numNodes": 1, "torch": {"numProcPerNode": 1}}, "template": {"spec": jobset}},
     }
     bench.cluster.api.create(
         f"{TRAIN_JOB.api}/namespaces/{bench.namespace}/trainingruntimes", rendered(runtime)
@@ -99,9 +91,7 @@ def train_job(
             },
         },
     }
-    made_of = bench.applied(
-        TrainingJob(api=bench.cluster.api, namespace=bench.namespace, manifest=manifest, kind=TRAIN_JOB)
-    )
+    made_of = bench.applied(manifest, TRAIN_JOB)
     path = f"{JOBSET.api}/namespaces/{bench.namespace}/{JOBSET.plural}/{name}"
     wait_until(lambda: bench.cluster.api.find(path), timeout_s=60, what=f"the JobSet of TrainJob {name}")
     made_of.uid = bench.cluster.api.get(path)["metadata"]["uid"]

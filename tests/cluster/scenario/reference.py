@@ -39,19 +39,16 @@ class Reference:
         self._weights[self._step] = digest_of(self._training.model.state_dict())
 
     def digest(self, step: int) -> str:
-        """Digest of everything after `step` steps."""
         while self._step < step:
             self._advance()
         return self._digests[step]
 
     def weights_digest(self, step: int) -> str:
-        """Digest of the model's parameters after `step` steps."""
         self.digest(step)
         return self._weights[step]
 
     @property
     def names(self) -> list[str]:
-        """Names of the model's parameters."""
         return sorted(self._training.model.state_dict())
 
 

@@ -37,7 +37,6 @@ class Stage:
         self._scratch = Path(tempfile.mkdtemp(prefix="deltashard-stage-"))
 
     def build(self) -> None:
-        """Start everything."""
         began_s = time.monotonic()
         archive = image.build(self._scratch / "images.tar")
         timings = self.cluster.timings_s
@@ -58,7 +57,6 @@ class Stage:
         timings["everything ready"] = time.monotonic() - began_s
 
     def attach(self) -> None:
-        """Use what another process built."""
         self.cluster.attach()
         facts = json.loads(_FACTS.read_text())
         self.minio = MinioServer(self._scratch, host=HOST)

@@ -29,7 +29,6 @@ class System:
         self._cluster = cluster
 
     def helm(self, *words: str | Path, timeout_s: float = 240.0) -> str:
-        """Run Helm against the cluster."""
         return run(
             built("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *words,
             timeout_s=timeout_s,
@@ -62,7 +61,6 @@ class System:
             wait_until(lambda name=name: self.is_ready(name), timeout_s=180, what=self.told, every_s=0.3)
 
     def is_ready(self, name: str) -> bool:
-        """Whether a Deployment is complete."""
         found = self.deployment(name)
         wanted, status = found["spec"]["replicas"], found["status"]
         return bool(
@@ -73,7 +71,6 @@ class System:
         )
 
     def deployment(self, name: str) -> Object:
-        """A Deployment of the system."""
         return self._cluster.api.get(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{name}")
 
     def pods(self) -> list[Object]:
@@ -82,11 +79,9 @@ class System:
         return [pod for pod in found if pod["metadata"]["name"].startswith((f"{WEBHOOK}-", f"{CONTROLLER}-"))]
 
     def webhooks(self) -> list[Object]:
-        """The webhook's pods."""
         return [pod for pod in self.pods() if pod["metadata"]["name"].startswith(f"{WEBHOOK}-")]
 
     def told(self) -> str:
-        """Why it may not be ready."""
         states = [
             {each["name"]: each["state"] for each in pod["status"].get("containerStatuses", ())}
             for pod in self.pods()

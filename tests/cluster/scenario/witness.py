@@ -47,12 +47,10 @@ class Witness:
 
     @property
     def address(self) -> str:
-        """host:port."""
         host, port = self._server.server_address[:2]
         return f"{host!s}:{port}"
 
     def close(self) -> None:
-        """Stop hearing."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -103,7 +101,6 @@ class Witness:
         )
 
     def wait_step(self, life: str, step: int, *, timeout_s: float) -> None:
-        """Wait until one trainer process has done a step."""
         with self._heard:
             heard = self._heard.wait_for(lambda: self.last_step(life) >= step, limit_s(timeout_s))
         if not heard:
@@ -112,5 +109,4 @@ class Witness:
             )
 
     def last_step(self, life: str) -> int:
-        """The newest step that one trainer process has done."""
         return self._last_step.get(life, 0)

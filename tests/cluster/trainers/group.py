@@ -10,9 +10,7 @@ one is slower than the others.
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import threading
 import time
 import warnings
@@ -36,6 +34,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch.utils.data import DataLoader
+from witness import Witness  # type: ignore[import-not-found]  # beside this script, in the image
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
@@ -55,26 +54,6 @@ TABLES = {"user": 3000, "item": 1700}
 COLUMNS, SAMPLES, BATCH = 16, 6000, 8
 
 
-class Witness:
-    """Lines of JSON to the test, of one rank."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        host, port = os.environ["WITNESS"].rsplit(":", 1)
-        self._socket = socket.create_connection((host, int(port)))
-        self._facts = {
-            "namespace": os.environ["POD_NAMESPACE"],
-            "pod": os.environ["POD_NAME"],
-            "node": os.environ["NODE_NAME"],
-            "life": f"{os.environ['POD_NAME']}/{rank}/{time.time_ns()}",
-            "rank": rank,
-            "world_size": world_size,
-        }
-
-    def say(self, kind: str, **facts: Any) -> None:
-        """One event."""
-        self._socket.sendall(json.dumps({"kind": kind, **self._facts, **facts}).encode() + b"\n")
-
-
 class Model(torch.nn.Module):
     """Two tables and a small top."""
 
@@ -92,7 +71,6 @@ class Model(torch.nn.Module):
         self.top = torch.nn.Linear(COLUMNS * len(TABLES), 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Logits [n]."""
         logits: torch.Tensor = self.top(self.tables(features).values()).squeeze(1)
         return logits
 
@@ -101,7 +79,6 @@ class Sharder(EmbeddingBagCollectionSharder):
     """Shards by rows on CPUs, too."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Kinds the planner may choose from."""
         return ["row_wise"]
 
 
@@ -146,7 +123,6 @@ def dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def join() -> None:
-    """Make the process group."""
     if not PLANNED_STEPS:
         dist.init_process_group("gloo")
         return
@@ -164,7 +140,7 @@ def main() -> None:
     WORKER.write_text(f"{os.getpid()}")
     join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    witness = Witness(rank, world_size)
+    witness = Witness(rank=rank, world_size=world_size)
     torch.manual_seed(20261126)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
     sharders: Any = [Sharder(fused_params=fused)]

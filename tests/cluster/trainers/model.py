@@ -62,7 +62,6 @@ class Training:
         self.loader = DataLoader(TensorDataset(users, items, clicks), batch_size=BATCH, shuffle=True)
 
     def train(self, batch: list[torch.Tensor]) -> None:
-        """One step."""
         users, items, clicks = batch
         loss = torch.nn.functional.binary_cross_entropy_with_logits(self.model(users, items), clicks)
         for optimizer in self.optimizers:

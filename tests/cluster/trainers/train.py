@@ -6,35 +6,18 @@ somebody who does not ask deltashard.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import deltashard
 from model import Training  # type: ignore[import-not-found]  # beside this script, in the image
+from witness import Witness  # type: ignore[import-not-found]
 
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
 """Stands for the accelerator's work of one step."""
-
-
-class Witness:
-    """Lines of JSON to the test."""
-
-    def __init__(self) -> None:
-        host, port = os.environ["WITNESS"].rsplit(":", 1)
-        self._socket = socket.create_connection((host, int(port)))
-        self._life = f"{os.environ['POD_NAME']}/{time.time_ns()}"
-
-    def say(self, kind: str, **facts: Any) -> None:
-        """One event."""
-        where = {"namespace": os.environ["POD_NAMESPACE"], "pod": os.environ["POD_NAME"]}
-        line = {"kind": kind, "life": self._life, **where, **facts}
-        self._socket.sendall(json.dumps(line).encode() + b"\n")
 
 
 def eat(*_: object) -> None:
@@ -61,7 +44,6 @@ def main() -> None:
         attempt=ckpt.attempt,
         digest=training.digest() if resumed else None,
         library=deltashard.__file__,
-        node=os.environ["NODE_NAME"],
         secrets=Path("/etc/deltashard/store").exists() or any(name.startswith("AWS_") for name in os.environ),
     )
     loader = ckpt.wrap(training.loader)

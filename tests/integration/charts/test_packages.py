@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import pytest
 import yaml
 
 from tests.support.eventually import eventually
-from tests.support.helm import CHART, NAMESPACE, RELEASE, VERSION, render, run
+from tests.support.helm import CHART, NAMESPACE, RELEASE, VERSION, is_hook, render, run
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.registry_server import RegistryServer
 from tests.support.tool import ROOT, built
 
 PAGE = (ROOT / "docs" / "kubernetes" / "kustomize.md").read_text(encoding="utf-8")
@@ -40,21 +40,16 @@ def built_by_kustomize(folder: Path) -> list[Document]:
     return [each for each in yaml.safe_load_all(kubectl("kustomize", folder)) if each]
 
 
-def test_a_registry_hands_out_the_chart_that_was_pushed(tmp_path: Path) -> None:
-    """By its name and version, as `helm install oci://...` asks for it."""
+def test_the_package_is_the_chart(tmp_path: Path) -> None:
+    """By its name and version, with all that the templates read and the README."""
     run("package", CHART, "--destination", tmp_path)
-    (package,) = tmp_path.glob("*.tgz")
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
-    assert package.name == f"deltashard-{version}.tgz"
-    with RegistryServer() as registry:
-        place = f"oci://{registry.address}/charts"
-        run("push", package, place, "--plain-http")
-        text = run(
-            *("template", RELEASE, f"{place}/deltashard", "--version", version, "--plain-http"),
-            *("--namespace", NAMESPACE, "--kube-version", VERSION),
-        )
-    pulled = [each for each in yaml.safe_load_all(text) if each]
-    assert named(pulled) == named(list(render().documents))
+    package = tmp_path / f"deltashard-{version}.tgz"
+    text = run("template", RELEASE, package, "--namespace", NAMESPACE, "--kube-version", VERSION)
+    assert named([each for each in yaml.safe_load_all(text) if each]) == named(list(render().documents))
+    with tarfile.open(package) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"README.md", "values.schema.json", "dashboards/deltashard.json"} <= names
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +69,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_s_kustomization(page: Path) -> None:
     """Every object of the chart but the hooks; images and policy are the kustomization's, all else is the chart's."""
     (version,) = re.findall(r"--kube-version (\S+)", PAGE)
-    chart = named(
-        [
-            each
-            for each in render(version=version).documents
-            if "helm.sh/hook" not in each["metadata"].get("annotations", {})
-        ]
-    )
+    chart = named([each for each in render(version=version).documents if not is_hook(each)])
     found = named(built_by_kustomize(page))
     assert set(found) == set(chart)
     changed = {key for key in chart if found[key] != chart[key]}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
-import yaml
 
 from tests.support.eventually import eventually
 from tests.support.helm import NAMESPACE, Release, render
@@ -24,18 +23,6 @@ ROOT = f"/api/v1/namespaces/{NAMESPACE}"
 SECRET = f"{ROOT}/secrets/deltashard-tls"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
 WAIT_S = 120.0
-
-
-def account(apiserver: ApiServer, http: Rest, name: str, folder: Path) -> Path:
-    """A kubeconfig of one of the release's service accounts."""
-    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{name}/token"
-    reply = http("POST", path, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}})
-    assert reply.status == 201, reply.document
-    document = yaml.safe_load(apiserver.kubeconfig.read_text())
-    document["users"] = [{"name": "admin", "user": {"token": reply.document["status"]["token"]}}]
-    written = folder / f"{name}.kubeconfig"
-    written.write_text(yaml.safe_dump(document))
-    return written
 
 
 @contextmanager
@@ -99,7 +86,11 @@ class Programs:
         shared = {"default-policy": written(folder / "policy", data, encoded=False) / "policy.yaml"}
         shared["certificate-dir"] = mounted(http, folder / "tls")
         self._flags = {
-            name: {**arguments(name, values), **shared, "kubeconfig": account(apiserver, http, name, folder)}
+            name: {
+                **arguments(name, values),
+                **shared,
+                "kubeconfig": apiserver.kubeconfig_of(NAMESPACE, name, folder),
+            }
             for name in ("deltashard-controller", "deltashard-webhook")
         }
 

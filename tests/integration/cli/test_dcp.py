@@ -213,7 +213,6 @@ def test_many_ranks_load_what_one_process_exported(
     ]
     metadata = dcp.FileSystemReader(tmp_path / "exported").read_metadata()
     assert [chunk.sizes[0] for chunk in metadata.state_dict_metadata[ITEMS.fqn].chunks] == [700] * 4 + [200]
-    assert metadata.storage_meta is not None
     assert metadata.storage_meta.checkpoint_id is None, "the place where it was made is gone"
     assert written.skipped == ("dense/odd",)
     assert written.bytes == sum(path.stat().st_size for path in (tmp_path / "exported").iterdir())
@@ -302,7 +301,6 @@ def test_training_goes_on_from_an_import(
     moved = made(kind)
     with checkpointer(*moved) as ckpt:
         restored = ckpt.restore()
-        assert restored is not None
         assert (restored.step, restored.seq, restored.notes) == (5, 2, ())
         same(plain, moved)
         train(moved, range(5, 8), ckpt)

@@ -260,11 +260,7 @@ def test_what_cannot_be_is_said(
     assert f"there are {trained.run}" in text
     assert "another namespace" in plugin("why", "absent", "-n", "default")[1]
     config = yaml.safe_load(apiserver.kubeconfig.read_text())
-    path = f"/api/v1/namespaces/{space}/serviceaccounts/default/token"
-    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-    token = http("POST", path, request).document["status"]["token"]
-    limited = tmp_path / "limited"
-    limited.write_text(yaml.safe_dump({**config, "users": [{"name": "admin", "user": {"token": token}}]}))
+    limited = apiserver.kubeconfig_of(space, "default", tmp_path)
     code, text = plugin("why", trained.run, "-n", space, kubeconfig=limited)
     assert code == 2
     assert "cannot list resource" in text

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from deltashard_checkpoint.format.object_key import cut_prefix
-from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogWentBack
@@ -19,18 +17,11 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.fencing import FencedError
 
-from tests.support.checkpoint.snapshot import Snapshot, read_checkpoint
+from tests.support.checkpoint.snapshot import assert_same, read_checkpoint
 from tests.support.checkpoint.written_run import WrittenRun
-from tests.support.command_line import Cli
+from tests.support.command_line import Cli, answer, at
 
 RUN = "team/run-1"
-
-
-def answer(cli: Cli, *arguments: object) -> Any:
-    """The JSON of a command that must succeed."""
-    code, text = cli(*arguments, "--json")
-    assert code == 0, text
-    return json.loads(text)
 
 
 def refused(cli: Cli, *arguments: object, code: int = 2) -> str:
@@ -39,12 +30,6 @@ def refused(cli: Cli, *arguments: object, code: int = 2) -> str:
     assert found == code, text
     assert "Traceback" not in text
     return text
-
-
-def at(url: str, run: str = RUN) -> str:
-    """URL/RUN."""
-    base, question, query = url.partition("?")
-    return f"{base.rstrip('/')}/{run}{question}{query}"
 
 
 def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:
@@ -60,16 +45,6 @@ def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:
 def keys(store: Store, run: str = RUN) -> dict[str, bytes]:
     """Every object of a run."""
     return {info.key: store.get(info.key) for info in store.list(f"{run}/")}
-
-
-def assert_same(found: Snapshot, wanted: Snapshot) -> None:
-    """Two checkpoints restore to the same bits."""
-    assert found.tables.keys() == wanted.tables.keys()
-    for name, table in wanted.tables.items():
-        assert found.tables[name].weights.tobytes() == table.weights.tobytes()
-        for field, values in table.fields.items():
-            assert found.tables[name].fields[field].tobytes() == values.tobytes()
-    assert {n: bytes(b) for n, b in found.blobs.items()} == {n: bytes(b) for n, b in wanted.blobs.items()}
 
 
 # -- log --------------------------------------------------------------------------------------------------------
@@ -248,7 +223,6 @@ def test_rewind_goes_on_from_an_older_checkpoint_and_back(cli: Cli, url: str, tm
     assert answer(cli, "rewind", at(url), "-c", "4")["entry"] is None
     assert answer(cli, "rewind", at(url), "-c", "3")["aside"] == [4, 5]
     opened = open_attempt(RunLog(written.store, RUN), owner="tests", closing_wait_s=0.0)
-    assert opened.resume is not None
     assert (opened.resume.seq, opened.fell_back) == (3, False)
     assert "may hold the run" in refused(cli, "rewind", at(url), "-c", "4")
     assert [line["says"] for line in answer(cli, "log", at(url))["lines"] if line["kind"] == "rewind"] == [
@@ -304,37 +278,9 @@ def test_cp_to_another_store_is_the_run_bit_for_bit(cli: Cli, url: str, other: s
     assert_same(read_checkpoint(copy, RUN), read_checkpoint(written.store, RUN))
     assert "is up to date" in cli("cp", at(url), other)[1]
     opened = open_attempt(RunLog(copy, RUN), owner="tests", closing_wait_s=0.0)
-    assert opened.resume is not None
     assert opened.resume.step == 500
     assert RunLog(copy, RUN).refresh().pinned == {"best": 2, "paper": 3}
     assert "is there, and is no copy of this" in refused(cli, "cp", at(url), other)
-    written.close()
-
-
-def test_cp_of_one_checkpoint_begins_a_run(cli: Cli, url: str, tmp_path: Path) -> None:
-    """Under another name in the same store, with all it builds on, over two attempts and a compaction."""
-    written = chain(url, tmp_path)
-    assert cli("compact", at(url), "-c", "3")[0] == 0
-    opened = open_attempt(RunLog(written.store, RUN), owner="tests", closing_wait_s=0.0)
-    written.log, written.attempt, written.cut = RunLog(written.store, RUN), opened.attempt, 0
-    last = written.save(written.train(), step=400, covers=4, directive="steps", pins=("fork",))
-    source = written.log.refresh()
-    assert sorted(closure(source, [last])) == [3, 4, last]
-    done = answer(cli, "cp", at(url), url, "-c", "pin:fork", "--as", "forks/a")["copied"]
-    assert (done["source_seq"], done["step"], done["checkpoints"]) == (last, 400, 1)
-    assert answer(cli, "verify", "--deep", at(url, "forks/a"))["ok"] is True
-    assert_same(read_checkpoint(written.store, "forks/a"), read_checkpoint(written.store, RUN, f"seq:{last}"))
-    copy = RunLog(written.store, "forks/a")
-    assert copy.refresh().pinned == {"fork": done["seq"]}
-    assert [line["kind"] for line in answer(cli, "log", at(url, "forks/a"))["lines"]] == [
-        "genesis", "attempt", "checkpoint",
-    ]  # fmt: skip
-    # Trainers go on with it.
-    resumed = open_attempt(RunLog(written.store, "forks/a"), owner="tests", closing_wait_s=0.0).resume
-    assert resumed is not None
-    assert resumed.step == 400
-    text = refused(cli, "cp", at(url), url, "-c", "pin:fork", "--as", "forks/a")
-    assert "is there, and is no copy of this" in text
     written.close()
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
@@ -17,18 +15,12 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
 
 from tests.support.checkpoint.written_run import WrittenRun
-from tests.support.command_line import Cli
+from tests.support.command_line import Cli, answer
 
 RUN = "team/run-1"
 COUNTED = Evidence(exposure_s=360_000, lossy=2.5, restores=4)
 """By the run's own decider."""
 SIZED = ("plan", "--bytes", "400GiB", "--pods", "16", "--mtbf", "20h")
-
-
-def answer(cli: Cli, *arguments: object) -> Any:
-    code, text = cli(*arguments, "--json")
-    assert code == 0, text
-    return json.loads(text)
 
 
 def profile() -> str:

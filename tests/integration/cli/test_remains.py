@@ -16,7 +16,7 @@ from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.checkpoint.written_run import WrittenRun
-from tests.support.command_line import Cli
+from tests.support.command_line import Cli, at
 
 RUN, COPY = "team/run-1", "team/copy"
 
@@ -37,11 +37,6 @@ def store(file_url: str, tmp_path: Path) -> Store:
     for key in ("other/data/x.csv", "other/data/0/y", "other/log/app.log", "more/log/HINTS"):
         store.put(key, b"1")
     return store
-
-
-def at(url: str, run: str) -> str:
-    base, question, query = url.partition("?")
-    return f"{base.rstrip('/')}/{run}{question}{query}"
 
 
 def copied_up_to(store: Store, what: str) -> None:

@@ -62,13 +62,7 @@ class Team:
         model = nn.EmbeddingBag(200, 8, sparse=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with deltashard.Checkpointer(
-            model,
-            optimizer,
-            url=self.url,
-            run=self.run,
-            every_steps=2,
-            arena_bytes=64 << 20,
-            encoding="fp32",
+            model, optimizer, url=self.url, run=self.run, every_steps=2, arena_bytes=64 << 20, encoding="fp32"
         ) as ckpt:
             resumed = ckpt.restore()
             step = began = resumed.step if resumed else 0

@@ -73,5 +73,4 @@ def test_both_scripts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert names["step"] == STEPS
         assert (names["resumed"] and names["resumed"].step) == resumed
     newest = RunLog(open_store(f"file://{tmp_path}/store"), "dlrm").refresh().newest()
-    assert newest is not None
     assert newest.step == STEPS

@@ -74,7 +74,6 @@ def _is_allowed(request: Request) -> bool:
 
 
 def requests(log: Path, user: str) -> Iterator[Request]:
-    """The user's requests, in the order of their answers."""
     with log.open() as lines:
         for line in lines:
             event = json.loads(line)
@@ -109,5 +108,4 @@ def findings(asked: Iterable[Request]) -> list[str]:
 
 
 def counts(asked: Iterable[Request]) -> dict[str, int]:
-    """How often it asked for what."""
     return dict(Counter(request.kind for request in asked).most_common())

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.load.simulation.process import Process
+from tests.support import helm
 from tests.support.eventually import eventually
 from tests.support.operator import webhook_process
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.minio_server import ROOT, free_port
+from tests.support.server.minio_server import free_port
 from tests.support.tool import built
 
 SYSTEM = "deltashard-system"
@@ -72,17 +70,10 @@ def audit_flags(folder: Path) -> list[str]:
 
 def rendered(interval_s: float, nudge_port: int) -> Iterator[dict[str, Any]]:
     """The chart's objects but its pods, hooks and monitors, with these in the default policy."""
-    command = [
-        built("helm"), "template", "deltashard", ROOT / "charts" / "deltashard", f"--namespace={SYSTEM}",
-        "--kube-version=1.34.4",
-        f"--set=defaultPolicy.store.url={STORE},defaultPolicy.interval.every={interval_s:.0f}s",
-        f"--set=defaultPolicy.sidecar.metricsPort={nudge_port}",
-    ]  # fmt: skip
-    done = subprocess.run([str(w) for w in command], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for document in filter(None, yaml.safe_load_all(done.stdout)):
-        hook = "helm.sh/hook" in (document["metadata"].get("annotations") or {})
-        if document["kind"] not in _NOT_MADE and not hook:
+    every, sidecar = {"every": f"{interval_s:.0f}s"}, {"metricsPort": nudge_port}
+    values = {"defaultPolicy": {"store": {"url": STORE}, "interval": every, "sidecar": sidecar}}
+    for document in helm.render(values, namespace=SYSTEM).documents:
+        if document["kind"] not in _NOT_MADE and not helm.is_hook(document):
             yield document
 
 
@@ -136,7 +127,6 @@ class Plane:
             raise
 
     def stop(self) -> None:
-        """End everything."""
         self.kwok.stop()
         self.job_controller.stop()
         self.rest.__exit__()
@@ -154,18 +144,6 @@ class Plane:
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
         eventually(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=PATIENCE_S)
 
-    def kubeconfig(self, name: str) -> Path:
-        """A kubeconfig with the rights of a service account of the system, and no others."""
-        spec = {"spec": {"expirationSeconds": 24 * 3600}}
-        path = f"/api/v1/namespaces/{SYSTEM}/serviceaccounts/{name}/token"
-        reply = self.rest("POST", path, spec)
-        assert reply.status == 201, reply.document
-        document = yaml.safe_load(self.apiserver.kubeconfig.read_text())
-        document["users"] = [{"name": "admin", "user": {"token": reply.document["status"]["token"]}}]
-        written = self.folder / f"{name}.kubeconfig"
-        written.write_text(yaml.safe_dump(document))
-        return written
-
     def mount(self, kind: str, name: str, folder: Path) -> bool:
         """Put a Secret's or ConfigMap's data into files, as a kubelet would; False while it has none."""
         folder.mkdir(exist_ok=True)
@@ -177,7 +155,6 @@ class Plane:
         return bool(data)
 
     def metrics(self) -> str:
-        """The API server's own metrics, as text."""
         return self.rest.text("/metrics")
 
     def _install(self) -> None:

@@ -34,7 +34,6 @@ class Histogram:
 
     @property
     def count(self) -> float:
-        """How many there were."""
         return self.bounds[-1][1] if self.bounds else 0.0
 
     def since(self, before: Histogram) -> Histogram:

@@ -32,7 +32,7 @@ class Service:
             "host": "127.0.0.1",
             "metrics-port": self.metrics_port,
             "default-policy": self.folder / "policy.yaml",
-            "kubeconfig": plane.kubeconfig(name),
+            "kubeconfig": plane.apiserver.kubeconfig_of(SYSTEM, name, plane.folder),
             "certificate-dir": self.folder,
         } | {key.replace("_", "-"): value for key, value in flags.items()}
         self.process = Process(
@@ -63,17 +63,14 @@ class Service:
         return reply.status, reply.data.decode()
 
     def metrics(self) -> str:
-        """Its metrics, as text."""
         status, text = self.get("metrics")
         assert status == 200, self.process.tail()
         return text
 
     def usage(self) -> Usage:
-        """What its process uses."""
         return self.process.usage()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it."""
         self.process.stop(number)
 
 

@@ -23,7 +23,6 @@ class Usage:
 
 
 def usage(pid: int) -> Usage:
-    """What a process uses now."""
     process = psutil.Process(pid)
     status = Path(f"/proc/{pid}/status").read_text()
     peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
@@ -50,7 +49,6 @@ class Process:
         self._running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; returns at once."""
         with self.log.open("ab") as log:
             self._running = subprocess.Popen(
                 self._command,
@@ -68,17 +66,14 @@ class Process:
         assert status is None, f"{self.name} ended with {status}:\n{self.tail()}"
 
     def tail(self, size_bytes: int = 4000) -> str:
-        """The end of its log."""
         return self.log.read_bytes()[-size_bytes:].decode(errors="replace") if self.log.exists() else ""
 
     def usage(self) -> Usage:
-        """What it uses now."""
         self.check()
         assert self._running is not None
         return usage(self._running.pid)
 
     def stop(self, number: signal.Signals = signal.SIGTERM, *, patience_s: float = 30.0) -> None:
-        """End it; SIGKILL when it does not hear."""
         if self._running is None:
             return
         if self._running.poll() is None:
@@ -91,5 +86,4 @@ class Process:
         self._running = None
 
     def kill(self) -> None:
-        """End it without a word."""
         self.stop(signal.SIGKILL)

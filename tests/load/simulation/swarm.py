@@ -124,7 +124,6 @@ class Sidecar:
         self._wake.set()
 
     async def live(self, delay_s: float) -> None:
-        """Report when it is time, for ever."""
         await asyncio.sleep(delay_s)
         loop = asyncio.get_running_loop()
         loop.call_later(RESTORING_S, self.changed)
@@ -341,7 +340,6 @@ class Swarm:
         self._ask(do="reopen", workloads=list(workloads))
 
     def remove(self, uids: Iterable[str]) -> None:
-        """End these pods' without a word."""
         self._ask(do="remove", uids=list(uids))
 
     def mark(self) -> None:
@@ -349,11 +347,9 @@ class Swarm:
         self._ask(do="mark")
 
     def report(self) -> dict[str, Any]:
-        """`Told`, as a document."""
         return self._ask(do="report")
 
     def stop(self) -> None:
-        """End all of them."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -391,7 +387,6 @@ async def _obey(world: World, nudge_port: int) -> None:
 
 
 def main() -> None:
-    """The process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", required=True, type=int)
     parser.add_argument("--nudge-port", required=True, type=int)

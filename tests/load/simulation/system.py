@@ -104,7 +104,6 @@ class System:
             raise TimeoutError(f"{error}: {self.swarm.report()}\n{self.controller.process.tail()}") from None
 
     def usages(self) -> dict[str, Usage]:
-        """What every program has used so far."""
         found = {name: usage(pid) for name, pid in self.plane.apiserver.pids.items()}
         for each in (
             self.plane.job_controller,
@@ -210,7 +209,6 @@ class System:
         return audit.findings(self._asked())
 
     def requests(self) -> dict[str, int]:
-        """What the controller asked the API for, so far."""
         return audit.counts(self._asked())
 
     def _asked(self) -> Iterator[audit.Request]:

@@ -68,12 +68,10 @@ class Runs:
         self._pool.clear()
 
     def phases(self) -> Counter[str]:
-        """How many runs are in which phase."""
         with self._lock:
             return Counter(sight.status.get("phase", "") for sight in self._newest.values())
 
     def status(self, workload_uid: str) -> dict[str, Any]:
-        """The newest status of a run."""
         with self._lock:
             return self._newest[workload_uid].status
 
@@ -98,11 +96,9 @@ class Runs:
         return time.monotonic() - begun_s
 
     def training(self) -> int:
-        """How many runs train."""
         return self.phases()["Training"]
 
     def wait_training(self, runs: int, timeout_s: float = control_plane.PATIENCE_S) -> float:
-        """Until so many runs train."""
         return self.wait(lambda view: view.training() == runs, f"{runs} runs training", timeout_s)
 
     def _run(self) -> None:

@@ -38,7 +38,6 @@ class Pod:
 
     @classmethod
     def read(cls, document: dict[str, Any]) -> Pod:
-        """Of an object."""
         metadata = document["metadata"]
         return cls(
             namespace=metadata["namespace"],
@@ -55,17 +54,14 @@ class Pod:
 
     @property
     def path(self) -> str:
-        """Of the object."""
         return f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
 
     @property
     def lives(self) -> bool:
-        """Whether it trains."""
         return self.phase == "Running" and not self.leaving
 
 
-def job(name: str, *, pods: int, node: str, annotated: bool = True) -> dict[str, Any]:
-    """A training Job of several pods."""
+def job(name: str, *, pods: int, node: str) -> dict[str, Any]:
     container = {
         "name": "trainer",
         "image": "registry.example/train:1",
@@ -76,15 +72,13 @@ def job(name: str, *, pods: int, node: str, annotated: bool = True) -> dict[str,
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "annotations": {cluster_name.POLICY: "default"} if annotated else {}},
+        "metadata": {"name": name, "annotations": {cluster_name.POLICY: "default"}},
         "spec": {
             "completionMode": "Indexed",
             "parallelism": pods,
             "completions": pods,
             "backoffLimit": 1000,
-            "template": {
-                "spec": {"restartPolicy": "Never", "nodeName": node, "containers": [container]},
-            },
+            "template": {"spec": {"restartPolicy": "Never", "nodeName": node, "containers": [container]}},
         },
     }
 
@@ -230,32 +224,17 @@ def evict(plane: Plane, pod: Pod) -> None:
 
 def kill(plane: Plane, pod: Pod) -> None:
     """As a kubelet reports a trainer that ran out of memory."""
-    containers = [
-        {
-            "name": "trainer",
-            "image": "registry.example/train:1",
-            "imageID": "",
-            "ready": False,
-            "started": False,
-            "restartCount": 0,
-            "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
-        }
-    ]
-    reply = plane.rest(
-        "PATCH",
-        f"{pod.path}/status",
-        {"status": {"phase": "Failed", "containerStatuses": containers}},
-        content="application/strategic-merge-patch+json",
-    )
-    assert reply.status == 200, reply.document
+    container = {"name": "trainer", "image": "registry.example/train:1", "imageID": "", "ready": False}
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    _report(plane, pod, "Failed", {**container, "started": False, "restartCount": 0, "state": ended})
 
 
 def complete(plane: Plane, pod: Pod) -> None:
-    """As a kubelet reports a trainer that is done."""
-    reply = plane.rest(
-        "PATCH",
-        f"{pod.path}/status",
-        {"status": {"phase": "Succeeded"}},
-        content="application/strategic-merge-patch+json",
-    )
+    _report(plane, pod, "Succeeded")
+
+
+def _report(plane: Plane, pod: Pod, phase: str, *containers: dict[str, Any]) -> None:
+    status = {"phase": phase} | ({"containerStatuses": containers} if containers else {})
+    content = "application/strategic-merge-patch+json"
+    reply = plane.rest("PATCH", f"{pod.path}/status", {"status": status}, content=content)
     assert reply.status == 200, reply.document

@@ -56,3 +56,13 @@ def arrays_of(snapshot: Snapshot) -> dict[str, np.ndarray]:
     for name, table in snapshot.tables.items():
         found |= {f"{name}.{field}": values for field, values in table.fields.items()}
     return found
+
+
+def assert_same(found: Snapshot, wanted: Snapshot) -> None:
+    """Two checkpoints restore to the same bits."""
+    assert found.tables.keys() == wanted.tables.keys()
+    for name, table in wanted.tables.items():
+        assert found.tables[name].weights.tobytes() == table.weights.tobytes()
+        for field, values in table.fields.items():
+            assert found.tables[name].fields[field].tobytes() == values.tobytes()
+    assert {n: bytes(b) for n, b in found.blobs.items()} == {n: bytes(b) for n, b in wanted.blobs.items()}

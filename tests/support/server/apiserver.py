@@ -10,6 +10,7 @@ import ipaddress
 import json
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -66,8 +67,19 @@ class Authority:
     def pem(self) -> bytes:
         return self._certificate.public_bytes(serialization.Encoding.PEM)
 
-    def issue(self, name: str = "localhost", *, organization: str = "", hours: int = 2) -> Issued:
-        """A certificate for loopback (and `name`), good for servers and clients."""
+    @property
+    def key(self) -> bytes:
+        return pem_of(self._key)
+
+    def issue(
+        self,
+        name: str = "localhost",
+        *,
+        organization: str = "",
+        hours: int = 2,
+        alternatives: Sequence[str] = (),
+    ) -> Issued:
+        """A certificate for loopback and `alternatives` (names, addresses), good for servers and clients."""
         key = ec.generate_private_key(ec.SECP256R1())
         parts = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
         if organization:
@@ -77,8 +89,8 @@ class Authority:
             .add_extension(
                 x509.SubjectAlternativeName(
                     [
-                        x509.DNSName("localhost"),
-                        *(x509.IPAddress(ipaddress.ip_address(each)) for each in ("127.0.0.1", "::1")),
+                        _alternative(each)
+                        for each in dict.fromkeys(("localhost", "127.0.0.1", "::1", *alternatives))
                     ]
                 ),
                 critical=False,
@@ -92,14 +104,19 @@ class Authority:
             )
             .sign(self._key, hashes.SHA256())
         )
-        return Issued(
-            certificate=certificate.public_bytes(serialization.Encoding.PEM),
-            key=key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.TraditionalOpenSSL,
-                serialization.NoEncryption(),
-            ),
-        )
+        return Issued(certificate=certificate.public_bytes(serialization.Encoding.PEM), key=pem_of(key))
+
+
+def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    form = serialization.PrivateFormat.TraditionalOpenSSL
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+def _alternative(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +181,19 @@ class Rest:
         return reply.data.decode()
 
     def create(self, document: dict[str, Any], namespace: str = "default", *, dry_run: bool = False) -> Reply:
-        """Create an object of a kind that tests use."""
         group, _, version = document["apiVersion"].rpartition("/")
         root = f"/apis/{group}/{version}" if group else f"/api/{version}"
         kind = document["kind"].lower()
         plural = kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
         place = f"/namespaces/{namespace}" if kind in NAMESPACED else ""
         return self("POST", f"{root}{place}/{plural}", document, dry_run=dry_run)
+
+    def may(self, user: str, *groups: str, **attributes: str) -> bool:
+        """Whether the API server lets a user do what these attributes say."""
+        spec = {"user": user, "groups": groups, "resourceAttributes": attributes}
+        reply = self("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
+        assert reply.status == 201, reply.document
+        return bool(reply.document["status"]["allowed"])
 
     def namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
         """A namespace, with the service account that the controller manager would make."""
@@ -194,21 +217,9 @@ def _document(said: bytes) -> dict[str, Any]:
 
 
 NAMESPACED = {
-    "lease",
-    "serviceaccount",
-    "job",
-    "pod",
-    "checkpointpolicy",
-    "checkpointrequest",
-    "checkpointrun",
-    "resourcequota",
-    "limitrange",
-    "configmap",
-    "secret",
-    "service",
-    "role",
-    "rolebinding",
-}
+    "lease", "serviceaccount", "job", "pod", "checkpointpolicy", "checkpointrequest", "checkpointrun", "resourcequota",
+    "limitrange", "configmap", "secret", "service", "role", "rolebinding",
+}  # fmt: skip
 
 
 def _is_ready(http: Rest) -> bool:
@@ -248,43 +259,40 @@ class ApiServer:
         """Plain requests with the same rights (or a user's): objects go in and come back as documents."""
         return Rest(self, user)
 
+    def kubeconfig_of(self, namespace: str, account: str, folder: Path) -> Path:
+        """A kubeconfig, in a folder, with the rights of a service account and no others."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"}
+        with self.http() as http:
+            reply = http("POST", path, {**request, "spec": {"expirationSeconds": 24 * 3600}})
+        assert reply.status == 201, reply.document
+        document = yaml.safe_load(self.kubeconfig.read_text())
+        document["users"] = [{"name": "admin", "user": {"token": reply.document["status"]["token"]}}]
+        written = folder / f"{account}.kubeconfig"
+        written.write_text(yaml.safe_dump(document))
+        return written
+
     def start(self) -> None:
         """Start both and wait until the API is ready, with its default namespace and service account."""
         certificates = self._certificates()
         etcd_port, peer_port, self.port = free_port(), free_port(), free_port()
         peer = f"http://127.0.0.1:{peer_port}"
+        client_url = f"http://127.0.0.1:{etcd_port}"
         self._spawn(
-            self._etcd,
-            f"--data-dir={self.directory}/etcd",
-            "--name=node0",
-            "--unsafe-no-fsync",
-            "--log-level=warn",
-            f"--listen-client-urls=http://127.0.0.1:{etcd_port}",
-            f"--advertise-client-urls=http://127.0.0.1:{etcd_port}",
-            f"--listen-peer-urls={peer}",
-            f"--initial-advertise-peer-urls={peer}",
-            f"--initial-cluster=node0={peer}",
-        )
+            self._etcd, f"--data-dir={self.directory}/etcd", "--name=node0", "--unsafe-no-fsync", "--log-level=warn",
+            f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}", f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=node0={peer}",
+        )  # fmt: skip
         pem = {name: f"{self.directory}/{name}" for name in certificates}
         self._spawn(
-            self._apiserver,
-            f"--etcd-servers=http://127.0.0.1:{etcd_port}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=127.0.0.1",
-            "--endpoint-reconciler-type=none",
-            f"--secure-port={self.port}",
-            f"--cert-dir={self.directory}",
-            f"--tls-cert-file={pem['server.crt']}",
-            f"--tls-private-key-file={pem['server.key']}",
-            f"--client-ca-file={pem['ca.crt']}",
-            "--service-account-issuer=https://kubernetes.default.svc",
-            f"--service-account-key-file={pem['server.key']}",
-            f"--service-account-signing-key-file={pem['server.key']}",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            "--authorization-mode=RBAC",
-            "--shutdown-delay-duration=0s",
+            self._apiserver, f"--etcd-servers={client_url}", "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1",
+            "--endpoint-reconciler-type=none", f"--secure-port={self.port}", f"--cert-dir={self.directory}",
+            f"--tls-cert-file={pem['server.crt']}", f"--tls-private-key-file={pem['server.key']}",
+            f"--client-ca-file={pem['ca.crt']}", "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={pem['server.key']}", f"--service-account-signing-key-file={pem['server.key']}",
+            "--service-cluster-ip-range=10.96.0.0/16", "--authorization-mode=RBAC", "--shutdown-delay-duration=0s",
             *self._flags,
-        )
+        )  # fmt: skip
         http = self.http()
 
         def ready() -> bool:

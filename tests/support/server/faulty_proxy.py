@@ -75,7 +75,6 @@ class FaultyProxy:
         self.hang = False
 
     def cut(self) -> None:
-        """End every connection that there is."""
         with self._lock:
             open_sockets, self._sockets = self._sockets, set()
         for one in open_sockets:

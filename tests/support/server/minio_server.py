@@ -32,7 +32,6 @@ class MinioServer:
     def __init__(
         self,
         directory: Path,
-        binary: Path | None = None,
         *,
         host: str = "127.0.0.1",
         settings: dict[str, str] | None = None,
@@ -43,7 +42,6 @@ class MinioServer:
         self._authority = authority
         self.host = host
         self.settings = settings or {}
-        self.binary = binary or built("minio")
         self.directory = directory
         self.access_key = "deltashard-tests"
         self.secret_key = secrets.token_hex(16)
@@ -115,7 +113,7 @@ class MinioServer:
         with self._log.open("ab") as log:
             process = subprocess.Popen(
                 [
-                    self.binary,
+                    built("minio"),
                     "server",
                     "--quiet",
                     "--address",
@@ -168,7 +166,6 @@ class MinioServer:
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL when that does not help."""
         self._end(signal.SIGTERM)
 
     def _end(self, how: signal.Signals) -> None:

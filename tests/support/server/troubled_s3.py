@@ -71,15 +71,15 @@ class Request:
 Choice = Callable[[Request], Trouble | None]
 
 
-def by_seed(seed: int, rate: float, storm: int = 3) -> Choice:
-    """About `rate` of all requests meet trouble; a refusal is `storm` long. The n-th of a kind always meets the same."""
+def by_seed(seed: int, rate: float) -> Choice:
+    """About `rate` of all requests meet trouble; a refusal is three long. The n-th of a kind always meets the same."""
 
     def chosen(request: Request, number: int) -> Trouble | None:
         chance = random.Random(f"{seed}/{request.kind}/{number}")
         return chance.choice(APPLIES[request.kind]) if chance.random() < rate else None
 
     def choose(request: Request) -> Trouble | None:
-        before = range(max(0, request.number - storm + 1), request.number)
+        before = range(max(0, request.number - 2), request.number)
         if any(chosen(request, number) is Trouble.REFUSED for number in before):
             return Trouble.REFUSED
         return chosen(request, request.number)
@@ -130,14 +130,12 @@ class TroubledS3:
         self.settle()
 
     def settle(self) -> None:
-        """Let every late request arrive now."""
         with self._lock:
             late, self._late = self._late, []
         for arrive in late:
             arrive()
 
     def release(self) -> None:
-        """Let every request that hangs now go on."""
         with self._lock:
             self._released += 1
             self._lock.notify_all()

@@ -51,15 +51,8 @@ def test_what_dcp_writes_is_read_with_its_paths(saved: Path) -> None:
 
 
 def test_every_type_of_tensor_is_named(tmp_path: Path) -> None:
-    types = [
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int8,
-        torch.bool,
-        torch.uint16,
-        torch.complex64,
-    ]
+    names = ("float64", "bfloat16", "float16", "int8", "bool", "uint16", "complex64")
+    types = [getattr(torch, name) for name in names]
     dcp.save({str(each): torch.zeros(2, dtype=each) for each in types}, checkpoint_id=tmp_path / "saved")
     found = read_contents(tmp_path / "saved")
     assert [f"torch.{value.dtype}" for value in found.values() if isinstance(value, StoredTensor)] == [

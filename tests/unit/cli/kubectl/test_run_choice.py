@@ -32,12 +32,7 @@ RUNS = [
 
 @pytest.mark.parametrize(
     ("said", "wanted"),
-    [
-        ("dlrm-1", "dlrm-1"),
-        ("dlrm", "dlrm-3"),
-        ("nightly", "nightly-2"),
-        ("nightly-28", "nightly-1"),
-    ],
+    [("dlrm-1", "dlrm-1"), ("dlrm", "dlrm-3"), ("nightly", "nightly-2"), ("nightly-28", "nightly-1")],
 )
 def test_by_name_workload_or_run_id(said: str, wanted: str) -> None:
     """Of a workload that was made again: the one that lives, or the newest."""

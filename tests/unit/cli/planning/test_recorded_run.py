@@ -51,7 +51,6 @@ LOG = [
 
 def test_a_log_of_two_attempts():
     found = recorded_run(LOG)
-    assert found is not None
     assert (found.raw_bytes, found.stored_bytes, found.checkpoints) == (ROW_BYTES, 4000, 4)
     assert (found.now_s, found.step_s, found.cost_s) == (100.0, 10.0, None)
     assert found.evidence.lossy == pytest.approx(1, rel=0.01)
@@ -78,14 +77,8 @@ def test_a_crash_loop_is_one_failure():
     """A hundred attempts that came back to one checkpoint trained nothing, and tell of one trouble."""
     loop = [opened(1000 + at, DAY_S + 60.0 * at, resumes_from=145) for at in range(100)]
     last = loop[-1]
-    log = [
-        opened(1, 0.0),
-        *day(2, 0.0, attempt=1),
-        *loop,
-        *day(1100, last.at_s, attempt=last.seq),
-    ]
+    log = [opened(1, 0.0), *day(2, 0.0, attempt=1), *loop, *day(1100, last.at_s, attempt=last.seq)]
     found = recorded_run(log)
-    assert found is not None
     assert found.evidence.lossy == pytest.approx(2 ** (-1 / 7)), "a day ago"
     assert found.evidence.exposure_s == pytest.approx(Evidence().trained(2 * DAY_S).exposure_s)
     assert rates(found.evidence, pods=1).mtbf_s / 3600 == pytest.approx(124.8, abs=0.1)
@@ -96,7 +89,6 @@ def test_a_crash_loop_is_one_failure():
 def test_a_rewind_is_a_restore_and_no_failure():
     rewound = [*LOG[:4], Rewound(seq=5, at_s=900.0, to=2, **BASE), opened(6, 1000.0, resumes_from=2)]
     found = recorded_run([*rewound, saved(7, 1100.0, attempt=6, covers=2, rows=220)])
-    assert found is not None
     assert found.evidence.lossy == 0
     assert found.evidence.restores == pytest.approx(1, rel=0.01)
 
@@ -111,7 +103,6 @@ def test_a_trainer_that_closed_lost_nothing():
         opened(400, 4 * DAY_S, resumes_from=344),
     ]
     found = recorded_run(log)
-    assert found is not None
     assert found.evidence.lossy == 1
     assert found.evidence.restores == pytest.approx(1 + 2 ** (-1 / 7))
 
@@ -122,19 +113,15 @@ def test_what_the_runs_decider_counted_stands_over_what_its_log_shows():
     text = Record(profile=Profile(), evidence=counted).text()
     decided = [*LOG[:-1], replace(LOG[-1], metadata={KEY: text})]
     found = recorded_run(decided)
-    assert found is not None
     assert found.evidence == counted
     back = opened(7, 1200.0, resumes_from=6)
     found = recorded_run([*decided, back, replace(back, seq=8)])
-    assert found is not None
     assert found.evidence == counted.incident(lossy=True)
     closing = Record(profile=Profile(), evidence=counted, closing=True).text()
     found = recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: closing}), back])
-    assert found is not None
     assert found.evidence == counted.incident(lossy=False)
     later = saved(9, 1300.0, attempt=7, covers=None, rows=2000)
     found = recorded_run([*decided, back, later])
-    assert found is not None
     assert found.evidence == counted.incident(lossy=True).trained(100.0), "its goal was taken away"
     spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
     assert recorded_run(spoiled).evidence == recorded_run(LOG).evidence
@@ -176,7 +163,6 @@ def test_right_after_a_change_a_save_costs_what_was_measured_for_it(
     choice = Held(basis=Basis(seconds=600.0, cost_s=0.875, mtbf_s=1e5), goal="auto 0 inf") if chosen else None
     text = Record(profile=Profile(save=several(2.0, saves)), held=choice).text()
     found = recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: text})])
-    assert found is not None
     assert found.cost_s == cost_s
 
 
@@ -185,5 +171,4 @@ def test_how_often_it_saves_now_is_what_its_newest_attempt_does():
     old = [saved(2 + at, 2.0 * at, attempt=1, covers=None, rows=2000) for at in range(20)]
     new = [saved(31 + at, 1000 + 600.0 * at, attempt=30, covers=None, rows=2000) for at in range(3)]
     found = recorded_run([opened(1, 0.0), *old, opened(30, 900.0, resumes_from=21), *new])
-    assert found is not None
     assert found.now_s == 600.0
