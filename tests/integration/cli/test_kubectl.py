@@ -167,31 +167,6 @@ def test_logs(trained: Trained, plugin: Plugin, http: Rest, tmp_path: Path) -> N
     assert "not found" in text
 
 
-def test_a_rewind_is_a_job_with_the_store_s_keys(trained: Trained, plugin: Plugin, http: Rest) -> None:
-    """Refused while pods live; then what the sidecar reaches the store by, and nothing else, in a Job the API takes."""
-    space, name = trained.cluster.namespace, trained.job["metadata"]["name"]
-    arguments = ("rewind", name, "-n", space, "--checkpoint", "step:1000")
-    code, text = plugin(*arguments, "--dry-run")
-    assert code == 2
-    assert f"kubectl patch job {name} -p" in text
-    path = trained.cluster.path("checkpointruns", trained.run) + "/status"
-    assert http("PATCH", path, {"status": {"pods": None}}, content=MERGE).status == 200
-    code, text = plugin(*arguments, "--ended", "--dry-run")
-    assert code == 0, text
-    job = json.loads(text)
-    spec = job["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    run_id = f"train-{trained.job['metadata']['uid']}"
-    assert container["command"][:4] == ["deltashard", "rewind", "$(DELTASHARD_URL)", "--run"]
-    assert container["command"][5:] == ["--checkpoint", "step:1000", "--ended"]
-    assert container["command"][4].startswith(f"{space}/"), run_id
-    names = {each["name"] for each in container["env"]}
-    assert names == {"DELTASHARD_URL", "AWS_SHARED_CREDENTIALS_FILE", "HOME", "TMPDIR"}
-    assert {each["name"] for each in spec["volumes"]} == {"deltashard-cache", "deltashard-store"}
-    assert "restartPolicy" not in container
-    assert http.create(job, space, dry_run=True).status == 201
-
-
 def test_a_rewind_tells_what_its_job_said(
     trained: Trained, plugin: Plugin, http: Rest, tmp_path: Path
 ) -> None:
