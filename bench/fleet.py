@@ -8,12 +8,10 @@ shares the machine, so the times are those of a control plane that is short of C
 
 It measures and reports; only the audit log is a verdict: one write to an object of the users' fails the run. About ten
 minutes on two cores.
-
     bench/fleet.py                        5,000 pods
     bench/fleet.py --pods 500             a tenth as many, for trying it out
     bench/fleet.py --sizes 5              1,000 runs of five pods
-    bench/fleet.py --pods 50000 --sizes 64 --metadata-only
-                                          pods without a spec, of Jobs that nobody controls
+    bench/fleet.py --metadata-only ...    pods without a spec, of Jobs that nobody controls
 """
 
 from __future__ import annotations
@@ -149,7 +147,8 @@ def admitted(system: System) -> dict[str, Any]:
 
 def storm(system: System) -> dict[str, Any]:
     told, page = system.swarm.report(), system.plane.metrics()
-    failures = {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)}
+    jobs = {pod.job_uid for pod in workload.living(system.plane)}
+    failures = {uid: system.view.status(uid).get("failures", 0) for uid in jobs}
     took_s = system.restart()
     after, name = system.swarm.report(), "apiserver_request_duration_seconds"
     labels = {"resource": "tokenreviews", "verb": "POST"}
@@ -175,19 +174,11 @@ def storm(system: System) -> dict[str, Any]:
 
 
 STEPS = {
-    "steady": steady,
-    "losses": losses,
-    "orders": orders,
-    "admissions": admitted,
-    "restart": storm,
+    "steady": steady, "losses": losses, "orders": orders, "admissions": admitted, "restart": storm,
     "steady_after": steady,
-}
+}  # fmt: skip
 NEED_JOBS = {"losses", "admissions"}
 """Steps in which somebody makes pods anew."""
-
-
-def _jobs(system: System) -> set[str]:
-    return {pod.job_uid for pod in workload.living(system.plane)}
 
 
 def write(found: dict[str, Any]) -> None:

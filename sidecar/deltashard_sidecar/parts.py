@@ -15,8 +15,7 @@ class Parts:
     """Each part is thread-safe and has its own lock."""
 
     def __init__(self, keeper: ArenaKeeper, run: Run) -> None:
-        self.keeper = keeper
-        self.run = run
+        self.keeper, self.run = keeper, run
         self.settings, self.metrics, self.log = run.settings, run.metrics, run.logger
         self.sessions = Sessions()
         self.in_flight_saves = InFlightSaves()

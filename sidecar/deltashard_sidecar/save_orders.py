@@ -22,6 +22,7 @@ from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.session.session import Session
 
 KEPT = 64
+Over = fleet.SaveOver
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +35,7 @@ class _Known:
     """Whether somebody waits for it: the newest answer names it, or does not know yet how it ended."""
     told: Session | None = None
     """Whose trainer was asked."""
-    over: fleet.SaveOver | None = None
+    over: Over | None = None
 
 
 class SaveOrders:
@@ -48,9 +49,7 @@ class SaveOrders:
         in_flight: Callable[[], Iterable[Save]],
     ) -> None:
         """`ask` has the trainers save and gives a session that was told; None: none may save now."""
-        self._ask = ask
-        self._state = state
-        self._in_flight = in_flight
+        self._ask, self._state, self._in_flight = ask, state, in_flight
         self._lock = threading.Lock()
         self._known: dict[str, _Known] = {}
 
@@ -75,19 +74,16 @@ class SaveOrders:
             order, age_s = known.order, time.monotonic() - known.came_s
             if order.id in done:
                 step, seq = done[order.id]
-                known.over = fleet.SaveOver(
-                    id=order.id, outcome=fleet.SaveOver.OUTCOME_COMMITTED, step=step, seq=seq
-                )
+                known.over = Over(id=order.id, outcome=Over.OUTCOME_COMMITTED, step=step, seq=seq)
             elif any(order in save.cut.orders for save in self._in_flight()):
                 continue
             elif (held := self._pinned_step(order)) is not None:
-                known.over = fleet.SaveOver(
-                    id=order.id,
-                    outcome=fleet.SaveOver.OUTCOME_FAILED,
-                    cause=f"pin {order.pin} is at step {held}: choose another name, or unpin that checkpoint first",
+                why = (
+                    f"pin {order.pin} is at step {held}: choose another name, or unpin that checkpoint first"
                 )
+                known.over = Over(id=order.id, outcome=Over.OUTCOME_FAILED, cause=why)
             elif 0 < order.deadline_s < age_s:
-                known.over = fleet.SaveOver(id=order.id, outcome=fleet.SaveOver.OUTCOME_EXPIRED)
+                known.over = Over(id=order.id, outcome=Over.OUTCOME_EXPIRED)
             elif known.told is None or known.told.closed:
                 known.told = self._ask(order)
 
@@ -118,15 +114,13 @@ class SaveOrders:
         if commit is None and cause is Cause.SUPERSEDED:
             return
         for order in save.cut.orders:
-            over = fleet.SaveOver(id=order.id, outcome=fleet.SaveOver.OUTCOME_COMMITTED)
+            over = Over(id=order.id, outcome=Over.OUTCOME_FAILED, cause=f"{cause}: {message}")
             if commit is not None:
-                over.step, over.seq = commit.step, commit.seq
-            else:
-                over.outcome, over.cause = fleet.SaveOver.OUTCOME_FAILED, f"{cause}: {message}"
+                over = Over(id=order.id, outcome=Over.OUTCOME_COMMITTED, step=commit.step, seq=commit.seq)
             with self._lock:
                 if (known := self._known.get(order.id)) is not None and known.over is None:
                     known.over = over
 
-    def over(self) -> list[fleet.SaveOver]:
+    def over(self) -> list[Over]:
         with self._lock:
             return [each.over for each in self._known.values() if each.named and each.over is not None]

@@ -1,7 +1,6 @@
-"""Saves that begin and end: who may begin one, what is decided about it, and who hears how it ended.
+"""Saves that begin and end; one that fails costs nothing else.
 
-- one save in flight per rank; an urgent one replaces a periodic one that still stages and waits for one that uploads;
-- a failed save costs the save and nothing else.
+One is in flight per rank; an urgent one replaces a periodic one that still stages, and waits for one that uploads.
 """
 
 from __future__ import annotations

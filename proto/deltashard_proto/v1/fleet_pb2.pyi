@@ -155,14 +155,13 @@ class Decision(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., goal: _Optional[str] = ..., value: _Optional[str] = ..., would: _Optional[str] = ..., why: _Optional[str] = ..., bound: _Optional[str] = ..., evidence: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
 
 class PodState(_message.Message):
-    __slots__ = ("run", "phase", "ranks", "attempt", "saves_failed_in_a_row", "store_ok", "store_proven", "credentials_ok", "save_blocked", "directive")
+    __slots__ = ("run", "phase", "ranks", "attempt", "saves_failed_in_a_row", "store_ok", "credentials_ok", "save_blocked", "directive")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SAVES_FAILED_IN_A_ROW_FIELD_NUMBER: _ClassVar[int]
     STORE_OK_FIELD_NUMBER: _ClassVar[int]
-    STORE_PROVEN_FIELD_NUMBER: _ClassVar[int]
     CREDENTIALS_OK_FIELD_NUMBER: _ClassVar[int]
     SAVE_BLOCKED_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
@@ -172,11 +171,10 @@ class PodState(_message.Message):
     attempt: int
     saves_failed_in_a_row: int
     store_ok: bool
-    store_proven: bool
     credentials_ok: bool
     save_blocked: str
     directive: int
-    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., store_proven: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., save_blocked: _Optional[str] = ..., directive: _Optional[int] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., save_blocked: _Optional[str] = ..., directive: _Optional[int] = ...) -> None: ...
 
 class KeptCheckpoint(_message.Message):
     __slots__ = ("seq", "step", "age_s", "bytes", "pins")

@@ -9,7 +9,6 @@ from deltashard_checkpoint.log.chain import held_bytes
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.process import version
-from deltashard_checkpoint.stores.probe import proven
 from deltashard_checkpoint.vocabulary import PLS_KEY, RECOVERIES_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
@@ -69,7 +68,6 @@ class SidecarState:
             attempt=_attempt(sessions),
             saves_failed_in_a_row=sidecar.activity.failed_in_a_row,
             store_ok=run.health.store_ok,
-            store_proven=proven(run.store),
             credentials_ok=run.health.credentials_ok,
             save_blocked=sidecar.blocked()[1],
             directive=sidecar.control.in_force.id,
