@@ -60,13 +60,17 @@ class Options:
 OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
+    "bool": {"true": True, "false": False}.get,
     "Path": Path,
     "Path | None": Path,
     "tuple[str, ...]": watched_namespace.listed,
     "TaintKeys": lambda text: tuple(each.strip() for each in text.split(",") if each.strip()),
 }
 """How an option's text is read, by the type of its field; any other is text."""
-CHOICES = {"certificates": ("builtin", "external"), "log_level": ("debug", "info", "warning", "error")}
+CHOICES: Mapping[str, Sequence[object]] = {
+    "certificates": ("builtin", "external"), "annotate_pods": (True, False),
+    "log_level": ("debug", "info", "warning", "error"),
+}  # fmt: skip
 
 
 def options_of(kind: type[T], program: str, argv: Sequence[str] | None = None) -> T:

@@ -86,9 +86,10 @@ class Reviewer:
             self._count("cached")
         else:
             said, keep_s = await self._asked(token)
-            while len(self._answers) >= MAX_ANSWERS:
+            while keep_s and len(self._answers) >= MAX_ANSWERS:
                 del self._answers[next(iter(self._answers))]
-            self._answers[key] = said, self._monotonic() + keep_s
+            if keep_s:
+                self._answers[key] = said, self._monotonic() + keep_s
             self._count("refused" if isinstance(said, str) else "authentic")
         if isinstance(said, str):
             remedy = f"project a token of the pod with audience {FLEET_AUDIENCE}"
@@ -99,7 +100,7 @@ class Reviewer:
         """The answer about a token, and for how many seconds it holds."""
         claims = _claims(token)
         if len(token) > MAX_TOKEN or FLEET_AUDIENCE not in str(claims.get("aud")):
-            return "this is no token for us", BAD_S
+            return "this is no token for us", 0.0  # it takes no room from those that were reviewed
         if self._waiting >= MAX_WAITING:
             self._count("too_many")
             raise TooManyReviews("too many token reviews are waiting", remedy="try again")

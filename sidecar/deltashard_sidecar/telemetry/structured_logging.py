@@ -62,13 +62,12 @@ def configure(level: str, *, run: str) -> Logger:
         logger_factory=structlog.PrintLoggerFactory(file=cast("TextIO", _Stderr())),
         cache_logger_on_first_use=True,
     )
-    logger: Logger = structlog.get_logger().bind(run=run, pid=os.getpid())
-    return logger
+    return cast("Logger", structlog.get_logger().bind(run=run, pid=os.getpid()))
 
 
 def explain(error: BaseException) -> dict[str, str]:
     """What to log of an error: ours by its parts, others by type and text."""
+    name = type(error).__name__
     if isinstance(error, DeltashardError):
-        parts = {"what": error.what, "where": error.where, "remedy": error.remedy}
-        return {"error": type(error).__name__, **parts}
-    return {"error": type(error).__name__, "what": str(error)}
+        return {"error": name, "what": error.what, "where": error.where, "remedy": error.remedy}
+    return {"error": name, "what": str(error)}
