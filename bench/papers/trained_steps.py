@@ -150,7 +150,7 @@ def decided(line: str) -> dict[str, Any] | None:
         return None
     try:
         said = json.loads(line)
-        if said["event"] != "decided" or said["subject"] != "interval":
+        if said["event"] != "decided":
             return None
         at = datetime.fromisoformat(said["timestamp"])
         return {"at_s": at.timestamp()} | {key: str(said[key]) for key in ("interval", "cause", "why")}

@@ -69,45 +69,39 @@ class SaveOrders:
         """Ask trainers for what is open; notice what is done, or too late."""
         with self._lock:
             still = [known for known in self._known.values() if known.named and known.over is None]
-        done = self._done() if still else {}
+        state = self._state() if still else RunState(run="")
+        done = _done(state)
         for known in still:
-            order, age_s = known.order, time.monotonic() - known.came_s
+            order, age_s, over = known.order, time.monotonic() - known.came_s, None
             if order.id in done:
                 step, seq = done[order.id]
-                known.over = Over(id=order.id, outcome=Over.OUTCOME_COMMITTED, step=step, seq=seq)
+                over = Over(id=order.id, outcome=Over.OUTCOME_COMMITTED, step=step, seq=seq)
             elif any(order in save.cut.orders for save in self._in_flight()):
                 continue
-            elif (held := self._pinned_step(order)) is not None:
+            elif order.pin and (held := state.pinned.get(order.pin)) is not None:
+                step = state.checkpoints[held].step
                 why = (
-                    f"pin {order.pin} is at step {held}: choose another name, or unpin that checkpoint first"
+                    f"pin {order.pin} is at step {step}: choose another name, or unpin that checkpoint first"
                 )
-                known.over = Over(id=order.id, outcome=Over.OUTCOME_FAILED, cause=why)
+                over = Over(id=order.id, outcome=Over.OUTCOME_FAILED, cause=why)
             elif 0 < order.deadline_s < age_s:
-                known.over = Over(id=order.id, outcome=Over.OUTCOME_EXPIRED)
+                over = Over(id=order.id, outcome=Over.OUTCOME_EXPIRED)
             elif known.told is None or known.told.closed:
                 known.told = self._ask(order)
-
-    def _pinned_step(self, order: fleet.SaveOrder) -> int | None:
-        """Step of the checkpoint that has the order's pin already: an order never moves a pin."""
-        state = self._state()
-        seq = state.pinned.get(order.pin) if order.pin else None
-        return None if seq is None else state.checkpoints[seq].step
-
-    def _done(self) -> dict[str, tuple[int, int]]:
-        """(step, seq) of the checkpoint by which each order was carried out, as far as the log tells."""
-        return {
-            name: (checkpoint.step, checkpoint.seq)
-            for checkpoint in self._state().checkpoints.values()
-            for name in checkpoint.metadata.get(ORDERS_KEY, "").split()
-        }
+            with self._lock:
+                known.over = known.over or over  # a save that ended meanwhile has said so
 
     def open(self) -> tuple[fleet.SaveOrder, ...]:
-        """Those that a cut which begins now carries out: what the log has already is not done again."""
+        """Those that a cut which begins now carries out: none that the log has, nor that would move a pin it has."""
         with self._lock:
             known = [each for each in self._known.values() if each.named or each.told is not None]
             still = tuple(each.order for each in known if each.over is None)
-        done = self._done() if still else {}
-        return tuple(order for order in still if order.id not in done and self._pinned_step(order) is None)
+        state = self._state() if still else RunState(run="")
+        done = _done(state)
+        # While the log is not read yet, what was done is not known.
+        return tuple(
+            each for each in still if state.tip >= 0 and not (each.id in done or each.pin in state.pinned)
+        )
 
     def ended(self, save: Save) -> None:
         commit, (cause, message) = save.commit, save.failure
@@ -124,3 +118,12 @@ class SaveOrders:
     def over(self) -> list[Over]:
         with self._lock:
             return [each.over for each in self._known.values() if each.named and each.over is not None]
+
+
+def _done(state: RunState) -> dict[str, tuple[int, int]]:
+    """(step, seq) of the checkpoint by which each order was carried out, as far as the log tells."""
+    return {
+        name: (checkpoint.step, checkpoint.seq)
+        for checkpoint in state.checkpoints.values()
+        for name in checkpoint.metadata.get(ORDERS_KEY, "").split()
+    }

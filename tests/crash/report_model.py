@@ -112,7 +112,10 @@ class Sidecar:
         self.log = self.metrics = mock.MagicMock()
         self.incidents = Incidents(self.metrics)
         self.in_flight: list[Any] = []
-        session, state = SimpleNamespace(closed=False), SimpleNamespace(checkpoints=world.checkpoints)
+        session, state = (
+            SimpleNamespace(closed=False),
+            SimpleNamespace(checkpoints=world.checkpoints, pinned={}, tip=0),
+        )
         parts: Any = {"ask": lambda _: session, "state": lambda: state, "in_flight": lambda: self.in_flight}
         self.orders = SaveOrders(**parts)
         who = {"pod_namespace": "n", "pod_name": NAMES[rank], "pod_uid": f"p-{rank}", "workload_uid": UID}

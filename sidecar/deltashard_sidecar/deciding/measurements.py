@@ -197,7 +197,7 @@ def opened(
     `before` None: this process does not know the run, and continues from `record`, what its newest commit says, if it
     says anything. `key` names the profile (`Profile.key`).
     """
-    came_back = opening.resumed
+    came_back, counted = opening.resumed, before is not None or record is not None
     if before is None:
         # Its coming back was counted by a process that ended before it could commit so.
         attempt = state.attempts.get(opening.attempt)
@@ -222,7 +222,7 @@ def opened(
         doublings=commits - (empty - 1) if empty else None,
         partial=newest is not None and LINEAGE_KEY in newest.metadata,
     )
-    if not came_back or not before.committed or newest is None:
+    if not came_back or not counted or not before.committed or newest is None:
         return now
     lossy = not _closing(newest.metadata.get(KEY), ends(newest))
     if opening.step_seen:

@@ -110,6 +110,8 @@ class ReportClient:
             work()
         except Exception as error:  # noqa: BLE001 - what nobody foresaw costs a report, never the thread
             cause = next((cause for kind, cause in FAULTS if isinstance(error, kind)), "other")
+            if cause == "other" != self._said:
+                self._log.error("fleet.unexpected", exc_info=error)
             self._failed(0, cause, f"{type(error).__name__}: {error}")
 
     def _look(self) -> None:

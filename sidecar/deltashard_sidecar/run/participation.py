@@ -24,12 +24,13 @@ class Participation:
         self._logger = log
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
-        if self._path is not None and self._path.exists():
+        if self._path is not None:
             try:
                 found = json.loads(self._path.read_text())
                 self._newest = {str(run): int(attempt) for run, attempt in found.items()}
             except (OSError, ValueError, AttributeError, TypeError) as error:
-                log.warning("participation.unreadable", error=str(error)[:200])
+                if not isinstance(error, FileNotFoundError):
+                    log.warning("participation.unreadable", error=str(error)[:200])
 
     def newest(self, run: str) -> int:
         with self._lock:

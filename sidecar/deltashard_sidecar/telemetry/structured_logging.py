@@ -3,14 +3,13 @@
 An event is a short name (`save.staged`, `restore.failed`); everything else is a key. Errors of ours log their what,
 where and remedy; a traceback only for what no one foresaw. A line that cannot be written is lost, and nothing else is.
 
-A child sidecar's stderr is a file in memory, `sidecar.log` in its runtime directory: `bound` copies it aside to
-`sidecar.log.1` and empties it when it is large. A line that comes between the two is lost.
+A child sidecar's stderr is a file in memory, `sidecar.log` in its runtime directory: `bound` moves it aside to
+`sidecar.log.1` when it is large. A line that comes between the two is lost.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -26,13 +25,15 @@ LOG_BYTES = 4 << 20
 
 def bound(path: Path, *, limit_bytes: int = LOG_BYTES) -> bool:
     """Begin a new log file when stderr is `path` and that has grown to the limit; whether it did."""
+    mine = os.fstat(2)
     with suppress(OSError):
-        mine = os.fstat(2)
         if mine.st_size >= limit_bytes and os.path.samestat(path.lstat(), mine):
-            older = path.with_name(f"{path.name}.1")
-            older.unlink(missing_ok=True)
-            shutil.copyfile(path, older)
-            os.ftruncate(2, 0)  # it is opened for appending
+            path.replace(path.with_name(f"{path.name}.1"))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
+            fd, out = os.open(path, flags, 0o600), os.fstat(1)
+            for number in (2, 1) if os.path.samestat(out, mine) else (2,):
+                os.dup2(fd, number)
+            os.close(fd)
             return True
     return False  # a terminal, a container's pipe, somebody's file; or it goes on in the old one
 
