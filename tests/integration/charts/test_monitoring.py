@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +13,7 @@ from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE, METRICS_PORT_NAME
+from deltashard_operator.run.condition import Condition
 from deltashard_operator.tls.authority import Authority
 from deltashard_operator.tls.certificate import Certificate
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -20,6 +22,7 @@ from prometheus_client.registry import Collector
 from tests.integration.charts.monitoring import ON, alerts, queries, records, rules
 from tests.integration.charts.promql import Samples, ask, recorded
 from tests.support.helm import CHART, render
+from tests.support.operator.full_run import full_run
 from tests.support.server.minio_server import ROOT
 
 RUNBOOKS = ROOT / "docs" / "kubernetes" / "runbooks"
@@ -38,7 +41,8 @@ def exported(collector: Collector) -> Iterator[str]:
 def everything() -> Iterator[str]:
     """Names of all series of ours."""
     controller = ControllerMetrics()
-    controller.follow(lambda: ())
+    stale = Condition(type="Stale", status="True", reason="Stale", message="m", since_s=1.0)
+    controller.follow(lambda: (replace(full_run(), conditions=(stale,)),))
     FleetMetrics(controller.registry)
     Authority(Mock(), "n", controller.registry)
     webhook = WebhookMetrics()
