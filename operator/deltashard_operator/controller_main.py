@@ -32,7 +32,7 @@ from deltashard_operator.fleet.nudge import Nudger
 from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube.call import ApiUnavailable, Caller
-from deltashard_operator.kube.lease import DURATION_S, Lease
+from deltashard_operator.kube.lease import DURATION_S, REQUEST_S, Lease
 from deltashard_operator.kube.object_watch import STALE_S, ObjectWatch
 from deltashard_operator.main import Serving, api_client, options_of, run
 from deltashard_operator.status_page import pages
@@ -90,7 +90,11 @@ class Process:
         def count(verb: str, outcome: str) -> None:
             metrics.calls.labels(verb, outcome).inc()
 
-        always = Caller(api, count=count, threads=1)
+        # Its own connections are few: those that were lost together are not tried one by one. One of the threads is for
+        # a request that nobody waits for any more.
+        lease_api = client.ApiClient(api.configuration)
+        lease_api.user_agent = USER_AGENT
+        always = Caller(lease_api, count=count, threads=2, timeout_s=REQUEST_S)
         call = Caller(api, count=count, may_write=lambda: self.lease.held)
         self.calls = (always, call)
         self.lease = Lease(

@@ -36,6 +36,12 @@ RunKey = tuple[str, str]
 MAX_COUNT = (1 << 63) - 1  # integers of the Kubernetes API are signed
 MAX_NAME = 253
 MAX_TEXT = 1024
+LIMITS = (
+    dict.fromkeys(("value", "would", "why", "bound", "evidence", "unreachable"), 512)
+    | dict.fromkeys(("encoding", "differential"), 32)
+    | {"goal": 64, "pins": MAX_NAME, "tables": MAX_TABLES}
+)
+"""Characters of a text, by its field, where a CheckpointRun takes others than `MAX_TEXT`: it refuses a longer one."""
 MAX_RANKS = 256  # ranks attached to a sidecar; a node has far fewer accelerators
 MAX_INCIDENTS = 64  # incidents in a report; the sidecar keeps as many
 MAX_CHECKPOINTS = 10
@@ -221,7 +227,7 @@ def _check(name: str, value: str, pattern: re.Pattern[str]) -> None:
 def _value(name: str, value: Any) -> Any:
     """A field's value within its bounds; of a message that has a class here, one of it."""
     if isinstance(value, str):
-        return _text(value, MAX_TABLES if name == "tables" else MAX_TEXT)
+        return _text(value, LIMITS.get(name, MAX_TEXT))
     if isinstance(value, float):
         return value if math.isfinite(value) and value >= 0 else 0.0
     if name in _WORDS:
@@ -287,7 +293,7 @@ _KINDS: Mapping[type[Message], type[Any]] = {
 _LISTS: Mapping[str, Callable[[Any], tuple[Any, ...]]] = {
     "ranks": _list("", MAX_RANKS),
     "checkpoints": _list("", MAX_CHECKPOINTS),
-    "pins": _list("", MAX_PINS),
+    "pins": _list("pins", MAX_PINS),
     "saves_over": _list("", MAX_ORDERS),
     "incidents": _incidents,
     "decisions": _decisions,

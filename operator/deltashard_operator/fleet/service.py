@@ -137,7 +137,7 @@ class ReportServer:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")
-        identity = await self._reviewer.review(token)
+        identity = await self._reviewer.review(token, request.remote or "")
         async with asyncio.timeout(BODY_S):
             message = wire.ReportRequest.FromString(await request.read())
         least, most = FLEET_PROTOCOL

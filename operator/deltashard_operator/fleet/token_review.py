@@ -1,8 +1,8 @@
 """Whose a token is, by the API's TokenReview.
 
 A good answer holds for the token's life: a pod that is gone meanwhile is unknown to the ledger. A bad one holds for
-seconds. An API that does not answer is `ReviewUnavailable`: never a refusal, and never remembered. At most `THREADS`
-reviews run at a time and `MAX_WAITING` wait for that.
+seconds, apart from the good ones. An API that does not answer is `ReviewUnavailable`: never a refusal, and never
+remembered. At most `THREADS` reviews run at a time and `MAX_WAITING` wait for that, of one peer `PEER_WAITING`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,10 +25,11 @@ from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
 THREADS = 8
 MAX_WAITING = 64
+PEER_WAITING = 8
 REVIEW_S = 10.0  # seconds for a review, waiting for its turn included
 GOOD_S = 3600.0  # a good answer holds at most so long; a pod's token lives as long by default
 BAD_S = 10.0
-MAX_ANSWERS = 65536  # answers that are kept: about 400 bytes each. The oldest goes first
+MAX_ANSWERS, MAX_REFUSALS = 65536, 1024  # answers that are kept: about 400 bytes each. The oldest goes first
 MAX_TOKEN = 8192  # characters of a token; a projected one has about 1,200
 OUTCOMES = ("authentic", "refused", "cached", "unavailable", "too_many")
 PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
@@ -70,41 +72,51 @@ class Reviewer:
         self._count = count
         self._monotonic = monotonic
         self._unix = unix
-        self._waiting = 0
-        self._answers: dict[bytes, tuple[PodIdentity | str, float]] = {}
-        """Hash of a token -> its pod, or why it has none, and until when that holds (monotonic seconds)."""
+        self._waiting: Counter[str] = Counter()
+        self._good: dict[bytes, tuple[PodIdentity | str, float]] = {}
+        """Hash of a token -> its pod, and until when that holds (monotonic seconds)."""
+        self._bad: dict[bytes, tuple[PodIdentity | str, float]] = {}
+        """The same, with why it has no pod. Anybody can fill it."""
 
     def close(self) -> None:
         """Let go of the threads; a review under way ends by its own timeout."""
         self._call.close()
 
-    async def review(self, token: str) -> PodIdentity:
-        """The pod of a token; raises `NotAuthentic`, and `ReviewUnavailable` or `TooManyReviews` to be tried again."""
+    async def review(self, token: str, peer: str = "") -> PodIdentity:
+        """The pod of a token that this address sent.
+
+        Raises `NotAuthentic`, and `ReviewUnavailable` or `TooManyReviews` to be tried again.
+        """
         key = hashlib.sha256(token.encode(errors="replace")).digest()
-        said, until_s = self._answers.get(key, ("", 0.0))
+        said, until_s = self._good.get(key) or self._bad.get(key, ("", 0.0))
         if self._monotonic() < until_s:
             self._count("cached")
         else:
-            said, keep_s = await self._asked(token)
-            while keep_s and len(self._answers) >= MAX_ANSWERS:
-                del self._answers[next(iter(self._answers))]
+            said, keep_s = await self._asked(token, peer)
+            for each in (self._good, self._bad):
+                each.pop(key, None)  # so that the newest is the last
+            kept, most = (self._bad, MAX_REFUSALS) if isinstance(said, str) else (self._good, MAX_ANSWERS)
             if keep_s:
-                self._answers[key] = said, self._monotonic() + keep_s
+                while len(kept) >= most:
+                    del kept[next(iter(kept))]
+                kept[key] = said, self._monotonic() + keep_s
             self._count("refused" if isinstance(said, str) else "authentic")
         if isinstance(said, str):
             remedy = f"project a token of the pod with audience {FLEET_AUDIENCE}"
             raise NotAuthentic(said, where="authorization", remedy=remedy)
         return said
 
-    async def _asked(self, token: str) -> tuple[PodIdentity | str, float]:
+    async def _asked(self, token: str, peer: str) -> tuple[PodIdentity | str, float]:
         """The answer about a token, and for how many seconds it holds."""
         claims = _claims(token)
-        if len(token) > MAX_TOKEN or FLEET_AUDIENCE not in str(claims.get("aud")):
+        bound = claims.get("kubernetes.io")
+        is_ours = FLEET_AUDIENCE in str(claims.get("aud")) and isinstance(bound, dict) and bound.get("pod")
+        if len(token) > MAX_TOKEN or not is_ours:
             return "this is no token for us", 0.0  # it takes no room from those that were reviewed
-        if self._waiting >= MAX_WAITING:
+        if self._waiting.total() >= MAX_WAITING or self._waiting[peer] >= PEER_WAITING:
             self._count("too_many")
             raise TooManyReviews("too many token reviews are waiting", remedy="try again")
-        self._waiting += 1
+        self._waiting[peer] += 1
         spec = {"token": token, "audiences": [FLEET_AUDIENCE]}
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": spec}
         try:
@@ -114,7 +126,8 @@ class Reviewer:
         except (ApiUnavailable, TimeoutError) as error:
             why = f"no answer: {error}"
         finally:
-            self._waiting -= 1
+            self._waiting[peer] -= 1
+            self._waiting += Counter()  # without those at 0
         if why:
             self._count("unavailable")
             raise ReviewUnavailable(why[:500], where="TokenReview", remedy="try again")

@@ -117,10 +117,12 @@ class Caller:
         count: Callable[[str, str], None] = lambda _verb, _outcome: None,
         may_write: Callable[[], bool] = lambda: True,
         threads: int = THREADS,
+        timeout_s: tuple[float, float] = (CONNECT_S, READ_S),
     ) -> None:
         self._request = Requester(api)
         self._count = count
         self._may_write = may_write
+        self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="calls")
         self._slots = asyncio.Semaphore(threads)
 
@@ -142,7 +144,9 @@ class Caller:
         if method != "GET" and not self._may_write():
             raise ApiUnavailable("this controller does not lead (any more)", where=path)
         verb = "LIST" if query and "limit" in query else method
-        request = partial(self._request, method, path, body, query=query, content=content)
+        request = partial(
+            self._request, method, path, body, query=query, content=content, timeout_s=self._timeout_s
+        )
         pause_s, why = PAUSE_S, ""
         for left in reversed(range(tries)):
             asked_s = 0.0

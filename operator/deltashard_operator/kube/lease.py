@@ -26,6 +26,8 @@ RENEW_S = 2.0
 MARGIN_S = 3.0
 CALL_S = 5.0
 """Seconds for a read or a write; one that takes longer counts as failed."""
+REQUEST_S = 2.0, 3.0
+"""Seconds to connect and to read: a connection that was lost unseen must cost one try, and not the Lease."""
 RELEASE_S = 3.0
 Document = dict[str, Any]
 _log = structlog.get_logger("deltashard.lease")

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import kopf
 import structlog
+from deltashard_checkpoint.errors import EnvironmentFault
 from kopf._cogs.clients import auth, watching
-from kopf._cogs.structs.credentials import Vault
+from kopf._cogs.structs.credentials import KubeContext, Vault, VaultKey
 from kopf._cogs.structs.references import NamespaceName, Resource
 from kubernetes import client
 
@@ -67,6 +68,17 @@ class WatchedKind:
         return Resource("".join(root[1:]), version, plural, namespaced=self.namespaced)
 
 
+class WatchDeaf(EnvironmentFault):
+    """Something was neither heard nor asked for: a fresh process watches again."""
+
+
+class _Vault(Vault):
+    """Credentials that stay: nobody answers kopf's logins. What it would discard them for ends one watch."""
+
+    async def invalidate(self, key: VaultKey, info: KubeContext, *, exc: Exception | None = None) -> None:  # noqa: ARG002
+        raise exc or aiohttp.ClientConnectionError("kopf wants another login")
+
+
 class ObjectWatch:
     """Watches kinds. `run` it as a task."""
 
@@ -100,6 +112,7 @@ class ObjectWatch:
         self._refused: set[str] = set()
         """Paths that may not be read, by the API's newest word."""
         self._heard_s = dict.fromkeys(self._places, time.monotonic())
+        self._tried_s = self._heard_s.copy()
 
     def heard_s(self) -> float:
         """Seconds since the least fresh watch brought anything, a bookmark too.
@@ -110,13 +123,24 @@ class ObjectWatch:
         return time.monotonic() - min(self._heard_s[path] for path in readable or self._places)
 
     async def run(self) -> None:
-        """Watch for ever."""
+        """Watch for ever; raises a group with `WatchDeaf`."""
         self._heard_s = dict.fromkeys(self._places, time.monotonic())
+        self._tried_s = self._heard_s.copy()
         async with self._session() as session, asyncio.TaskGroup() as group:
             host = self._api.configuration.host
-            auth.vault_var.set(Vault({"api": kopf.AiohttpSession(server=host, aiohttp_session=session)}))
+            auth.vault_var.set(_Vault({"api": kopf.AiohttpSession(server=host, aiohttp_session=session)}))
             for path in self._places:
                 group.create_task(self._follow(path))
+            while not (deaf := self._deaf()):  # noqa: ASYNC110 - of what does not happen there is no event
+                await asyncio.sleep(PAUSE_S)
+            raise WatchDeaf("it was neither heard nor asked for, for long", where=deaf)
+
+    def _deaf(self) -> str:
+        """A path that nobody cares for any more; empty: there is none. An API that is away is asked all the time."""
+        least_s = time.monotonic() - 2 * STALE_S
+        return next(
+            (each for each in self._places if self._heard_s[each] < least_s > self._tried_s[each]), ""
+        )
 
     def _session(self) -> aiohttp.ClientSession:
         """A session as the kubernetes client has one. A token is read for each request: it may rotate."""
@@ -133,7 +157,9 @@ class ObjectWatch:
             token = configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
             if token:
                 request.headers["Authorization"] = token
-            response, path = await handler(request), request.url.path
+            path = request.url.path
+            self._tried_s[path] = time.monotonic()
+            response = await handler(request)
             if response.status == 401:  # of which kopf would make a login that nobody answers
                 response.close()
                 raise aiohttp.ClientConnectionError("the API does not know the token")
@@ -165,10 +191,13 @@ class ObjectWatch:
                     self._heard_s[path] = time.monotonic()
                     if isinstance(event, watching.Bookmark):
                         self._end_list(path, listed)
+                        listed.clear()
                     elif event["type"] == "DELETED":
                         self._drop(path, _key_of(event["object"]), event["object"])
                     elif event["type"] != "BOOKMARK":
-                        listed.add(self._take(path, event["object"]))
+                        key = self._take(path, event["object"])
+                        if event["type"] is None:  # of the list
+                            listed.add(key)
             except Exception as error:  # noqa: BLE001 - whatever ends a watch: it begins anew
                 _log.warning("watch.failed", path=path, error=f"{type(error).__name__}: {error}"[:300])
                 self._count("failed", kind.name)

@@ -2,7 +2,8 @@
 
 The authority lives ten years, because a pod carries it for as long as it lives. The leaf is renewed at two thirds of
 its life, by the same authority, so whoever verifies one leaf verifies the next. An authority that is missing, damaged
-or expired is made anew when a leaf is to be signed; pods from before that do not believe its leaves.
+or expired is made anew when a leaf is to be signed; pods from before that do not believe its leaves. Those of before
+that are still valid stay behind it in ca.crt, because their leaf is served until the kubelets bring the new one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 LEAF_S, AUTHORITY_S = 90 * 86400.0, 3650 * 86400.0
+MAX_KEPT = 3  # authorities of before that stay in the bundle
 RENEW_AT = 2 / 3  # share of its life after which a leaf is issued anew
 BACKDATE_S = 600.0  # a clock may be wrong by so much and still believe a certificate of this moment
 
@@ -40,9 +42,12 @@ def renewed(data: Mapping[str, bytes], names: Sequence[str], *, now_s: float) ->
     leaf = stored(data, "tls", now_s)
     if leaf is not None and _serves(leaf.certificate, data.get("ca.crt", b""), names, now_s):
         return dict(data)
-    authority = stored(data, "ca", now_s) or issue((), None, now_s=now_s, lasts_s=AUTHORITY_S)
+    authority, bundle = stored(data, "ca", now_s), data.get("ca.crt", b"")
+    if authority is None:
+        authority = issue((), None, now_s=now_s, lasts_s=AUTHORITY_S)
+        bundle = authority.data("ca")["ca.crt"] + _still_valid(bundle, now_s)
     leaf = issue(names, authority, now_s=now_s, lasts_s=LEAF_S)
-    return {**authority.data("ca"), **leaf.data("tls")}
+    return {**authority.data("ca"), "ca.crt": bundle, **leaf.data("tls")}
 
 
 def stored(data: Mapping[str, bytes], name: str, now_s: float) -> Issued | None:
@@ -56,6 +61,16 @@ def stored(data: Mapping[str, bytes], name: str, now_s: float) -> Issued | None:
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not begins_s <= now_s < ends_s:
         return None
     return Issued(certificate, key) if certificate.public_key() == key.public_key() else None
+
+
+def _still_valid(bundle: bytes, now_s: float) -> bytes:
+    """The first few certificates of a bundle that are not over, as PEM."""
+    try:
+        found = x509.load_pem_x509_certificates(bundle)
+    except ValueError:
+        return b""
+    valid = [each for each in found if now_s < _life(each)[1]][:MAX_KEPT]
+    return b"".join(each.public_bytes(serialization.Encoding.PEM) for each in valid)
 
 
 def _serves(leaf: x509.Certificate, authority: bytes, names: Sequence[str], now_s: float) -> bool:

@@ -33,12 +33,13 @@ USER: dict[str, Any] = {
     },
 }
 GOOD: dict[str, Any] = {"authenticated": True, "user": USER, "audiences": [AUDIENCE]}
+CLAIMS = {"aud": [AUDIENCE], "kubernetes.io": {"pod": {"name": "train-0"}}}
 UNIX_S = 1e9
 
 
 def token(**claims: Any) -> str:
     """One that has the form of a pod's for us."""
-    parts = (json.dumps(part).encode() for part in ({"alg": "none"}, {"aud": [AUDIENCE]} | claims))
+    parts = (json.dumps(part).encode() for part in ({"alg": "none"}, CLAIMS | claims))
     return ".".join([*(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts), "s"])
 
 
@@ -129,7 +130,9 @@ def test_bad_answers_are_kept_for_a_moment_and_nonsense_is_not_asked_about() -> 
         world.review(token())
         assert server.requests == 2
         nonsense = ["", "ü", "x" * 9999, "garbage", "a.b.c", "..", "a.W10.c", token(aud="another")]
-        assert world.review(*nonsense, token(aud=None)) == [NotAuthentic] * 9
+        unbound: list[Any] = [None, [], {}, {"pod": None}]
+        nonsense += [token(aud=None), *(token(**{"kubernetes.io": each}) for each in unbound)]
+        assert world.review(*nonsense) == [NotAuthentic] * 13
         assert server.requests == 2
 
 
@@ -160,10 +163,34 @@ def test_nobody_waits_for_ever_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch
         assert world.review(token()) == [("team-a", "train-0", "u-1")]
 
 
-def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_review, "MAX_ANSWERS", 3)
+def test_of_one_peer_few_reviews_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_review, "PEER_WAITING", 2)
+
+    async def scenario(world: World) -> list[Any]:
+        asked = (world.reviewer.review(token(sub=n), "b" if n == 3 else "a") for n in range(4))
+        return [type(each) for each in await asyncio.gather(*asked, return_exceptions=True)]
+
     with answering(GOOD) as server:
+        world = World(server.port)
+        for _ in range(2):  # nobody waits for ever, nor is counted for ever
+            assert asyncio.run(scenario(world)) == [PodIdentity, PodIdentity, TooManyReviews, PodIdentity]
+            world.now_s += token_review.GOOD_S
+
+
+def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refreshed answer is the newest; refusals, which anybody can ask for, push out no good answer."""
+    monkeypatch.setattr(token_review, "MAX_ANSWERS", 3)
+    monkeypatch.setattr(token_review, "MAX_REFUSALS", 1)
+    with answering(GOOD) as server, answering({"authenticated": False}) as refusing:
         world = World(server.port)
         for name, asked in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("d", 4), ("b", 4), ("a", 5)):
             world.review(token(sub=name))
             assert server.requests == asked
+        world.now_s += token_review.GOOD_S
+        for name, asked in (("a", 6), ("d", 7), ("c", 8), ("a", 8), ("b", 9), ("d", 9), ("c", 9), ("a", 10)):
+            world.review(token(sub=name))
+            assert server.requests == asked
+        world.reviewer._call = World(refusing.port).reviewer._call
+        for name, asked in (("w", 1), ("w", 1), ("x", 2), ("w", 3), ("a", 3), ("b", 3), ("c", 3)):
+            world.review(token(sub=name))
+            assert refusing.requests == asked

@@ -19,7 +19,7 @@ from tests.support.in_a_loop import in_a_loop
 from tests.support.operator.controller_process import ControllerProcess
 from tests.support.operator.fleet_service import posted
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.faulty_proxy import FixedAnswers
+from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -195,6 +195,29 @@ def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
 
     with FixedAnswers(503, b"{}", {"Content-Type": "application/json"}) as server:
         asyncio.run(scenario(server))
+
+
+def test_a_connection_that_hangs_takes_no_thread_for_longer_than_a_try(
+    apiserver: ApiServer, api: client.ApiClient, http: Rest, namespace: str
+) -> None:
+    """A keep-alive connection that was lost unseen: the next request is on another."""
+
+    async def scenario(proxy: FaultyProxy) -> None:
+        world = World(api, namespace)
+        world.call = Caller(api, threads=1, timeout_s=(60.0, 2.0))
+        lease = world.lease("first")
+        await lease.acquire()
+        proxy.hang = True
+        async with asyncio.timeout(20):
+            await lease._try()
+        proxy.release()
+        await lease.release()
+        world.call.close()
+
+    with FaultyProxy(apiserver.port) as proxy:
+        api.configuration.host = f"https://127.0.0.1:{proxy.port}"
+        asyncio.run(scenario(proxy))
+    assert not holder(http, namespace)
 
 
 def test_a_second_controller_stands_by_for_the_first_ones_end(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
 
+import aiohttp
 import pytest
 from deltashard_operator.kube import object_watch
-from deltashard_operator.kube.object_watch import ObjectKey, ObjectWatch, WatchedKind
+from deltashard_operator.kube.object_watch import ObjectKey, ObjectWatch, WatchDeaf, WatchedKind
+from kopf._cogs.clients import errors
 from kubernetes import client
 
 from tests.support.eventually import eventually
@@ -285,6 +288,45 @@ def test_a_definition_that_comes_late_goes_and_comes_again_is_watched(
             things.create(name, 1)
             found.learns(**{name: 1})
             things.undefine()
+
+
+def test_a_connection_that_tls_ended_oddly_ends_one_watch(
+    api: client.ApiClient, things: Things, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or kopf would close the session and wait for a login that nobody answers."""
+    check = errors.check_response
+    broken = [aiohttp.ClientOSError("[SSL: APPLICATION_DATA_AFTER_CLOSE_NOTIFY]")]
+
+    async def checked(response: aiohttp.ClientResponse) -> None:
+        if broken:
+            response.close()
+            raise broken.pop()
+        await check(response)
+
+    monkeypatch.setattr(errors, "check_response", checked)
+    things.create("there", 1)
+    with Watching(api) as found:
+        found.learns(there=1)
+        assert found.counts == {"failed": 1, "told": 1}
+
+
+def test_a_watch_that_nobody_tends_ends_the_process_and_an_api_that_is_away_does_not(
+    proxied: client.ApiClient, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.upstream_port = free_port()
+    monkeypatch.setattr(object_watch, "STALE_S", 2.0)
+    monkeypatch.setattr(object_watch, "BACKOFFS_S", (0.1,) * 1000)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(Watching(proxied).watch.run())
+        assert not (await asyncio.wait({running}, timeout=3 * object_watch.STALE_S))[0]
+        running.cancel()
+        await asyncio.wait({running})
+        monkeypatch.setattr(ObjectWatch, "_follow", lambda _self, _path: asyncio.Event().wait())
+        with pytest.RaisesGroup(WatchDeaf):
+            await Watching(proxied).watch.run()
+
+    asyncio.run(scenario())
 
 
 def test_a_token_is_read_for_each_request(server: ApiServer, things: Things) -> None:

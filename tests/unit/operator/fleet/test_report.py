@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+import yaml
 from deltashard_operator.fleet import report as reports
 from deltashard_operator.fleet.report import BadReport, IncidentKind, Outcome, Phase
 from deltashard_proto.v1 import fleet_pb2 as wire
@@ -14,6 +15,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.support.operator.definition import DEFINITIONS
 
 UIDS = {"pod_uid": "3b2a0f7e-0001", "workload_uid": "3b2a0f7e-0002"}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=1500)
@@ -156,8 +159,22 @@ def test_of_decisions_only_what_can_be_shown_is_taken() -> None:
         wire.Decision(subject="interval", value="4 min"),
         wire.Decision(subject="bits", would="q4\nq8"),
     ]
-    found = reports.report_of(report(run=wire.RunState(decisions=decisions))).run
+    checkpoints = [wire.KeptCheckpoint(pins=["x" * 300])]
+    found = reports.report_of(report(run=wire.RunState(decisions=decisions, checkpoints=checkpoints))).run
     assert found is not None
     first, second = found.decisions
-    assert (first.subject, first.value, len(first.why)) == ("interval", "3 min", reports.MAX_TEXT)
+    assert (first.subject, first.value, len(first.why)) == ("interval", "3 min", 512)
+    assert len(found.checkpoints[0].pins[0]) == reports.MAX_NAME
     assert (second.subject, second.would) == ("bits", "q4 q8")
+
+
+def test_a_checkpoint_run_takes_every_text() -> None:
+    """It would refuse the whole status for one that is too long."""
+    (path,) = (each for each in DEFINITIONS if "run" in each.name)
+    (version,) = yaml.safe_load(path.read_text())["spec"]["versions"]
+    status = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
+    decision = status["decisions"]["items"]["properties"]
+    limits = {name: field["maxLength"] for name, field in decision.items() if "maxLength" in field}
+    limits |= {name: status[name]["maxLength"] for name in ("encoding", "differential", "goal")}
+    limits["pins"] = status["newestCheckpoints"]["items"]["properties"]["pins"]["items"]["maxLength"]
+    assert limits | {"tables": reports.MAX_TABLES} == reports.LIMITS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from deltashard_operator.tls import issuance
 
 DAY_S = 86400.0
@@ -38,6 +40,12 @@ def test_what_is_old_lost_damaged_or_foreign_is_made_anew(
     after = issuance.renewed(before, names, now_s=now_s)
     assert {key.partition(".")[0] for key in before if after[key] != before[key]} == anew
     assert issuance.renewed(after, names, now_s=now_s + 1) == after
+    bundle = x509.load_pem_x509_certificates(after["ca.crt"])
+    kept = [] if days > 3650 or "ca" not in anew or before["ca.crt"] == b"damaged" else [before["ca.crt"]]
+    assert [each.public_bytes(serialization.Encoding.PEM) for each in bundle[1:]] == kept
+    if "ca" in anew:  # the next leaf of the new authority leaves the bundle as it is
+        later = issuance.renewed(after, names, now_s=now_s + 61 * DAY_S)
+        assert later["ca.crt"] == after["ca.crt"]
 
 
 def test_a_leaf_does_not_outlive_its_authority() -> None:
