@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 from deltashard_operator.api.duration import PATTERN
+from deltashard_operator.api.schema import Schema, takes
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "operator" / "deltashard_operator" / "api"
@@ -34,18 +35,6 @@ WHERE = "# {{- if .Values.crds.enabled }}\n"
 """A comment for those who read the file as YAML."""
 MAX_SCALAR = 32
 """Characters of a quantity or a duration."""
-
-Schema = Mapping[str, Any]
-
-
-def takes(schema: Schema) -> str:
-    """What a quantity or a duration takes, for a refusal."""
-    if "takes" in schema:
-        return str(schema["takes"])
-    least, most = schema["least"], schema.get("most")
-    bounds = f"from {least} to {most}" if most else f"of at least {least}"
-    such = ", such as 90s, 5m or 1h30m" if schema["format"] == "duration" else ""
-    return f"a {schema['format']} {bounds}{such}"
 
 
 def cel(condition: Schema, name: str = "self") -> str:
@@ -95,6 +84,9 @@ def _rules(schema: Schema) -> Iterator[dict[str, str]]:
     if "names" in schema:
         rule = f"self.all(name, name.matches(r'{schema['names']}'))"
         yield {"rule": rule, "message": f"it takes {schema['takes']}"}
+    if "characters" in schema:
+        rule = f"self.map(name, name.size() + self[name].size() + 2).sum() <= {schema['characters']}"
+        yield {"rule": rule, "message": f"it takes at most {schema['characters']} characters in all"}
     for rule in schema.get("rules", ()):
         said = rule.get("cel") or (f"!({cel(rule['if'])}) || " if "if" in rule else "") + cel(rule["then"])
         yield {"rule": said, "message": rule["message"]}

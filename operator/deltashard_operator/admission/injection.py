@@ -34,6 +34,7 @@ from deltashard_operator.kube.cluster_name import (
     EVICTABLE_VOLUMES,
     INJECTED,
     INTERVAL,
+    JOBSET_UID_LABEL,
     MANAGED_BY,
     MANAGED_BY_VALUE,
     OS_LABEL,
@@ -243,6 +244,14 @@ def check_marked(template: Mapping[str, Any], said: Annotations, recipe: Identit
         return  # which `inject` refuses
     has = {str(each.get("name")): each for each in sidecar.get("env") or []}
     wants = {each["name"]: each for each in run_identity.environment(recipe, said.run_id)}
+    by_label = _source(has.get("DELTASHARD_WORKLOAD_UID", {})) == _source(run_identity.JOBSET.uid or {})
+    if recipe.kind == "JobSet" and by_label and "value" in (recipe.uid or {}):
+        raise Refusal(
+            "Unsupported",
+            f"the JobSet controller writes no label {JOBSET_UID_LABEL}",
+            where="JobSet",
+            remedy="upgrade it to 0.9 or newer",
+        )
     for name in _IDENTITY:
         if name in has and name in wants and _source(has[name]) != _source(wants[name]):
             raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")

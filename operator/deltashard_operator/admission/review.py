@@ -124,6 +124,8 @@ def _parts(kind: str, document: Mapping[str, Any], namespace: str = "") -> tuple
             run_id=said.run_id,
             workload_uid=run_identity.workload_uid(kind, target.document),
             per_pod=said.runs == RUN_PER_POD,
+            kind=target.recipe.kind,
+            pods=target.recipe.pods,
         )
         claims = namespace and (claim.run_id or claim.workload_uid)
         parts.append(AnnotatedTemplate(target=target, said=said, claim=claim if claims else None))

@@ -29,6 +29,7 @@ from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
 from deltashard_operator.api.policy_cache import BUDGET_S
 from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.kube import run_identity
 from deltashard_operator.kube.call import ApiClient, NoReply, Requester
 from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import observed_object
@@ -46,6 +47,9 @@ class NotTold(EnvironmentFault):
 UNKNOWN = (NoReply, NotTold, TimeoutError)
 """What it raises that nobody can know who holds a run."""
 
+_REPLICATED = ("JobSet", "PyTorchJob")
+"""Kinds that have a name before the number of a pod."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClaim:
@@ -58,6 +62,10 @@ class RunClaim:
     """UID of the workload that asks, where it exists already (a JobSet, a StatefulSet)."""
     per_pod: bool = False
     """Whether each of its numbered pods trains a run of its own."""
+    kind: str = ""
+    """The workload's."""
+    pods: int = 0
+    """Its numbered pods; 0: not known."""
     source: bool = False
     """Whether it is only read, for another run to begin with: who holds it does not matter, its store does."""
 
@@ -73,28 +81,32 @@ class RunClaim:
         bases = ["-".join(words[: n + 1]) for n in range(len(words))] if last.isdecimal() else []
         return f"{RUN_ID} in ({','.join(map(run_label, (self.run_id, *bases)))})"
 
-    def held_by(self, called: str, run_id: str, *, per_pod: bool, record: str = "") -> Refusal | None:
+    def held_by(
+        self, workload: Workload, run_id: str, *, per_pod: bool, pods: int = 0, record: str = ""
+    ) -> Refusal | None:
         """The refusal for the sake of a workload that lives, where one run would be trained by both.
 
-        `record`: the CheckpointRun whose word alone says that it lives.
+        `pods`: its numbered pods; 0: not known. `record`: the CheckpointRun whose word alone says that it lives.
         """
         numbered = ""
         if self.run_id != run_id:
-            if per_pod and _is_a_pods(self.run_id, run_id):
+            if per_pod and _is_a_pods(self.run_id, run_id, workload.kind, pods):
                 numbered, run_id = run_id, self.run_id
-            elif self.per_pod and _is_a_pods(run_id, self.run_id):
+            elif self.per_pod and _is_a_pods(run_id, self.run_id, self.kind, self.pods):
                 numbered = self.run_id
             else:
                 return None
-        what = f"run {run_id!r} is held by {called}, which is not finished"
+        what = f"run {run_id!r} is held by {workload.called}, which is not finished"
         if numbered:
             what += f": each pod of run {numbered!r} trains a run of its own, with its number at the end"
         return _taken(what, "wait for its end, delete it, or choose another id", record)
 
 
-def _is_a_pods(run_id: str, base: str) -> bool:
-    """Whether a numbered pod of a workload with the run id `base` may train this run."""
-    return re.fullmatch(rf"{re.escape(base)}(-[a-z0-9-]+)?-[0-9]+", run_id) is not None
+def _is_a_pods(run_id: str, base: str, kind: str, pods: int) -> bool:
+    """Whether a numbered pod of such a workload with the run id `base` may train this run."""
+    replica = "(-[a-z0-9-]+)?" if kind in _REPLICATED else ""
+    found = re.fullmatch(rf"{re.escape(base)}{replica}-(?P<n>0|[1-9][0-9]*)", run_id)
+    return found is not None and not (kind == "Job" and 0 < pods <= int(found["n"]))
 
 
 class Holders:
@@ -112,19 +124,21 @@ class Holders:
             moved = [_moved(claim, each, url) for each in self._list(API_VERSION, PLURAL, claim)]
             moved = [] if claim.source and None in moved else moved
             return next(filter(None, moved), None)
+        judged = set()  # by their Jobs, which know how many pods they have
         for document in self._list("batch/v1", "jobs", claim):
             job, run_id = observed_object.job_of(document), document["metadata"]["labels"][RUN_ID]
             if job.outcome or job.workload.uid == claim.workload_uid:
                 continue
-            per_pod = job.wish.runs == RUN_PER_POD
-            if refusal := claim.held_by(job.workload.called, run_id, per_pod=per_pod):
+            judged.add(job.workload.uid)
+            per_pod, pods = job.wish.runs == RUN_PER_POD, run_identity.pods_of(document)
+            if refusal := claim.held_by(job.workload, run_id, per_pod=per_pod, pods=pods):
                 return refusal
         for record in self._list(API_VERSION, PLURAL, claim):
-            if refusal := self._held_by_record(claim, record) or _moved(claim, record, url):
+            if refusal := self._held_by_record(claim, record, judged) or _moved(claim, record, url):
                 return refusal
         return None
 
-    def _held_by_record(self, claim: RunClaim, record: Document) -> Refusal | None:
+    def _held_by_record(self, claim: RunClaim, record: Document, judged: set[str]) -> Refusal | None:
         """The refusal for the sake of a CheckpointRun's workload."""
         spec, status, reference = record["spec"], record.get("status") or {}, record["spec"]["workload"]
         workload = Workload(
@@ -137,10 +151,10 @@ class Holders:
         if spec["runId"] == claim.run_id and _reclaim(record) == ReclaimState.REMOVING:
             what = f"the checkpoints of run {claim.run_id!r} are being removed, since {workload.called} is finished"
             return _taken(what, "wait until its CheckpointRun says Removed, or choose another id")
-        if status.get("phase") == "Finished" or workload.uid == claim.workload_uid:
+        if status.get("phase") == "Finished" or workload.uid in {claim.workload_uid, *judged}:
             return None
         name, per_pod = "" if workload.native else record["metadata"]["name"], spec.get("runs") == RUN_PER_POD
-        refusal = claim.held_by(workload.called, spec["runId"], per_pod=per_pod, record=name)
+        refusal = claim.held_by(workload, spec["runId"], per_pod=per_pod, record=name)
         return refusal if refusal and (not workload.native or self._lives(workload)) else None
 
     def _list(self, api_version: str, plural: str, claim: RunClaim) -> list[Document]:

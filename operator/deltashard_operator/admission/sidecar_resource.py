@@ -100,22 +100,32 @@ def _guaranteed(container: Mapping[str, Any]) -> bool:
     )
 
 
+def _requested(spec: Mapping[str, Any], name: str) -> Fraction:
+    """What the pod's containers request of a resource: at start or at work, whichever is more."""
+    beside = peak = Fraction(0)
+    for each in spec.get("initContainers") or []:
+        peak = max(peak, beside + (asks := _request(each, name)))
+        if each.get("restartPolicy") == "Always":
+            beside += asks
+    return max(peak, beside + sum(_request(each, name) for each in spec.get("containers") or []))
+
+
+def _request(container: Mapping[str, Any], name: str) -> Fraction:
+    return quantity.parse(_part(container, "requests").get(name, _part(container, "limits").get(name, "0")))
+
+
 def _check_pod_level(spec: Mapping[str, Any], requests: Amounts, limits: Amounts) -> None:
-    natives = [each for each in spec.get("initContainers") or [] if each.get("restartPolicy") == "Always"]
     for part, name in itertools.product(("requests", "limits"), ("cpu", "memory")):
         stated = _part(spec, part).get(name)
         if stated is None:
             continue
         # The sidecar's own limit of processors is above its request for bursts, which nobody has to leave room for.
         ask = limits[name] if (part, name) == ("limits", "memory") else requests[name]
-        theirs = sum(
-            quantity.parse(_part(each, "requests").get(name, _part(each, "limits").get(name, "0")))
-            for each in (*(spec.get("containers") or []), *natives)
-        )
+        theirs = _requested(spec, name)
         if theirs + ask > quantity.parse(stated):
             raise Refusal(
                 "PodResourcesTooSmall",
-                f"it is {stated}, and {_text(name, Fraction(theirs))} that the containers request and "
+                f"it is {stated}, and {_text(name, theirs)} that the containers request and "
                 f"{_text(name, ask)} for {SIDECAR} make {_text(name, theirs + ask)}",
                 where=f"spec.resources.{part}.{name}",
                 remedy=f"raise it to at least {_text(name, theirs + ask)}",

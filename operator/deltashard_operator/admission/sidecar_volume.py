@@ -57,7 +57,9 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
         *volumes,
     ]
     for each in added:
-        if each["name"] in declared and each["name"] not in {CACHE_VOLUME, claimed}:
+        if each["name"] in declared and each["name"] != (
+            claimed if "persistentVolumeClaim" in each else CACHE_VOLUME
+        ):
             raise Refusal(
                 "VolumeUnfit",
                 "the name is taken",

@@ -1,8 +1,8 @@
 """The policy of one workload: a CheckpointPolicy over the chart's defaults, and the user's annotations over both.
 
-`spec` documents are what the API serves for a CheckpointPolicy, or the chart's default policy of the same shape; the
-API server and Helm have checked them by one schema, policy.yaml. A policy that names a store takes nothing of the
-default's store: one's bucket with another's credentials helps nobody.
+`spec` documents are what the API serves for a CheckpointPolicy, or the chart's default policy of the same shape. What
+they make together is judged by the schema that the API server has, too, policy.yaml. A policy that names a store takes
+nothing of the default's store: one's bucket with another's credentials helps nobody.
 
 Who states an interval or steps and no goal wants just these: then the goal is `fixed`, whatever the default's is. The
 same holds for an encoding and what bits are chosen for. `fleet`, `deciding` and `reclaiming` are the cluster's: words
@@ -19,7 +19,7 @@ from deltashard_checkpoint.deciding.precision import text_of
 from deltashard_checkpoint.vocabulary import DEFAULT_DIFFERENTIAL, DEFAULT_ENCODING, NO_BITS_RULE
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_operator.api import duration, store_access
+from deltashard_operator.api import duration, schema, store_access
 from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import quantity
@@ -133,27 +133,29 @@ def _over(spec: Mapping[str, Any], under: Mapping[str, Any]) -> dict[str, Any]:
     """Field by field where a field is an object, but for `store`."""
     result = {**under, **spec}
     for key, value in spec.items():
-        if isinstance(value, Mapping) and key in under and key != "store":
+        if isinstance(value, Mapping) and isinstance(under.get(key), Mapping) and key != "store":
             result[key] = {**under[key], **value}
     for key, stated, goal in _STATES:
-        said = spec.get(key, {})
-        if stated & said.keys() and "goal" not in said:
+        said = spec.get(key)
+        if isinstance(said, Mapping) and stated & said.keys() and "goal" not in said:
             result[key] = {**result[key], "goal": goal}
     return result
 
 
 def read(name: str, spec: Mapping[str, Any], said: Annotations | None = None) -> Policy:
     """The policy `name` with this (merged) spec, the annotations over it; raises `Refusal` (BadPolicy)."""
-    said = said or Annotations(policy=name)
+    said, judged = said or Annotations(policy=name), spec
+    if "every" in said.spec.get("interval", {}):  # in the place of the policy's
+        judged = merged({"interval": {"every": _BUILTIN["interval"]["every"]}}, spec)
     try:
+        if fault := next(schema.faults(schema.POLICY, judged), None):
+            raise _bad(name, fault)
         found = _policy(name, _over(merged(said.spec, spec), _BUILTIN), said)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # older than the schema, or past it
         raise _bad(name, f"it cannot be read: {type(error).__name__}: {error}") from None
     least_s, most_s = found.saving.least_s, found.saving.most_s
     if most_s and least_s > most_s:
         raise _bad(name, f"spec.interval.atLeast, {least_s:g} s, is above atMost, {most_s:g} s")
-    if not (found.saving.every_s or found.saving.every_steps or "interval" in said.spec):
-        raise _bad(name, "spec.interval: every 0s turns the timer off, so it needs everySteps above 0")
     return found
 
 

@@ -12,6 +12,7 @@ from deltashard_operator.admission.workload_kind import KINDS
 from deltashard_operator.api import annotation, policy_cache, workload_policy
 from deltashard_operator.api.refusal import CODES
 from deltashard_operator.run.judgement import TROUBLES
+from deltashard_operator.run.observed_object import Workload
 
 from tests.support.operator import sample
 from tests.support.operator.example import WORKLOADS, documents
@@ -111,7 +112,9 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
         said = webhook.not_watched("team-c").sentence
     elif code == "RunIdTaken":
         claim = RunClaim(namespace="n", run_id="nightly")
-        held = claim.held_by("Job nightly-29012345", "nightly", per_pod=False)
+        held = claim.held_by(
+            Workload(namespace="n", kind="Job", name="nightly-29012345", uid="u"), "nightly", per_pod=False
+        )
         assert held is not None
         said = held.sentence
     elif code == "StoreMoved":

@@ -111,12 +111,24 @@ def test_a_run_id_is_claimed_with_all_its_pods() -> None:
     for runs, per_pod in (("per-pod", True), ("one", False)):
         request = sample.parsed(job(opted(run_id="nightly", runs=runs)))
         assert isinstance(request, review.Request)
-        assert request.parts[0].claim == RunClaim(namespace="team-a", run_id="nightly", per_pod=per_pod)
+        claim = RunClaim(namespace="team-a", run_id="nightly", per_pod=per_pod, kind="Job")
+        assert request.parts[0].claim == claim
 
 
 SPOT = {"nodeSelector": {"cloud.google.com/gke-spot": "true"}}
+RULE = {"key": "cloud.google.com/gke-spot", "operator": "In", "values": ["true"]}
+TERMS = {"nodeSelectorTerms": [{"matchExpressions": [RULE]}]}
+BY_AFFINITY = {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": TERMS}}}
 PROXY = {"containers": [{"name": "t", "image": "t"}, {"name": "istio-proxy", "image": "p"}]}
 PORT = {"containers": [{"name": "t", "ports": [{"containerPort": 24464}]}]}
+
+
+def queued() -> Document:
+    document = job(OPT_IN)
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
+    return document
+
+
 IN_CLUSTER = {
     "fleet": {"address": "10.0.0.7:9443"},
     "store": {"url": "s3://bkt", "endpoint": "http://m.n.svc:9"},
@@ -131,6 +143,25 @@ OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
         (job(OPT_IN, terminationGracePeriodSeconds=45), {}, "is 45 s and policy default asks for 120 s"),
         (job(OPT_IN, **SPOT), {}, "give a pod 15 s to end"),
         (job(OPT_IN, **SPOT), {"gracePeriod": "15s"}, ""),
+        (job(OPT_IN, **BY_AFFINITY), {}, "give a pod 15 s to end"),
+        (queued(), {}, ""),
+        (queued(), {"sidecar": {"resources": {"requests": {"ephemeral-storage": "0"}}}}, ""),
+        (
+            queued(),
+            {"sidecar": {"resources": {"requests": {"ephemeral-storage": "2Gi"}}}},
+            "if the ClusterQueue covers",
+        ),
+        (job(OPT_IN), {"reclaim": {"policy": "Delete"}}, "reclaim.enabled is false"),
+        (
+            pod(hostNetwork=True),
+            OUTSIDE | {"store": {"url": "s3://bkt", "endpoint": "http://m.n:9"}},
+            "ClusterFirstWith",
+        ),
+        (
+            pod(hostNetwork=True),
+            OUTSIDE | {"store": {"url": "s3://bkt", "endpoint": "https://s3.eu.example"}},
+            "",
+        ),
         (job(OPT_IN, **PORT), {}, "port 24464"),
         (job(OPT_IN, **PROXY), {}, "istio-proxy is no native sidecar"),
         (job(OPT_IN, initContainers=[{"name": "istio-proxy", "restartPolicy": "Always"}]), {}, ""),
@@ -181,6 +212,9 @@ def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
     assert (grace_s(client_side), grace_s(server_side)) == (30, 30)
     assert "may not end in time" in sample.answer(client_side)["warnings"][0]
     server_side["metadata"]["managedFields"][0]["operation"] = "Update"  # holds defaults, too
+    written["spec"]["template"]["spec"].pop("terminationGracePeriodSeconds")
+    note = json.dumps(written | {"note": "terminationGracePeriodSeconds"})
+    written["metadata"]["annotations"] = {**OPT_IN, "kubectl.kubernetes.io/last-applied-configuration": note}
     assert (grace_s(server_side), grace_s(written)) == (120, 120)
 
 

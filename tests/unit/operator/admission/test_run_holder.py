@@ -7,32 +7,41 @@ from typing import Any
 import pytest
 from deltashard_operator.admission import run_holder
 from deltashard_operator.admission.run_holder import RunClaim
+from deltashard_operator.run.observed_object import Workload
 
 
 @pytest.mark.parametrize(
-    ("claimed", "held", "shared"),
+    ("claimed", "held", "of", "shared"),
     [
-        (("exp", False), ("exp", False), "run 'exp' is held by Job a"),
-        (("exp", True), ("exp", True), "run 'exp' is held by Job a"),
-        (("exp", False), ("other", True), ""),
-        (("exp-3", False), ("exp", False), ""),
-        (("exp", False), ("exp-3", False), ""),
-        (("exp-3", False), ("exp", True), "run 'exp-3' is held by Job a"),
-        (("exp", True), ("exp-3", False), "run 'exp-3' is held by Job a"),
-        (("exp-worker-3", False), ("exp", True), "run 'exp-worker-3' is held by Job a"),
-        (("exp-2-3", False), ("exp", True), "run 'exp-2-3' is held by Job a"),
-        (("exp-a", False), ("exp", True), ""),
-        (("expo-3", False), ("exp", True), ""),
+        (("exp", False), ("exp", False), "Job", "exp"),
+        (("exp", True), ("exp", True), "Job", "exp"),
+        (("exp", False), ("other", True), "Job", ""),
+        (("exp-3", False), ("exp", False), "Job", ""),
+        (("exp", False), ("exp-3", False), "Job", ""),
+        (("exp-3", False), ("exp", True), "Job", "exp-3"),
+        (("exp-4", False), ("exp", True), "Job", ""),
+        (("exp-4", False), ("exp", True), "StatefulSet", "exp-4"),
+        (("exp", True), ("exp-3", False), "Job", "exp-3"),
+        (("exp", True), ("exp-4", False), "Job", ""),
+        (("exp-worker-3", False), ("exp", True), "PyTorchJob", "exp-worker-3"),
+        (("exp-2-3", False), ("exp", True), "JobSet", "exp-2-3"),
+        (("exp-2-3", False), ("exp", True), "Job", ""),
+        (("exp", True), ("exp-2-3", False), "StatefulSet", ""),
+        (("exp-a", False), ("exp", True), "JobSet", ""),
+        (("expo-3", False), ("exp", True), "JobSet", ""),
     ],
 )
-def test_who_would_train_one_run(claimed: tuple[str, bool], held: tuple[str, bool], shared: str) -> None:
-    """Where each pod trains a run of its own, its number stands at the end of the name."""
+def test_who_would_train_one_run(
+    claimed: tuple[str, bool], held: tuple[str, bool], of: str, shared: str
+) -> None:
+    """Where each of four pods trains a run of its own, its number stands at the end of the name."""
     (run_id, per_pod), (other, others) = claimed, held
-    claim = RunClaim(namespace="n", run_id=run_id, per_pod=per_pod)
-    refusal = claim.held_by("Job a", other, per_pod=others, record="a-x")
+    claim = RunClaim(namespace="n", run_id=run_id, per_pod=per_pod, kind=of, pods=4)
+    workload = Workload(namespace="n", kind=of, name="a", uid="u")
+    refusal = claim.held_by(workload, other, per_pod=others, pods=4, record="a-x")
     assert (refusal is None) == (not shared)
     if refusal is not None:
-        assert shared in refusal.what
+        assert f"run '{shared}' is held by {of} a" in refusal.what
         assert "delete CheckpointRun a-x" in refusal.remedy
 
 

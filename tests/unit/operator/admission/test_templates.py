@@ -79,6 +79,21 @@ def test_a_jobs_template_is_that_of_its_jobset(known: bool) -> None:
     assert values["DELTASHARD_PODS"] == "3"
 
 
+def test_a_jobset_controller_that_tells_no_uid_is_to_be_upgraded() -> None:
+    (replicated,) = created(documents("jobset")[0])["spec"]["replicatedJobs"]
+    owner = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "name": "ads",
+        "uid": UID,
+        "controller": True,
+    }
+    metadata = {**replicated["template"]["metadata"], "name": "ads-0", "ownerReferences": [owner]}
+    job = {"apiVersion": "batch/v1", "kind": "Job", **replicated["template"], "metadata": metadata}
+    status = sample.answer(job)["status"]
+    assert (status["reason"], "upgrade it to 0.9" in status["message"]) == ("Unsupported", True)
+
+
 def test_a_pod_of_a_pytorch_job_learns_the_workloads_uid() -> None:
     """No label has it. And a definition that knows no native sidecars has dropped what makes ours one."""
     template = template_of(created(documents("pytorchjob")[0]))

@@ -115,25 +115,69 @@ def test_the_cache_is_as_large_as_stated_or_in_proportion_to_the_arena(
     assert sample.policy(spec, **said).cache_bytes == cache_bytes
 
 
+CLAIM = {"url": "file:///mnt/shared", "claim": "checkpoints"}
+AT_MNT = {"name": "v", "mountPath": "/mnt/shared/x", "configMap": {"name": "c"}}
+
+
 @pytest.mark.parametrize(
     ("name", "spec", "says"),
     [
         ("p", {"sidecar": {"image": "i"}}, "spec.store.url is missing"),
-        ("cluster/p", {"store": {"url": "s3://b"}}, "spec.sidecar.image is missing"),
+        ("cluster/p", {"store": {"url": "s3://bkt"}}, "spec.sidecar.image is missing"),
         ("p", {"interval": {"goal": {"type": "Auto"}, "atLeast": "2h", "atMost": "1h"}}, "is above atMost"),
         ("p", {"interval": {"every": "0s"}}, "every 0s turns the timer off"),
-        ("p", {"interval": {"every": "soon"}}, "it cannot be read: ValueError: 'soon' is no duration"),
+        (
+            "p",
+            {"interval": {"every": "soon"}},
+            "spec.interval.every is 'soon', and it takes a duration from 0s to 168h",
+        ),
+        ("p", {"interval": {"every": "9999h"}}, "from 0s to 168h"),
+        ("p", {"interval": None}, "spec.interval is None, and it takes object"),
+        (
+            "p",
+            {"gracePeriod": "500ms"},
+            "spec.gracePeriod is '500ms', and it takes a duration from 5s to 24h",
+        ),
+        ("p", {"arenaSize": 512}, "a quantity from 64Mi to 1Ti"),
+        ("p", {"arenaSize": True}, "spec.arenaSize is True"),
+        ("p", {"cacheSize": 0}, "a quantity of at least 64Mi"),
+        ("p", {"keepLast": 0}, "integer with minimum 1"),
+        ("p", {"differential": "some"}, "one of full, one-shot"),
+        ("p", {"sidecar": {"resources": {"requests": {"cpu": "0"}}}}, "a quantity above 0, such as 500m"),
+        (
+            "p",
+            {"precision": {"tables": {f"{n:0250}": "q8" for n in range(13)}}},
+            "at most 3072 characters in all",
+        ),
+        ("p", {"precision": {"tables": {"a=b": "q8"}}}, "encodings by table"),
+        ("p", {"sidecar": {"env": [{"name": "A", "value": ""}] * 2}}, "spec.sidecar.env says one name twice"),
+        ("p", {"sidecar": {"env": [{"name": "A"}]}}, "spec.sidecar.env.0.value is missing"),
+        (
+            "p",
+            {"store": CLAIM, "sidecar": {"volumes": [AT_MNT]}},
+            "sidecar.volumes lie elsewhere than in /mnt",
+        ),
+        ("p", {"store": {"url": "http://bkt"}}, "it takes s3://bucket/prefix"),
+        ("p", {"store": {"url": "s3://bkt\n"}}, "it takes s3://bucket/prefix"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_the_policys_name(
     name: str, spec: dict[str, Any], says: str
 ) -> None:
-    """One layer by itself is the API server's to refuse."""
+    """What the API server would refuse, wherever it comes from: the chart's default, an older definition, the merge."""
     whole = spec if "missing" in says else merged(spec, sample.DEFAULTS)
     with pytest.raises(Refusal) as caught:
         read(name, whole)
     assert caught.value.sentence.startswith(f"{workload_policy.called(name)}: ")
     assert says in caught.value.sentence
+
+
+def test_an_interval_of_ones_own_alone_makes_up_for_a_policy_without() -> None:
+    defaults = {**sample.DEFAULTS, "interval": {"every": "0s", "everySteps": 9}}
+    spec = merged({"interval": {"everySteps": 0}}, defaults)
+    assert read("p", spec, Annotations(policy="p", spec=EVERY)).saving.every_s == 60
+    with pytest.raises(Refusal, match="every 0s turns the timer off"):
+        read("p", spec, Annotations(policy="p", spec={"interval": {"goal": "auto"}}))
 
 
 def test_the_clusters_policies_are_named_apart() -> None:
@@ -180,25 +224,25 @@ STORE, TOKEN = "/etc/deltashard/store/", "/var/run/secrets/deltashard/store"
 @pytest.mark.parametrize(
     ("store", "variables", "audiences"),
     [
-        ({"url": "s3://b", "secretRef": {"name": "s"}}, {"AWS_SHARED_CREDENTIALS_FILE": STORE + "credentials"}, []),
-        ({"url": "gs://b", "secretRef": {"name": "s"}}, {"GOOGLE_APPLICATION_CREDENTIALS": STORE + "credentials"}, []),
+        ({"url": "s3://bkt", "secretRef": {"name": "s"}}, {"AWS_SHARED_CREDENTIALS_FILE": STORE + "credentials"}, []),
+        ({"url": "gs://bkt", "secretRef": {"name": "s"}}, {"GOOGLE_APPLICATION_CREDENTIALS": STORE + "credentials"}, []),
         (
-            {"url": "az://c", "secretRef": {"name": "s", "key": "azure"}},
+            {"url": "az://ctr", "secretRef": {"name": "s", "key": "azure"}},
             {"AZURE_STORAGE_CONNECTION_STRING_FILE": STORE + "azure"},
             [],
         ),
         (
-            {"url": "s3://b", "webIdentity": {"audience": "minio", "stsEndpoint": "http://minio:9000"}},
+            {"url": "s3://bkt", "webIdentity": {"audience": "minio", "stsEndpoint": "http://minio:9000"}},
             {"AWS_WEB_IDENTITY_TOKEN_FILE": TOKEN, "AWS_ENDPOINT_URL_STS": "http://minio:9000"},
             ["minio"],
         ),
         (
-            {"url": "s3://b", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}},
+            {"url": "s3://bkt", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}},
             {"AWS_WEB_IDENTITY_TOKEN_FILE": TOKEN, "AWS_ROLE_ARN": "arn:aws:iam::1:role/x"},
             ["sts.amazonaws.com"],
         ),
         (
-            {"url": "az://c", "webIdentity": {"clientId": "c", "tenantId": "t"}},
+            {"url": "az://ctr", "webIdentity": {"clientId": "c", "tenantId": "t"}},
             {"AZURE_FEDERATED_TOKEN_FILE": TOKEN, "AZURE_CLIENT_ID": "c", "AZURE_TENANT_ID": "t"},
             ["api://AzureADTokenExchange"],
         ),
@@ -224,7 +268,7 @@ def test_the_way_to_the_network() -> None:
         "noProxy": "minio.example",
         "caBundle": {"configMap": "c", "key": "k"},
     }
-    policy = sample.policy({"store": {"url": "gs://b"}, "network": network})
+    policy = sample.policy({"store": {"url": "gs://bkt"}, "network": network})
     found = store_access.settings(policy)
     past = set(found.pop("NO_PROXY").split(","))
     assert {"localhost", "169.254.169.254", "metadata.google.internal", ".svc", "minio.example"} <= past
@@ -246,7 +290,7 @@ def test_a_policys_own_variables_and_volumes() -> None:
         {"name": "k", "mountPath": "/etc/k", "csi": {"driver": "secrets-store.csi.k8s.io"}},
     ]
     own = {"name": "AWS_SHARED_CREDENTIALS_FILE", "value": "/etc/k/x"}
-    spec = {"store": {"url": "s3://b"}, "sidecar": {"env": [own], "volumes": volumes}}
+    spec = {"store": {"url": "s3://bkt"}, "sidecar": {"env": [own], "volumes": volumes}}
     result = inject(sample.template(), sample.policy(spec), run_identity.JOB)
     sidecar, found = sample.sidecar_of(result), {each["name"]: each for each in result["spec"]["volumes"]}
     assert sidecar["env"][-1] == own
