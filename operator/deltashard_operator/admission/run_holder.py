@@ -129,7 +129,7 @@ class Holders:
             job, run_id = observed_object.job_of(document), document["metadata"]["labels"][RUN_ID]
             if job.outcome or job.workload.uid == claim.workload_uid:
                 continue
-            judged.add(job.workload.uid)
+            judged.add((job.workload.uid, run_id))
             per_pod, pods = job.wish.runs == RUN_PER_POD, run_identity.pods_of(document)
             if refusal := claim.held_by(job.workload, run_id, per_pod=per_pod, pods=pods):
                 return refusal
@@ -138,7 +138,9 @@ class Holders:
                 return refusal
         return None
 
-    def _held_by_record(self, claim: RunClaim, record: Document, judged: set[str]) -> Refusal | None:
+    def _held_by_record(
+        self, claim: RunClaim, record: Document, judged: set[tuple[str, str]]
+    ) -> Refusal | None:
         """The refusal for the sake of a CheckpointRun's workload."""
         spec, status, reference = record["spec"], record.get("status") or {}, record["spec"]["workload"]
         workload = Workload(
@@ -151,7 +153,9 @@ class Holders:
         if spec["runId"] == claim.run_id and _reclaim(record) == ReclaimState.REMOVING:
             what = f"the checkpoints of run {claim.run_id!r} are being removed, since {workload.called} is finished"
             return _taken(what, "wait until its CheckpointRun says Removed, or choose another id")
-        if status.get("phase") == "Finished" or workload.uid in {claim.workload_uid, *judged}:
+        if status.get("phase") == "Finished" or workload.uid == claim.workload_uid:
+            return None
+        if (workload.uid, spec["runId"]) in judged:
             return None
         name, per_pod = "" if workload.native else record["metadata"]["name"], spec.get("runs") == RUN_PER_POD
         refusal = claim.held_by(workload, spec["runId"], per_pod=per_pod, record=name)
