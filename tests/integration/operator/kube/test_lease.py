@@ -204,7 +204,7 @@ def test_a_connection_that_hangs_takes_no_thread_for_longer_than_a_try(
 
     async def scenario(proxy: FaultyProxy) -> None:
         world = World(api, namespace)
-        world.call = Caller(api, threads=1, timeout_s=(60.0, 2.0))
+        world.call = Caller(client.ApiClient(api.configuration), threads=1, timeout_s=(60.0, 2.0))
         lease = world.lease("first")
         await lease.acquire()
         proxy.hang = True
@@ -215,7 +215,7 @@ def test_a_connection_that_hangs_takes_no_thread_for_longer_than_a_try(
         world.call.close()
 
     with FaultyProxy(apiserver.port) as proxy:
-        api.configuration.host = f"https://127.0.0.1:{proxy.port}"
+        api.configuration.host, api.configuration.retries = f"https://127.0.0.1:{proxy.port}", False
         asyncio.run(scenario(proxy))
     assert not holder(http, namespace)
 
