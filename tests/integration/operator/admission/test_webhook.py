@@ -272,13 +272,13 @@ MERGE = "application/merge-patch+json"
 
 
 @contextlib.contextmanager
-def known(rest: Rest, run_id: str, workload: dict[str, str]) -> Iterator[str]:
+def known(rest: Rest, run_id: str, workload: dict[str, str], **spec: str) -> Iterator[str]:
     """A CheckpointRun, as a controller wrote it before it went away; yields its path."""
     document = {
         "apiVersion": "deltashard.io/v1alpha1",
         "kind": "CheckpointRun",
         "metadata": {"name": f"{run_id}-known", "labels": {cluster_name.RUN_ID: run_id}},
-        "spec": {"runId": run_id, "policy": "default", "workload": workload},
+        "spec": {"runId": run_id, "policy": "default", "workload": workload, **spec},
     }
     assert rest.create(document).status == 201
     try:
@@ -330,9 +330,15 @@ def test_a_numbered_pods_run_is_nobody_elses(rest: Rest, shared_webhook: Webhook
     """
     background = {"propagationPolicy": "Background"}
     with registered(rest, shared_webhook.client_config()):
-        assert has_sidecar(rest.create(job("numbered", opted(run_id="exp", runs="per-pod"))))
-        refused = asked(rest, "single", run_id="exp-1")
-        assert "run 'exp-1' is held by Job numbered" in refused
+        document = job("numbered", opted(run_id="exp", runs="per-pod"))
+        document["spec"] |= {"completionMode": "Indexed", "completions": 4}
+        numbered = rest.create(document)
+        assert has_sidecar(numbered)
+        uid = numbered.document["metadata"]["uid"]
+        holder = {"apiVersion": "batch/v1", "kind": "Job", "name": "numbered", "uid": uid}
+        with known(rest, "exp", holder, runs="per-pod"):
+            assert "run 'exp-1' is held by Job numbered" in asked(rest, "single", run_id="exp-1")
+            assert not asked(rest, "far", run_id="exp-99") + asked(rest, "other", run_id="exp-bert-2")
         assert rest("DELETE", f"{JOBS}/numbered", background).status == 200
         assert has_sidecar(rest.create(job("single", opted(run_id="exp-1"))))
         assert "run 'exp-1' is held by Job single" in asked(rest, "wide", run_id="exp", runs="per-pod")
