@@ -42,6 +42,7 @@ class Activity:
                 cause=Cause.DAMAGED_LOG if reply.log_damage else Cause.INVALID,
                 message=f"attempt {reply.attempt} goes back to step {reply.step}, past newer checkpoints: {why}",
                 step=reply.step,
+                attempt=reply.attempt,
             )
 
     def restored(self, session: Session, *, step: int, source: str) -> None:

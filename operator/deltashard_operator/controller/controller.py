@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -39,7 +40,8 @@ from deltashard_operator.run import (
     schedule,
     watched_run,
 )
-from deltashard_operator.run.phase import TRAINS
+from deltashard_operator.run.phase import TRAINS, Phase
+from deltashard_operator.run.reclaim import REMOVED
 from deltashard_operator.run.watched_run import Run
 
 JUDGE_S = 10.0
@@ -113,17 +115,27 @@ class Controller:
     async def load(self) -> None:
         """Read the CheckpointRuns, what was known before; raises `ApiUnavailable`."""
         for found in await status.listed(self._books.call, self._namespaces):
-            try:
-                run = run_record.run_of(found)
-            except Exception:  # noqa: BLE001 - of a newer version, say: that run begins anew, the others go on
-                self.metrics.judge_errors.inc()
-                _log.exception("run.not_read", name=found["metadata"]["name"])
+            run = self._read(found)
+            if run is None:
                 continue
             entry = self._books.enter(run)
             self._writes.adopt(entry, found)
             entry.durable, entry.born = run.ledger, found["metadata"].get("creationTimestamp", "")
         self.loaded = True
         _log.info("controller.loaded", runs=len(self._books.by_key))
+
+    def _read(self, found: Mapping[str, Any]) -> Run | None:
+        """The run of a CheckpointRun. Of a finished one that cannot be read it is what its removal needs."""
+        said = found.get("status") or {}
+        for each in (said, {**said, "phase": Phase.FINISHED.value, "ledger": ""}):
+            try:
+                return run_record.run_of({**found, "status": each})
+            except Exception:  # noqa: BLE001 - of a newer version, say: the others go on
+                self.metrics.judge_errors.inc()
+                _log.exception("run.not_read", name=found["metadata"]["name"])
+            if not said.get("finishedAt"):
+                break
+        return None
 
     def report(self, report: Report) -> Reply:
         """Take a report and answer it, see `report.Ledger`."""
@@ -229,10 +241,12 @@ class Controller:
     def _expired(self, run: Run, now_s: float) -> bool:
         if not run.finished or (run.reclaim is not None and run.reclaim.pending):
             return False
-        due_s = (
-            run.reclaim.due_s if run.reclaim is not None else 0.0
-        )  # what came of its bytes is to be read, too
-        return now_s - max(run.finished_at_s, due_s) > self._keep_finished_s
+        ended_at_s = run.finished_at_s
+        if run.reclaim is not None:
+            # That the bytes went is to be read, too. What stays is tried again every day, and not for ever.
+            told_s = run.reclaim.since_s if run.reclaim.state is REMOVED else run.reclaim.due_s
+            ended_at_s = max(ended_at_s, told_s)
+        return now_s - ended_at_s > self._keep_finished_s
 
     def _judge(self, entry: Entry, now_s: float) -> None:
         if entry.run.taken_by and self._books.holder(entry) is entry:

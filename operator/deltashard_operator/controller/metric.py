@@ -22,7 +22,7 @@ from deltashard_operator.run import condition
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
 
-EVENTS = ("told", "repeated", "refused", "dropped")
+EVENTS = ("told", "repeated", "limited", "refused", "dropped")
 
 
 class ControllerMetrics:

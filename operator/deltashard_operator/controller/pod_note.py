@@ -19,9 +19,11 @@ def look(books: Entries, _now_s: float) -> None:
     for entry in books:
         committed_s = entry.run.progress.last_commit_at_s
         for pod in entry.run.pods.values():
-            if committed_s and pod.alive and pod.checkpoint_time != timestamp(committed_s):
+            if not pod.alive:
+                books.queue.forget(("pod", pod.uid))
+            elif committed_s and pod.checkpoint_time != timestamp(committed_s):
                 write = partial(_write, books, pod, timestamp(committed_s))
-                books.queue.offer(("pod", pod.uid), Rank.COMMIT, write)
+                books.queue.offer(("pod", pod.uid), Rank.NOTE, write)
             else:
                 books.queue.withdraw(("pod", pod.uid))
 
@@ -30,6 +32,6 @@ async def _write(books: Entries, pod: PodView, text: str) -> None:
     path = f"/api/v1/namespaces/{pod.workload.namespace}/pods/{pod.name}"
     body = {"metadata": {"uid": pod.uid, "annotations": {CHECKPOINT_TIME: text}}}
     answer = await books.call("PATCH", path, body, content=MERGE, tries=1)
-    books.queue.forget(("pod", pod.uid))
     if answer.status not in {404, 409} and not answer.ok:  # it is gone, or another one has its name
         raise ApiUnavailable(answer.sentence, where=path)
+    books.queue.forget(("pod", pod.uid))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from deltashard_operator.api.policy_cache import policy_path
+from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller import status
 from deltashard_operator.controller.run_book import Entries, PolicyKey
 from deltashard_operator.controller.write_queue import Rank
@@ -22,8 +23,10 @@ def look(books: Entries, now_s: float) -> None:
         before, runs = document.get("status") or {}, using.get(key, [])
         if not before and not runs:
             continue  # nobody has used it yet
+        policies = (books.policy_of(run) for run in runs)
+        url = next((each.url for each in policies if isinstance(each, Policy)), "")
         generation = document["metadata"].get("generation", 0)
-        wanted = policy_standing.status(runs, before, generation=generation, now_s=now_s)
+        wanted = policy_standing.status(runs, before, url=url, generation=generation, now_s=now_s)
         if change := run_record.patch(before, wanted):
             rank = Rank.CONDITION if "conditions" in change else Rank.COMMIT
             write = partial(status.write, books.call, policy_path(key), status.served(document), change)

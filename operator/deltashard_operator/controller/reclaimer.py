@@ -19,6 +19,7 @@ from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.write_queue import Rank
+from deltashard_operator.fleet.report import RunKey
 from deltashard_operator.kube.call import ApiUnavailable
 from deltashard_operator.run import observed_object, reclaim
 from deltashard_operator.run.observed_object import Workload
@@ -36,15 +37,12 @@ class Reclaimer:
     def __init__(self, books: Entries) -> None:
         self._books = books
         self._call, self._wall = books.call, books.wall
+        self._making: set[RunKey] = set()
 
     def look(self, now_s: float) -> None:
         """Judge the finished runs, and follow those whose Job is to be made or looked at."""
         newest = self._books.newest_by_id()
-        at_work = Counter(
-            each.run.workload.namespace
-            for each in self._books
-            if each.run.reclaim is not None and each.run.reclaim.state is REMOVING
-        )
+        at_work = self._at_work()
         for entry in self._books:
             run = entry.run
             if not run.finished and run.reclaim is None:
@@ -63,6 +61,15 @@ class Reclaimer:
             elif found.ready and at_work[run.workload.namespace] < MOST:
                 at_work[run.workload.namespace] += 1
                 self._offer(entry, Rank.CONDITION)
+
+    def _at_work(self, but: Entry | None = None) -> Counter[str]:
+        """Jobs that remove, or are being made, by namespace."""
+        return Counter(
+            each.run.workload.namespace
+            for each in self._books
+            if each.run.key in self._making
+            or (each is not but and each.run.reclaim is not None and each.run.reclaim.state is REMOVING)
+        )
 
     def _offer(self, entry: Entry, rank: Rank) -> None:
         self._books.queue.offer(("reclaim", *entry.run.key), rank, partial(self._follow, entry))
@@ -99,8 +106,14 @@ class Reclaimer:
         if living:
             self._move(entry, KEPT, f"{run.workload.called} is there and has not ended")
             return
+        if self._at_work(but=entry)[run.workload.namespace] >= MOST:
+            return  # what stayed is looked at again in some minutes
         assert isinstance(policy, Policy)
-        made = await self._call("POST", jobs, reclaim_job.manifest(run, policy))
+        self._making.add(run.key)
+        try:
+            made = await self._call("POST", jobs, reclaim_job.manifest(run, policy))
+        finally:
+            self._making.discard(run.key)
         if made.ok or made.status == 409:
             self._move(entry, REMOVING, f"Job {name} removes the bytes")
         else:

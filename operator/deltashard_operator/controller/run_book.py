@@ -8,6 +8,7 @@ not Finished.
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ PolicyKey = tuple[str, str]
 MAX_NOTICES = 64
 """Waiting for a run's CheckpointRun to be made."""
 MAX_READ = 10_000
+_POD_NUMBER = re.compile(r"-(?:(?:master|worker|[0-9]+)-)?[0-9]+", re.ASCII)
 _log = structlog.get_logger("deltashard.controller")
 
 
@@ -54,6 +56,8 @@ class Entry:
     notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
     nudged: int = 0
     """Id of the directive for which its sidecars were nudged."""
+    whole_s: float = 0.0
+    """When it may tell as much at once as ever."""
     nodes: Mapping[str, int] = field(default_factory=dict)
     """Failures by node that are in the metrics."""
 
@@ -117,6 +121,7 @@ class Entries:
         self._without_id(entry.run)
         for uid in entry.run.pods:
             self.pods.pop(uid, None)
+            self.queue.forget(("pod", uid))
         for uid in entry.run.jobs:
             self.jobs.pop(uid, None)
         self.orders.forget(key)
@@ -172,7 +177,11 @@ class Entries:
         namespace, run_id = entry.run.workload.namespace, entry.run.run_id
         return any(
             (each.run.run_id == run_id and each.end_s >= entry.end_s)
-            or (not each.run.finished and each.run.run_id.startswith(f"{run_id}-"))
+            or (
+                not each.run.finished
+                and each.run.run_id.startswith(run_id)
+                and _POD_NUMBER.fullmatch(each.run.run_id, len(run_id))
+            )
             for each in self
             if each is not entry and each.run.workload.namespace == namespace
         )

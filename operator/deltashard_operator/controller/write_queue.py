@@ -3,8 +3,9 @@
 Who has something to write offers it by a key, as often as he likes: the newest offer of a key replaces the one before,
 and is begun when its turn comes, never two of a key at once. The writes that are due go by rank, then by age. All of
 them share a token bucket (`PER_S` sustained, `BURST` at once), of which commits and what is quieter leave `RESERVE` to
-the others; while more than half of it is gone, what follows the write of a trouble is put together for `LATER_S`, so
-that the loss of many pods is one write for each run. A write that fails is tried again, after a pause that grows.
+the others; Events have one of their own, so that neither starves the other. While more than half of it is gone, what
+follows the write of a trouble is put together for `LATER_S`, so that the loss of many pods is one write for each run. A
+write that fails is tried again, after a pause that grows.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from deltashard_operator.kube.call import THREADS
 PER_S = 20.0
 BURST = 400.0
 RESERVE = 300.0
+EVENT_PER_S = 10.0
+EVENT_BURST = 200.0
 SOON_S = 1.0
 LATER_S = 10.0
 QUIET_S = 300.0
+NOTE_S = 60.0
 MAX_BACKOFF_S = 60.0
 AT_WORK = 8 * THREADS
 """Writes under way at once: so few that what is more urgent need not wait long."""
@@ -46,6 +50,8 @@ class Rank(enum.IntEnum):
     EVENT = 4
     COMMIT = 5
     QUIET = 6
+    NOTE = 7
+    """An annotation of a pod."""
 
 
 @dataclass(slots=True)
@@ -72,12 +78,13 @@ class WriteQueue:
     ) -> None:
         """`commit_s`: writes of commits of one run are so far apart."""
         self._wall, self._count = wall, count
-        self._tokens, self._filled_s = BURST, wall()
+        self._tokens, self._event_tokens, self._filled_s = BURST, EVENT_BURST, wall()
         self._apart_s = {
             Rank.TROUBLE: SOON_S,
             Rank.CONDITION: SOON_S,
             Rank.COMMIT: commit_s,
             Rank.QUIET: max(commit_s, QUIET_S),
+            Rank.NOTE: NOTE_S,
         }
         self._lines: dict[Hashable, _Line] = {}
         self._behind = 0
@@ -114,8 +121,10 @@ class WriteQueue:
         self._lines.pop(key, None)
 
     def hurry(self) -> None:
-        """From now on everything is due: the process ends."""
+        """From now on everything is due, also what failed before: the process ends."""
         self._hurried = True
+        for line in self._lines.values():
+            line.not_before_s = 0.0
 
     def tick(self) -> None:
         """Begin the writes whose turn it is."""
@@ -123,7 +132,9 @@ class WriteQueue:
         if now_s < self._filled_s:  # the clock was set back
             for line in self._lines.values():
                 line.written_s = line.not_before_s = now_s
-        self._tokens = min(BURST, self._tokens + max(now_s - self._filled_s, 0.0) * PER_S)
+        passed_s = max(now_s - self._filled_s, 0.0)
+        self._tokens = min(BURST, self._tokens + passed_s * PER_S)
+        self._event_tokens = min(EVENT_BURST, self._event_tokens + passed_s * EVENT_PER_S)
         self._filled_s = now_s
         due = sorted(
             (line.rank, due_s, number, key)
@@ -134,11 +145,13 @@ class WriteQueue:
         for rank, _, _, key in due:
             cost = 0.0 if self._hurried or rank is Rank.NEW else 1.0
             kept = RESERVE if cost and rank >= Rank.COMMIT else 0.0
-            if (
-                len(self.tasks) >= AT_WORK or self._tokens < cost + kept
-            ):  # what comes after it is no more urgent
-                return
-            self._tokens -= cost
+            tokens = self._event_tokens if rank is Rank.EVENT else self._tokens
+            if len(self.tasks) >= AT_WORK or tokens < cost + kept:
+                continue
+            if rank is Rank.EVENT:
+                self._event_tokens -= cost
+            else:
+                self._tokens -= cost
             self._behind -= 1
             line = self._lines[key]
             task = asyncio.create_task(self._write(key, line, line.work))

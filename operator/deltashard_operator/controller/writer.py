@@ -6,7 +6,8 @@ what it counts: sidecars tell again what is not in it.
 
 An Event's name is made of what it tells, so that who tells the same again, perhaps another controller, finds it there
 (409). A sidecar's incident has a natural key (`Notice.key`); anything else is the same if its text is and it is told
-within ten minutes. What waits is bounded: an incident for which there is no room is brought again by its sidecar.
+within ten minutes. What waits is bounded: an incident for which there is no room is brought again by its sidecar. What
+one run may tell is limited (`BURST` at once, then one in `REFILL_S`): an incident over that counts as told.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.watched_run import Notice, Run
 
 SAME_S = 600.0
+BURST = 25
+REFILL_S = 60.0
 MAX_WAITING = 1000
 MAX_RECORDED = 16384
 MAX_MESSAGE = 1024
@@ -103,10 +106,10 @@ class Writes:
 
     def _go_on_from(self, entry: Entry, document: Document) -> None:
         """Go on from a CheckpointRun that somebody else made or wrote."""
-        before = entry.written
-        self.adopt(entry, document)
+        before, counted = entry.written, run_record.run_of(document).ledger
+        self.adopt(entry, document)  # not before it could be read: what cannot is not written over
         if document.get("status") and entry.written != before:
-            entry.durable = run_record.run_of(document).ledger
+            entry.durable = counted
             run = watched_run.with_ledger(entry.run, entry.durable, self._books.nodes, self._books.wall())
             self._books.set(entry, run)
         self._books.mark(entry.run.key)
@@ -127,6 +130,13 @@ class Writes:
             if len(self._waiting) >= MAX_WAITING:
                 self._books.metrics.events.labels("dropped").inc()
                 continue
+            now_s = self._books.wall()
+            spent_s = min(max(entry.whole_s - now_s, 0.0), BURST * REFILL_S)
+            if round(spent_s) > (BURST - 1) * REFILL_S:  # the difference of two times is not exact
+                self._books.metrics.events.labels("limited").inc()
+                self._record(key)
+                continue
+            entry.whole_s = now_s + spent_s + REFILL_S
             self._waiting.add(key)
             self._books.queue.offer(
                 ("event", key), Rank.EVENT, partial(self._write_events, entry.run, uid, notice, key)
@@ -154,6 +164,9 @@ class Writes:
                 _log.warning("events.refused", reason=notice.reason, error=answer.sentence)
         self._waiting.discard(key)
         self._books.queue.forget(("event", key))
+        self._record(key)
+
+    def _record(self, key: str) -> None:
         self.recorded[key] = None
         if len(self.recorded) > MAX_RECORDED:
             del self.recorded[next(iter(self.recorded))]

@@ -12,7 +12,6 @@ asked for it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -147,10 +146,10 @@ def with_loss(tally: Tally, loss: Loss, *, seq: int = 0) -> Tally:
     """The tally with one more loss, after the newest commit `seq`. The caller sees to it that each is told once."""
     if loss.cause == TRAINER_LOST and any(each.pod_uid == loss.pod_uid for each in tally.open_losses):
         return tally  # the pod has told the same, and why
-    losses = (*tally.losses, loss)[-MAX_LOSSES:]
-    return replace(
-        tally, losses=losses, open=min(tally.open + 1, len(losses)), crash=_crash(tally, loss, seq)
-    )
+    same = [each for each in tally.open_losses if (each.cause, each.pod_uid) == (TRAINER_LOST, loss.pod_uid)]
+    losses = (*(each for each in tally.losses if each not in same), loss)[-MAX_LOSSES:]
+    n = min(tally.open + 1 - len(same), len(losses))
+    return replace(tally, losses=losses, open=n, crash=_crash(tally, loss, seq))
 
 
 def _crash(tally: Tally, loss: Loss, seq: int) -> Crash | None:
@@ -182,18 +181,42 @@ def with_openings(tally: Tally, openings: int, now_s: float) -> tuple[Tally, tup
         return replace(tally, rose_at_s=now_s), ()
     if now_s - tally.rose_at_s < SETTLE_S:
         return tally, ()
-    # A pod that was lost so often stopped training so often: quick restarts are settled together.
-    rounds = max(Counter(each.pod_uid for each in tally.open_losses).values(), default=0)
-    stops, over, asked = min(rose, rounds), list[Interruption](), False
+    rounds = _rounds(tally)
+    # What came after training was opened, and not for the last of these openings, is of the next one.
+    later = [each for found in rounds[rose:] for each in found if found[0].at_s > tally.rose_at_s]
+    seen = [each for found in rounds for each in found if each not in later]
+    stops, over, asked = min(rose, len(rounds)), list[Interruption](), False
     if stops:
-        why = min(tally.open_losses, key=lambda each: CAUSES[each.cause])
+        why = min(seen, key=lambda each: CAUSES[each.cause])
         asked, loops = why.asked, tally.crash is not None and tally.crash.times > 1
         over.append((why.cause, "" if asked or loops else why.node, stops))
     if rose > stops:
         over.append((UNSEEN, "", rose - stops))
     failures = tally.failures + rose - (stops if asked else 0)
-    tally = replace(tally, openings=openings, rose_at_s=0.0, failures=failures, open=rounds - stops)
+    losses = (*tally.losses[: len(tally.losses) - tally.open], *seen, *later)
+    tally = replace(
+        tally, openings=openings, rose_at_s=0.0, failures=failures, losses=losses, open=len(later)
+    )
     return tally, tuple(over)
+
+
+def _rounds(tally: Tally) -> list[list[Loss]]:
+    """The open losses by how often training stopped: quick restarts are settled together.
+
+    The next time begins with a pod that was lost before, long after the last loss, or after training was opened.
+    """
+    rounds: list[list[Loss]] = []
+    for each in tally.open_losses:
+        last = rounds[-1] if rounds else []
+        if (
+            not last
+            or each.pod_uid in {other.pod_uid for other in last}
+            or each.at_s - last[-1].at_s > SETTLE_S
+            or last[-1].at_s <= tally.rose_at_s < each.at_s
+        ):
+            rounds.append([])
+        rounds[-1].append(each)
+    return rounds
 
 
 def newest(tallies: Mapping[str, Tally]) -> tuple[Loss, ...]:

@@ -18,17 +18,21 @@ TROUBLES = frozenset({"CredentialsMissing", "StoreUnavailable"})
 
 
 def status(
-    runs: Collection[Run], before: Mapping[str, Any], *, generation: int, now_s: float
+    runs: Collection[Run], before: Mapping[str, Any], *, url: str, generation: int, now_s: float
 ) -> dict[str, Any]:
-    """The policy's status: as it was `before`, and what these runs, which are not finished, know better."""
+    """The policy's status: as it was `before`, and what these runs, which are not finished, know better.
+
+    `url`: of its store; runs that were started with another one say nothing of this one. Empty: not known.
+    """
+    told = [run for run in runs if url in ("", run.store)]
     troubles = (
         ("False", each.type, f"run {run.name}: {each.message}")
-        for run in runs
+        for run in told
         for each in run.conditions
         if each.type in TROUBLES and each.status == "True"
     )
     # A sidecar tries that the store creates only what is absent before its first attempt is in the log.
-    works = ("True", "InUse", "runs save by it") if any(run.progress.attempt for run in runs) else None
+    works = ("True", "InUse", "runs save by it") if any(run.progress.attempt for run in told) else None
     found: dict[str, Any] = {"runs": len(runs), "observedGeneration": generation}
     known = next((each for each in before.get("conditions") or () if each["type"] == READY), None)
     if (said := next(troubles, works)) is not None:

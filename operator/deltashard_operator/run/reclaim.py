@@ -100,6 +100,9 @@ def judged(
     elif left:
         message = f"pod {left} is not gone yet"
     ready = state is WAITING and now_s >= due_s and not left
+    was_due = before is not None and before.state in {KEPT, FAILED} and now_s >= before.due_s
+    if before is not None and was_due and state is WAITING and not ready:
+        return replace(before, ready=False)  # as after a controller's restart; nobody need hear of it again
     return replace(moved(before, state, message, now_s), due_s=due_s, ready=ready)
 
 

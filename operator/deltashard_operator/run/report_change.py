@@ -111,12 +111,17 @@ def _with_incident(
         text += f" ({said.count} times)"
     if restored and not run.ledger.has_restored(part, said.attempt):
         ledger = run.ledger.with_restored(part, said.attempt, said.lost_steps)
-        run = replace(run, ledger=ledger, said=less(run.said, "FellBack"))
+        run = replace(run, ledger=ledger)
+        # Not by the restore that fell back.
+        if run.fell_back is None or (run.fell_back[0] == part and run.fell_back[1] < said.attempt):
+            run = replace(run, said=less(run.said, "FellBack"))
     # A trainer that was replaced is fenced when its node comes back: that is no trouble.
     older = report.pod.attempt < run.parts.get(part, NO_PART).attempt or not run.pods[who.pod_uid].alive
     replaced = said.kind is IncidentKind.FENCED and said.cause != Cause.TAKEN_OVER and older
     if fresh and not restored and not replaced:
         run = replace(run, said={**run.said, reason: text})
+        if said.kind is IncidentKind.FELL_BACK:
+            run = replace(run, fell_back=(part, said.attempt))
     return run, (Notice(reason=reason, message=text, warning=not restored, key=key),)
 
 
@@ -129,9 +134,10 @@ def _with_part(run: Run, report: Report, part: str, *, speaks: bool, now_s: floa
         after = replace(after, kept=() if part else _kept(after, report.run, now_s))
     commit = after.state.newest if after.state is not None else None
     # A trainer of this workload commits again; another workload's commits stand in the same log.
-    if after.seq > before.seq and commit is not None and commit.attempt <= after.attempt:
+    newer = part in run.parts and after.seq > before.seq
+    if newer and commit is not None and commit.attempt <= after.attempt:
         run = replace(run, said=less(run.said, "Fenced"))
-    if after.attempt > before.attempt:
+    if after.attempt > before.attempt > 0:
         run = replace(run, said=less(run.said, "Fenced", "TrackingFault"))
     return replace(run, parts={**run.parts, part: after})
 

@@ -140,6 +140,8 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     said: Mapping[str, str] = field(default_factory=dict)
     """Sentence of the newest incident of a kind, by the reason of its Event, until it is over."""
+    fell_back: tuple[str, int] | None = None
+    """Part and attempt that fell back last, since this controller began."""
     taken_by: str = ""
     """Who holds the run id that this workload asks for, where it is refused."""
     phase: Phase = Phase.PENDING
@@ -277,7 +279,7 @@ def _with_end_of(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s:
 def _with_end(run: Run, pod: PodView, loss: Loss, what: str, *, first: bool) -> Run:
     """The run with an end of a trainer; `first`: the pod was not seen before it, so an earlier controller may have."""
     key = hashed(pod.uid, what)
-    if run.finished or (first and run.ledger.has(key, loss.at_s)):
+    if run.finished or key in run.ledger.counted or (first and run.ledger.has(key, loss.at_s)):
         return run
     return with_loss(run, loss, pod.index if run.per_pod else "", key)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Store(Api):
         self.run: Document = {}
         self.events: dict[str, Mapping[str, Any]] = {}
         self.refuses = False
+        self.notes = 0
 
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **more: Any
@@ -60,6 +62,9 @@ class Store(Api):
             metadata = {**body["metadata"], "uid": "made"}
             self.run = {**body, "metadata": metadata}
             return Answer(status=201, document=self.run)
+        if method == "PATCH" and "/pods/" in path:
+            self.notes += 1
+            return Answer(status=403, document={})
         if method == "PATCH" and "/checkpointruns/" not in path:
             return Answer(status=404, document={})
         if method == "PATCH" and body is not None:
@@ -202,18 +207,36 @@ async def test_failures_are_counted_by_node_once_and_go_with_it() -> None:
 
 @in_a_loop
 async def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
-    """A phase of a newer version, after a rollback: that run begins anew, the others are known."""
+    """A phase of a newer version, after a rollback: the others are known, and one that is finished goes in time."""
     odd = checkpoint_run("odd-00000000", uid="00000000-1", phase="Hibernating")
-    bench = Bench(Api([odd, checkpoint_run(phase="Training")]))
+    old = checkpoint_run(
+        uid="00000000-2", ledger="odd", finishedAt="2026-01-01T00:00:00Z", finishedReason="Failed"
+    )
+    bench = Bench(Api([odd, old, checkpoint_run(phase="Training")]))
     await bench.controller.load()
-    assert [each.name for each in bench.controller.runs()] == ["train-0b4f3c1e"]
-    assert bench.metric("controller_judge_errors_total") == 1
+    assert [each.finished for each in bench.controller.runs()] == ["Failed", ""]
+    assert bench.metric("controller_judge_errors_total") == 2
+
+
+@in_a_loop
+async def test_counts_that_cannot_be_read_are_not_written_over() -> None:
+    """Those of another controller, of a newer version, that leads at the same time."""
+    bench = Bench()
+    await bench.begin()
+    await bench.pass_by(1)
+    (entry,) = bench.controller._books
+    before = entry.served
+    theirs = {**bench.store.run, "status": {"ledger": "odd"}}
+    with pytest.raises(ValueError, match="padding"):
+        bench.controller._writes._go_on_from(entry, theirs)
+    assert entry.served is before
 
 
 @in_a_loop
 async def test_what_waits_to_be_told_is_bounded_and_what_is_refused_is_not_told_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Nor what one run has to tell beyond its limit."""
     monkeypatch.setattr(writer, "MAX_WAITING", 3)
     bench = Bench()
     await bench.begin()
@@ -227,3 +250,32 @@ async def test_what_waits_to_be_told_is_bounded_and_what_is_refused_is_not_told_
     assert bench.report(*many).told == 5
     assert bench.metric("controller_events_total", outcome="refused") == 4
     assert len([each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]) == 6
+    monkeypatch.setattr(writer, "MAX_WAITING", 1000)
+    bench.store.refuses = False
+    more = [Incident(id=n, kind=IncidentKind.SAVE_FAILED, message=f"{n}") for n in range(6, 40)]
+    bench.report(*more)
+    await bench.pass_by(1)
+    limited = 34 - (writer.BURST - 5)
+    assert bench.metric("controller_events_total", outcome="limited") == limited
+    assert bench.report(*more).told == 39
+    bench.report(Incident(id=40, kind=IncidentKind.SAVE_FAILED, message="a minute later"))
+    await bench.pass_by(60)
+    assert bench.metric("controller_events_total", outcome="limited") == limited
+
+
+@in_a_loop
+async def test_a_note_of_a_pod_that_may_not_be_written_is_tried_after_pauses_and_forgotten_with_its_pod() -> (
+    None
+):
+    bench = Bench(annotate_pods=True)
+    await bench.begin()
+    (entry,) = bench.controller._books
+    entry.run = replace(entry.run, progress=replace(entry.run.progress, last_commit_at_s=bench.now_s))
+    lines = bench.controller.queue._lines
+    for _ in range(8):
+        await bench.pass_by(20)
+        entry.run = replace(entry.run, progress=replace(entry.run.progress, last_commit_at_s=bench.now_s))
+    assert bench.store.notes in (1, 2)
+    assert ("pod", "p-1") in lines
+    bench.controller.watches.pod_gone(ObjectKey("n", "train-x", "p-1"), None)
+    assert ("pod", "p-1") not in lines

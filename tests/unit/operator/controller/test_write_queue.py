@@ -11,8 +11,11 @@ import pytest
 from deltashard_operator.controller.write_queue import (
     AT_WORK,
     BURST,
+    EVENT_BURST,
+    EVENT_PER_S,
     LATER_S,
     MAX_BACKOFF_S,
+    NOTE_S,
     PER_S,
     QUIET_S,
     RESERVE,
@@ -72,6 +75,7 @@ def bench() -> Bench:
         (Rank.CONDITION, SOON_S),
         (Rank.COMMIT, COMMIT_S),
         (Rank.QUIET, QUIET_S),
+        (Rank.NOTE, NOTE_S),
     ],
 )
 @in_a_loop
@@ -127,6 +131,17 @@ async def test_commits_leave_a_reserve_for_what_goes_wrong(bench: Bench) -> None
 
 
 @in_a_loop
+async def test_events_and_what_is_written_of_runs_do_not_starve_each_other(bench: Bench) -> None:
+    for n in range(1000):
+        bench.offer(("event", n), Rank.EVENT)
+        bench.offer(("commit", n), Rank.COMMIT)
+    found = Counter(each[0] for each in await bench.after(COMMIT_S) if isinstance(each, tuple))
+    assert found == {"event": EVENT_BURST, "commit": BURST - RESERVE}
+    found = Counter(each[0] for each in await bench.after(1) if isinstance(each, tuple))
+    assert found == {"event": EVENT_PER_S, "commit": PER_S}
+
+
+@in_a_loop
 async def test_one_write_of_a_key_and_few_of_all_are_under_way_at_once(bench: Bench) -> None:
     go, begun = asyncio.Event(), list[int]()
 
@@ -163,3 +178,13 @@ async def test_a_write_that_fails_is_tried_again_after_pauses_that_grow_to_a_min
     assert await bench.after(0) == []
     assert await bench.after(SOON_S) == ["run"]
     assert bench.counted == Counter(failed=9, written=1)
+
+
+@in_a_loop
+async def test_at_the_end_what_failed_is_tried_at_once(bench: Bench) -> None:
+    bench.broken = True
+    bench.offer("run", Rank.TROUBLE)
+    await bench.after(0)
+    bench.broken = False
+    bench.queue.hurry()
+    assert await bench.after(0) == ["run"]

@@ -77,6 +77,7 @@ BEGUN, _ = opened(Tally(), 1)
         (["Error b y", "Deleted a x"], 2, [("Error", "y", 1)], 1),
         (["Deleted a x", "Evicted b y"], 2, [("Evicted", "y", 1)], 1),
         (["TrainerLost b", "OOMKilled c z"], 2, [("OOMKilled", "z", 1)], 1),
+        (["TrainerLost a", "Error a x"], 3, [("Error", "x", 1), ("Unseen", "", 1)], 2),
         ([], 4, [("Unseen", "", 3)], 3),
         (["Error a x"], 5, [("Error", "x", 1), ("Unseen", "", 3)], 4),
         (["Evicted a x", "Evicted a x", "Evicted a x"], 3, [("Evicted", "x", 2)], 2),
@@ -97,14 +98,30 @@ def test_losses_beyond_what_was_opened_stay_for_the_next_opening() -> None:
     tally = BEGUN
     for n in range(3):
         tally = lost(tally, "Evicted", NOW_S + 5 * n, message=str(n))
-    tally, _ = opened(tally, 3)
+    tally, _ = opened(tally, 3, NOW_S + 8)
     assert [each.message for each in tally.open_losses] == ["2"]
     assert opened(tally, 4)[1] == (("Evicted", "", 1),)
 
 
-def test_a_trainer_that_went_is_no_second_loss_of_its_pod() -> None:
-    tally = lost(lost(BEGUN, "Error"), "TrainerLost")
-    assert [each.cause for each in tally.losses] == ["Error"]
+@pytest.mark.parametrize("told", [("Error", "TrainerLost"), ("TrainerLost", "Error")])
+def test_a_trainer_that_went_is_no_second_loss_of_its_pod(told: tuple[str, str]) -> None:
+    tally = lost(lost(BEGUN, told[0]), told[1])
+    assert ([each.cause for each in tally.losses], tally.open) == (["Error"], 1)
+
+
+def test_pods_that_were_replaced_and_lost_again_are_two_interruptions() -> None:
+    """No opening was told between; a group that takes its time to end leaves nothing for the next opening."""
+    tally = lost(lost(BEGUN, "Evicted", uid="a", node="x"), "Evicted", NOW_S + 300, "b")
+    assert opened(tally, 3, NOW_S + 400)[1] == (("Evicted", "x", 2),)
+    tally, over = opened(tally, 2, NOW_S + 400)
+    assert (over, tally.open) == ((("Evicted", "x", 1),), 0)
+
+
+def test_a_deletion_just_after_a_recovery_is_of_the_next_opening() -> None:
+    tally, _ = failure.with_openings(lost(BEGUN, "Evicted", uid="a"), 2, NOW_S + 10)
+    tally, first = failure.with_openings(lost(tally, "Deleted", NOW_S + 15, "b"), 2, NOW_S + 10 + SETTLE_S)
+    tally, second = opened(tally, 3, NOW_S + 60)
+    assert (first, second, tally.failures) == ((("Evicted", "", 1),), (("Deleted", "", 1),), 1)
 
 
 @given(
@@ -119,7 +136,7 @@ def test_failures_are_the_interruptions_that_nobody_asked_for(story: list[tuple[
     for how, pods in story:
         at_s, attempt, expected = at_s + HOUR_S, attempt + 1, expected + (how != "asked")
         if how == "late":
-            tally, _ = failure.with_openings(tally, attempt, at_s)
+            tally, _ = failure.with_openings(tally, attempt, at_s - 1)
         for n in range({"unseen": 0, "twice": 2 * pods}.get(how, pods)):
             cause = "Suspended" if how == "asked" else "Evicted"
             tally = lost(tally, cause, at_s + n, uid=f"{attempt}-{n}")

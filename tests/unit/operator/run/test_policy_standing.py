@@ -10,8 +10,10 @@ from deltashard_operator.run.watched_run import Run
 from tests.unit.operator.run.observed import NOW_S, report, told, training
 
 
-def status(*runs: Run, before: dict[str, Any] | None = None, at_s: float = NOW_S) -> dict[str, Any]:
-    return policy_standing.status(runs, before or {}, generation=3, now_s=at_s)
+def status(
+    *runs: Run, before: dict[str, Any] | None = None, url: str = "", at_s: float = NOW_S
+) -> dict[str, Any]:
+    return policy_standing.status(runs, before or {}, url=url, generation=3, now_s=at_s)
 
 
 def ready(found: dict[str, Any]) -> tuple[str, str, str]:
@@ -35,3 +37,9 @@ def test_a_policy_is_ready_while_no_run_is_in_trouble_with_its_store() -> None:
     assert without.name in third["conditions"][0]["message"]
     assert ready(status(waiting, before=third))[0] == "False", "until a run has tried"
     assert ready(status(well, before=third))[0] == "True"
+
+
+def test_a_run_in_another_store_than_the_policy_names_now_says_nothing_of_it() -> None:
+    before = training(url="s3://before")
+    assert status(before, url="s3://now") == {"runs": 1, "observedGeneration": 3}
+    assert ready(status(before, training(url="s3://now"), url="s3://now"))[0] == "True"

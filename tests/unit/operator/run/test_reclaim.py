@@ -105,6 +105,15 @@ def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
     assert state(judged(replace(ended(), reclaim=found.reclaim), after_s=1000)) == (WAITING, True)
 
 
+@pytest.mark.parametrize("last", [KEPT, FAILED])
+def test_what_came_of_it_stays_until_everything_speaks_for_another_try(last: ReclaimState) -> None:
+    """A new controller saw the workload just now, and waits anew."""
+    run = replace(moved(judged(ended(JOBSET, seen_s=NOW_S)), last), seen_s=NOW_S + 1000)
+    assert state(judged(judged(run, after_s=1000), after_s=1010)) == (last, False)
+    assert state(judged(run, after_s=1000 + ABSENT_S)) == (WAITING, True)
+    assert state(judged(run, policy(enabled=False), 1000)) == (KEPT, False)
+
+
 @pytest.mark.parametrize("left", [pod(), pod(terminating_at_s=NOW_S + 120)])
 def test_the_last_pod_is_waited_for(left: Any) -> None:
     run = judged(ended(pods={"p-1": left}), after_s=100)

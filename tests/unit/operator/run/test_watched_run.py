@@ -86,6 +86,24 @@ def test_what_only_an_incident_tells_stays_until_it_is_over_and_survives_the_con
     assert not is_true(over, type_), "told again, as its Event is not recorded yet, it is no new one"
 
 
+def test_a_restore_that_fell_back_is_a_trouble_until_the_next_restore() -> None:
+    said = [Incident(id=1, kind=K.FELL_BACK, attempt=2), Incident(id=2, kind=K.RESTORED, attempt=2)]
+    run = told(training(), report(attempt=2, incidents=said))
+    assert is_true(run, "FellBack")
+    assert not is_true(
+        told(run, report(attempt=3, incidents=[Incident(id=3, kind=K.RESTORED, attempt=3)])), "FellBack"
+    )
+
+
+def test_the_first_report_of_a_part_after_a_controller_s_start_clears_nothing() -> None:
+    run = watched_run.with_job(Run(workload=TRAIN), job(), NOW_S)
+    said: dict[str, Any] = {"run": f"{RUN}-1", "attempt": 3, "seq": 2}
+    run = told(seen(run, pod(index="1")), report(**said, incidents=[Incident(id=1, kind=K.FENCED)]))
+    run = told(restarted(run), report(**said))
+    assert is_true(run, "Fenced")
+    assert not is_true(told(run, report(**said | {"attempt": 4})), "Fenced")
+
+
 def test_the_fencing_of_a_trainer_that_was_replaced_is_told_and_no_trouble() -> None:
     """A node comes back with its old pod, whose attempt is over. Attempts of two parts are not compared."""
     run = told(seen(training(), pod(uid="p-2")), report("p-2", seq=1, attempt=2))
@@ -404,4 +422,7 @@ def test_a_ledger_of_another_controller_takes_over_what_the_api_still_tells() ->
         ["Error"],
     )
     assert watched_run.with_ledger(run, run.ledger, NODES, NOW_S).ledger == run.ledger
+    behind = seen(training())  # two lead: the end is counted by the other one before it is seen here
+    behind = seen(replace(behind, ledger=run.ledger), pod(phase="Failed", ending=ended(1)))
+    assert len(run_record.status(behind, NOW_S)["losses"]) == 1
     assert ledger.decoded(ledger.encoded(run.ledger)) == run.ledger
