@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
@@ -47,6 +48,14 @@ def read_checkpoint(
         return Snapshot(entry=opened.entry, tables=tables, blobs=found)
 
     return settled(RunLog(store, run), read, deadline_s=3600.0) if state is None else read(state)
+
+
+def arrays_of(snapshot: Snapshot) -> dict[str, np.ndarray]:
+    """By `table` or `table.field`."""
+    found = {name: table.weights for name, table in snapshot.tables.items()}
+    for name, table in snapshot.tables.items():
+        found |= {f"{name}.{field}": values for field, values in table.fields.items()}
+    return found
 
 
 def assert_same(found: Snapshot, wanted: Snapshot) -> None:
