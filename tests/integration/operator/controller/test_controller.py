@@ -358,7 +358,7 @@ def test_nothing_of_a_users_is_ever_written(controller: ControllerProcess, clust
     one.report(step=5, seq=1, committed=4, incidents=[incident(n + 1, kind) for n, kind in enumerate(kinds)])
     two.report(step=7, seq=1, committed=4, credentials_ok=False)
     cluster.reaches(job, phase="Degraded", step=5)
-    for reason in ("Fenced", "TrackingFault", "FellBack", "CredentialsMissing"):
+    for reason in ("Fenced", "TrackingFault", "FellBack"):
         assert eventually(lambda reason=reason: cluster.events(reason), reason)
     one.report(step=9, seq=2, committed=8, attempt=2)
     two.report(step=9, seq=2, committed=8, attempt=2)
