@@ -25,6 +25,7 @@ from unittest import mock
 
 import yaml
 from deltashard_checkpoint.vocabulary import ORDERS_KEY
+from deltashard_operator.controller import writer
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.fleet import report as reports
 from deltashard_operator.kube.call import Answer, ApiUnavailable
@@ -359,5 +360,6 @@ def run_schedule(seed: int, steps: int = 250) -> None:
             for number in range(len(world.controllers)):
                 world.end(number)
 
-    with capture_logs():
+    # A run that tells more than it may has Events that are missing.
+    with capture_logs(), mock.patch.object(writer, "BURST", 1000):
         asyncio.run(scenario())

@@ -32,10 +32,8 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.deciding.measurements import Measurements
 from deltashard_sidecar.policy import changed
 
-MEASURING_S = 60.0
-"""Interval until saves were measured, where the policy has none."""
-SOONEST_S = 1.0
-"""However many attempts before ended without a checkpoint."""
+MEASURING_S = 60.0  # interval until saves were measured, where the policy has none
+SOONEST_S = 1.0  # however many attempts before ended without a checkpoint
 Cause = Literal["measured", "cost", "failures", "durable", "policy"]
 """Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
 interval; another goal or bound."""

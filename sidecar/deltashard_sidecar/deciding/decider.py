@@ -37,8 +37,7 @@ from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
-MAX_KEY = 200
-"""Characters of a profile's key: it rides in every commit."""
+MAX_KEY = 200  # characters of a profile's key: it rides in every commit
 
 
 class Decider:

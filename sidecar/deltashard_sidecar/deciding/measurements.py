@@ -25,12 +25,9 @@ from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 
-MEMORY = 40
-"""Saves that a mean weighs at most: a cost that changes is followed within about as many."""
-PREPARED_S = 60.0
-"""Rows are copied ahead for so long at most; without a cut until then none came of it."""
-LONGEST_GAP_S = 86400.0
-"""Between two trainers, beyond which no job was waiting."""
+MEMORY = 40  # saves that a mean weighs at most: a cost that changes is followed within about as many
+PREPARED_S = 60.0  # rows are copied ahead for so long at most; without a cut until then none came of it
+LONGEST_GAP_S = 86400.0  # between two trainers, beyond which no job was waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-WINDOWS = 256
-"""Quiet windows that are remembered: what lies next to a save."""
-FEWEST_STEPS = 10
-"""Steps before their mean is one."""
+WINDOWS = 256  # quiet windows that are remembered: what lies next to a save
+FEWEST_STEPS = 10  # steps before their mean is one
 PAUSE = 10.0
 """So many times as long as is usual: no step but a pause (an evaluation, an export)."""
 SHORTEST_PAUSE_S = 1.0
