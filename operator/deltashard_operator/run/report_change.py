@@ -106,7 +106,11 @@ def _with_incident(
             run = watched_run.with_loss(run, lost, part, key)
         return run, ()
     restored = said.kind is IncidentKind.RESTORED
-    reason, text = event_of(said.kind), f"pod {who.pod}: {said.message or 'no more is known'}"
+    # A trainer that was replaced is fenced when its node comes back: that is no trouble.
+    older = report.pod.attempt < run.parts.get(part, NO_PART).attempt or not run.pods[who.pod_uid].alive
+    replaced = said.kind is IncidentKind.FENCED and said.cause != Cause.TAKEN_OVER and older
+    pod = f"pod {who.pod}, which was replaced" if replaced else f"pod {who.pod}"
+    reason, text = event_of(said.kind), f"{pod}: {said.message or 'no more is known'}"
     if said.count > 1:
         text += f" ({said.count} times)"
     if restored and not run.ledger.has_restored(part, said.attempt):
@@ -115,9 +119,6 @@ def _with_incident(
         # Not by the restore that fell back.
         if run.fell_back is None or (run.fell_back[0] == part and run.fell_back[1] < said.attempt):
             run = replace(run, said=less(run.said, "FellBack"))
-    # A trainer that was replaced is fenced when its node comes back: that is no trouble.
-    older = report.pod.attempt < run.parts.get(part, NO_PART).attempt or not run.pods[who.pod_uid].alive
-    replaced = said.kind is IncidentKind.FENCED and said.cause != Cause.TAKEN_OVER and older
     if fresh and not restored and not replaced:
         run = replace(run, said={**run.said, reason: text})
         if said.kind is IncidentKind.FELL_BACK:
