@@ -279,8 +279,7 @@ def test_a_crash_loop_is_one_failure_and_what_the_arena_saw_decides() -> None:
 
 
 def test_who_starts_next_goes_on_from_the_commit() -> None:
-    """Its profile, its choice and its evidence; of another world size only the evidence. Nonsense is passed over,
-    and the failure with it: of how much training is not known."""
+    """Its profile, its choice and its evidence; of another world size only the evidence. Nonsense counts nothing."""
     first = Life()
     first.open()
     first.saves(ENOUGH, lambda: 0.2)
