@@ -190,7 +190,9 @@ def lived(data: Data, lives: list[Life]) -> dict[int, Counter[int]]:
                 rank.rest_of_epoch()
         again = last if len(trees) == life.world else set()
         trees = [rank.tree() for rank in ranks]
-        last = {sample for rank in ranks for sample in rank.last} or last  # a life of no step leaves it the last
+        last = {
+            sample for rank in ranks for sample in rank.last
+        } or last  # a life of no step leaves it the last
         for rank in ranks:
             for each, seen in rank.seen.items():
                 used[each].update(seen)
