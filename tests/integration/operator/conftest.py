@@ -12,7 +12,7 @@ from kubernetes import client
 
 from tests.support.operator.definition import serving
 from tests.support.operator.webhook_process import WebhookProcess
-from tests.support.server.apiserver import ApiServer
+from tests.support.server.apiserver import ApiServer, Rest
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,13 @@ def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """One real API server for the session."""
     with serving(tmp_path_factory.mktemp("apiserver")) as server:
         yield server
+
+
+@pytest.fixture
+def http(apiserver: ApiServer) -> Iterator[Rest]:
+    """It over HTTP, document by document, with all rights."""
+    with apiserver.http() as http:
+        yield http
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from deltashard_operator.run import run_record
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.operator.full_run import NOW_S, full_run
-from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.apiserver import Rest
 
 GOOD_POLICY: dict[str, Any] = yaml.safe_load("""
 store:
@@ -187,12 +186,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sidecar": {"metricsPort": 65536}}, "less than or equal to 65535"),
 ]
 """Wrong values, and what the API server's sentence says of each."""
-
-
-@pytest.fixture
-def http(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as http:
-        yield http
 
 
 KINDS = ("CheckpointPolicy", "ClusterCheckpointPolicy")

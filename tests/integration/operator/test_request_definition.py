@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from deltashard_operator.run import request as requests
 from deltashard_operator.run.request import RequestFacts
 
-from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.apiserver import Rest
 
 MERGE = "application/merge-patch+json"
 RUN = {"name": "train-0b4f3c1e"}
 GOOD = {"runRef": RUN, "urgent": True, "pin": "before_new.data-1", "deadline": "1h30m"}
 ROOT = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointrequests"
-
-
-@pytest.fixture
-def http(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as http:
-        yield http
 
 
 def asked(spec: Any) -> dict[str, Any]:

@@ -109,6 +109,15 @@ EXACT = {"sgd", "sgd_foreach_off", "adagrad", "adagrad_lr_decay", "sparse_adam",
 """With sparse gradients."""
 
 TABLES = ("embedding", "padded", "bag_sum", "bag_mean", "bag_max", "bag_weighted", "bag_offsets", "max_norm")
+CASES = [
+    (name, kind, sparse)
+    for name, (_, takes_sparse, takes_dense) in OPTIMIZERS.items()
+    for kind in TABLES
+    for sparse in (False, True)
+    # Bags of mode max, and renormalised tables, have no sparse gradients in torch.
+    if (takes_sparse and kind not in ("bag_max", "max_norm") if sparse else takes_dense)
+]
+"""(optimizer, kind of table, whether its gradients are sparse) that go together."""
 
 
 def make_table(kind: str, sparse: bool) -> nn.Module:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.support.operator.controller_process import Cluster
-from tests.support.server.apiserver import ApiServer, Rest
-
-
-@pytest.fixture
-def http(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as http:
-        yield http
+from tests.support.server.apiserver import Rest
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine's API server may take longer than a controller would wait."""
     monkeypatch.setattr(leases, "CALL_S", 60.0)
     monkeypatch.setattr(leases, "RELEASE_S", 60.0)
-
-
-@pytest.fixture
-def http(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as http:
-        yield http
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.support.gpu import DEVICES
 from tests.support.trainer.arena import Arena, cut_of
-from tests.support.trainer.tracking_case import EVENTS, EXACT, OPTIMIZERS, PLAIN, ROWS, TABLES, begin, quiet
+from tests.support.trainer.tracking_case import CASES, EVENTS, EXACT, PLAIN, ROWS, begin, quiet
 
 ALL_SEEN = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
 TRACELESS = {"write_data"}
@@ -128,13 +128,6 @@ class Program:
             assert not unsaid, f"rows {unsaid[:8]} changed, and no fresh batch has them"
 
 
-CASES = [
-    (name, kind, sparse)
-    for name, (_, takes_sparse, takes_dense) in OPTIMIZERS.items()
-    for kind in TABLES
-    for sparse in (False, True)
-    if (takes_sparse and kind not in ("bag_max", "max_norm") if sparse else takes_dense)
-]
 TRACKED = [case for case in CASES if case[0] in EXACT and case[1:] == ("embedding", True)]
 """By gradients: the others are never copied ahead."""
 COMMON = [

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.trainer.tracking_case import (
+    CASES,
     COLUMNS,
     EVENTS,
     EXACT,
-    OPTIMIZERS,
     PLAIN,
     ROWS,
-    TABLES,
     Training,
     begin,
     make_table,
@@ -31,16 +30,6 @@ from tests.support.trainer.tracking_case import (
 # Every row is sampled, so that even a write without a trace must be found before the next cut.
 ALL_SEEN = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
 TRACELESS = {"write_data"}
-
-
-CASES = [
-    (name, kind, sparse)
-    for name, (_, takes_sparse, takes_dense) in OPTIMIZERS.items()
-    for kind in TABLES
-    for sparse in (False, True)
-    # Bags of mode max, and renormalised tables, have no sparse gradients in torch.
-    if (takes_sparse and kind not in ("bag_max", "max_norm") if sparse else takes_dense)
-]
 
 
 @settings(
