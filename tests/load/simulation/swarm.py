@@ -145,7 +145,7 @@ class Sidecar:
         try:
             async with asyncio.timeout(DEADLINE_S):
                 status, retry_after_s, body = await self._posted(self._request().SerializeToString())
-        except (OSError, ValueError):  # ValueError: it broke off
+        except (OSError, ValueError, IndexError):  # the last two: it broke off
             status, retry_after_s, body = 0, 0.0, b""
         now_s = time.monotonic()
         if status != 200:
@@ -330,6 +330,7 @@ class Swarm:
                 cwd=Path(__file__).parents[3],
             )  # fmt: skip
         self.pid = self._process.pid
+        self._log = folder / f"{name}.log"
 
     def add(self, members: Iterable[Member], *, within_s: float) -> None:
         """Begin these, spread over some seconds."""
@@ -366,7 +367,7 @@ class Swarm:
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, "the simulated sidecars' process ended: see its log"
+        assert line, f"the simulated sidecars' process ended: {self._log.read_text()[-4000:]}"
         return json.loads(line)
 
 
