@@ -136,7 +136,8 @@ class Process:
             reviewer=self.reviewer,
             certificate=self.certificate,
             metrics=fleet_metrics,
-            leads=lambda: self.lease.held and self.controller.loaded and not self.stopping,
+            leads=lambda: self.lease.held and not self.stopping,
+            synced=lambda: self.controller.synced,
         )
         self.nudger = Nudger(fleet_metrics)
         self.controller.follow(self.nudger.nudge)

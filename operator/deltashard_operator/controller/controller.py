@@ -42,7 +42,7 @@ from deltashard_operator.run import (
 )
 from deltashard_operator.run.phase import TRAINS, Phase
 from deltashard_operator.run.reclaim import REMOVED
-from deltashard_operator.run.watched_run import Run
+from deltashard_operator.run.watched_run import SILENCE_S, Run
 
 JUDGE_S = 10.0
 """Time alone changes a run (stale, stuck, settled): every run is judged so often."""
@@ -98,7 +98,6 @@ class Controller:
         self._sidecars = 0
         """How many are heard, as counted last."""
         self._gathered = False
-        self.loaded = False
         metrics.follow(self.runs)
         metrics.queue.set_function(lambda: len(queue))
 
@@ -121,7 +120,6 @@ class Controller:
             entry = self._books.enter(run)
             self._writes.adopt(entry, found)
             entry.durable, entry.born = run.ledger, found["metadata"].get("creationTimestamp", "")
-        self.loaded = True
         _log.info("controller.loaded", runs=len(self._books.by_key))
 
     def _read(self, found: Mapping[str, Any]) -> Run | None:
@@ -149,11 +147,10 @@ class Controller:
             self._requests.over(run.key, each)
         speaks = schedule.speaks(run, uid, now_s)
         saves = self._books.orders.of(run.key, now_s) if speaks else ()
-        urgent = bool(saves) or not self.synced
         part = watched_run.part_of(run, uid, report.pod.run)
         return Reply(
             sequence=report.sequence,
-            next_s=schedule.next_s(run, uid, now_s, urgent=urgent, live=self._sidecars),
+            next_s=schedule.next_s(run, uid, now_s, urgent=bool(saves), live=self._sidecars),
             speaks=speaks,
             directive=self._needed(entry, uid),
             saves=saves,
@@ -183,7 +180,7 @@ class Controller:
     def _needed(self, entry: Entry, pod_uid: str) -> Directive | None:
         """What a sidecar is to be told; None: what it does is what its run shall do, or that is not known yet."""
         run = entry.run
-        policy = self._books.policy_of(run) if self.synced and not run.finished else None
+        policy = self._books.policy_of(run) if not run.finished else None
         if not isinstance(policy, Policy):
             return None
         told = run.heard[pod_uid].pod
@@ -205,7 +202,7 @@ class Controller:
             if not self._gathered:
                 self._gathered = True
                 for entry in self._books:
-                    self._books.nudge(entry, every=entry.run.phase not in TRAINS)
+                    self._books.nudge(entry, every=entry.run.phase not in TRAINS, first=True)
             if abs(now_s - self._looked_s) >= LOOK_S:
                 self._looked_s = now_s
                 for look in self._lookers:
@@ -257,7 +254,11 @@ class Controller:
             if n > entry.nodes.get(node, 0) and node in self._books.nodes:
                 self.metrics.node_failures.labels(node).inc(n - entry.nodes.get(node, 0))
         entry.nodes = entry.run.node_failures
-        for uid in self._books.speakers(entry):
+        speakers = self._books.speakers(entry)
+        began_s = now_s - entry.run.watched_since_s
+        if not speakers and entry.run.reloaded_s and JUDGE_S <= began_s < SILENCE_S:
+            self._books.nudge(entry)  # the pod of index 0 did not have rank 0, or was not reached
+        for uid in speakers:
             wanted = self._needed(entry, uid)
             if wanted is not None and wanted.id != entry.nudged:
                 entry.nudged = wanted.id

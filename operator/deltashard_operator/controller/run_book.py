@@ -149,11 +149,14 @@ class Entries:
         now_s = self.wall()
         return [uid for uid in entry.run.heard if schedule.speaks(entry.run, uid, now_s)]
 
-    def nudge(self, entry: Entry, *, every: bool = False) -> None:
-        """Have those who speak for the run report now; all of its sidecars if asked, or if no speaker is heard."""
+    def nudge(self, entry: Entry, *, every: bool = False, first: bool = False) -> None:
+        """Have those who speak for the run report now; all of its sidecars if asked, or if no speaker is heard.
+
+        `first`: where no speaker is heard only those of index 0, most of which have rank 0.
+        """
         speakers = self.speakers(entry)
         for uid, pod in entry.run.pods.items():
-            wanted = every or uid in speakers or not speakers
+            wanted = every or (uid in speakers if speakers else not first or pod.index in {"", "0"})
             if wanted and pod.alive and pod.report_address and not entry.run.finished:
                 self.nudger(pod.report_address)
 

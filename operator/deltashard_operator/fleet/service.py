@@ -1,7 +1,7 @@
 """The HTTPS application that sidecars report to: one short connection per report, nothing kept between two of them.
 
 `POST /v1/report` with the pod's projected token; fleet.proto has the messages and the answers. The replica that does
-not lead answers 421 before it looks at anything. Namespace, pod and UID of a report must be those of its token; what
+not lead answers 421 before it looks at anything, and one that leads 503 until it has seen the pods there are. Namespace, pod and UID of a report must be those of its token; what
 else it says is for the `Ledger` to judge. Everything runs on the caller's loop, and nothing blocks it.
 """
 
@@ -31,8 +31,10 @@ MAX_BODY_BYTES = 128 << 10  # a report with 64 incidents of 1,024 characters has
 BODY_S = 10.0  # seconds that a body may take
 CONNECTION_S = 30.0  # seconds that a connection may last: up to twice as long
 HEARD_BEATS = 2.5  # a sidecar counts as heard for so many of the beats that it was told
+RETRY_S = {429: 10, 503: 60}  # seconds to come again in, at most; who speaks for a run is nudged besides
 OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
+    "starting": 503,
     "no_token": 401,
     "not_authentic": 401,
     "too_many_reviews": 429,
@@ -81,17 +83,18 @@ class ReportServer:
         certificate: Certificate,
         metrics: FleetMetrics,
         leads: Callable[[], bool] = lambda: True,
+        synced: Callable[[], bool] = lambda: True,
     ) -> None:
         self._ledger = ledger
         self._reviewer = reviewer
         self._metrics = metrics
-        self._leads = leads
+        self._leads, self._synced = leads, synced
         self._heard: dict[str, float] = {}
         """Pod UID -> when it no longer counts as heard (monotonic seconds)."""
         self.application = web.Application(client_max_size=MAX_BODY_BYTES)
         self.application.router.add_post(PATH, self._report)
         metrics.sidecars.set_function(self.live)
-        metrics.serving.set_function(lambda: int(leads() and certificate.loaded is not None))
+        metrics.serving.set_function(lambda: int(leads() and synced() and certificate.loaded is not None))
         for outcome in ("taken", *OUTCOMES):
             metrics.reports.labels(outcome)
 
@@ -123,8 +126,9 @@ class ReportServer:
             if outcome == "failed":
                 _log.exception("fleet.report_failed", peer=request.remote)
             response = web.Response(status=OUTCOMES[outcome], text=sentence)
-            if response.status in {429, 503}:
-                response.headers["Retry-After"] = str(random.randint(1, 10))  # noqa: S311 - spread, not secret
+            if (longest_s := RETRY_S.get(response.status, 0)) > 0:
+                after_s = random.randint(longest_s // 10, longest_s)  # noqa: S311 - spread, not secret
+                response.headers["Retry-After"] = str(after_s)
         response.force_close()
         self._metrics.reports.labels(outcome).inc()
         self._metrics.seconds.observe(time.perf_counter() - begun_s)
@@ -134,6 +138,8 @@ class ReportServer:
         """The ledger's reply; raises `_Rejection` or one of `ERRORS`."""
         if not self._leads():
             raise _Rejection("not_leading", "this replica does not lead: try a new connection")
+        if not self._synced():
+            raise _Rejection("starting", "this replica has not seen all pods yet: it asks for a report when it has")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")

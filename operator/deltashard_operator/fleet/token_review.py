@@ -24,7 +24,7 @@ from deltashard_operator.kube.call import ApiClient, ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
 THREADS = 8
-MAX_WAITING = 64
+MAX_WAITING = 512
 PEER_WAITING = 8
 REVIEW_S = 10.0  # seconds for a review, waiting for its turn included
 GOOD_S = 3600.0  # a good answer holds at most so long; a pod's token lives as long by default

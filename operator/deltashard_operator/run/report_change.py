@@ -37,14 +37,13 @@ def with_report(
         return run, ()
     part = watched_run.part_of(run, uid, report.pod.run)
     speaks = _speaks(run, report, part, now_s)
-    same = known is not None and _news(known.pod) == _news(report.pod)
     seen = known.incident if known is not None and known.report.process == report.process else 0
     heard = Heard(
         report=replace(report, run=None, incidents=(), saves_over=()),
         at_s=now_s,
         beat_s=max(watched_run.SPEAKER_BEAT_S if speaks else watched_run.OTHERS_BEAT_S, beat_s),
         speaks=speaks,
-        changed_s=known.changed_s if known is not None and same else now_s,
+        changed_s=_changed_s(known, report, now_s),
         incident=max(seen, *(each.id for each in report.incidents), 0),
     )
     run = replace(
@@ -66,6 +65,13 @@ def _is_late(known: Heard, report: Report) -> bool:
     if known.report.process == report.process:
         return report.sequence <= known.report.sequence
     return report.who.started_at_s < known.report.who.started_at_s
+
+
+def _changed_s(known: Heard | None, report: Report, now_s: float) -> float:
+    """When the sidecar's state changed last; one that this controller hears first may be at it for long."""
+    if known is None:
+        return min(report.who.started_at_s, now_s)
+    return known.changed_s if _news(known.pod) == _news(report.pod) else now_s
 
 
 def _has_rank_0(pod: PodState) -> bool:

@@ -25,7 +25,7 @@ def least_s(live: int) -> float:
 def next_s(run: Run, pod_uid: str, now_s: float, *, urgent: bool = False, live: int = 0) -> float:
     """When a sidecar is to report again, in seconds from now.
 
-    `urgent`: an order is open for it, or the controller has not seen everything yet; `live`: sidecars of all runs.
+    `urgent`: an order is open for it; `live`: sidecars of all runs.
     """
     found = run.heard.get(pod_uid)
     if urgent:
