@@ -29,7 +29,7 @@ from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.watch import NOBODYS, TICK_S, Watches
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.controller.writer import Writes
-from deltashard_operator.fleet.report import Directive, Refused, Reply, Report, Unknown, Who
+from deltashard_operator.fleet.report import Directive, Refused, Reply, Report, RunKey, Unknown, Who
 from deltashard_operator.kube.call import Caller
 from deltashard_operator.run import (
     directive,
@@ -95,6 +95,8 @@ class Controller:
         self._lookers += [partial(policy_writer.look, books)]
         self._lookers += [partial(pod_note.look, books)] if annotate_pods else []
         self._looked_s = self._judged_all_s = 0.0
+        self._round: dict[RunKey, None] = {}
+        """Runs to be judged for time's sake; those of which there is news go first."""
         self._sidecars = 0
         """How many are heard, as counted last."""
         self._gathered = False
@@ -210,17 +212,18 @@ class Controller:
         if abs(now_s - self._judged_all_s) >= JUDGE_S:
             self._judged_all_s = now_s
             self._sidecars = sum(len(each.run.heard) for each in self._books)
-            self._books.mark_all()
+            self._round.update(dict.fromkeys(self._books.by_key))
         done = self._judge_marked(now_s)
         self.queue.tick()
         return done
 
     def _judge_marked(self, now_s: float) -> bool:
         until_s = time.perf_counter() + SLICE_S
-        for key in list(self._books.marked):
+        for key in (*self._books.marked, *self._round):
             if time.perf_counter() > until_s:
                 return False
-            del self._books.marked[key]
+            self._books.marked.pop(key, None)
+            self._round.pop(key, None)
             entry = self._books.by_key.get(key)
             if entry is None or (entry.run.reloaded_s and not self.synced):
                 continue  # all are marked every few seconds

@@ -1,8 +1,9 @@
 """The HTTPS application that sidecars report to: one short connection per report, nothing kept between two of them.
 
 `POST /v1/report` with the pod's projected token; fleet.proto has the messages and the answers. The replica that does
-not lead answers 421 before it looks at anything, and one that leads 503 until it has seen the pods there are. Namespace, pod and UID of a report must be those of its token; what
-else it says is for the `Ledger` to judge. Everything runs on the caller's loop, and nothing blocks it.
+not lead answers 421 before it looks at anything, and one that leads 503 until it has seen all pods. Namespace,
+pod and UID of a report must be those of its token; what else it says is for the `Ledger` to judge. Everything runs on
+the caller's loop, and nothing blocks it.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class ReportServer:
         if not self._leads():
             raise _Rejection("not_leading", "this replica does not lead: try a new connection")
         if not self._synced():
-            raise _Rejection("starting", "this replica has not seen all pods yet: it asks for a report when it has")
+            raise _Rejection("starting", "not all pods were seen yet: come again when you are asked to")
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")

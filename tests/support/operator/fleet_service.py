@@ -136,6 +136,7 @@ class Service:
     reviewer: Reviewer
     port: int
     leads: bool = True
+    synced: bool = True
 
     def value(self, name: str, **labels: str) -> float:
         found = self.metrics.registry.get_sample_value(f"deltashard_fleet_{name}", labels)
@@ -164,6 +165,7 @@ async def serving(api: Any) -> AsyncIterator[Service]:
             certificate=certificate,
             metrics=metrics,
             leads=lambda: service.leads,
+            synced=lambda: service.synced,
         )
         runner = web.AppRunner(server.application, access_log=None, shutdown_timeout=1.0)
         await runner.setup()

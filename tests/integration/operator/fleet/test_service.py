@@ -97,6 +97,8 @@ def test_what_is_not_taken_says_why(api: client.ApiClient, rest: Rest, pod: Pod,
             for answer, status in ((unknown, 404), (refused, 403), (lambda _: 1 / 0, 500)):
                 service.book.answer = answer  # type: ignore[assignment]
                 assert (await service.post(token, good)).status == status
+            service.synced = False
+            assert (await service.post(token, good)).status == 503
             service.leads = False
             assert (await service.post(None, b"")).status == 421
             assert service.value("serving") == 0
@@ -133,7 +135,7 @@ def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, rest: Rest, pod
             api.rest_client.pool_manager.clear()
             found = await service.post(theirs, other.report())
             assert found.status == 503
-            assert 1 <= int(found.retry_after) <= 10
+            assert 6 <= int(found.retry_after) <= 60
             assert (await service.post(token, pod.report())).status == 200
             proxy.upstream_port = upstream
             assert (await service.post(theirs, other.report())).status == 200

@@ -160,10 +160,9 @@ def test_a_new_controller_gives_rank_0_time_before_it_asks_another() -> None:
 @pytest.mark.parametrize(
     ("n", "after_s", "more", "expected_s"),
     [
-        (0, 0.0, {}, schedule.CHANGED_S),
-        (0, schedule.CHANGED_FOR_S, {}, SPEAKER_BEAT_S),
-        (1, schedule.CHANGED_FOR_S, {}, OTHERS_BEAT_S),
-        (1, schedule.CHANGED_FOR_S, {"urgent": True}, schedule.URGENT_S),
+        (0, 0.0, {}, SPEAKER_BEAT_S),
+        (1, 0.0, {}, OTHERS_BEAT_S),
+        (1, 0.0, {"urgent": True}, schedule.URGENT_S),
         (0, 0.0, {"live": 50_000}, 50_000 / schedule.REPORTS_PER_S),
         (9, 0.0, {}, schedule.CHANGED_S),
     ],
@@ -179,3 +178,13 @@ def test_a_sidecar_is_heard_for_two_and_a_half_beats_of_what_it_was_told() -> No
         run, _ = report_change.with_report(group(1), said(0, size=1), NOW_S, beat_s=beat_s)
         limit_s = SILENT_BEATS * max(beat_s, SPEAKER_BEAT_S)
         assert [len(watched_run.heard(run, NOW_S + limit_s + n)) for n in (0, 1)] == [1, 0]
+
+
+def test_what_changed_lately_is_reported_more_often() -> None:
+    """A sidecar that began long before this controller heard it has not changed by that."""
+    late_s, before = NOW_S + schedule.CHANGED_FOR_S, seen(group(), of(4))
+    for sent in (said(0, phase=At.WAITING), said(4, started_at_s=NOW_S)):
+        run = told(before, sent, NOW_S)
+        uid = sent.who.pod_uid
+        assert schedule.next_s(run, uid, NOW_S) == schedule.CHANGED_S
+        assert schedule.next_s(run, uid, late_s) > schedule.CHANGED_S
