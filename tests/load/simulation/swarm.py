@@ -115,6 +115,8 @@ class Sidecar:
         """Ids of orders, which are over as soon as they are heard."""
         self._schedule = ReportSchedule()
         self._wake = asyncio.Event()
+        self._news = False
+        """Whether something changed that no report had in it."""
         self.speaks = member.index == "0"
         self.taken = False
 
@@ -132,16 +134,19 @@ class Sidecar:
                 async with asyncio.timeout(max(0.0, self._schedule.due_s - time.monotonic())):
                     await self._wake.wait()
             self._wake.clear()
+            if self._news:
+                self._schedule = self._schedule.changed(time.monotonic())
             if time.monotonic() >= self._schedule.due_s:
                 await self._report()
 
     def changed(self) -> None:
-        self._schedule = self._schedule.changed(time.monotonic())
+        self._news = True
         self._wake.set()
 
     async def _report(self) -> None:
         told, begun_s = self._world.told, time.monotonic()
         self._sequence += 1
+        before, self._news = self._news, False
         try:
             async with asyncio.timeout(DEADLINE_S):
                 status, retry_after_s, body = await self._posted(self._request().SerializeToString())
@@ -151,6 +156,7 @@ class Sidecar:
         if status != 200:
             cause = str(status or "unreachable")
             told.refusals[cause] = told.refusals.get(cause, 0) + 1
+            self._news |= before
             self._schedule = self._schedule.refused(status, now_s, retry_after_s=retry_after_s)
             return
         told.report_s.append(now_s - begun_s)
@@ -163,10 +169,10 @@ class Sidecar:
         if reply.HasField("directive"):
             self._directive = reply.directive.id
             told.directives += 1
-        before, self._open = self._open, dict.fromkeys(each.id for each in reply.saves)
+        earlier, self._open = self._open, dict.fromkeys(each.id for each in reply.saves)
         for order in self._open:
             told.ordered_at_s.setdefault(order, time.time())
-        if self._open.keys() - before.keys():
+        if self._open.keys() - earlier.keys():
             self.changed()
 
     async def _posted(self, body: bytes) -> tuple[int, float, bytes]:
