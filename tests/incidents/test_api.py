@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from deltashard.attach.launcher import ChildLauncher, SidecarOptions, environmen
 from deltashard.errors import AnotherTrainer, CheckpointMismatch, SidecarUnavailable, UserError
 
 from tests.incidents.toys import ROWS, Run, Toy, checkpointer, kill
-from tests.support.machine import limit_s
 
 SECRET = "the-corrected-secret"
 
@@ -226,36 +223,6 @@ def test_another_optimizer_takes_no_state_of_the_old_one(
         ckpt.step()
     finally:
         ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-
-
-SECOND = """
-import sys
-from deltashard.attach.launcher import ChildLauncher, SidecarOptions
-from deltashard.attach.lock import hold_file
-from deltashard.errors import AnotherTrainer
-hold_file.__kwdefaults__["deadline_s"] = 86400.0  # which a holder gets that is ending
-try:
-    ChildLauncher(SidecarOptions(url=sys.argv[1], run="run"))
-except AnotherTrainer as error:
-    print(error)
-"""
-
-
-def test_a_second_trainer_of_a_run_on_one_machine_is_told_within_seconds(tmp_path: Path) -> None:
-    """Who holds it, and what to do; a living trainer is not waited for."""
-    url = f"file://{tmp_path}/store"
-    first = ChildLauncher(SidecarOptions(url=url, run="run"))
-    try:
-        second = subprocess.run(
-            [sys.executable, "-c", SECOND, url],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=limit_s(120),
-        )
-    finally:
-        first.close()
-    assert f"process {os.getpid()} already trains this run" in second.stdout
 
 
 def test_a_second_checkpointer_of_a_run_in_one_process_is_told_at_once(stored: Path) -> None:
