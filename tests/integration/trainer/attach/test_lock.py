@@ -135,15 +135,6 @@ def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
         open_arena(tmp_path / "short", SHAPE)
 
 
-def test_what_stands_in_the_file_says_nothing_of_the_shape(arena_path: Path) -> None:
-    """Whoever maps the arena may write all of it: a scribbled file is attached to like any other."""
-    arena_path.write_bytes(b"\xff" * SHAPE.total_bytes)
-    arena = open_arena(arena_path, SHAPE)
-    assert arena.shape == SHAPE
-    assert len(arena.block(3)) == SHAPE.block_bytes
-    release_arena(arena)
-
-
 def test_no_link_is_followed(arena_path: Path, tmp_path: Path) -> None:
     """Neither to map an arena nor to write and lock a file; what it leads to stays as it is."""
     (tmp_path / "precious").write_text("precious")

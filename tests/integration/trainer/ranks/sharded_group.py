@@ -68,19 +68,6 @@ def save(rank: int, workdir: Path, sharding: str, optimizer: str, encoding: str,
     }
 
 
-def baselines(rank: int, workdir: Path, sharding: str, count: str) -> Any:
-    """Train, and save all rows after every other step."""
-    training = _training(sharding, "rowwise")
-    ckpt = _checkpointer(workdir, training, "baselines", "q8", differential="full")
-    ckpt.restore()
-    for step in range(2 * int(count)):
-        training.train(batch(step, rank))
-        ckpt.step()
-        if step % 2:
-            ckpt.save().wait(100)
-    ckpt.close()
-
-
 def read(rank: int, workdir: Path, socket: str, runs: str, shardings: str, optimizer: str) -> Any:
     """Restore each of the runs into each sharding, and compare every cell with what is expected of it."""
     os.environ["DELTASHARD_SOCKET"] = socket
