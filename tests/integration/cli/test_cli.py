@@ -385,26 +385,6 @@ def test_diff(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
 # -- tidying ----------------------------------------------------------------------------------------------------
 
 
-def test_gc(cli: Cli, url: str, run: WrittenRun) -> None:
-    """Retires by --keep-last and --every-steps, and leaves a run that verifies."""
-    full = run.save(step=400)
-    run.save(run.train(), step=500, covers=full)
-    run.save(step=600)
-    assert "retired: 3, 4" in cli("gc", url, "--keep-last", "1", "--dry-run")[1]
-    assert answer(cli, "ls", at(url))["run"]["checkpoints"] == 6
-    done = answer(cli, "gc", url, "--keep-last", "1", "--every-steps", "600")
-    left = {one["seq"] for one in answer(cli, "ls", at(url))["checkpoints"]}
-    assert left == {2, 3, 4, 5, 6, 7} - set(done["retired"])
-    assert (done["collected"]["objects"], done["given_up"]) == (0, [])
-    assert answer(cli, "gc", url, "--grace", "0")["collected"]["objects"] > 0
-    verified = answer(cli, "verify", "--deep", url)
-    assert (verified["ok"], set(verified["restored"])) == (True, left)
-    assert cli("gc", url, "--every-steps", "5")[0] == 2
-    code, text = cli("inspect", url, "-c", f"seq:{done['retired'][0]}")
-    assert code == 2
-    assert f"no live, valid checkpoint seq:{done['retired'][0]}" in text
-
-
 def test_compact(cli: Cli, url: str, run: WrittenRun) -> None:
     """The chain becomes one, and what is shown of it is what is read now; again there is nothing to do."""
     before = read_checkpoint(run.store, RUN)
