@@ -253,10 +253,6 @@ class Controller:
             entry.run = replace(entry.run, taken_by="")
         entry.run, notices = judgement.judged(entry.run, self._books.nodes, now_s)
         entry.notices.extend(notices)
-        for node, n in entry.run.node_failures.items():
-            if n > entry.nodes.get(node, 0) and node in self._books.nodes:
-                self.metrics.node_failures.labels(node).inc(n - entry.nodes.get(node, 0))
-        entry.nodes = entry.run.node_failures
         for uid in self._books.speakers(entry):
             wanted = self._needed(entry, uid)
             if wanted is not None and wanted.id != entry.nudged:

@@ -58,8 +58,6 @@ class Entry:
     """Id of the directive for which its sidecars were nudged."""
     whole_s: float = 0.0
     """When it may tell as much at once as ever."""
-    nodes: Mapping[str, int] = field(default_factory=dict)
-    """Failures by node that are in the metrics."""
 
     @property
     def end_s(self) -> float:

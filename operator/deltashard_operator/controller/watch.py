@@ -9,7 +9,6 @@ more. Then only living pods are kept. Once known, a pod stays with its run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -170,8 +169,6 @@ class Watches:
 
     def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
         self._books.nodes.pop(node.name, None)
-        with contextlib.suppress(KeyError):  # it never failed
-            self._books.metrics.node_failures.remove(node.name)
 
     def on_policy(self, document: Document) -> None:
         """A policy of a namespace or of the cluster is there, or changed."""
