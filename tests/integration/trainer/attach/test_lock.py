@@ -70,17 +70,6 @@ def test_the_writer_lock_excludes_other_processes_until_released(arena_path: Pat
     assert locked_elsewhere(arena_path, 0) == ""
 
 
-def test_one_descriptor_per_process_keeps_the_lock(arena_path: Path) -> None:
-    """Closing any second descriptor of the file would drop the lock: there is none."""
-    first = open_arena(arena_path, SHAPE)
-    lock_line(first, 0)
-    second = open_arena(arena_path, SHAPE)
-    assert second.fd == first.fd
-    release_arena(second)
-    assert locked_elsewhere(arena_path) == "AnotherTrainer"
-    release_arena(first)
-
-
 def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -> None:
     """The sidecar may grow it while it restarts."""
     first = open_arena(arena_path, SHAPE)

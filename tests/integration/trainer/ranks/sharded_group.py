@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from deltashard.checkpointer import Checkpointer
 from deltashard.tracking.tracking import TrackingSettings
 
@@ -114,27 +112,3 @@ def _by_row(expected: Any, name: str, a: int, b: int, c: int, d: int) -> np.ndar
         total[here] += flat * (columns / (d - c))
         least[here], most[here] = np.minimum(least[here], flat), np.maximum(most[here], flat)
     return np.where(least == most, most, total).astype(np.float32)
-
-
-def train(rank: int, workdir: Path, sharding: str, until: str, save_at: str = "0", kill_at: str = "0") -> Any:
-    """Train from the newest checkpoint, if `workdir` has any, to the end; perhaps save once, and be killed later."""
-    training = _training(sharding, "rowwise")
-    torch.manual_seed(77 + rank)
-    dropout = torch.nn.Dropout(0.2)
-    ckpt = _checkpointer(workdir, training, "train")
-    ckpt.restore()
-    while ckpt.steps < int(until):
-        training.dense.zero_grad()
-        _, prediction = training.model(batch(ckpt.steps, rank))
-        (dropout(prediction) - 1).square().mean().backward()
-        training.dense.step()
-        ckpt.step()
-        if ckpt.steps == int(save_at):
-            ckpt.save().wait(100)
-        if ckpt.steps == int(kill_at):
-            os.kill(os.getpid(), signal.SIGKILL)
-    found = _shards(ckpt) | {
-        n: p.detach().numpy() for n, p in training.model.named_parameters() if "over" in n
-    }
-    ckpt.close()
-    return {name: xxhash.xxh3_64_hexdigest(values.tobytes()) for name, values in sorted(found.items())}

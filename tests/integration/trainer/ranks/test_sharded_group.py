@@ -102,12 +102,3 @@ def test_any_sharding_to_any_sharding(run: Run, tmp_path: Path, optimizer: str, 
             assert all(each["compared"] for each in said)
     finally:
         sidecar.kill()
-
-
-@pytest.mark.slow
-def test_a_group_that_was_killed_ends_as_one_that_was_not(run: Run, tmp_path: Path) -> None:
-    """Four ranks, rows of each table on all of them, dropout: killed whole at a step between saves; bit for bit."""
-    whole = run(tmp_path / "whole", 4, "train", sharding="row_wise", until=12)
-    killed = run(tmp_path / "killed", 4, "train", sharding="row_wise", until=12, save_at=5, kill_at=8)
-    assert killed == [None] * 4
-    assert run(tmp_path / "killed", 4, "train", sharding="row_wise", until=12) == whole

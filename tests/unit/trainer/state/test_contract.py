@@ -438,11 +438,6 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
 def test_sharded_modules_are_no_contracts() -> None:
     """They say their tables themselves; a module around them cannot speak for them, and is refused."""
 
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self._register_state_dict_hook(lambda *_: None)
-
     class Speaks(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -451,7 +446,8 @@ def test_sharded_modules_are_no_contracts() -> None:
         def get_extra_state(self) -> int:
             return 1
 
-    sharded = Hooked()
+    sharded = nn.Linear(1, 1)
+    sharded._register_state_dict_hook(lambda *_: None)
     inventory = Inventory(sharded=[sharded])
     assert contract.contracts_of(nn.ModuleDict({"it": sharded}), lambda: inventory) == []
     with pytest.raises(

@@ -154,21 +154,6 @@ def test_a_table_that_goes_is_no_longer_saved():
     assert tracking.regrown
 
 
-def test_stepped_tells_accumulation_from_steps():
-    """A due cut waits for the next optimizer step; skipped steps are no steps."""
-    with quiet():
-        training, cutter = begin("sgd", "embedding", True)
-        tracking = cutter.tracking
-        training.accumulate()
-        assert not tracking.steps.stepped
-        training.scaled_skip()
-        assert not tracking.steps.stepped
-        training.train()
-        assert tracking.steps.stepped
-        tracking.steps.done()
-        assert not tracking.steps.stepped
-
-
 def test_a_copy_or_pickle_of_the_model_carries_no_tracking():
     """Averaged models deep-copy, people pickle: neither drags marks along nor marks anything."""
     training, cutter = begin("sgd", "embedding", True)
@@ -195,15 +180,6 @@ def test_a_replaced_parameter_is_found_at_the_next_cut():
     cutter.tracking.refresh()
     assert cutter.tracking.regrown
     assert cutter.tracking.by_key["table.weight"].prepare_cut("since_commit").all
-
-
-def test_small_tables_cost_nothing_per_step():
-    """Under the size limit a table is looked at by hash, quietly, whatever its optimizer."""
-    training = Training("sgd", "embedding", True, 0)
-    tracking = Tracking(training.model, training.optimizer)
-    (table,) = tracking.tables
-    assert table.tracker == "hashes"
-    assert not tracking._hooks[0].tables
 
 
 def test_close_takes_all_hooks_away():
