@@ -195,14 +195,13 @@ def resumed(
     rank: int,
     workdir: Path,
     until: str,
-    weights_only: str = "",
     loaders: Any = "restart",
     data: str = "dealt",
     run: str = "group",
 ) -> Any:
     """Restore, train to the end, close."""
     program = Program(rank, workdir, data=data, run=run)
-    restored = program.ckpt.restore(weights_only=bool(weights_only), loaders=loaders)
+    restored = program.ckpt.restore(loaders=loaders)
     at = program.ckpt.steps
     program.train(int(until))
     program.ckpt.close()

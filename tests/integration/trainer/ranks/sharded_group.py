@@ -13,28 +13,18 @@ from deltashard.tracking.tracking import TrackingSettings
 
 from tests.support.trainer.sharded_case import Training, batch
 
-DENSE = {"adagrad": torch.optim.Adagrad, "rowwise": torch.optim.Adam, "sgd": torch.optim.SGD}
-"""With fused Adagrad the dense optimizer has its rule, so that a table may leave its kernel."""
-
 
 def _training(sharding: str, optimizer: str) -> Training:
+    """With fused Adagrad the dense optimizer has its rule, so that a table may leave its kernel."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # what torchrun says on hosts of two ranks
-    return Training(sharding, optimizer, dense=DENSE[optimizer])
+    dense = torch.optim.Adagrad if optimizer == "adagrad" else torch.optim.Adam
+    return Training(sharding, optimizer, dense=dense)
 
 
-def _checkpointer(
-    workdir: Path, training: Training, run: str, encoding: str = "fp32", **options: Any
-) -> Checkpointer:
-    return Checkpointer(
-        training.model,
-        [training.dense],
-        url=workdir / "store",
-        run=run,
-        encoding=encoding,
-        grace_s=None,
-        tracking=TrackingSettings(hash_below_bytes=0),
-        **options,
-    )
+def _checkpointer(workdir: Path, training: Training, run: str, encoding: str = "fp32") -> Checkpointer:
+    settings = TrackingSettings(hash_below_bytes=0)
+    options = {"run": run, "encoding": encoding, "grace_s": None, "tracking": settings}
+    return Checkpointer(training.model, [training.dense], url=workdir / "store", **options)
 
 
 def _shards(ckpt: Checkpointer) -> dict[str, np.ndarray]:

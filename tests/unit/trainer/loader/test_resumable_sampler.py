@@ -10,7 +10,6 @@ import pytest
 from deltashard import ResumableSampler
 from deltashard.errors import CheckpointMismatch, UserError
 from deltashard.loader.registry import LoaderRegistry
-from deltashard.partial.rule import moved_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
@@ -171,37 +170,6 @@ def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None
     (again,) = resume(live, Life(saved=0), [lost.tree()])
     again.rest_of_epoch()
     assert again.seen[1] == order(live, 1)
-
-
-def test_another_order_begins_the_epoch_again_unless_it_is_refused() -> None:
-    """The default: some samples twice, none left out; or as many batches are left out."""
-    (lost,) = resume(Data(samples=20), Life(saved=0), [])
-    lost.take(3)
-    live = Data(samples=22, seed=4)
-    again = Rank(live, Life(saved=0), 0)
-    again.resume(lost.tree(), "restart")
-    again.rest_of_epoch()
-    assert again.seen[0] == order(live, 0)
-    continued = Rank(live, Life(saved=0), 0)
-    continued.resume(lost.tree(), "continue")
-    continued.rest_of_epoch()
-    assert continued.seen[0] == order(live, 0)[6:]
-
-
-@pytest.mark.parametrize("ahead", [7, 13])
-def test_a_lost_rank_goes_where_the_others_are(ahead: int) -> None:
-    """Partial recovery, within its epoch and beyond: its own share of the same order, and nothing to say."""
-    data, life = Data(samples=40), Life(saved=0, world=2)
-    mine, other = resume(data, life, [])
-    mine.take(4)
-    other.take(ahead)
-    positions, notes = moved_on({"loader": mine.tree()}, {"loader": other.tree()})
-    again = Rank(data, life, 0)
-    again.resume(positions["loader"])
-    again.take(2)
-    epoch, at = divmod(ahead, 10)
-    assert again.seen[epoch] == order(data, epoch)[0::2][2 * at : 2 * at + 4]
-    assert notes == []
 
 
 @pytest.mark.parametrize(
