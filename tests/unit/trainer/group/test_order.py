@@ -48,3 +48,23 @@ def test_a_verdict_before_a_promise_is_a_bug() -> None:
     orders.promise(8)
     with pytest.raises(InternalBug, match="before the limit 8"):
         orders.read(RoundVerdict(at=7))
+
+
+def test_a_verdict_between_two_looks_at_a_promise_is_no_error() -> None:
+    """The order thread may end the promise at any instant of a question that the training thread asks."""
+
+    class Ending(Orders):
+        @property
+        def limit(self) -> int | None:
+            found, self._limit = self._limit, None
+            return found
+
+        @limit.setter
+        def limit(self, value: int | None) -> None:
+            self._limit = value
+
+    for ask in (Orders.held, Orders.kept):
+        orders = Ending()
+        orders.promise(7)
+        assert ask(orders, 7) == (ask is Orders.held)
+        assert ask(orders, 7) is False
