@@ -22,7 +22,7 @@ with warnings.catch_warnings():
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-from deltashard.sharded.batched_kernel import BatchedKernel
+from deltashard.sharded.batched_kernel import BatchedKernel, kernel_of
 from deltashard.sharded.extension import LookupTracker
 from deltashard.tracking.marks import Marks
 
@@ -119,6 +119,19 @@ def test_a_mark_that_fails_is_reported_and_harms_no_backward_pass() -> None:
     LookupTracker(BatchedKernel(holder).shards[0], Marks(1), lost.append)
     holder([[5], []], [[], []], [[], []]).backward()
     assert [type(error) for error in lost] == [IndexError]
+
+
+def test_a_module_has_one_kernel_as_long_as_its_memory_stays() -> None:
+    """Tables are recognised by their tensors: they must be the same ones at each look."""
+    holder = _Holder()
+    batch = kernel_of(holder)
+    assert kernel_of(holder) is batch
+    tbe = holder.emb_module
+    tbe.momentum1_host = nn.Parameter(tbe.momentum1_host.detach().clone())
+    moved = kernel_of(holder)
+    assert moved is not batch
+    tbe.weights_host = nn.Parameter(tbe.weights_host.detach().clone())
+    assert kernel_of(holder) is not moved
 
 
 def test_rates_and_counts_come_back() -> None:
