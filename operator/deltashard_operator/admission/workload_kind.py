@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 from deltashard_operator.admission.injection import labelled
 from deltashard_operator.api.refusal import Refusal
@@ -33,55 +33,33 @@ ADMITTED = TEMPLATED | {owner_reference.JOB, owner_reference.POD}
 """Kinds that are injected at their own CREATE."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """How users annotate one kind of workload."""
 
     kind: str
-    annotate_at: tuple[str, ...]
-    """Where `metadata.annotations` of the manifest holds the one line; the first is the one to recommend."""
+    annotate_at: str
+    """Where `metadata.annotations` of the manifest is to hold the one line."""
     injected_as: str
     """What of it holds the pod template: Job or Pod."""
-    injected_at: str = ""
-    """The kind whose CREATE brings the sidecar in; empty: `injected_as`."""
 
     @property
     def path(self) -> tuple[str, ...]:
         """Keys of the Job or pod (template) in an object of this kind; `[]` and `*` are each of a list and a map."""
-        words = self.annotate_at[0].replace("[]", ".[]").removesuffix("metadata").rstrip(".")
+        words = self.annotate_at.replace("[]", ".[]").removesuffix("metadata").rstrip(".")
         return tuple(words.split(".")) if words else ()
 
 
 KINDS = (
-    Kind(kind="Job", annotate_at=("metadata", "spec.template.metadata"), injected_as="Job"),
+    Kind("Job", "metadata", "Job"),
+    Kind("CronJob", "spec.jobTemplate.metadata", "Job"),
+    Kind("JobSet", "spec.replicatedJobs[].template.metadata", "Job"),
+    # A TrainJob's pods come from its runtime's JobSet template.
+    Kind("TrainingRuntime", "spec.template.spec.replicatedJobs[].template.metadata", "Job"),
     Kind(
-        kind="CronJob",
-        annotate_at=("spec.jobTemplate.metadata", "spec.jobTemplate.spec.template.metadata"),
-        injected_as="Job",
-    ),
-    Kind(
-        kind="JobSet",
-        injected_at="JobSet",
-        annotate_at=(
-            "spec.replicatedJobs[].template.metadata",
-            "spec.replicatedJobs[].template.spec.template.metadata",
-        ),
-        injected_as="Job",
-    ),
-    Kind(
-        kind="TrainingRuntime",  # a TrainJob's pods come from its runtime's JobSet template
-        injected_at="JobSet",
-        annotate_at=("spec.template.spec.replicatedJobs[].template.metadata",),
-        injected_as="Job",
-    ),
-    Kind(
-        kind="PyTorchJob",  # of Kubeflow's training operator v1
-        injected_at="PyTorchJob",
-        annotate_at=("spec.pytorchReplicaSpecs.*.template.metadata",),
-        injected_as="Pod",
-    ),
-    Kind(kind="StatefulSet", annotate_at=("spec.template.metadata",), injected_as="Pod"),
-    Kind(kind="Pod", annotate_at=("metadata",), injected_as="Pod"),
+        "PyTorchJob", "spec.pytorchReplicaSpecs.*.template.metadata", "Pod"
+    ),  # of Kubeflow's training operator v1
+    Kind("StatefulSet", "spec.template.metadata", "Pod"),
+    Kind("Pod", "metadata", "Pod"),
 )
 
 

@@ -197,7 +197,7 @@ def test_rotation_under_load_fails_no_admission(http: Rest, webhook: WebhookProc
 
 def test_from_no_certificate_to_the_last_admission(http: Rest, apiserver: ApiServer, tmp_path: Path) -> None:
     """Alive before its certificate exists, ready with it; after SIGTERM not ready, yet answering until it drained."""
-    webhook = WebhookProcess(apiserver, tmp_path, drain_s=60.0)
+    webhook = WebhookProcess(apiserver, tmp_path, drain_s=10.0)
     webhook.start(certificate=False)
     eventually(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")
     put(tmp_path, webhook.authority.issue())
@@ -210,7 +210,7 @@ def test_from_no_certificate_to_the_last_admission(http: Rest, apiserver: ApiSer
         assert webhook.get("livez")[0] == 200
         for _ in range(20):
             assert has_sidecar(http.create(job("last", opted()), dry_run=True))
-    assert webhook.stop() == 0, "a second signal ends the drain"
+    assert webhook.stop() == 0
 
 
 def test_what_holds_without_the_webhook(http: Rest) -> None:
