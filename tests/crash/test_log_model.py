@@ -58,4 +58,4 @@ def test_a_schedule_is_its_seed():
 
 
 def test_every_fault_of_the_store_is_among_the_moves():
-    assert set(log_model.FAULTS) == set(Fault) - {Fault.STALLED}
+    assert set(log_model.FAULTS) == set(Fault)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from deltashard.attach.launcher import ChildLauncher, SidecarOptions, environment_hash
-from deltashard.errors import AnotherTrainer, CheckpointMismatch, SidecarUnavailable, UserError
+from deltashard.errors import AnotherTrainer, CheckpointMismatch, UserError
 
-from tests.incidents.toys import ROWS, Run, Toy, checkpointer, kill
+from tests.incidents.toys import ROWS, Run, Toy, checkpointer
 
 SECRET = "the-corrected-secret"
 
@@ -126,26 +125,6 @@ def test_wrong_settings_are_the_users_error_in_the_sidecars_own_words(tmp_path: 
         Run("gopher://store", restore=False)
     assert "gopher" in str(caught.value)
     assert "{" not in str(caught.value)
-
-
-def test_a_killed_sidecar_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last line in the log, a friendly one, is not why."""
-    child = launcher(tmp_path)
-    child.log_path.write_text(json.dumps({"event": "sidecar.serving"}) + "\n")
-    spawn = child._spawn
-
-    def killed() -> int:
-        pid = spawn()
-        kill(pid)
-        return pid
-
-    monkeypatch.setattr(child, "_spawn", killed)
-    try:
-        with pytest.raises(SidecarUnavailable, match=r"the sidecar was killed by signal 9 \[") as caught:
-            child.ensure()
-    finally:
-        child.close()
-    assert "serving" not in str(caught.value)
 
 
 def resized(stored: Path, *, rows: int = ROWS, width: int = 16, dtype: torch.dtype = torch.float32) -> Any:

@@ -429,22 +429,6 @@ def test_what_the_caller_got_wrong_is_2(
     assert cli("ls", tmp_path / "empty")[0] == 0
 
 
-def test_a_run_that_is_not_there(cli: Cli, url: str, run: WrittenRun, minio_url: str) -> None:
-    """Exit 2 on every store, with the runs that are there; an empty bucket is there, and holds no runs."""
-    for absent in ("team/absent", "absent", f"{RUN}/more"):
-        for arguments in (
-            ("ls", at(url, absent)),
-            ("ls", at(url, absent), "--json"),
-            ("ls", url, "--run", absent),
-        ):
-            code, text = cli(*arguments)
-            assert code == 2, text
-            assert "exist" in text or "nothing is stored here" in text or "no run" in text
-    assert RUN in cli("inspect", url, "--run", "absent")[1]
-    if url.startswith("file"):
-        assert cli("ls", minio_url)[0] == 0
-
-
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
 def test_an_output_that_cannot_be_is_the_callers(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, name: str

@@ -158,17 +158,6 @@ def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) ->
         trainer.close()
 
 
-def test_restore_of_what_is_not_there(trainer: Trainer) -> None:
-    """not_found, and for a table that is not stored mismatch: neither makes the checkpoint invalid."""
-    with pytest.raises(SaveRefused, match="not_found"):
-        trainer.restore(77)
-    commit = trainer.save_and_commit()
-    trainer.model.tables[1].fqn = "renamed.weight"
-    trainer.attach()
-    with pytest.raises(SaveRefused, match="mismatch"):
-        trainer.restore(commit.seq)
-
-
 def begin_from(root: Path, url: str, source: str, **options: object) -> str:
     """What a trainer hears whose run `warm` is to begin with a checkpoint of `source`; empty: it was opened."""
     with sidecar(root, url, encoding="fp32", run="warm", restore_from=source) as process:
