@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TORCHES = 2.6.0 2.11.0
 RESUME = tests/integration/trainer/test_train_resume.py
 TORCH_TESTS = tests/unit/trainer/loader tests/unit/trainer/optimizer tests/unit/trainer/tracking/test_gradient.py tests/unit/trainer/state/test_rng.py \
-	tests/integration/trainer/tracking tests/unit/trainer/cut/test_precopy_programs.py::test_what_is_stored_is_what_is_there[cpu] \
+	tests/unit/trainer/cut/test_precopy_programs.py::test_what_is_stored_is_what_is_there[cpu] \
 	tests/unit/checkpoint/codecs/test_quantizer.py::test_plain_rows_are_torchs_rows \
 	$(RESUME)::test_restored_state_is_decode_encode_of_the_cut $(RESUME)::test_pins_seqs_and_steps_can_be_restored \
 	$(RESUME)::test_a_trainer_that_builds_on_synthetic_baselines_resumes_exactly
@@ -54,7 +54,7 @@ test: venv
 	@echo "make test, 3 of 3: a real Kubernetes on this machine (about 15 minutes)"
 	$(MAKE) test-cluster
 
-# tests/unit starts no process and serves no port (tests/unit/conftest.py sees to it); tests/integration is the same rooms
+# tests/unit starts no process and serves no port; tests/integration is the same rooms
 # with processes and real servers. The fast ones take a minute; `test` has the slow ones, too.
 test-fast: venv
 	$(RUN) -m pytest tests/unit -m 'not slow' --numprocesses 2 --dist loadfile

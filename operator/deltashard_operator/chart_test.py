@@ -11,20 +11,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from kubernetes import config
 
 from deltashard_operator.kube.call import Answer, NoReply, Requester
 from deltashard_operator.kube.cluster_name import POLICY, SIDECAR
-from deltashard_operator.main import EXIT_FAILED, EXIT_USAGE, api_client, options_of
+from deltashard_operator.main import EXIT_FAILED, api_client, options_of
 
 PROGRAM = "deltashard-chart-test"
 REQUEST_S = 10.0
 PAUSE_S = 2.0
 NO_SUCH_POLICY = "deltashard-test-no-such-policy"
-SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-POD_SECURITY = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,67 +32,52 @@ class Options:
     kubeconfig: Path | None = None  # how to reach the API; without, as a pod
 
 
-class NotSo(Exception):
-    """The installation does not do what it should (yet)."""
-
-
 def created(request: Requester, namespace: str, policy: str) -> Answer:
-    """The API's answer to a Job with this policy, in a dry run."""
-    container = {"name": "trainer", "image": "example.invalid/train", "securityContext": SECURITY}
-    pod = {"restartPolicy": "Never", "securityContext": POD_SECURITY, "containers": [container]}
-    metadata = {"generateName": "deltashard-test-", "annotations": {POLICY: policy}}
+    """The API's answer to a Job with this policy, in a dry run; raises `NoReply`."""
+    pod = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "example.invalid/train"}]}
     document = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": metadata,
+        "metadata": {"generateName": "deltashard-test-", "annotations": {POLICY: policy}},
         "spec": {"template": {"spec": pod}},
     }
     path = f"/apis/batch/v1/namespaces/{namespace}/jobs"
     return request("POST", path, document, query={"dryRun": "All"}, timeout_s=REQUEST_S)
 
 
-def asked(request: Requester, options: Options) -> str:
-    """What is so; raises `NotSo` and `NoReply`."""
-    answer = created(request, options.namespace, NO_SUCH_POLICY)
-    if answer.ok:
-        raise NotSo(f"a Job with a policy that does not exist was admitted: is {options.namespace} exempt?")
-    if "(PolicyNotFound)" not in answer.sentence:
-        raise NotSo(f"the webhook did not answer: {answer.sentence}")
-    if not options.policy:
-        return "the webhook answers"
+def asked(request: Requester, options: Options) -> tuple[bool, str]:
+    """Whether all is as it should be, and what is so."""
     named = f"a Job with {POLICY}: {options.policy}"
-    answer = created(request, options.namespace, options.policy)
+    try:
+        answer = created(request, options.namespace, NO_SUCH_POLICY)
+        if answer.ok:
+            return False, f"a Job whose policy does not exist was admitted: is {options.namespace} exempt?"
+        if "(PolicyNotFound)" not in answer.sentence:
+            return False, f"the webhook did not answer: {answer.sentence}"
+        if not options.policy:
+            return True, "the webhook answers"
+        answer = created(request, options.namespace, options.policy)
+    except NoReply as error:
+        return False, str(error)
     if not answer.ok:
-        raise NotSo(f"{named} was refused: {answer.sentence}")
-    spec: dict[str, Any] = answer.document["spec"]["template"]["spec"]
-    for each in spec.get("initContainers") or ():
-        if each["name"] == SIDECAR:
-            return f"the webhook answers, and {named} gets the sidecar {each['image']}"
-    raise NotSo(f"{named} has no sidecar")
+        return False, f"{named} was refused: {answer.sentence}"
+    inits = answer.document["spec"]["template"]["spec"].get("initContainers") or ()
+    images = [each["image"] for each in inits if each["name"] == SIDECAR]
+    return bool(images), f"the webhook answers, and {named} gets the sidecar {images}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-chart-test`."""
     options = options_of(Options, PROGRAM, argv)
-    try:
-        api = api_client(options.kubeconfig)
-    except (config.ConfigException, OSError) as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
-        return EXIT_USAGE
-    ends_at_s, said = time.monotonic() + options.deadline_s, ""
-    while time.monotonic() < ends_at_s:
-        try:
-            ok = asked(Requester(api), options)
-        except (NotSo, NoReply) as error:
-            if str(error) != said:
-                said = str(error)
-                sys.stderr.write(f"not yet: {said}\n")
-            time.sleep(PAUSE_S)
-        else:
-            sys.stdout.write(f"ok: {ok}\n")
+    request, ends_at_s = Requester(api_client(options.kubeconfig)), time.monotonic() + options.deadline_s
+    while True:
+        ok, said = asked(request, options)
+        sys.stdout.write(f"{'ok' if ok else 'not yet'}: {said}\n")
+        if ok:
             return 0
-    sys.stderr.write(f"failed: not so within {options.deadline_s:g} s\n")
-    return EXIT_FAILED
+        if time.monotonic() > ends_at_s:
+            return EXIT_FAILED
+        time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

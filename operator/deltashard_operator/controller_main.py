@@ -4,7 +4,7 @@
 with 421 and is ready. Who leads reads the CheckpointRuns, watches (`object_watch`), takes reports (`service`), nudges
 sidecars (`nudge`) and issues certificates (`authority`). Plain pages: /livez (the loop turns), /healthz (it does its
 work) and /metrics. On SIGTERM or SIGINT it ends its watches, takes no more reports, writes what is not written yet,
-lets go of the Lease and exits 0; a second signal hurries it.
+lets go of the Lease and exits 0.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class Options:
     drain_s: float = 10.0  # how long unwritten statuses are written after SIGTERM
     disruption_taints: TaintKeys = ()
     """Keys of taints, by commas, that announce a node's end as a cordon does."""
-    annotate_pods: bool = False  # whether pods bear the time of their newest checkpoint
     log_level: str = "info"  # the least that is logged
 
 
@@ -112,7 +111,6 @@ class Process:
             status_interval_s=options.status_interval_s,
             namespaces=options.watch_namespaces,
             disruption_taints=options.disruption_taints,
-            annotate_pods=options.annotate_pods,
         )
         watches = self.controller.watches
         self.watch = ObjectWatch(
@@ -139,6 +137,7 @@ class Process:
             leads=lambda: self.lease.held and not self.stopping,
             synced=lambda: self.controller.synced,
         )
+        fleet_metrics.sidecars.set_function(lambda: self.controller.sidecars)
         self.nudger = Nudger(fleet_metrics)
         self.controller.follow(self.nudger.nudge)
         self.stopping = False
@@ -176,7 +175,7 @@ class Process:
             await asyncio.wait([leading])
             serving.check()
             if self.lease.held:
-                await serving.unless_hurried(self.controller.drain(options.drain_s))
+                await self.controller.drain(options.drain_s)
             serving.check()
             _log.info("controller.stopped")
         finally:

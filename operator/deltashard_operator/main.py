@@ -1,7 +1,6 @@
 """The process of the webhook, and what it has in common with the controller's: options, clients, ports, signals.
 
-`deltashard-webhook` serves until SIGTERM or SIGINT, then drains (see `webhook`) and exits 0; a second signal ends the
-draining.
+`deltashard-webhook` serves until SIGTERM or SIGINT, then drains (see `webhook`) and exits 0.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class Options:
 OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
-    "bool": {"true": True, "false": False}.get,
     "Path": Path,
     "Path | None": Path,
     "tuple[str, ...]": watched_namespace.listed,
@@ -68,9 +66,9 @@ OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
 }
 """How an option's text is read, by the type of its field; any other is text."""
 CHOICES: Mapping[str, Sequence[object]] = {
-    "certificates": ("builtin", "external"), "annotate_pods": (True, False),
+    "certificates": ("builtin", "external"),
     "log_level": ("debug", "info", "warning", "error"),
-}  # fmt: skip
+}
 
 
 def options_of(kind: type[T], program: str, argv: Sequence[str] | None = None) -> T:
@@ -104,15 +102,12 @@ class Serving:
     """What a program runs until a signal: servers, and tasks of which none ends but by a fault."""
 
     def __init__(self) -> None:
-        self.stop, self._hurry = asyncio.Event(), asyncio.Event()
-        """Set by the first SIGTERM or SIGINT, or by a fault; and by the next signal."""
+        self.stop = asyncio.Event()
+        """Set by SIGTERM or SIGINT, or by a fault."""
         self._tasks: list[asyncio.Task[None]] = []
         self._runners: list[web.AppRunner] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
-
-    def _signalled(self) -> None:
-        (self._hurry if self.stop.is_set() else self.stop).set()
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run this beside the others; its fault stops the program."""
@@ -141,25 +136,12 @@ class Serving:
             if task.done() and not task.cancelled():
                 task.result()
 
-    async def unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do this, unless a second signal comes before its end."""
-        task, hurry = asyncio.ensure_future(work), asyncio.ensure_future(self._hurry.wait())
-        await asyncio.wait([task, hurry], return_when=asyncio.FIRST_COMPLETED)
-        await _end([task, hurry])
-        if not task.cancelled():
-            task.result()
-
     async def close(self) -> None:
-        await _end(self._tasks)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for runner in self._runners:
             await runner.cleanup()
-
-
-async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel these and wait for their ends."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
@@ -214,7 +196,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
         serving.check()
         webhook.draining = True
         log.info("webhook.draining", drain_s=options.drain_s)
-        await serving.unless_hurried(asyncio.sleep(options.drain_s))
+        await asyncio.sleep(options.drain_s)
         log.info("webhook.stopped")
     finally:
         await serving.close()

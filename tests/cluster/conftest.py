@@ -98,15 +98,11 @@ _ORDER = (
 behind the first: so a long one stands behind a short one."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In the order that fills five processes; scenarios that take the stage for themselves last, as they are written.
 
-    Their limits are this machine's. Those of which others have the parts are in the long variant alone.
+    Their limits are this machine's.
     """
-    parts = [each for each in items if each.get_closest_marker("parts") is not None and not _is_full()]
-    if parts:
-        config.hook.pytest_deselected(items=parts)
-        items[:] = [each for each in items if each not in parts]
     for item in items:
         if (limit := item.get_closest_marker("timeout")) is not None:
             item.add_marker(pytest.mark.timeout(limit_s(limit.args[0]), **limit.kwargs), append=False)

@@ -36,11 +36,10 @@ def test_a_group_of_pods(bench: Bench) -> None:
 
     status = group.job.wait_status(
         "both, and every failure is counted",
-        lambda status: status.get("ranks") == "2/2" and len(status.get("interruptions", ())) == 3,
+        lambda status: status.get("ranks") == "2/2" and status["failures"] == 3,
     )
     assert status["phase"] == "Training"
-    assert status["failures"] == 1, "the eviction: the rest was somebody's wish"
-    assert [each["cause"] for each in status["interruptions"]] == ["Deleted", "Evicted", "Suspended"]
+    assert {each["cause"] for each in status["losses"]} >= {"Deleted", "Evicted", "Suspended"}
 
 
 def leaves(group: TrainingGroup, attempt: int, leave: object) -> int:

@@ -52,11 +52,10 @@ def loses_a_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
     group.assert_every_sample_once()
     status = group.job.wait_status(
         "both are there again, and the eviction is counted",
-        lambda status: status.get("ranks") == "2/2" and len(status.get("interruptions", ())) == 1,
+        lambda status: status.get("ranks") == "2/2" and status["failures"] == 1,
         timeout_s=180,
     )
-    assert status["failures"] == 1
-    assert status["interruptions"] == [{"cause": "Evicted", "count": 1}]
+    assert "Evicted" in {each["cause"] for each in status["losses"]}
     runs = bench.cluster.api.items(
         f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointruns"
     )

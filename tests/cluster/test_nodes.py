@@ -8,64 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.kubernetes.cluster import HARMED
-from tests.cluster.scenario.bench import NO_TIMER, Bench
-from tests.cluster.scenario.group import PROBE, indexed_job
+from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.job import TrainingJob
 from tests.cluster.scenario.reference import checkpoints
 from tests.cluster.scenario.witness import Event
-from tests.support.machine import limit_s
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
-
-
-SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-
-
-@pytest.mark.parts("test_lost_node, test_a_group_of_pods, test_survivors_of_a_lost_pod_keep_their_rows")
-def test_lost_node_of_a_group(bench: Bench) -> None:
-    """One of two pods is on it: both go on from the last commit. A whole group is on it: another one does, and it is fenced."""
-    spare = bench.cluster.nodes["m2"]
-    selector = {"matchLabels": {"batch.kubernetes.io/job-name": "half"}}
-    half = indexed_job(
-        bench,
-        "half",
-        pods=2,
-        pool=HARMED,
-        pod={"topologySpreadConstraints": [{**SPREAD, "labelSelector": selector}]},
-        container=PROBE,
-    )
-    halves = half.wait_round(world_size=2)
-    assert len(set(halves.nodes)) == 2, "one each"
-    with cordoned(bench, spare.name):
-        whole = indexed_job(bench, "whole", pods=2, pool=HARMED)
-        zombies = whole.wait_round(world_size=2)
-    (lost,) = {bench.cluster.nodes[name] for name in zombies.nodes}
-    assert lost.name != spare.name
-    for group in (half, whole):
-        bench.wait_commits(group.job, count=2)
-    try:
-        lost.freeze()
-        bench.note(f"{lost.name} is frozen")
-        committed = {group.name: bench.newest(group.job) for group in (half, whole)}
-        for group, before in ((whole, zombies), (half, halves)):
-            heirs = group.wait_round(after=before.attempt, world_size=2)
-            assert set(heirs.nodes) == {spare.name}
-            group.assert_restored(heirs, at_least=committed[group.name])
-            group.wait_step(heirs.step + 20, attempt=heirs.attempt)
-        lost.thaw_containers()  # and nobody there yet who would end them
-        fenced = bench.witness.wait(
-            whole.job.key,
-            lambda e: e["kind"] == "fenced" and e["pod"] in zombies.pods,
-            timeout_s=120,
-            what="the zombies are fenced",
-        )
-        bench.note(f"{fenced['pod']} is fenced: {fenced['why']}")
-        newest = whole.rounds()[-1]
-        bench.wait_commits(whole.job, beyond=whole.last_step(newest.attempt))
-        assert checkpoints(bench.url, whole.job.run)[-1].attempt == newest.attempt
-    finally:
-        lost.thaw()
-    bench.cluster.wait_node(lost.name)
 
 
 def wait_fenced(bench: Bench, job: TrainingJob, zombie: Event) -> None:
@@ -168,28 +116,3 @@ def test_lost_kubelet(bench: Bench) -> None:
         node.kubelet.start()
     bench.cluster.wait_node(node.name)
     job.wait_gone(zombie["pod"], timeout_s=120)
-
-
-@pytest.mark.parts("test_preempted, test_a_pytorch_job_loses_a_worker_and_its_master")
-def test_drained_node(bench: Bench) -> None:
-    """`kubectl drain` of its node, as before maintenance: the other node goes on."""
-    job = bench.job("drained", notes=NO_TIMER, pool=HARMED)
-    life = bench.began(job, 0)
-    node = life["node"]
-
-    def drain() -> None:
-        bench.cluster.kubectl(
-            "drain",
-            node,
-            "--ignore-daemonsets",
-            "--delete-emptydir-data",
-            "--force",
-            f"--timeout={limit_s(60):.0f}s",
-        )
-
-    try:
-        successor = bench.assert_left_well(job, life, 1, drain)
-    finally:
-        bench.cluster.kubectl("uncordon", node)
-    assert successor["node"] != node
-    bench.assert_store_whole(job)

@@ -3,12 +3,10 @@
 A mutant patches the real code (or, for the rules that bind trainers, the model's trainer) so that one sentence of the
 format page no longer holds. The model must then find a schedule in which something is lost or mixed: a rule whose absence
 nobody notices is either not needed or not tested.
-
-`python -m tests.crash.log_mutants` prints the table.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -40,22 +38,12 @@ class Mutant:
         self.rule, self.patches, self.weights = rule, patches, weights
 
 
-@contextmanager
-def applied(mutant: Mutant) -> Iterator[None]:
-    """The code without the mutant's rule."""
-    patchers = [mock.patch.object(where, name, new) for where, name, new in mutant.patches]
-    for patcher in patchers:
-        patcher.start()
-    try:
-        yield
-    finally:
-        for patcher in reversed(patchers):
-            patcher.stop()
-
-
 def hunt(mutant: Mutant) -> tuple[int, str] | None:
     """(schedules until the model complained, what it said); None when it never did."""
-    with applied(mutant), mock.patch.dict(MOVES, mutant.weights):
+    with ExitStack() as stack:
+        for where, name, new in mutant.patches:
+            stack.enter_context(mock.patch.object(where, name, new))
+        stack.enter_context(mock.patch.dict(MOVES, mutant.weights))
         for seed in range(BOUND):
             try:
                 run_schedule(seed)
@@ -458,21 +446,3 @@ MUTANTS = (
         (Layout, "boxes_of", lambda self, rank: _layout_boxes_of(self, (rank + 1) % self.world_size)),
     ),
 )  # fmt: skip
-
-
-def main() -> int:
-    """Hunt every mutant; exit status 1 when one was not found."""
-    survivors = 0
-    print("| rule taken away | schedules | what the model said |\n|---|---|---|")
-    for mutant in MUTANTS:
-        found = hunt(mutant)
-        survivors += found is None
-        schedules, said = found or (f"> {BOUND}", "nothing")
-        print(
-            f"| {mutant.rule} | {schedules} | {' '.join(said.split())[:110].replace('|', '/')} |", flush=True
-        )
-    return 1 if survivors else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -5,41 +5,46 @@
 
 import functools
 import os
+from collections import Counter
 
 import pytest
 
-from tests.crash.group_model import Counts, run_schedule, total
+from tests.crash.group_model import run_schedule
 
 pytestmark = pytest.mark.slow
 
 FIRST, CHUNK = 40, 10
 """Schedules 42 and 67: a promise ends between two looks of the training thread at it."""
 CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_ORDERS", "20")) // CHUNK)
+COUNTED = """
+schedules lives steps switches cuts commits off declined failed_parts vetoes away deaths zombies slow pins pins_failed
+waits waits_failed held
+"""
 
 
 @functools.cache
-def counts_of(chunk: int) -> Counts:
+def counts_of(chunk: int) -> Counter[str]:
     """What happened in a chunk's schedules, none of which broke a rule."""
-    return total(map(run_schedule, range(FIRST + chunk * CHUNK, FIRST + (chunk + 1) * CHUNK)))
+    seeds = range(FIRST + chunk * CHUNK, FIRST + (chunk + 1) * CHUNK)
+    return sum(map(run_schedule, seeds), Counter())
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_all_ranks_cut_at_one_step_or_none_and_nobody_waits_for_ever(chunk: int) -> None:
-    assert counts_of(chunk).schedules == CHUNK
+    assert counts_of(chunk)["schedules"] == CHUNK
 
 
 def test_everything_happens_in_these_schedules() -> None:
-    counts = total(map(counts_of, range(CHUNKS)))
-    for name, value in vars(counts).items():
-        assert value > 0 or name == "overdue", f"no {name} in {CHUNKS * CHUNK} schedules"
-    assert counts.commits > counts.lives
+    counts = sum(map(counts_of, range(CHUNKS)), Counter())
+    assert counts.keys() >= set(COUNTED.split())
+    assert counts["commits"] > counts["lives"]
 
 
 def test_without_faults_every_save_is_had() -> None:
     """Nobody dies, is away, or vetoes: only pins can fail, where the save before is not durable yet."""
-    counts = total(run_schedule(seed, faults=False) for seed in range(15))
-    assert counts.waits_failed == counts.pins_failed
-    assert counts.commits == counts.cuts
+    counts = sum((run_schedule(seed, faults=False) for seed in range(15)), Counter())
+    assert counts["waits_failed"] == counts["pins_failed"]
+    assert counts["commits"] == counts["cuts"]
 
 
 def test_a_schedule_is_its_seed() -> None:

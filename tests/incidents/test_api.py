@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from deltashard.attach.launcher import ChildLauncher, SidecarOptions, environment_hash
-from deltashard.errors import AnotherTrainer, CheckpointMismatch, SidecarUnavailable, UserError
+from deltashard.errors import AnotherTrainer, CheckpointMismatch, UserError
 
-from tests.incidents.toys import ROWS, Run, Toy, checkpointer, kill
-from tests.support.machine import limit_s
+from tests.incidents.toys import ROWS, Run, Toy, checkpointer
 
 SECRET = "the-corrected-secret"
 
@@ -131,26 +127,6 @@ def test_wrong_settings_are_the_users_error_in_the_sidecars_own_words(tmp_path: 
     assert "{" not in str(caught.value)
 
 
-def test_a_killed_sidecar_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last line in the log, a friendly one, is not why."""
-    child = launcher(tmp_path)
-    child.log_path.write_text(json.dumps({"event": "sidecar.serving"}) + "\n")
-    spawn = child._spawn
-
-    def killed() -> int:
-        pid = spawn()
-        kill(pid)
-        return pid
-
-    monkeypatch.setattr(child, "_spawn", killed)
-    try:
-        with pytest.raises(SidecarUnavailable, match=r"the sidecar was killed by signal 9 \[") as caught:
-            child.ensure()
-    finally:
-        child.close()
-    assert "serving" not in str(caught.value)
-
-
 def resized(stored: Path, *, rows: int = ROWS, width: int = 16, dtype: torch.dtype = torch.float32) -> Any:
     """A Checkpointer of a toy whose table differs, and its model; no optimizer."""
     model = Toy()
@@ -226,36 +202,6 @@ def test_another_optimizer_takes_no_state_of_the_old_one(
         ckpt.step()
     finally:
         ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-
-
-SECOND = """
-import sys
-from deltashard.attach.launcher import ChildLauncher, SidecarOptions
-from deltashard.attach.lock import hold_file
-from deltashard.errors import AnotherTrainer
-hold_file.__kwdefaults__["deadline_s"] = 86400.0  # which a holder gets that is ending
-try:
-    ChildLauncher(SidecarOptions(url=sys.argv[1], run="run"))
-except AnotherTrainer as error:
-    print(error)
-"""
-
-
-def test_a_second_trainer_of_a_run_on_one_machine_is_told_within_seconds(tmp_path: Path) -> None:
-    """Who holds it, and what to do; a living trainer is not waited for."""
-    url = f"file://{tmp_path}/store"
-    first = ChildLauncher(SidecarOptions(url=url, run="run"))
-    try:
-        second = subprocess.run(
-            [sys.executable, "-c", SECOND, url],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=limit_s(120),
-        )
-    finally:
-        first.close()
-    assert f"process {os.getpid()} already trains this run" in second.stdout
 
 
 def test_a_second_checkpointer_of_a_run_in_one_process_is_told_at_once(stored: Path) -> None:

@@ -160,29 +160,6 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProc
         yield process
 
 
-def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, pod: SidecarProcess) -> None:
-    """The session thread looks for the socket again and again; training does not wait for it."""
-    with Run(tmp_path / "store") as run:
-        run.train(2)
-        run.save()
-        run.train(1)
-        refresh = run.ckpt._program.tracking.refresh
-
-        def die() -> Any:
-            pod.signal(signal.SIGKILL)
-            eventually(lambda: run.ckpt._session.link is None, what="the loss is noticed")
-            return refresh()
-
-        run.ckpt._program.tracking.refresh = die
-        handle = run.ckpt.save()
-        assert handle.done
-        with pytest.raises(SaveFailed, match="went away"):
-            handle.wait()
-        run.ckpt._program.tracking.refresh = refresh
-        run.train(3)
-    assert run.ckpt.stats.failures == {"gone": 1}
-
-
 def test_waiting_without_a_timeout_ends_when_the_sidecar_stays_away(
     tmp_path: Path, pod: SidecarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

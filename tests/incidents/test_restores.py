@@ -5,39 +5,20 @@ from __future__ import annotations
 import json
 import traceback
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import deltashard
 import numpy as np
 import pytest
-import torch
 from deltashard.attach.launcher import runtime_dir
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.maintenance.garbage_collection import collect
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.stores.url import open_store
-from deltashard_checkpoint.write.differential import History, decide
+from deltashard_checkpoint.write.attempt import open_attempt
 
-from tests.incidents.toys import Run, assert_holds, newest_step, stored
-
-
-def test_recsys_examples_477_deltas_of_an_earlier_run_are_never_replayed(tmp_path: Path) -> None:
-    """A fresh attempt under the same name starts from its own baseline; nothing of the old attempt is in its chain."""
-    with Run(tmp_path / "store") as run:
-        run.train(3)
-        run.save()
-        run.train(3)
-        run.save()
-    with Run(tmp_path / "store", restore=False, fresh=True) as fresh:
-        fresh.train(2)
-        commit = fresh.save()
-        assert commit.baseline
-        at_two = fresh.state()
-    assert_holds(stored(tmp_path / "store"), at_two)
-    with Run(tmp_path / "store") as again:
-        assert (again.resumed.step, again.resumed.chain) == (2, (commit.seq,))
+from tests.incidents.toys import Run, newest_step
 
 
 def test_recsys_examples_477_a_fenced_trainer_never_commits(tmp_path: Path) -> None:
@@ -46,8 +27,6 @@ def test_recsys_examples_477_a_fenced_trainer_never_commits(tmp_path: Path) -> N
     first.train(3)
     first.save()
     newest = RunLog(open_store(f"file://{tmp_path}/store"), "run")
-    from deltashard_checkpoint.write.attempt import open_attempt
-
     opened = open_attempt(newest, owner=newest.refresh().owner, world_size=1)
     assert opened.resume is not None
     first.train(1)
@@ -138,14 +117,8 @@ def test_a_frame_of_another_place_is_refused_and_the_older_checkpoint_restores_l
     assert newest_step(tmp_path / "store") == 4
 
 
-def _flipped(data: bytes) -> bytes:
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
-@pytest.mark.parametrize("damage", [_flipped, lambda _: b""], ids=["flipped", "empty"])
 def test_a_damaged_newest_log_entry_falls_back_loudly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The commit of the newest checkpoint cannot be read: the older one restores, and every channel says so."""
     with Run(tmp_path / "store", keep_last=5) as run:
@@ -156,7 +129,7 @@ def test_a_damaged_newest_log_entry_falls_back_loudly(
         newest = run.save().seq
     store = open_store(f"file://{tmp_path}/store")
     key = f"run/{entry_key(newest)}"
-    store.put(key, damage(store.get(key)))
+    store.put(key, store.get(key)[:-9])
     with Run(tmp_path / "store") as again:
         assert (again.resumed.step, again.resumed.fell_back) == (3, True)
         said = f"the log cannot be followed past entry {newest}: "
@@ -207,18 +180,6 @@ def test_a_run_whose_only_commit_is_unreadable_is_not_begun_anew(tmp_path: Path)
         assert anew.save().baseline
 
 
-def test_incrcp_the_predictor_keeps_the_one_and_forgets_its_history() -> None:
-    """With the paper's fractions a new baseline comes at the 7th increment, not after the first, and counting restarts."""
-    sizes = [0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46, 0.48]
-    decisions = [
-        decide("intermittent", History(baseline=1, newest=1 + i, increments=tuple(sizes[:i])))
-        for i in range(len(sizes))
-    ]
-    assert decisions[:7] == ["since_baseline"] * 7
-    assert decisions[7] == "full"
-    assert decide("intermittent", History(baseline=9, newest=10, increments=(0.26,))) == "since_baseline"
-
-
 def test_a_run_with_checkpoints_is_not_continued_from_initial_values(tmp_path: Path) -> None:
     """Forgetting `restore()` on a run that has checkpoints is refused at the first step."""
     with Run(tmp_path / "store") as run:
@@ -250,21 +211,3 @@ def test_a_model_that_a_failed_restore_wrote_into_is_not_trained_on(
         assert target.ckpt.restore(from_run="source") is not None
         target.train(1)
         target.save()
-
-
-def test_restored_tensors_are_the_models_own_memory(tmp_path: Path) -> None:
-    """Parameters are filled in place and never re-bound; state does not alias the arena, and keeps dtype and type."""
-    with Run(tmp_path / "store") as run:
-        run.train(3)
-        run.save()
-        want = run.state()
-    again = Run(tmp_path / "store", restore=False)
-    weight = again.model.items.weight
-    address = weight.data_ptr()
-    again.resumed = again.ckpt.restore()
-    assert again.model.items.weight is weight
-    assert weight.data_ptr() == address
-    again.ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert np.array_equal(again.state()["weights"], want["weights"])
-    assert np.array_equal(again.state()["sum"], want["sum"]), "readable after the arena is gone"
-    assert again.tables.state[weight]["sum"].dtype == torch.float32

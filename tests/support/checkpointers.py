@@ -29,8 +29,9 @@ def checkpointers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **defaults: A
     made: list[deltashard.Checkpointer] = []
 
     def build(loop: Any, **options: Any) -> deltashard.Checkpointer:
-        options = {"run": "r", "arena_bytes": 64 << 20, "grace_s": None} | defaults | options
-        made.append(deltashard.Checkpointer(loop.net, loop.optimizer, url=tmp_path / "store", **options))
+        where = {"url": tmp_path / "store", "run": "r"}
+        options = where | {"arena_bytes": 64 << 20, "grace_s": None} | defaults | options
+        made.append(deltashard.Checkpointer(loop.net, loop.optimizer, **options))
         return made[-1]
 
     yield build

@@ -135,13 +135,8 @@ class Trainer:
             table.dirty |= table.at_risk
             table.fresh |= table.sent
         begin = pb.SaveRequest.Begin(
-            session=self.reply.session,
-            step=self.model.step,
-            cut=self.cut,
-            reason=reason,
-            urgent=urgent,
-            full=full,
-        )
+            session=self.reply.session, step=self.model.step, cut=self.cut, reason=reason, urgent=urgent, full=full
+        )  # fmt: skip
         if self.base_seq is not None and not full:
             begin.since_baseline_seq = self.base_seq
         if self.commit_seq is not None and (self.consecutive or self.rebases) and not full:
@@ -191,13 +186,11 @@ class Trainer:
     def save_and_commit(self, **options: object) -> pb.Commit:
         return self.committed(self.save(**options))
 
-    def restore(
-        self, seq: int, *, hold: Callable[[int], None] | None = None, from_run: str = ""
-    ) -> pb.RestoreReply.Done:
+    def restore(self, seq: int, *, hold: Callable[[int], None] | None = None) -> pb.RestoreReply.Done:
         """Fill the model from a checkpoint; `hold(n)` is called before the n-th frame is applied."""
         outbox: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
         want = pb.RestoreRequest.Want(
-            session=self.reply.session, seq=seq, blobs=True, from_run=from_run, rank=self.rank,
+            session=self.reply.session, seq=seq, blobs=True, rank=self.rank,
             boxes=[box_message(t.box) for t in self.model.tables],
         )  # fmt: skip
         self.batches_read: list[list[str]] = []
@@ -256,8 +249,8 @@ class Trainer:
         """Tell the control line the step, as `Checkpointer.step()` does."""
         self.arena.line(self.local_rank)[STEP] = self.model.step
 
-    def detach(self, *, wait: bool = False) -> pb.DetachReply:
-        request = pb.DetachRequest(session=self.reply.session, wait=wait, deadline_s=DEADLINE_S)
+    def detach(self) -> pb.DetachReply:
+        request = pb.DetachRequest(session=self.reply.session, deadline_s=DEADLINE_S)
         return self.stub.Detach(request, timeout=2 * DEADLINE_S)
 
     def close(self) -> None:
@@ -296,11 +289,9 @@ class Cut:
             raise self._refused()
 
     def _refused(self) -> SaveRefused:
-        return (
-            SaveRefused("gone", "")
-            if self.end is None
-            else SaveRefused(self.end.failed.cause, self.end.failed.message)
-        )
+        if self.end is None:
+            return SaveRefused("gone", "")
+        return SaveRefused(self.end.failed.cause, self.end.failed.message)
 
     @property
     def ended(self) -> bool:
@@ -378,13 +369,8 @@ class Cut:
             at = self._room(len(piece))
             self.trainer.arena.block(self._block)[at : at + len(piece)] = piece
             message = pb.BlobChunk(
-                block=self._block,
-                offset=at,
-                length=len(piece),
-                name=name,
-                blob_offset=start,
-                blob_bytes=len(data),
-            )
+                block=self._block, offset=at, length=len(piece), name=name, blob_offset=start, blob_bytes=len(data)
+            )  # fmt: skip
             self.send(pb.SaveRequest(blob=message))
         self.raw_bytes += len(data)
 
@@ -405,11 +391,8 @@ class Cut:
         for name, data in self.trainer.model.blobs().items():
             self.blob(name, data)
 
-    def seal(self, *, pin: str | None = None, full: bool = False, stall_s: float = 0.01) -> None:
-        pins = [] if pin is None else [pin]
-        seal = pb.SaveRequest.Seal(
-            rows=self.rows, raw_bytes=self.raw_bytes, stall_s=stall_s, pins=pins, full=full
-        )
+    def seal(self, *, full: bool = False) -> None:
+        seal = pb.SaveRequest.Seal(rows=self.rows, raw_bytes=self.raw_bytes, stall_s=0.01, full=full)
         self.send(pb.SaveRequest(seal=seal))
         if self.held is not None:
             self.outbox.put(pb.SaveRequest(several=pb.SaveRequest.Several(requests=self.held)))

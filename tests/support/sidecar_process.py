@@ -63,7 +63,6 @@ class SidecarProcess:
         *,
         run: str = "run",
         crash_at: str = "",
-        wait: bool = True,
         environment: dict[str, str | None] | None = None,
         constants: dict[str, float] | None = None,
         **flags: object,
@@ -92,8 +91,7 @@ class SidecarProcess:
         )
         assert pid
         self.pid: int = pid
-        if wait:
-            self.ready()
+        self.ready()
 
     @property
     def socket(self) -> Path:

@@ -84,9 +84,8 @@ def lost(run: Document, now_s: float) -> Iterator[str]:
         return
     for each in reversed(losses[-NEWEST_LOSSES:]):
         where = f" on {each['node']}" if each.get("node") else ""
-        wish = ", as somebody wished" if each.get("asked") else ""
         told = f": {each['message']}" if each.get("message") else ""
-        yield f"{ago(each['time'], now_s)}: {each['cause']}, pod {each.get('pod', '?')}{where}{wish}{told}"
+        yield f"{ago(each['time'], now_s)}: {each['cause']}, pod {each.get('pod', '?')}{where}{told}"
     if len(losses) > NEWEST_LOSSES:
         yield f"and {len(losses) - NEWEST_LOSSES} older ones in the CheckpointRun"
     restores, steps = int(status.get("restores", 0)), int(status.get("lostSteps", 0))

@@ -10,29 +10,34 @@ Nothing but the CREATE of what is annotated is ever changed or refused, and the 
 was injected: there what an applied manifest took out is put back. The webhook configuration's conditions
 keep everything else away, and what comes anyway is admitted untouched. A refusal carries its code as the status'
 reason and a sentence as its message. What our own code gets wrong is raised, for the API server to treat by its
-failure policy.
+failure policy. The patch replaces the members of the object that are changed, `metadata` and `spec`, whole.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
-from deltashard_operator import VERSION
-from deltashard_operator.admission import warning, workload_kind
-from deltashard_operator.admission.injection import check_marked, inject, is_injected, put_back
+from deltashard_operator.admission import workload_kind
+from deltashard_operator.admission.injection import (
+    DEFAULT_GRACE_S,
+    check_marked,
+    inject,
+    is_injected,
+    put_back,
+)
 from deltashard_operator.admission.run_holder import RunClaim
 from deltashard_operator.admission.workload_kind import Target
 from deltashard_operator.api import annotation
 from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.api.workload_policy import Policy
-from deltashard_operator.kube import json_patch, run_identity
+from deltashard_operator.api.workload_policy import DELETE, Policy
+from deltashard_operator.kube import run_identity
 from deltashard_operator.kube.cluster_name import QUEUE_LABEL
 
 
@@ -123,9 +128,6 @@ def _parts(kind: str, document: Mapping[str, Any], namespace: str = "") -> tuple
             namespace=namespace,
             run_id=said.run_id,
             workload_uid=run_identity.workload_uid(kind, target.document),
-            per_pod=said.runs == RUN_PER_POD,
-            kind=target.recipe.kind,
-            pods=target.recipe.pods,
         )
         claims = namespace and (claim.run_id or claim.workload_uid)
         parts.append(AnnotatedTemplate(target=target, said=said, claim=claim if claims else None))
@@ -144,9 +146,42 @@ def answer(request: Request, policies: Sequence[Policy]) -> Answer:
         )
         if template != target.template:
             changed.append((target, target.put(template, part.said.run_id)))
-            warnings += warning.of_workload(target, policy)
-    audit = {"policy": ",".join(dict.fromkeys(each.name for each in policies))}
-    return _patched(request.uid, request.kind, request.document, changed, audit, warnings)
+            warnings += _warnings(target, policy)
+    return _patched(request.uid, request.kind, request.document, changed, warnings)
+
+
+def _warnings(target: Target, policy: Policy) -> Iterator[str]:
+    """What the author of an injected workload should do something about; at most 200 characters each."""
+    spec, job = target.template.get("spec") or {}, target.document.get("spec") or {}
+    grace_s = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
+    if grace_s < policy.grace_s and (grace_s != DEFAULT_GRACE_S or target.states_grace):
+        yield (
+            f"deltashard: terminationGracePeriodSeconds is {grace_s} s and policy {policy.name} asks for "
+            f"{policy.grace_s} s; a save at eviction may not end in time"
+        )
+    node_names = spec.get("hostNetwork") and spec.get("dnsPolicy") in {None, "ClusterFirst", "Default"}
+    if node_names and ".svc" in f"{policy.fleet} {policy.store.get('endpoint', '')}":
+        yield (
+            "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
+            "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
+        )
+    if policy.reclaim == DELETE and not policy.reclaims:
+        yield (
+            f"deltashard: policy {policy.name} has reclaim.policy Delete, and the chart's reclaim.enabled is false: "
+            "the checkpoints of this run will stay"
+        )
+    if target.kind != "Job":
+        return
+    if job.get("podReplacementPolicy") == "Failed" or job.get("podFailurePolicy"):
+        yield (
+            "deltashard: with podFailurePolicy or podReplacementPolicy Failed, a pod on a lost node is not replaced "
+            "until its Node object is deleted or tainted out-of-service"
+        )
+    if (job.get("parallelism") or 1) > 1 and job.get("completionMode") != "Indexed":
+        yield (
+            "deltashard: pods of a Job without completionMode Indexed cannot be told apart: unless they are ranks of "
+            "one training, one of them trains and fences the others"
+        )
 
 
 def _updated(
@@ -180,16 +215,19 @@ def _patched(
     kind: str,
     before: Mapping[str, Any],
     changed: Sequence[tuple[Target, Mapping[str, Any]]],
-    audit: Mapping[str, str] | None = None,
     warnings: Sequence[str] = (),
 ) -> Answer:
     after = workload_kind.with_each(before, changed)
     if before == after:
         return _answer(uid, kind, "unchanged", allowed=True)
     more: dict[str, Any] = {"warnings": list(dict.fromkeys(warnings))} if warnings else {}
-    patch = json_patch.encoded(json_patch.additions(before, after))
-    notes = {"injected": VERSION, **(audit or {})}
-    more |= {"patchType": "JSONPatch", "patch": patch, "auditAnnotations": notes}
+    # `add` of a member that exists replaces it (RFC 6902, 4.1).
+    patch = [
+        {"op": "add", "path": f"/{key}", "value": value}
+        for key, value in after.items()
+        if before.get(key) != value
+    ]
+    more |= {"patchType": "JSONPatch", "patch": base64.b64encode(json.dumps(patch).encode()).decode()}
     return _answer(uid, kind, "injected", allowed=True, **more)
 
 

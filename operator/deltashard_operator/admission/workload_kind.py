@@ -9,12 +9,11 @@ older than the webhook) is reached through the Jobs and pods that are made of it
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 from deltashard_operator.admission.injection import labelled
 from deltashard_operator.api.refusal import Refusal
@@ -34,55 +33,33 @@ ADMITTED = TEMPLATED | {owner_reference.JOB, owner_reference.POD}
 """Kinds that are injected at their own CREATE."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """How users annotate one kind of workload."""
 
     kind: str
-    annotate_at: tuple[str, ...]
-    """Where `metadata.annotations` of the manifest holds the one line; the first is the one to recommend."""
+    annotate_at: str
+    """Where `metadata.annotations` of the manifest is to hold the one line."""
     injected_as: str
     """What of it holds the pod template: Job or Pod."""
-    injected_at: str = ""
-    """The kind whose CREATE brings the sidecar in; empty: `injected_as`."""
 
     @property
     def path(self) -> tuple[str, ...]:
         """Keys of the Job or pod (template) in an object of this kind; `[]` and `*` are each of a list and a map."""
-        words = self.annotate_at[0].replace("[]", ".[]").removesuffix("metadata").rstrip(".")
+        words = self.annotate_at.replace("[]", ".[]").removesuffix("metadata").rstrip(".")
         return tuple(words.split(".")) if words else ()
 
 
 KINDS = (
-    Kind(kind="Job", annotate_at=("metadata", "spec.template.metadata"), injected_as="Job"),
+    Kind("Job", "metadata", "Job"),
+    Kind("CronJob", "spec.jobTemplate.metadata", "Job"),
+    Kind("JobSet", "spec.replicatedJobs[].template.metadata", "Job"),
+    # A TrainJob's pods come from its runtime's JobSet template.
+    Kind("TrainingRuntime", "spec.template.spec.replicatedJobs[].template.metadata", "Job"),
     Kind(
-        kind="CronJob",
-        annotate_at=("spec.jobTemplate.metadata", "spec.jobTemplate.spec.template.metadata"),
-        injected_as="Job",
-    ),
-    Kind(
-        kind="JobSet",
-        injected_at="JobSet",
-        annotate_at=(
-            "spec.replicatedJobs[].template.metadata",
-            "spec.replicatedJobs[].template.spec.template.metadata",
-        ),
-        injected_as="Job",
-    ),
-    Kind(
-        kind="TrainingRuntime",  # a TrainJob's pods come from its runtime's JobSet template
-        injected_at="JobSet",
-        annotate_at=("spec.template.spec.replicatedJobs[].template.metadata",),
-        injected_as="Job",
-    ),
-    Kind(
-        kind="PyTorchJob",  # of Kubeflow's training operator v1
-        injected_at="PyTorchJob",
-        annotate_at=("spec.pytorchReplicaSpecs.*.template.metadata",),
-        injected_as="Pod",
-    ),
-    Kind(kind="StatefulSet", annotate_at=("spec.template.metadata",), injected_as="Pod"),
-    Kind(kind="Pod", annotate_at=("metadata",), injected_as="Pod"),
+        "PyTorchJob", "spec.pytorchReplicaSpecs.*.template.metadata", "Pod"
+    ),  # of Kubeflow's training operator v1
+    Kind("StatefulSet", "spec.template.metadata", "Pod"),
+    Kind("Pod", "metadata", "Pod"),
 )
 
 
@@ -123,30 +100,15 @@ class Target:
 
     @property
     def states_grace(self) -> bool:
-        """Whether the user's own manifest is known to state a grace period.
+        """Whether the user's own manifest is known to state a grace period, anywhere in it.
 
         The API's default cannot be told from a written 30 in the object. But an applied manifest leaves its trace:
         kubectl's annotation, or the fields that a server-side apply owns. What was applied may not change, or applying
         it again fails.
         """
-        path = (*self.path, "spec", *(("template", "spec") if self.kind == "Job" else ()), GRACE)
         metadata = self.root.get("metadata") or {}
-        try:
-            applied = json.loads((metadata.get("annotations") or {}).get(LAST_APPLIED, "null"))
-        except ValueError:
-            applied = None
-        owned = [
-            f'k:{{"name":"{_at(self.root, path[: n + 1]).get("name")}"}}'
-            if isinstance(key, int)
-            else f"f:{key}"
-            for n, key in enumerate(path)
-        ]
-        fields = (
-            each.get("fieldsV1")
-            for each in metadata.get("managedFields") or []
-            if each.get("operation") == "Apply"
-        )
-        return _reaches(applied, path) or any(_reaches(each, owned) for each in fields)
+        owned = [each for each in metadata.get("managedFields") or [] if each.get("operation") == "Apply"]
+        return GRACE in f"{(metadata.get('annotations') or {}).get(LAST_APPLIED)} {owned}"
 
     def put(self, template: Document, run_id: str) -> Document:
         """The Job or pod with this template in the place of its own, and the labels by which it is found."""
@@ -206,14 +168,6 @@ def _target(kind: Kind, root: Mapping[str, Any], path: Path, document: Mapping[s
 
 def _at(document: Any, path: Iterable[str | int]) -> Any:
     return reduce(getitem, path, document)
-
-
-def _reaches(document: Any, path: Iterable[str | int]) -> bool:
-    try:
-        _at(document, path)
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
 
 
 def with_each(root: Mapping[str, Any], parts: Iterable[tuple[Target, Mapping[str, Any]]]) -> Document:

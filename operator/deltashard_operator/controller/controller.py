@@ -21,7 +21,7 @@ import structlog
 
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.workload_policy import Policy
-from deltashard_operator.controller import pod_note, policy_writer, status
+from deltashard_operator.controller import policy_writer, status
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.requests import CheckpointRequests
@@ -58,7 +58,7 @@ _log = structlog.get_logger("deltashard.controller")
 class Controller:
     """All runs. Implements `report.Ledger`."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
         call: Caller,
@@ -68,13 +68,9 @@ class Controller:
         status_interval_s: float,
         namespaces: Sequence[str] = (),
         disruption_taints: Container[str] = (),
-        annotate_pods: bool = False,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the runs of these namespaces (none named: of all).
-
-        `annotate_pods`: whether their pods bear the time of the newest checkpoint.
-        """
+        """Keep the runs of these namespaces (none named: of all)."""
         self._namespaces = namespaces
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
@@ -91,13 +87,11 @@ class Controller:
             more=(self._requests.kind,),
         )
         self._writes = Writes(books)
-        self._lookers: list[Callable[[float], None]] = [Reclaimer(books).look, self._requests.look]
-        self._lookers += [partial(policy_writer.look, books)]
-        self._lookers += [partial(pod_note.look, books)] if annotate_pods else []
+        self._lookers = (Reclaimer(books).look, self._requests.look, partial(policy_writer.look, books))
         self._looked_s = self._judged_all_s = 0.0
         self._round: dict[RunKey, None] = {}
         """Runs to be judged for time's sake; those of which there is news go first."""
-        self._sidecars = 0
+        self.sidecars = 0
         """How many are heard, as counted last."""
         self._gathered = False
         metrics.follow(self.runs)
@@ -141,7 +135,7 @@ class Controller:
         """Take a report and answer it, see `report.Ledger`."""
         entry = self._entry_of(report.who)
         uid, now_s = report.who.pod_uid, self._wall()
-        beat_s = schedule.least_s(self._sidecars)
+        beat_s = schedule.least_s(self.sidecars)
         run, notices = report_change.with_report(entry.run, report, now_s, beat_s=beat_s)
         entry.notices.extend(notices)
         self._books.set(entry, run)
@@ -152,7 +146,7 @@ class Controller:
         part = watched_run.part_of(run, uid, report.pod.run)
         return Reply(
             sequence=report.sequence,
-            next_s=schedule.next_s(run, uid, now_s, urgent=bool(saves), live=self._sidecars),
+            next_s=schedule.next_s(run, uid, now_s, urgent=bool(saves), live=self.sidecars),
             speaks=speaks,
             directive=self._needed(entry, uid),
             saves=saves,
@@ -211,7 +205,7 @@ class Controller:
                     look(now_s)
         if abs(now_s - self._judged_all_s) >= JUDGE_S:
             self._judged_all_s = now_s
-            self._sidecars = sum(len(each.run.heard) for each in self._books)
+            self.sidecars = sum(len(watched_run.heard(run, now_s)) for run in self.runs())
             self._round.update(dict.fromkeys(self._books.by_key))
         done = self._judge_marked(now_s)
         self.queue.tick()
@@ -253,10 +247,6 @@ class Controller:
             entry.run = replace(entry.run, taken_by="")
         entry.run, notices = judgement.judged(entry.run, self._books.nodes, now_s)
         entry.notices.extend(notices)
-        for node, n in entry.run.node_failures.items():
-            if n > entry.nodes.get(node, 0) and node in self._books.nodes:
-                self.metrics.node_failures.labels(node).inc(n - entry.nodes.get(node, 0))
-        entry.nodes = entry.run.node_failures
         speakers = self._books.speakers(entry)
         began_s = now_s - entry.run.watched_since_s
         if not speakers and entry.run.reloaded_s and JUDGE_S <= began_s < SILENCE_S:

@@ -64,12 +64,6 @@ class ControllerMetrics:
             outcome=("removed", "kept", "failed"),
         )
         self.judge_errors = counter("judge_errors", "Runs that could not be read or judged: a fault of ours")
-        self.node_failures = Counter(
-            "deltashard_node_failures",
-            "Interruptions of training, by the node whose pod was lost; not those of a crash loop",
-            ("node",),
-            registry=r,
-        )
 
     def follow(self, runs: Callable[[], Iterable[Run]]) -> None:
         """Say what there is to say of these runs at every scrape."""
@@ -113,13 +107,6 @@ def _said(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
     for trouble in run.conditions:
         if trouble.type != condition.READY and trouble.status == "True":
             yield "condition", "1 for each trouble it has", {"condition": trouble.type}, 1
-    for cause, n in run.ledger.causes.items():
-        yield (
-            "interruptions_total",
-            "Interruptions after which training was opened again",
-            {"cause": cause},
-            n,
-        )
     for each in now.decisions:
         decision = {
             "subject": each.subject,
@@ -128,7 +115,7 @@ def _said(run: Run) -> Iterator[tuple[str, str, Mapping[str, str], float]]:
         }
         decision |= {"value": each.value, "would": each.would}
         yield "decision_info", "1 for each decision of the run", decision, 1
-    yield "failures_total", "Interruptions of training that nobody wanted", {}, run.failures
+    yield "failures_total", "How often training stopped and was opened again", {}, run.ledger.failures
     yield "restores_total", "Restores", {}, run.ledger.restores
     yield "lost_steps_total", "Steps trained again after restores", {}, run.ledger.lost_steps
     yield "trained_seconds_total", "Time in phases that train", {}, run.trained_s

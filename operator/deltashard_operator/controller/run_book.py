@@ -58,8 +58,6 @@ class Entry:
     """Id of the directive for which its sidecars were nudged."""
     whole_s: float = 0.0
     """When it may tell as much at once as ever."""
-    nodes: Mapping[str, int] = field(default_factory=dict)
-    """Failures by node that are in the metrics."""
 
     @property
     def end_s(self) -> float:
@@ -121,7 +119,6 @@ class Entries:
         self._without_id(entry.run)
         for uid in entry.run.pods:
             self.pods.pop(uid, None)
-            self.queue.forget(("pod", uid))
         for uid in entry.run.jobs:
             self.jobs.pop(uid, None)
         self.orders.forget(key)

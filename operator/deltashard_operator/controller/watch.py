@@ -9,7 +9,6 @@ more. Then only living pods are kept. Once known, a pod stays with its run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -142,7 +141,6 @@ class Watches:
         if last is not None and key.uid in self._books.pods:  # it says how it went
             self.on_pod(last)
         entry = self._books.by_key.get(self._books.pods.pop(key.uid, NOBODYS))
-        self._books.queue.forget(("pod", key.uid))
         pod = entry.run.pods.get(key.uid) if entry is not None else None
         if entry is not None and pod is not None:
             ready, now_s = self._node_ready(pod), self._wall()
@@ -170,8 +168,6 @@ class Watches:
 
     def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
         self._books.nodes.pop(node.name, None)
-        with contextlib.suppress(KeyError):  # it never failed
-            self._books.metrics.node_failures.remove(node.name)
 
     def on_policy(self, document: Document) -> None:
         """A policy of a namespace or of the cluster is there, or changed."""

@@ -106,11 +106,11 @@ class Writes:
 
     def _go_on_from(self, entry: Entry, document: Document) -> None:
         """Go on from a CheckpointRun that somebody else made or wrote."""
-        before, counted = entry.written, run_record.run_of(document).ledger
+        before, found = entry.written, run_record.run_of(document)
         self.adopt(entry, document)  # not before it could be read: what cannot is not written over
         if document.get("status") and entry.written != before:
-            entry.durable = counted
-            run = watched_run.with_ledger(entry.run, entry.durable, self._books.nodes, self._books.wall())
+            entry.durable = found.ledger
+            run = watched_run.with_counts_of(entry.run, found, self._books.nodes, self._books.wall())
             self._books.set(entry, run)
         self._books.mark(entry.run.key)
 

@@ -31,7 +31,6 @@ CONTENT_TYPE = "application/x-protobuf"
 MAX_BODY_BYTES = 128 << 10  # a report with 64 incidents of 1,024 characters has 70 KiB
 BODY_S = 10.0  # seconds that a body may take
 CONNECTION_S = 30.0  # seconds that a connection may last: up to twice as long
-HEARD_BEATS = 2.5  # a sidecar counts as heard for so many of the beats that it was told
 RETRY_S = {429: 10, 503: 60}  # seconds to come again in, at most; who speaks for a run is nudged besides
 OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
@@ -90,20 +89,11 @@ class ReportServer:
         self._reviewer = reviewer
         self._metrics = metrics
         self._leads, self._synced = leads, synced
-        self._heard: dict[str, float] = {}
-        """Pod UID -> when it no longer counts as heard (monotonic seconds)."""
         self.application = web.Application(client_max_size=MAX_BODY_BYTES)
         self.application.router.add_post(PATH, self._report)
-        metrics.sidecars.set_function(self.live)
         metrics.serving.set_function(lambda: int(leads() and synced() and certificate.loaded is not None))
         for outcome in ("taken", *OUTCOMES):
             metrics.reports.labels(outcome)
-
-    def live(self) -> int:
-        """How many sidecars are heard."""
-        now_s = time.monotonic()
-        self._heard = {uid: until_s for uid, until_s in self._heard.items() if now_s < until_s}
-        return len(self._heard)
 
     async def close_old(self, runner: web.AppRunner) -> None:
         """Close connections that last longer than any report needs, for ever."""
@@ -154,9 +144,7 @@ class ReportServer:
         who = value.who
         if (who.namespace, who.pod, who.pod_uid) != identity:
             raise _Rejection("wrong_pod", f"the token is of pod {identity.namespace}/{identity.pod}")
-        reply = self._ledger(value)
-        self._heard[who.pod_uid] = time.monotonic() + HEARD_BEATS * reply.next_s
-        return reply
+        return self._ledger(value)
 
 
 def _refusal(error: Exception) -> tuple[str, str]:

@@ -21,8 +21,6 @@ from deltashard_operator.run.observed_object import ABSENT_S, NodeView
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import SILENCE_S, Heard, Notice, Progress, Run, finished
 
-MAX_NODES = 64
-"""Nodes whose failures are kept apart."""
 SETTLED_S = 60.0
 """A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
 STUCK_S = 10.0
@@ -30,16 +28,13 @@ STUCK_S = 10.0
 STALE_INTERVALS = 3
 STALE_FLOOR_S = 120.0
 """Never stale before: a restart of the controller and a slow save are no trouble."""
-
-
 ALIKE = ("stall_s", "lost_share", "partial_recoveries", "measured", "decisions")
 """Fields of a run's progress that are as its speaker tells them."""
 
 
 def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
-    """The run with phase, failures and conditions of now, and what people should hear of it."""
-    run = _settled(replace(run, watched_since_s=run.watched_since_s or now_s), now_s)
-    run = _ended(run, now_s)
+    """The run with phase and conditions of now, and what people should hear of it."""
+    run = _ended(replace(run, watched_since_s=run.watched_since_s or now_s), now_s)
     live = watched_run.heard(run, now_s, nodes)
     expected, present, missing = rank_presence.of_run(run, now_s, nodes)
     decided, before = run.progress.decisions, run.phase
@@ -76,26 +71,6 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
     ]
     found = condition.updated(run.conditions, (_ready(run, facts, troubles), *troubles), now_s)
     return replace(run, conditions=found), (*told, *_changes(decided, run))
-
-
-def _settled(run: Run, now_s: float) -> Run:
-    """The run with the failures by what its parts tell of their openings."""
-    ledger, tallies = run.ledger, dict[str, failure.Tally]()
-    causes, nodes = dict(ledger.causes), dict(run.node_failures)
-    for part, told in run.parts.items():
-        # A part that was left out of the ledger begins with what it tells: its failures are in the sum.
-        unknown = failure.Tally(openings=told.openings if ledger.clipped else 0)
-        after, over = failure.with_openings(ledger.tallies.get(part, unknown), told.openings, now_s)
-        if after != ledger.tallies.get(part, failure.Tally()):
-            tallies[part] = after
-        for cause, node, times in over:
-            causes[cause] = causes.get(cause, 0) + times
-            if node and (node in nodes or len(nodes) < MAX_NODES):
-                nodes[node] = nodes.get(node, 0) + times
-    if not tallies:
-        return run
-    ledger = replace(ledger.with_tallies(tallies), causes=causes)
-    return replace(run, ledger=ledger, node_failures=nodes)
 
 
 def _progress(run: Run, live: Mapping[str, Heard]) -> Progress:
@@ -201,9 +176,8 @@ def _stuck(facts: Facts) -> str:
 
 
 def _looping(facts: Facts) -> str:
-    for part, tally in facts.run.ledger.tallies.items():
-        loop = failure.crash_loop(tally, facts.run.seq_of(part))
-        if loop is not None:
+    for part, loop in facts.run.ledger.crashes.items():
+        if failure.is_loop(loop, facts.run.seq_of(part)):
             whose = f" of run {part}" if part else ""
             return (
                 f"{loop.ending}{whose}, {loop.times} times with no commit between: restarts do not "
@@ -309,8 +283,8 @@ def _ready(run: Run, facts: Facts, troubles: Iterable[Condition]) -> Condition:
         reason, text = run.phase.value, "no step is being trained"
         if run.suspended:
             text += "; the workload is suspended"
-        elif losses := failure.newest(run.ledger.tallies):
-            text += f"; {losses[-1].message}"
+        elif run.losses:
+            text += f"; {run.losses[-1].message}"
         if progress.world_size > 1:
             text += f"; {progress.ranks_present} of {progress.world_size} ranks are there"
     elif unsafe is not None:

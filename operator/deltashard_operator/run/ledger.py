@@ -1,12 +1,11 @@
 """What is counted of a run and must survive the controller, and its form in `status.ledger`. Pure.
 
 Each counted fact has a natural key, so that what is told again is not counted again: a restore is known by (part of the
-run, attempt), failures by how often the log says that training was opened, and what only the API or an incident tells
-(the end of a pod, a container's restart, a trainer that went) by a hash. Of the keys the newest are kept; what is older
-than all of them counts as counted.
+run, attempt), and what only the API or an incident tells (the end of a pod, a container's restart, a trainer that went)
+by a hash. Of the keys the newest are kept; what is older than all of them counts as counted. Failures are how often the
+log says that training was opened again, whyever it stopped: however many pods went, and whether a controller looked.
 
-`status.ledger` is base64 of deflated JSON, `MAX_BYTES` at most: of what does not fit the newest stays. The failures of
-a part that is not kept stay in the sum.
+`status.ledger` is base64 of deflated JSON, `MAX_BYTES` at most: of what does not fit the newest stays.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from deltashard_operator.fleet.report import Incident, IncidentKind, Report
-from deltashard_operator.run.failure import MAX_LOSSES, Crash, Loss, Tally
+from deltashard_operator.run.failure import Crash, Loss, crash_after
 
 T = TypeVar("T")
 MAX_BYTES = 16384
@@ -41,12 +40,11 @@ class Ledger:
     lost_steps: int = 0
     restored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Newest attempts that are counted as restored, rising, by part of the run."""
-    tallies: Mapping[str, Tally] = field(default_factory=dict)
-    """Failures, by part; the one that changed last is last."""
-    others: int = 0
-    """Failures of parts that are not in `tallies` any more."""
-    causes: Mapping[str, int] = field(default_factory=dict)
-    """Interruptions that are over, by cause."""
+    failures: int = 0
+    openings: Mapping[str, int] = field(default_factory=dict)
+    """How often training was opened as far as it is counted, by part; the one that changed last is last."""
+    crashes: Mapping[str, Crash] = field(default_factory=dict)
+    """The newest loss by part, where it was a crash."""
     counted: Mapping[str, float] = field(default_factory=dict)
     """Newest keys of what is counted once, and when it happened, oldest first."""
     counted_until_s: float = 0.0
@@ -58,10 +56,6 @@ class Ledger:
     def text(self) -> str:
         """Its form in a status. It is made once: it costs as much as all the rest of a status."""
         return encoded(self)
-
-    @property
-    def failures(self) -> int:
-        return self.others + sum(each.failures for each in self.tallies.values())
 
     def has_restored(self, part: str, attempt: int) -> bool:
         """Whether the restore by this attempt is counted; one without an attempt (0) never needs to be."""
@@ -78,15 +72,24 @@ class Ledger:
         restores, steps = self.restores + 1, self.lost_steps + lost_steps
         return replace(self, restores=restores, lost_steps=steps, restored={**others, part: known})
 
-    def with_key(self, key: str, at_s: float) -> Ledger:
-        counted, until_s = {**self.counted, key: at_s}, self.counted_until_s
+    def with_openings(self, part: str, openings: int) -> Ledger:
+        """After it was told how often the workload opened this part of the run."""
+        if openings <= self.openings.get(part, 0):
+            return self
+        known = self.openings.get(part, openings if self.clipped else 1)
+        others = {key: each for key, each in self.openings.items() if key != part}
+        failures = self.failures + openings - known
+        return replace(self, failures=failures, openings={**others, part: openings})
+
+    def with_loss(self, part: str, loss: Loss, key: str, seq: int) -> Ledger:
+        """After a loss that has this key; `seq`: the part's newest commit."""
+        counted, until_s = {**self.counted, key: loss.at_s}, self.counted_until_s
         if len(counted) > MAX_KEYS:
             until_s = max(until_s, counted.pop(next(iter(counted))))
-        return replace(self, counted=counted, counted_until_s=until_s)
-
-    def with_tallies(self, changed: Mapping[str, Tally]) -> Ledger:
-        kept = {part: each for part, each in self.tallies.items() if part not in changed}
-        return replace(self, tallies={**kept, **changed})
+        crashes = {each: crash for each, crash in self.crashes.items() if each != part}
+        if (crash := crash_after(self.crashes.get(part), loss, seq)) is not None:
+            crashes[part] = crash
+        return replace(self, counted=counted, counted_until_s=until_s, crashes=crashes)
 
 
 def hashed(*parts: object) -> str:
@@ -144,40 +147,22 @@ def decoded(text: str) -> Ledger:
         if not deflated.eof or found["version"] != VERSION:
             raise ValueError("ledger is cut short, or of a newer controller")
         found["restored"] = {part: tuple(each) for part, each in found["restored"].items()}
-        found["tallies"] = {part: _tally(each) for part, each in found["tallies"].items()}
+        found["crashes"] = {part: _value(Crash, each) for part, each in found.get("crashes", {}).items()}
         return _value(Ledger, found)
     except (zlib.error, KeyError, TypeError, AttributeError) as error:
         raise ValueError("this is no ledger") from error
 
 
-def _tally(found: dict[str, Any]) -> Tally:
-    losses = tuple(_value(Loss, each) for each in found.get("losses", ()))
-    crash = _value(Crash, found["crash"]) if "crash" in found else None
-    return _value(Tally, {**found, "losses": losses, "crash": crash})
-
-
 def _clipped(ledger: Ledger, parts: int) -> Ledger:
-    """The newest of it: of so many parts, and of losses in proportion. What only this controller knows is left out."""
-    # A controller that knows nothing of a part that was opened once comes to the same.
-    told = {
-        part: each
-        for part, each in ledger.tallies.items()
-        if not part or replace(each, openings=max(each.openings, 1), rose_at_s=0.0) != Tally(openings=1)
-    }
-    kept = _newest(told, parts)
-    losses = sorted(loss.at_s for each in kept.values() for loss in each.losses)
-    since_s = next(iter(losses[-max(MAX_LOSSES * parts // MAX_PARTS, 1) :]), 0.0)
+    """The newest of it, of so many parts."""
+    # A part that is not known and was opened once comes to the same.
+    again = {part: n for part, n in ledger.openings.items() if n > 1}
     return replace(
         ledger,
         restored=_newest(ledger.restored, parts),
-        tallies={
-            part: replace(
-                each, rose_at_s=0.0, losses=tuple(loss for loss in each.losses if loss.at_s >= since_s)
-            )
-            for part, each in kept.items()
-        },
-        others=ledger.others + sum(each.failures for part, each in told.items() if part not in kept),
-        clipped=ledger.clipped or len(kept) < len(told),
+        openings=_newest(again, parts),
+        crashes=_newest(ledger.crashes, parts),
+        clipped=ledger.clipped or len(again) > parts,
     )
 
 

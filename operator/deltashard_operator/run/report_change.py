@@ -107,8 +107,8 @@ def _with_incident(
         if not run.ledger.has(key, said.at_s):
             message = said.message[: failure.MAX_MESSAGE]
             # The pod's clock is not ours, and its sidecar tells this at once.
-            about = {"pod": who.pod, "pod_uid": who.pod_uid, "node": who.node}
-            lost = Loss(at_s=now_s, cause=failure.TRAINER_LOST, message=message, **about)
+            cause = failure.TRAINER_LOST
+            lost = Loss(at_s=now_s, cause=cause, message=message, pod=who.pod, node=who.node)
             run = watched_run.with_loss(run, lost, part, key)
         return run, ()
     restored = said.kind is IncidentKind.RESTORED
@@ -139,6 +139,7 @@ def _with_part(run: Run, report: Report, part: str, *, speaks: bool, now_s: floa
     if speaks and report.run is not None:
         after = _with_state(after, report.run, report.pod.attempt > before.attempt, now_s)
         after = replace(after, kept=() if part else _kept(after, report.run, now_s))
+        run = replace(run, ledger=run.ledger.with_openings(part, report.run.openings))
     commit = after.state.newest if after.state is not None else None
     # A trainer of this workload commits again; another workload's commits stand in the same log.
     newer = part in run.parts and after.seq > before.seq
@@ -155,7 +156,6 @@ def _with_state(part: RunPart, told: RunReport, anew: bool, now_s: float) -> Run
     The clock that counts is ours: that of a node may be wrong, and would hide that checkpoints are old or raise it for
     nothing. The commit's age is taken only where it was there before anything was known of the part.
     """
-    part = replace(part, openings=max(part.openings, told.openings))
     seq = told.newest.seq if told.newest is not None else 0
     # After a rewind the newest commit is an older one: by the word of the attempt that resumed it.
     if part.state is not None and seq < part.seq and not anew:

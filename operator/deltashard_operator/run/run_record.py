@@ -19,8 +19,9 @@ from deltashard_proto.v1.fleet_pb2 import Decision
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
-from deltashard_operator.run import failure, ledger, phase
+from deltashard_operator.run import ledger, phase
 from deltashard_operator.run.condition import Condition
+from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.observed_object import Wish, Workload, seconds_of, timestamp
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import NO_PART, Progress, Run, RunPart
@@ -71,7 +72,7 @@ _WORKLOAD = _same("kind name uid api_version?")
 _POD = _same("name uid node? index?") | {"phase?": "shown_phase"}
 _RECLAIM = _same("state message") | {"since": "since_s", "due?": "due_s"}
 _CONDITION = _same("type status reason message") | {"lastTransitionTime": "since_s"}
-_LOSS = _same("cause message? pod? node? asked?") | {"time": "at_s"}
+_LOSS = _same("cause message? pod? node?") | {"time": "at_s"}
 
 
 def _fields(value: object, names: Mapping[str, str]) -> Document:
@@ -137,7 +138,7 @@ def status(run: Run, now_s: float) -> Document:
         "phase": run.phase.value,
         "restores": run.ledger.restores,
         "lostSteps": run.ledger.lost_steps,
-        "failures": run.failures,
+        "failures": run.ledger.failures,
         "trainedSeconds": int(run.trained_s),
     }
     if policy.encoding:
@@ -153,10 +154,9 @@ def status(run: Run, now_s: float) -> Document:
         "bits": bits_of(policy.encoding),
         "stored": f"{-(-progress.stored_bytes >> 20)}Mi" if progress.stored_bytes else "",
         "newestCheckpoints": list(run.parts.get("", NO_PART).kept),
-        "interruptions": [{"cause": cause, "count": n} for cause, n in sorted(run.ledger.causes.items())],
         "decisions": [MessageToDict(each, preserving_proto_field_name=True) for each in progress.decisions],
         "reclaim": _fields(run.reclaim, _RECLAIM) if run.reclaim is not None else {},
-        "losses": [_fields(each, _LOSS) for each in failure.newest(run.ledger.tallies)],
+        "losses": [_fields(each, _LOSS) for each in run.losses],
         "pods": [_fields(each, _POD) for each in pods[:MAX_PODS]],
         "conditions": [_fields(each, _CONDITION) for each in run.conditions],
         "ledger": run.ledger.text,
@@ -186,7 +186,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
     kept = {each.type: each.message or each.reason for each in conditions if each.status == "True"}
     progress, counted = _progress_of(said), ledger.decoded(said.get("ledger", ""))
     written_s = seconds_of(said.get("observedTime"))
-    per_pod = wish.runs == RUN_PER_POD or any(counted.tallies)
+    per_pod = wish.runs == RUN_PER_POD or any(counted.openings)
     only = RunPart(
         attempt=progress.attempt,
         seq=progress.last_seq,
@@ -198,6 +198,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
         wish=wish,
         **_read(said, _RUN),
         ledger=counted,
+        losses=tuple(Loss(**_read(each, _LOSS)) for each in said.get("losses") or ()),
         progress=progress,
         parts={} if per_pod else {"": only},
         phase=phase.Phase(said.get("phase", "Pending")),

@@ -23,7 +23,7 @@ from deltashard_proto.v1.fleet_pb2 import Decision, Measured
 from deltashard_operator.fleet.report import PodState, Report, RunReport
 from deltashard_operator.run import failure
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Loss, Tally
+from deltashard_operator.run.failure import Loss
 from deltashard_operator.run.ledger import Ledger, hashed
 from deltashard_operator.run.observed_object import JobView, NodeView, PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
@@ -68,8 +68,6 @@ class RunPart:
     """A run in the store, by the word of who speaks for it."""
 
     attempt: int = 0
-    openings: int = 0
-    """How often the workload has opened it."""
     seq: int = 0
     """Newest commit."""
     committed_at_s: float = 0.0
@@ -135,8 +133,8 @@ class Run:
     """When this controller judged it first; 0: not yet."""
     parts: Mapping[str, RunPart] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    node_failures: Mapping[str, int] = field(default_factory=dict)
-    """Interruptions by node, since this controller began; those of a crash loop are the script's."""
+    losses: tuple[Loss, ...] = ()
+    """The newest losses, oldest first."""
     progress: Progress = field(default_factory=Progress)
     said: Mapping[str, str] = field(default_factory=dict)
     """Sentence of the newest incident of a kind, by the reason of its Event, until it is over."""
@@ -176,10 +174,6 @@ class Run:
         """The CheckpointRun's: the workload's, clipped, and enough of its UID."""
         tail = self.workload.uid.replace("-", "")[:8].lower()
         return f"{self.workload.name[: MAX_NAME - 1 - len(tail)].rstrip('-.')}-{tail}"
-
-    @property
-    def failures(self) -> int:
-        return self.ledger.failures
 
     @property
     def per_pod(self) -> bool:
@@ -255,10 +249,10 @@ def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
     return finished(run, "Deleted", now_s) if run.workload.native == "Pod" and not run.finished else run
 
 
-def with_ledger(run: Run, ledger: Ledger, nodes: Mapping[str, NodeView], now_s: float) -> Run:
-    """The run with a ledger that another controller wrote: what the API tells of its pods is counted in that one."""
+def with_counts_of(run: Run, written: Run, nodes: Mapping[str, NodeView], now_s: float) -> Run:
+    """The run with what another controller counted and wrote: what the API tells of its pods is counted in that."""
     seen_s, pods = run.seen_s, run.pods.values()
-    run = replace(run, ledger=ledger, pods={})
+    run = replace(run, ledger=written.ledger, losses=written.losses, pods={})
     for each in pods:
         node = nodes.get(each.node)
         run = with_pod(run, each, node_ready=node is not None and node.ready, now_s=now_s)
@@ -295,9 +289,8 @@ def part_of(run: Run, pod_uid: str, told: str) -> str:
 
 def with_loss(run: Run, loss: Loss, part: str, key: str) -> Run:
     """The run with a loss in a part of it, counted by this key."""
-    ledger = run.ledger.with_key(key, loss.at_s)
-    tally = failure.with_loss(ledger.tallies.get(part, Tally()), loss, seq=run.seq_of(part))
-    return replace(run, ledger=ledger.with_tallies({part: tally}))
+    ledger = run.ledger.with_loss(part, loss, key, run.seq_of(part))
+    return replace(run, ledger=ledger, losses=failure.listed(run.losses, loss))
 
 
 def finished(run: Run, how: str, at_s: float) -> Run:

@@ -32,28 +32,6 @@ RUN = (
 )
 """What the training container runs: torchrun, which meets the others at the pod with number 0."""
 GRACE_S = 60
-STANDSTILL_S = 150
-STANDSTILL = (
-    "import os, sys, time\n"
-    "try:\n"
-    "    number = open('/tmp/worker').read()\n"
-    "    words = open(f'/proc/{number}/cmdline').read().split('\\0')\n"
-    "except OSError:\n"
-    "    sys.exit(0)\n"
-    f"sys.exit('-u' in words and time.time() - os.stat('/tmp/worker').st_mtime > {STANDSTILL_S})\n"
-)
-"""Fails where a trainer is there and has made no step for long; who waits for the others has none yet."""
-PROBE: Object = {
-    "livenessProbe": {
-        "exec": {"command": [PYTHON, "-c", STANDSTILL]},
-        "periodSeconds": 10,
-        "timeoutSeconds": 10,
-        "failureThreshold": 3,
-        "terminationGracePeriodSeconds": 5,
-    }
-}
-"""A launcher that asks a frozen pod's store waits for ever (torch's client cancels a wait without a deadline): the
-kubelet ends it."""
 
 
 def ranked(template: Object, *, first: str, nodes: str, env: Mapping[str, str] | None = None) -> Object:

@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 with warnings.catch_warnings():
@@ -47,8 +46,6 @@ STANDS = {
     for step, _, rank in (each.partition(":") for each in os.environ.get("STANDS", "").split())
 }
 """Step -> the rank that waits for ever at its end, before its `ckpt.step()`; all others have called theirs."""
-WORKER = Path("/tmp/worker")
-"""Has this process' number, and the time of its last step."""
 TABLES = {"user": 3000, "item": 1700}
 """Feature and table -> rows."""
 COLUMNS, SAMPLES, BATCH = 16, 6000, 8
@@ -137,7 +134,6 @@ def join() -> None:
 def main() -> None:
     """Train for STEPS steps, from wherever the last checkpoint left off."""
     torch.set_num_threads(1)
-    WORKER.write_text(f"{os.getpid()}")
     join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     witness = Witness(rank=rank, world_size=world_size)
@@ -201,7 +197,6 @@ def main() -> None:
                     "step", step=step, attempt=ckpt.attempt, samples=samples, epoch=loader.epoch, sums=sums(ckpt),
                     dense=dense(model, top),
                 )  # fmt: skip
-                os.utime(WORKER)
                 if STANDS.get(step) == rank:
                     witness.say("stands", step=step)
                     threading.Event().wait()

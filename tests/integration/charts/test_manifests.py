@@ -16,7 +16,7 @@ from deltashard_operator.main import options_of
 
 from tests.support.eventually import eventually
 from tests.support.helm import CERTIFICATE, NAMESPACE, Document, render
-from tests.support.server.apiserver import Rest
+from tests.support.server.apiserver import Reply, Rest, collection
 from tests.support.server.minio_server import ROOT
 
 MONITOR = {
@@ -104,17 +104,14 @@ def prepared(http: Rest) -> Rest:
     http.namespace(NAMESPACE, {"pod-security.kubernetes.io/enforce": "restricted"})
     rendering = render()
     for account in [*rendering.all("ServiceAccount"), *rendering.all("ServiceAccount", hook=True)]:
-        assert http("POST", f"{collection(account)}?fieldValidation=Strict", account).status == 201
+        assert made(http, account, dry_run=False).status == 201
     return http
 
 
-def collection(document: Document) -> str:
-    """Where objects of a kind are made."""
-    group, _, version = document["apiVersion"].rpartition("/")
-    kind, namespace = document["kind"].lower(), document["metadata"].get("namespace")
-    plural = kind[:-1] + "ies" if kind.endswith("cy") else kind + "s"
-    place = f"/namespaces/{namespace}" if namespace else ""
-    return f"/{'apis/' + group if group else 'api'}/{version}{place}/{plural}"
+def made(http: Rest, document: Document, *, dry_run: bool = True) -> Reply:
+    """The answer to an object of the chart, as it is written."""
+    path = collection(document, document["metadata"].get("namespace", ""))
+    return http("POST", f"{path}?fieldValidation=Strict", document, dry_run=dry_run)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -122,11 +119,10 @@ def test_the_api_server_takes_it(prepared: Rest, name: str) -> None:
     """Each object as it is written, hooks included."""
     rendering = render(VALUES[name])
     for document in rendering.documents:
-        place = f"{collection(document)}?fieldValidation=Strict"
         if document["kind"] == "ServiceAccount":
             metadata = {**document["metadata"], "name": "another"}  # pods need the ones that are there
             document = {**document, "metadata": metadata}  # noqa: PLW2901
-        reply = prepared("POST", place, document, dry_run=True)
+        reply = made(prepared, document)
         assert reply.status == 201, (document["kind"], document["metadata"]["name"], reply.document)
         spec = document.get("spec", {}).get("template", {}).get("spec", {})
         if spec.get("hostNetwork"):  # which NOTES.txt speaks of: the namespace must allow it
@@ -142,7 +138,7 @@ def test_pods_are_restricted(prepared: Rest, name: str) -> None:
         template["spec"].pop("priorityClassName", None)  # names the class of a cluster that has one
         metadata = {**template["metadata"], "name": "pod", "namespace": NAMESPACE}
         document = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-        reply = prepared("POST", collection(document), document, dry_run=True)
+        reply = made(prepared, document)
         assert reply.status == 201, reply.document
         container = reply.document["spec"]["containers"][0]
         assert container["securityContext"]["readOnlyRootFilesystem"] is True

@@ -10,7 +10,7 @@ import pytest
 from deltashard_operator.api import workload_policy
 
 from tests.integration.charts.value import VALUES, leaves, nested, pod_specs, policy
-from tests.support.helm import CHART, HelmRefused, render
+from tests.support.helm import CERTIFICATE, CHART, HelmRefused, render
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 
@@ -118,6 +118,28 @@ def test_an_account_that_is_yours_has_a_name(component: str) -> None:
 def test_one_port_does_not_serve_two() -> None:
     with pytest.raises(HelmRefused, match="both 9090"):
         render({"webhook": {"port": 9090}})
+
+
+@pytest.mark.parametrize(("missing", "there"), [("webhookCa", "fleetCa"), ("fleetCa", "webhookCa")])
+def test_an_authority_of_yours_must_be_there(missing: str, there: str) -> None:
+    """Without it the API server, or every sidecar, would refuse the certificate."""
+    with pytest.raises(HelmRefused, match=f"certificates.existing.{missing} is needed"):
+        render({"certificates": {"mode": "existing", "existing": {there: CERTIFICATE}}})
+
+
+def test_kubernetes_1_28_is_refused() -> None:
+    """It has no native sidecars."""
+    with pytest.raises(HelmRefused, match="chart requires kubeVersion: >=1.29"):
+        render(version="1.28.9")
+
+
+def test_kubernetes_1_29_has_no_policies_of_admission() -> None:
+    """So the webhook is sent what it has to refuse in namespaces that are not watched, too."""
+    older = render({"watchNamespaces": ["team-a"]}, version="1.29.0")
+    assert not [each for each in older.documents if each["kind"].startswith("ValidatingAdmissionPolicy")]
+    for each in older.find("MutatingWebhookConfiguration")["webhooks"]:
+        (left_alone,) = each["namespaceSelector"]["matchExpressions"]
+        assert left_alone["operator"] == "NotIn"
 
 
 @pytest.mark.parametrize(("replicas", "away"), [(2, 2), (3, 5), (2, "51%"), (3, "99%")])

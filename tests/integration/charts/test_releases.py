@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import base64
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from kubernetes import client, watch
 
 from tests.support.eventually import eventually
 from tests.support.helm import CERTIFICATE, NAMESPACE, RELEASE, HelmRefused, Release, render
 from tests.support.machine import limit_s
-from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.operator.sample import policy_object
+from tests.support.operator.webhook_process import job
+from tests.support.server.apiserver import ApiServer, Rest, collection
 
 CA = base64.b64encode(b"the authority").decode()
 DATA = {"tls.crt": base64.b64encode(b"certificate").decode(), "tls.key": base64.b64encode(b"key").decode()}
@@ -32,23 +32,6 @@ def release(apiserver: ApiServer, http: Rest, tmp_path: Path) -> Any:
     yield release
     if RELEASE in release("list", "--short"):
         release.uninstall()
-
-
-def job(*, annotated: bool) -> dict[str, Any]:
-    annotations = {"annotations": {"deltashard.io/policy": "default"}} if annotated else {}
-    spec = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}]}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"generateName": "train-", **annotations},
-        "spec": {"template": {"spec": spec}},
-    }
-
-
-def pod() -> dict[str, Any]:
-    """A pod without any annotations map."""
-    spec = job(annotated=False)["spec"]["template"]["spec"]
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "pod-"}, "spec": spec}
 
 
 def as_the_controller_does(http: Rest) -> None:
@@ -98,27 +81,6 @@ def test_an_upgrade_keeps_what_the_controller_wrote(release: Release, http: Rest
     assert kept(http)
 
 
-def test_others_never_notice(release: Release, http: Rest) -> None:
-    """FailurePolicy Fail and no webhook: Jobs and pods that are not annotated come through, annotated ones do not."""
-    release.install()
-    as_the_controller_does(http)
-    refused = answered(lambda: http.create(job(annotated=True), dry_run=True), lambda r: r.status == 500)
-    for _ in range(3):
-        assert http.create(job(annotated=False), dry_run=True).status == 201
-        assert http.create(pod(), dry_run=True).status == 201
-    assert "jobs.deltashard.io" in refused.document["message"]
-    count = re.compile(
-        r"^apiserver_admission_webhook_rejection_count\{(.*jobs.deltashard.io.*)\} [1-9]", re.MULTILINE
-    )
-    found = answered(lambda: count.search(metrics(http)), bool)  # what the alert WebhookErrors reads
-    assert 'error_type="calling_webhook_error"' in found[1]
-
-
-def metrics(http: Rest) -> str:
-    """The API server's own."""
-    return http._pool.request("GET", f"{http._url}/metrics").data.decode()
-
-
 def test_from_one_certificate_mode_to_another_and_back(release: Release, http: Rest) -> None:
     """An authority of yours takes the place of ours at once; back, the field is empty, and the controller's again."""
     release.install()
@@ -132,21 +94,6 @@ def test_from_one_certificate_mode_to_another_and_back(release: Release, http: R
     release.upgrade()
     assert bundles(http) == {None}
     assert http("GET", SECRET).document["data"] == DATA
-
-
-def test_without_a_webhook_the_policies_still_refuse(release: Release, http: Rest) -> None:
-    """With failurePolicy Ignore an annotated Job would train without checkpoints; it is told to come again."""
-    release.install({"webhook": {"failurePolicy": "Ignore"}})
-
-    refused = answered(
-        lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 422
-    )
-    assert "deltashard-jobs-have-sidecar" in refused.document["message"]
-    assert http.create(job(annotated=False), dry_run=True).status == 201
-    misspelt = job(annotated=False)
-    misspelt["metadata"]["annotations"] = {"deltashard.io/Policy": "default"}
-    refused = answered(lambda: http.create(misspelt, dry_run=True), lambda reply: reply.status == 422)
-    assert "add deltashard.io/policy" in refused.document["message"]
 
 
 def test_uninstall_takes_the_webhook_away_first(release: Release, apiserver: ApiServer, http: Rest) -> None:
@@ -170,31 +117,11 @@ def test_uninstall_takes_the_webhook_away_first(release: Release, apiserver: Api
     assert max(webhook["deltashard-webhook"]) < min(min(at) for at in deployments.values())
 
 
-def test_everything_that_has_a_say_in_admissions_has_its_hook(release: Release) -> None:
-    """Under the very same kind and name, or it would not go first."""
-    release.install()
-    documents = [document for document in yaml.safe_load_all(release("get", "hooks", RELEASE)) if document]
-    hooks = {
-        (document["kind"], document["metadata"]["name"])
-        for document in documents
-        if document["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
-    }
-    acting = ("MutatingWebhookConfiguration", "ValidatingAdmissionPolicyBinding")
-    assert hooks == {
-        (kind, document["metadata"]["name"]) for kind in acting for document in render().all(kind)
-    }
-
-
 def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Release, http: Rest) -> None:
     """Resources, runs and certificates stay; nothing is left that has a say in admissions."""
     release.install()
     as_the_controller_does(http)
-    policy = {
-        "apiVersion": "deltashard.io/v1alpha1",
-        "kind": "CheckpointPolicy",
-        "metadata": {"name": "kept"},
-        "spec": {"store": {"url": "s3://bucket/prefix"}},
-    }
+    policy = policy_object("kept", store={"url": "s3://bucket/prefix"})
     answered(lambda: http.create(policy), lambda reply: reply.status in {201, 409})
     release.uninstall()
     root = "/apis/admissionregistration.k8s.io/v1"
@@ -205,7 +132,8 @@ def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Rele
     ):
         names = [item["metadata"]["name"] for item in http("GET", f"{root}/{kind}").document["items"]]
         assert not [name for name in names if "deltashard" in name]
-    assert answered(lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 201)
+    annotated = job("train", {"deltashard.io/policy": "default"})
+    assert answered(lambda: http.create(annotated, dry_run=True), lambda reply: reply.status == 201)
     assert kept(http)
     path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointpolicies/kept"
     assert http("GET", path).document["spec"] == policy["spec"]
@@ -219,18 +147,6 @@ def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Rele
     release.install()
     assert kept(http), "installed again, Helm takes over what it had kept"
     assert bundles(http) == {None}, "the controller's to write again"
-
-
-def test_one_release_for_a_cluster(
-    release: Release, apiserver: ApiServer, http: Rest, tmp_path: Path
-) -> None:
-    """A second one would fight over the same names; Helm says so, and installs nothing."""
-    release.install()
-    second = Release(apiserver.kubeconfig, tmp_path, name="second", namespace="elsewhere")
-    with pytest.raises(HelmRefused, match="deltashard"):
-        second.install()
-    found = http("GET", CONFIGURATION.rpartition("/")[0]).document["items"]
-    assert [each["metadata"]["name"] for each in found] == ["deltashard-webhook"]
 
 
 def answered(ask: Any, good: Any) -> Any:
@@ -258,11 +174,8 @@ def deletions(listing: Any, since: str, n: int) -> dict[str, list[int]]:
 
 
 def path_of(document: dict[str, Any]) -> str:
-    group, _, version = document["apiVersion"].rpartition("/")
-    kind, metadata = document["kind"].lower(), document["metadata"]
-    plural = kind[:-1] + "ies" if kind.endswith("cy") else kind + "s"
-    place = f"/namespaces/{metadata['namespace']}" if "namespace" in metadata else ""
-    return f"/{'apis/' + group if group else 'api'}/{version}{place}/{plural}/{metadata['name']}"
+    metadata = document["metadata"]
+    return f"{collection(document, metadata.get('namespace', ''))}/{metadata['name']}"
 
 
 def allowed(http: Rest, account: str, namespace: str, verb: str, resource: str, name: str = "") -> bool:

@@ -385,26 +385,6 @@ def test_diff(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
 # -- tidying ----------------------------------------------------------------------------------------------------
 
 
-def test_gc(cli: Cli, url: str, run: WrittenRun) -> None:
-    """Retires by --keep-last and --every-steps, and leaves a run that verifies."""
-    full = run.save(step=400)
-    run.save(run.train(), step=500, covers=full)
-    run.save(step=600)
-    assert "retired: 3, 4" in cli("gc", url, "--keep-last", "1", "--dry-run")[1]
-    assert answer(cli, "ls", at(url))["run"]["checkpoints"] == 6
-    done = answer(cli, "gc", url, "--keep-last", "1", "--every-steps", "600")
-    left = {one["seq"] for one in answer(cli, "ls", at(url))["checkpoints"]}
-    assert left == {2, 3, 4, 5, 6, 7} - set(done["retired"])
-    assert (done["collected"]["objects"], done["given_up"]) == (0, [])
-    assert answer(cli, "gc", url, "--grace", "0")["collected"]["objects"] > 0
-    verified = answer(cli, "verify", "--deep", url)
-    assert (verified["ok"], set(verified["restored"])) == (True, left)
-    assert cli("gc", url, "--every-steps", "5")[0] == 2
-    code, text = cli("inspect", url, "-c", f"seq:{done['retired'][0]}")
-    assert code == 2
-    assert f"no live, valid checkpoint seq:{done['retired'][0]}" in text
-
-
 def test_compact(cli: Cli, url: str, run: WrittenRun) -> None:
     """The chain becomes one, and what is shown of it is what is read now; again there is nothing to do."""
     before = read_checkpoint(run.store, RUN)
@@ -447,22 +427,6 @@ def test_what_the_caller_got_wrong_is_2(
     (tmp_path / "empty").mkdir()
     assert cli("verify", tmp_path / "empty")[0] == 2
     assert cli("ls", tmp_path / "empty")[0] == 0
-
-
-def test_a_run_that_is_not_there(cli: Cli, url: str, run: WrittenRun, minio_url: str) -> None:
-    """Exit 2 on every store, with the runs that are there; an empty bucket is there, and holds no runs."""
-    for absent in ("team/absent", "absent", f"{RUN}/more"):
-        for arguments in (
-            ("ls", at(url, absent)),
-            ("ls", at(url, absent), "--json"),
-            ("ls", url, "--run", absent),
-        ):
-            code, text = cli(*arguments)
-            assert code == 2, text
-            assert "exist" in text or "nothing is stored here" in text or "no run" in text
-    assert RUN in cli("inspect", url, "--run", "absent")[1]
-    if url.startswith("file"):
-        assert cli("ls", minio_url)[0] == 0
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from deltashard.errors import CheckpointMismatch
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from deltashard_checkpoint.stores.url import open_store
@@ -314,27 +313,6 @@ def test_training_goes_on_from_an_import(
         assert ckpt.restore() is not None
         same(plain, again)
     assert cli("verify", "--deep", tmp_path / "store" / "r")[0] == 0
-
-
-def test_weights_alone_start_a_model_warm(cli: Cli, checkpointer: Checkpointers, tmp_path: Path) -> None:
-    """Without --optimizer: `weights_only`, in the run itself and from another; in full it is refused, by what is missing."""
-    plain = made("Adagrad")
-    train(plain, range(3))
-    dcp.save({"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain)}, checkpoint_id=tmp_path / "saved")  # fmt: skip
-    command = ("import", tmp_path / "store", tmp_path / "saved", "--run", "old", "--tables", "*.goods.weight")
-    code, text = cli(*command, "--tables", "places.*")
-    assert code == 0, text
-    assert "left out: the optimizer's state (optim): say --optimizer CLASS" in text
-    for run, options in (("old", {}), ("new", {"from_run": "old"})):
-        warm = made("Adam")
-        with checkpointer(*warm, run=run) as ckpt:
-            if run == "old":
-                with pytest.raises(CheckpointMismatch, match="0 optimizers are stored"):
-                    ckpt.restore()
-            assert ckpt.restore(weights_only=True, **options) is not None
-            for name, value in plain[0].state_dict().items():
-                assert torch.equal(value, warm[0].state_dict()[name])
-            assert not warm[1].state_dict()["state"]
 
 
 @pytest.mark.slow

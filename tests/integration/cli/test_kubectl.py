@@ -21,8 +21,7 @@ from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.observed_object import Workload
 
 from tests.support.command_line import running
-from tests.support.eventually import eventually
-from tests.support.operator.controller_process import MERGE, Cluster, now
+from tests.support.operator.controller_process import MERGE, Cluster
 from tests.support.operator.definition import serving
 from tests.support.operator.full_run import full_run
 from tests.support.server.apiserver import ApiServer, Rest
@@ -165,64 +164,6 @@ def test_logs(trained: Trained, plugin: Plugin, http: Rest, tmp_path: Path) -> N
     code, text = plugin("logs", trained.run, "-n", space)
     assert code == 3
     assert "not found" in text
-
-
-def test_a_rewind_tells_what_its_job_said(
-    trained: Trained, plugin: Plugin, http: Rest, tmp_path: Path
-) -> None:
-    """Its words and its exit code are the command's, once its container ended; a Job that does not end is given up on."""
-    space, cluster = trained.cluster.namespace, trained.cluster
-    path = cluster.path("checkpointruns", trained.run) + "/status"
-    assert http("PATCH", path, {"status": {"pods": None}}, content=MERGE).status == 200
-    code, text = plugin("rewind", trained.run, "-n", space, "--checkpoint", 7, "--timeout", 1)
-    assert code == 3
-    assert "did not end within 1 s" in text
-    process = subprocess.Popen(
-        [str(SCRIPTS / "kubectl-deltashard"), *("rewind", trained.run, "-n", space, "--checkpoint", "7")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "KUBECONFIG": str(cluster_kubeconfig(http))},
-    )
-    known = {each["metadata"]["name"] for each in jobs(cluster)}
-
-    def new() -> list[dict[str, Any]]:
-        return [each for each in jobs(cluster) if each["metadata"]["name"] not in known]
-
-    eventually(lambda: new() or process.poll() is not None, what="the Job")
-    (job,) = new()
-    name = job["metadata"]["name"]
-    template = job["spec"]["template"]
-    labels = template["metadata"]["labels"] | {"batch.kubernetes.io/job-name": name}
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": f"{name}-x", "labels": labels},
-        "spec": {**template["spec"], "nodeName": NODE},
-    }
-    with KubeletLogs(
-        http, NODE, tmp_path, {(f"{name}-x", "deltashard"): "checkpoint 7: no such checkpoint\n"}
-    ):
-        assert http.create(pod, space).status == 201
-        ended = {"terminated": {"exitCode": 2, "reason": "Error", "startedAt": now(), "finishedAt": now()}}
-        container = {"name": "deltashard", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
-        status = {"phase": "Failed", "containerStatuses": [{**container, "state": ended}]}
-        place = cluster.path("pods", f"{name}-x") + "/status"
-        assert http("PATCH", place, {"status": status}, content=MERGE).status == 200
-        said, _ = process.communicate(timeout=240)
-    assert process.returncode == 2, said
-    assert "no such checkpoint" in said
-
-
-def cluster_kubeconfig(http: Rest) -> Path:
-    """The kubeconfig of the server that these requests go to."""
-    return Path(str(http._pool.connection_pool_kw["ca_certs"])).with_name("kubeconfig")
-
-
-def jobs(cluster: Cluster) -> list[dict[str, Any]]:
-    found = cluster.http("GET", cluster.path("jobs")).document["items"]
-    assert isinstance(found, list)
-    return found
 
 
 def test_what_cannot_be_is_said(

@@ -70,11 +70,6 @@ def test_what_the_workload_left_goes(cli: Cli, url: str, tmp_path: Path) -> None
     assert reclaim(cli, url)["removed"] == [], "and again"
 
 
-def test_a_store_without_it(cli: Cli, file_url: str) -> None:
-    open_store(file_url, create=True)
-    assert reclaim(cli, file_url) == {"removed": [], "kept": [], "objects": 0, "bytes": 0}
-
-
 def _opened(cli: Cli, url: str) -> None:
     """From a laptop, say: that trainer has committed nothing yet."""
     open_attempt(RunLog(open_store(url), RUN), owner="laptop", takeover=True)
@@ -181,16 +176,6 @@ def test_the_last_word_fits_a_kubelet(cli: Cli, file_url: str, tmp_path: Path) -
     word = json.loads(said.read_text())
     assert word["stay"] == 20
     assert 1 <= len(word["kept"]) < 20
-
-
-def test_a_removal_that_was_cut_short_goes_on(cli: Cli, file_url: str, tmp_path: Path) -> None:
-    trained(file_url, tmp_path / "w")
-    log = RunLog(open_store(file_url), RUN)
-    log.leave_hint(REMOVAL)
-    for info in list(log.store.list(f"{RUN}/log/0")):
-        log.store.delete([info.key])
-    assert reclaim(cli, file_url)["removed"] == [RUN]
-    assert left(file_url, RUN) == 0
 
 
 @pytest.mark.parametrize("hint", [True, False])

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import tomllib
-import zipfile
-from functools import cache, partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,17 +85,6 @@ def test_the_sidecar_starts_what_injection_says() -> None:
     scripts = PROJECT["project"]["scripts"]
     (webhook,) = dockerfile.words(dockerfile.last(dockerfile.lineage(STAGES, "operator"), "CMD"))
     assert {sidecar_container.COMMAND, webhook, "deltashard"} <= set(scripts)
-
-
-def test_bases_are_the_python_of_the_tests() -> None:
-    """A whole version in the tag, and the one whose wheel the tests run."""
-    bases = {stage.base for stage in STAGES.values()} - set(STAGES)
-    for base in bases:
-        found = re.fullmatch(r"python:(\d+\.\d+)\.\d+-(slim-)?bookworm", base)
-        assert found, base
-        assert found[1] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert STAGES["base"].base == STAGES["environment"].base, "an environment belongs to its interpreter"
-    assert "slim" in STAGES["base"].base
 
 
 def test_everything_is_installed_by_hash() -> None:
@@ -198,52 +183,3 @@ def test_every_module_of_an_image_imports_with_what_is_installed(target: str, pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert ("torch" in json.loads(done.stdout)) == (target == "example")
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-def _index(folder: Path, version: str) -> None:
-    """A package index with one torch, as small as it can be."""
-    place = folder / "torch"
-    place.mkdir(parents=True)
-    name = f"torch-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(place / name, "w") as wheel:
-        info = f"torch-{version}.dist-info"
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    digest = hashlib.sha256((place / name).read_bytes()).hexdigest()
-    quoted = name.replace("+", "%2B")
-    (place / "index.html").write_text(f'<a href="{quoted}#sha256={digest}">{name}</a>')
-
-
-def test_the_example_without_cuda(tmp_path: Path) -> None:
-    """By an index of torch's builds for CPUs: the same versions, all by hash, and nothing of CUDA's."""
-    listed = _lists()["example"]
-    version = re.search(r"(?m)^torch==(\S+)", listed)[1]  # type: ignore[index]
-    _index(tmp_path / "index", f"{version}+cpu")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path / "index")))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    command = [str(ROOT / "images" / "requirements"), "--cpu", url, str(tmp_path)]
-    try:
-        subprocess.run(command, check=True, env=os.environ | {"UV": UV, "NO_PROXY": "127.0.0.1"}, timeout=240)
-    finally:
-        server.shutdown()
-        thread.join(30)
-        server.server_close()
-    made = (tmp_path / "requirements-example-cpu.txt").read_text()
-    pins = re.compile(r"(?m)^([a-z0-9._-]+)==(\S+)")
-    before, after = set(pins.findall(listed)), set(pins.findall(made))
-    gone = {name for name, _ in before - after}
-    assert gone >= {"torch", "triton", "nvidia-cublas", "cuda-toolkit"}
-    assert all(re.match(r"torch$|triton$|nvidia-|cuda-", name) for name in gone)
-    assert after - before == {("torch", f"{version}+cpu")}
-    assert f"--extra-index-url {url}" in made
-    entries = re.split(r"(?m)^(?=[a-z0-9._-]+==)", made)[1:]
-    assert all("--hash=sha256:" in entry for entry in entries)
-    assert STAGES["example-environment"].all("ARG") == ["EXAMPLE=example"]

@@ -22,7 +22,7 @@ def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def http(apiserver: ApiServer) -> Iterator[Rest]:
     """It over HTTP, document by document, with all rights."""
     with apiserver.http() as http:

@@ -62,21 +62,6 @@ def test_nonsense_is_refused_with_a_sentence(http: Rest, name: str) -> None:
     assert says in reply.document["message"]
 
 
-@pytest.mark.parametrize(
-    "status",
-    [
-        {"phase": "Saving"},
-        {"step": -1},
-        {"finishedAt": "now"},
-        {"conditions": [{"type": "Complete", "status": "Maybe"}]},
-    ],
-)
-def test_a_status_that_means_nothing_is_refused(http: Rest, status: dict[str, Any]) -> None:
-    name = http.create(asked(GOOD)).document["metadata"]["name"]
-    path = f"{ROOT.format('default')}/{name}/status"
-    assert http("PATCH", path, {"status": status}, content=MERGE).status == 422
-
-
 def test_a_spec_never_changes_and_the_status_is_taken_as_it_is_written(http: Rest) -> None:
     """Every field that the controller writes is one of the resource's, and kubectl shows what came of it."""
     http.namespace("asked")

@@ -31,13 +31,12 @@ SECRET = "the-other-teams-key"
 CREDENTIALS = f"[default]\naws_access_key_id = b\naws_secret_access_key = {SECRET}\n"
 
 
-def policy(**store: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "deltashard.io/v1alpha1",
-        "kind": "CheckpointPolicy",
-        "metadata": {"name": "p"},
-        "spec": {"store": store},
-    }
+POLICIES = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies"
+THEIRS = "s3://checkpoints/team-b"
+
+
+def policy(name: str = "p", **store: Any) -> dict[str, Any]:
+    return sample.policy_object(name, store=store)
 
 
 @dataclass(frozen=True)
@@ -67,30 +66,12 @@ def teams(apiserver: ApiServer, shared_webhook: WebhookProcess) -> Iterator[Team
             {"apiGroups": ["deltashard.io"], "resources": ["checkpointpolicies"], "verbs": ["*"]},
             {"apiGroups": ["", "batch"], "resources": ["pods", "secrets", "jobs"], "verbs": ["*"]},
         ]
-        api = "rbac.authorization.k8s.io"
-        root = f"/apis/{api}/v1/namespaces/{mine}"
-        role = {"apiVersion": f"{api}/v1", "kind": "Role", "metadata": {"name": "user"}, "rules": rules}
-        bound = {
-            "apiVersion": f"{api}/v1",
-            "kind": "RoleBinding",
-            "metadata": {"name": "user"},
-            "roleRef": {"apiGroup": api, "kind": "Role", "name": "user"},
-            "subjects": [{"apiGroup": api, "kind": "User", "name": "alice"}],
-        }
-        assert rest("POST", f"{root}/roles", role).status == 201
-        assert rest("POST", f"{root}/rolebindings", bound).status == 201
-        secret = {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": "b-keys"},
-            "data": {"credentials": base64.b64encode(CREDENTIALS.encode()).decode()},
-        }
-        assert rest("POST", f"/api/v1/namespaces/{other}/secrets", secret).status == 201
-        theirs = policy(url="s3://checkpoints/team-b", secretRef={"name": "b-keys"})
-        theirs["metadata"]["name"] = "theirs"
-        path = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies"
-        assert rest("POST", path.format(other), theirs).status == 201
-        eventually(lambda: user("GET", path.format(mine)).status == 200, what="the user's rights")
+        rest.grant("alice", mine, *rules)
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "b-keys"}}
+        data = {"credentials": base64.b64encode(CREDENTIALS.encode()).decode()}
+        assert rest.create({**secret, "data": data}, other).status == 201
+        assert rest.create(policy("theirs", url=THEIRS, secretRef={"name": "b-keys"}), other).status == 201
+        eventually(lambda: user("GET", POLICIES.format(mine)).status == 200, what="the user's rights")
         with registered(rest, shared_webhook.client_config()):
             yield Teams(rest, user, mine, other)
 
@@ -98,9 +79,8 @@ def teams(apiserver: ApiServer, shared_webhook: WebhookProcess) -> Iterator[Team
 def test_policies_and_secrets_of_another_namespace_are_out_of_reach(teams: Teams) -> None:
     """By RBAC, where they are named as what they are; by admission, where an annotation or a policy would name them."""
     user, other = teams.user, teams.other
-    policies = f"/apis/deltashard.io/v1alpha1/namespaces/{other}/checkpointpolicies"
-    assert user("GET", f"{policies}/theirs").status == 403
-    assert user("POST", policies, policy(url="s3://mine")).status == 403
+    assert user("GET", f"{POLICIES.format(other)}/theirs").status == 403
+    assert user.create(policy(url="s3://mine"), other).status == 403
     assert user("GET", f"/api/v1/namespaces/{other}/secrets/b-keys").status == 403
     assert user.create(pod("there", opted()), other).status == 403
 
@@ -113,22 +93,14 @@ def test_policies_and_secrets_of_another_namespace_are_out_of_reach(teams: Teams
     for run_id in (f"../{other}/exp", f"{other}/exp", "..", f"$({cluster_name.POLICY})"):
         assert reason(run_id=run_id) == "BadAnnotation"
     for bad in (f"{other}/b-keys", "../b-keys"):
-        refused = user(
-            "POST", policies.replace(other, teams.mine), policy(url="s3://mine-x", secretRef={"name": bad})
-        )
-        assert refused.status == 422
-    refused = user("POST", policies.replace(other, teams.mine), policy(url="s3://mine-x/../checkpoints"))
-    assert refused.status == 422
+        assert user.create(policy(url="s3://mine-x", secretRef={"name": bad}), teams.mine).status == 422
+    assert user.create(policy(url="s3://mine-x/../checkpoints"), teams.mine).status == 422
 
 
 def test_anothers_prefix_comes_without_anothers_credentials(teams: Teams) -> None:
     """A policy may name any URL and any Secret's name: the keys are still those of the pod's own namespace."""
-    path = f"/apis/deltashard.io/v1alpha1/namespaces/{teams.mine}/checkpointpolicies"
-    theirs = policy(url="s3://checkpoints/team-b", secretRef={"name": "b-keys"})
-    bare = policy(url="s3://checkpoints/team-b")
-    bare["metadata"]["name"] = "bare"
-    for each in (theirs, bare):
-        assert teams.user("POST", path, each).status == 201
+    for each in (policy(url=THEIRS, secretRef={"name": "b-keys"}), policy("bare", url=THEIRS)):
+        assert teams.user.create(each, teams.mine).status == 201
     try:
         spec, sidecar = teams.sidecar(opted(policy="p"))
         volume = next(each for each in spec["volumes"] if each["name"] == cluster_name.STORE_VOLUME)
@@ -144,7 +116,7 @@ def test_anothers_prefix_comes_without_anothers_credentials(teams: Teams) -> Non
         assert not any(each["name"].startswith("AWS_") for each in sidecar["env"])
     finally:
         for name in ("p", "bare"):
-            assert teams.user("DELETE", f"{path}/{name}").status == 200
+            assert teams.user("DELETE", f"{POLICIES.format(teams.mine)}/{name}").status == 200
 
 
 def test_what_the_webhook_answers_anybody_holds_nothing_secret(

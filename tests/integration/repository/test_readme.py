@@ -52,15 +52,6 @@ def run(script: str, **more: Any) -> dict[str, Any]:
     return names
 
 
-def test_the_scripts_differ_by_what_the_readme_says() -> None:
-    """What comes to a script are lines of deltashard's, and the step that it resumes from."""
-    without, with_it = (script.splitlines() for script in blocks())
-    added = [line for line in with_it if line not in without]
-    assert [line for line in without if line and line not in with_it] == ["step = 0"]
-    assert all("ckpt" in line or "resumed" in line for line in added)
-    assert len([line for line in with_it if line]) <= 16
-
-
 def test_both_scripts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone; with checkpoints; and once more, where the newest one says that nothing is left to do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

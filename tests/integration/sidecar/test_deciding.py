@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.deciding.cost import KEY
 from deltashard_checkpoint.deciding.interval import ENOUGH
 from deltashard_checkpoint.deciding.record import Record, recorded
@@ -21,9 +18,7 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from torch import nn
 
 from tests.support.eventually import eventually
-from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import FleetServer
-from tests.support.server.minio_server import MinioServer, free_port
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 # torch's own optimizers build sparse tensors without saying whether to check them.
@@ -127,47 +122,3 @@ def test_a_choice_is_made_shown_and_adopted_by_who_comes_next(
         assert newest(url).closing
         assert newest(url).evidence.restores == pytest.approx(1.0, rel=1e-3)
         process.terminate()
-
-
-def test_a_sidecar_that_starts_while_the_store_is_away_writes_nothing_that_is_not_known(
-    tmp_path: Path, minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its run's past stands in a log that it cannot read yet; the first record after that goes on from the last one."""
-    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("DELTASHARD_MOST_S", "0.2")
-    for name, value in minio_server.environment.items():
-        monkeypatch.setenv(name, value)
-    bucket = minio_server.new_bucket()
-
-    def records() -> dict[int, Record]:
-        state = RunLog(open_store(minio_server.url(bucket)), "r").refresh()
-        return {seq: recorded(c.metadata[KEY]) for seq, c in state.checkpoints.items() if KEY in c.metadata}
-
-    with FaultyProxy(minio_server.port) as proxy:
-        url = minio_server.url(bucket, port=proxy.port)
-        options = {
-            "url": url, "run": "r", "goal": "auto", "every_s": 0.2, "arena_bytes": 64 << 20, "bits": "check-n-run"
-        }  # fmt: skip
-        training = Training(**options)
-        training.until(records, "a commit")
-        training.drop()
-        training = Training(**options)
-        training.until(lambda: any(each.evidence.restores for each in records().values()), "a past")
-        training.until(lambda: not training.ckpt._outcomes.in_flight, "no save in flight")
-        pid, link = training.ckpt.sidecar_pid, training.ckpt._session.link
-        proxy.upstream_port = free_port()
-        proxy.cut()
-        os.kill(pid, signal.SIGKILL)
-        seq, before = max(records().items())
-        training.until(lambda: training.ckpt._session.link not in (None, link), "another sidecar")
-        proxy.upstream_port = minio_server.port
-        training.until(lambda: max(records()) > seq, "a record of its own")
-        after = min((number, each) for number, each in records().items() if number > seq)[1]
-        training.drop()
-    assert after.evidence.restores == pytest.approx(before.evidence.restores, rel=1e-3)
-    assert before.evidence.restores == pytest.approx(1, rel=1e-3)
-    assert after.evidence.exposure_s >= before.evidence.exposure_s
-    entries = RunLog(open_store(minio_server.url(bucket)), "r").refresh().checkpoints.items()
-    harms = [harm.recorded(c.metadata[harm.KEY]) for n, c in entries if n > seq and harm.KEY in c.metadata]
-    assert {(each.restores, *each.spent) for each in harms} == {(1, "0.weight")}

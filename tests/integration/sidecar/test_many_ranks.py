@@ -15,7 +15,6 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PRECISION_KEY
-from deltashard_checkpoint.whole_run import removal
 from deltashard_checkpoint.write import precision
 
 from tests.support.checkpoint.snapshot import read_checkpoint
@@ -271,23 +270,3 @@ def test_what_is_not_one_group_is_refused_with_a_remedy(tmp_path: Path) -> None:
         group.train()
         group.save_and_commit()
         group.close()
-
-
-def test_a_run_that_was_removed_is_noticed_by_every_rank(tmp_path: Path) -> None:
-    """Of two pods; nobody tells anybody of a part that will not come, where there is no run to write into."""
-    with begun(tmp_path) as (url, group, _):
-        log = RunLog(open_store(url), "run")
-        removal.remove(log)
-        group.train()
-        cuts = group.save()
-        for trainer, cut in zip(group.trainers, cuts, strict=True):
-            failure = eventually(lambda trainer=trainer, cut=cut: trainer.failures.get(cut))
-            assert failure.cause == "removed"
-        left = [info.key for info in log.store.list("run/")]
-        assert not [key for key in left if "/log/" in key or key.endswith("-failed")]
-        for trainer in group.trainers:
-            with pytest.raises(SaveRefused, match="was removed"):
-                trainer.begin()
-        assert [info.key for info in log.store.list("run/")] == left
-        removal.remove(log)
-        assert list(log.store.list("")) == []

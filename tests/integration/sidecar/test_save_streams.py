@@ -23,16 +23,6 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 # Streams and messages of a cut.
 
 
-def test_descriptors_that_travel_with_the_seal(trainer: Trainer) -> None:
-    trainer.model.train()
-    cut = trainer.begin(together=True)
-    cut.write_all()
-    cut.seal()
-    kept = trainer.model.state()
-    commit = trainer.committed(cut.number)
-    trainer.restores(commit.seq, kept)
-
-
 @pytest.mark.parametrize("inner", ["abort", "several"])
 def test_what_may_not_travel_together_fails_its_save_only(trainer: Trainer, inner: str) -> None:
     """A message that is no descriptor and no seal among several: this save is invalid, the next one commits."""

@@ -133,30 +133,6 @@ def test_a_rank_is_one_process(process: SidecarProcess, trainer: Trainer) -> Non
     trainer.save_and_commit()
 
 
-def test_a_fenced_trainer_is_told_and_the_sidecar_serves_on(tmp_path: Path, url: str) -> None:
-    """Another pod opened an attempt: this one's save fails as fenced, every later one is refused, a new attempt works."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    with (
-        sidecar(tmp_path / "a", url, encoding="fp32") as a,
-        sidecar(tmp_path / "b", url, encoding="fp32") as b,
-    ):
-        old, new = Trainer(a.socket, Model()), Trainer(b.socket, Model())
-        old.open()
-        new.open()
-        with pytest.raises(SaveRefused, match="fenced"):
-            old.save_and_commit()
-        eventually(lambda: old.fenced)
-        assert (old.fenced[0].attempt, old.fenced[0].by) == (old.attempt, new.attempt)
-        with pytest.raises(SaveRefused, match="fenced"):
-            old.begin()
-        new.save_and_commit()
-        assert old.open().resume_seq
-        old.save_and_commit()
-        old.close()
-        new.close()
-
-
 def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) -> None:
     """Flipped bits in the store: the restore fails as invalid, the next attempt excludes it and comes back from the older."""
     with training(tmp_path, url, encoding="fp32", differential="full") as (_, trainer):
@@ -180,17 +156,6 @@ def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) ->
         trainer.restores(good.seq, state)
         trainer.save_and_commit()
         trainer.close()
-
-
-def test_restore_of_what_is_not_there(trainer: Trainer) -> None:
-    """not_found, and for a table that is not stored mismatch: neither makes the checkpoint invalid."""
-    with pytest.raises(SaveRefused, match="not_found"):
-        trainer.restore(77)
-    commit = trainer.save_and_commit()
-    trainer.model.tables[1].fqn = "renamed.weight"
-    trainer.attach()
-    with pytest.raises(SaveRefused, match="mismatch"):
-        trainer.restore(commit.seq)
 
 
 def begin_from(root: Path, url: str, source: str, **options: object) -> str:

@@ -148,44 +148,6 @@ def _check(folder: Path) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize("encoding", ["fp32", "q8"])
-@pytest.mark.parametrize("differential", ["one-shot", "intermittent", "full"])
-def test_what_changed_since_the_commit_before_is_in_frames_that_say_so(
-    make: Make, tmp_path: Path, encoding: str, differential: str
-) -> None:
-    rng = np.random.default_rng(3)
-    loop = Loop()
-    ckpt = make(loop, encoding=encoding, differential=differential)
-    ckpt.restore()
-    for _ in range(6):
-        for _ in range(rng.integers(1, 4)):
-            loop.step(ckpt, rng)
-        ckpt.save().wait(60)
-    first = 1 if differential == "full" else 2
-    assert _check(tmp_path) == [*_checkpoints(tmp_path)][first:], (
-        "all but a baseline, and the delta that covers it"
-    )
-
-
-def test_rows_that_are_stored_raw_beside_others_than_before_are_among_the_new(
-    make: Make, tmp_path: Path
-) -> None:
-    """A frame with many rows of NaN is raw: with the rows that did not change there are too few others in it."""
-    loop = Loop()
-    with torch.no_grad():
-        loop.net["large"].weight[:60] = torch.nan
-    ckpt = make(loop, encoding="q8", differential="full")
-    ckpt.restore()
-    for _ in range(2):
-        loop.write(ckpt, torch.arange(80, ROWS))
-        ckpt.save().wait(60)
-    assert len(_check(tmp_path)) == 1
-    assert _problems(tmp_path) == ()
-    *_, entry = _checkpoints(tmp_path).values()
-    places = _index(_store(tmp_path), entry.parts[0].index_key).places
-    assert [place.since is not None for place in places if place.info.encoding == "fp32"] == [True]
-
-
 @pytest.mark.parametrize(("encoding", "differential"), [("q4", "one-shot"), ("fp32", "consecutive")])
 def test_it_is_left_out_where_it_would_not_hold_or_says_nothing(
     make: Make, tmp_path: Path, encoding: str, differential: str
@@ -197,22 +159,6 @@ def test_it_is_left_out_where_it_would_not_hold_or_says_nothing(
     ckpt.restore()
     _save(loop, ckpt, rng, 4)
     assert _check(tmp_path) == []
-
-
-def test_an_attempt_says_it_of_what_it_encoded_itself(make: Make, tmp_path: Path) -> None:
-    """What it restored was decoded from what another one wrote, and may be encoded otherwise now."""
-    rng = np.random.default_rng(3)
-    first = Loop()
-    ckpt = make(first, encoding="q8", differential="one-shot")
-    ckpt.restore()
-    _save(first, ckpt, rng, 3)
-    leave(ckpt)
-    before = _check(tmp_path)
-    again = Loop()
-    ckpt = make(again, encoding="q8", differential="one-shot")
-    ckpt.restore()
-    _save(again, ckpt, rng, 3)
-    assert _check(tmp_path) == before
 
 
 def test_rows_of_a_save_that_failed_are_new_in_the_next_one(

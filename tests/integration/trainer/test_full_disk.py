@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,6 @@ import deltashard
 import pytest
 import torch
 from deltashard.errors import FencedError, SaveFailed
-from deltashard.restore import open_attempt as open_attempt_module
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
@@ -111,35 +108,6 @@ def test_a_full_disk_is_read_and_training_goes_on_and_saves_again_when_there_is_
         found = resumed.restore()
         assert found.step == 4
         assert torch.equal(again.weights, loop.weights)
-
-
-def test_a_stopped_sidecar_holds_training_once_while_the_attempt_is_not_open(
-    make: Make, disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(open_attempt_module, "LATE_DEADLINE_S", 1.0)
-    saved(make)
-    fill_wholly(disk)
-    events: list[str] = []
-    loop = Loop()
-    ckpt = make(loop, on_event=lambda name, _: events.append(name))
-    ckpt.restore()
-    assert ckpt.attempt is None
-    stopped = ckpt.sidecar_pid
-    assert stopped is not None
-
-    def trained_until(done: Callable[[], bool]) -> bool:
-        loop.train(1, ckpt)
-        return done()
-
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        eventually(lambda: trained_until(lambda: "sidecar_lost" in events), what="the sidecar is let go of")
-    finally:
-        os.kill(stopped, signal.SIGCONT)
-    disk.empty()
-    eventually(lambda: trained_until(lambda: ckpt.attempt is not None), what="the attempt is open")
-    ckpt.save("user").wait(60)
-    ckpt.close()
 
 
 def test_gc_retire_and_rm_free_a_disk_without_one_free_block(

@@ -190,29 +190,6 @@ def test_the_last_cut_has_such_rows(make: Any, caplog: pytest.LogCaptureFixture)
     assert f"the checkpoint of step {step} may not be restored exactly" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["vetoed", "raised"])
-def test_the_last_cut_has_such_rows_and_no_other_follows(
-    make: Any, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It stays the newest checkpoint; that it is wrong is reported, and close() does not fail."""
-    vetoes: list[bool] = []
-    program = make(every_steps=10, validate=lambda: not vetoes)
-    step = cut_with_a_stray(program)
-    cuts = program.ckpt.stats.cuts
-    if how == "raised":
-        # Who leaves waits some seconds for the comparison, and no longer.
-        eventually(program.ckpt._outcomes.comparison.job.done, what="the comparison")
-        program.ckpt.__exit__(ValueError, ValueError(), None)
-    else:
-        vetoes.append(True)
-        program.ckpt.close()
-        assert f"step {step} is durable, but the further save of it did not happen" in caplog.text
-    assert program.ckpt.stats.cuts == cuts
-    assert program.ckpt.stats.audit_faults == 1
-    assert "rows [5] of first.weight are not as they were at its step" in caplog.text
-    assert program.newest().step == step
-
-
 def test_a_comparison_that_fails(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,19 +211,6 @@ def test_a_comparison_that_fails(
     assert program.ckpt.stats.audit_faults > faults
     assert program.ckpt.stats.cuts > cuts
     assert newest_is(program, max(program.cuts))
-
-
-def test_a_save_that_is_asked_for_takes_what_was_copied(make: Any) -> None:
-    """It waits for no copy; the cut that was due then begins its own."""
-    program = make(every_steps=100)
-    program.train(96)
-    program.train_until(lambda: program.copying is not None and program.copying.done, "a copy ahead")
-    program.train()
-    program.ckpt.save().wait(60)
-    assert program.ckpt.stats.head_starts.ahead_rows > 0
-    program.train(3)
-    program.ckpt.close()
-    program.check()
 
 
 def test_more_rows_than_blocks(make: Any) -> None:
@@ -293,14 +257,3 @@ def test_close_and_leaving_in_the_middle_of_a_copy(make: Any) -> None:
         lambda: not [t for t in threading.enumerate() if t.name.startswith("deltashard-precopy")],
         what="the copying thread ends",
     )
-
-
-def test_switched_off(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the argument or the variable: cuts copy everything themselves."""
-    monkeypatch.setenv("DELTASHARD_PRECOPY", "0")
-    program = make(every_steps=6)
-    program.train(18)
-    program.settle()
-    counts = program.ckpt.stats.head_starts
-    assert (counts.cuts, counts.ahead_rows) == (0, 0)
-    program.check()

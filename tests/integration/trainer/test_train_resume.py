@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,27 +162,6 @@ def test_an_exception_never_cuts_nor_does_close_after_a_torn_step(make: Make) ->
         handle.wait(5)
     with pytest.raises(SaveFailed, match="boundary is gone"):
         ckpt.close(deadline_s=60)
-
-
-def test_lost_cache_and_shared_memory_come_back_from_the_store(make: Make, tmp_path: Path) -> None:
-    """Both processes gone, nothing local left."""
-    loop = Loop()
-    ckpt = make(loop)
-    ckpt.restore()
-    loop.train(5, ckpt)
-    ckpt.save().wait(120)
-    pid, arena = ckpt.sidecar_pid, ckpt.arena_path
-    assert pid is not None
-    assert arena is not None
-    leave(ckpt)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
-    shutil.rmtree(Path(arena).parent)
-    shutil.rmtree(tmp_path / "cache")
-    again = Loop(seed=1)
-    restored = make(again).restore()
-    assert (restored.step, restored.source, restored.lost_steps) == (5, "store", None)
-    assert torch.equal(again.weights, loop.weights)
 
 
 def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: Make) -> None:

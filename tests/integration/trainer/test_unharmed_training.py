@@ -140,19 +140,6 @@ def test_nothing_that_user_code_raises_reaches_the_loop(
     assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
 
 
-def test_a_table_that_was_resized_in_place_is_saved_as_it_is_now(
-    loop: Loop, caplog: pytest.LogCaptureFixture
-) -> None:
-    """`weight.data = bigger`, and back: no step and no save fails; the log gives both shapes."""
-    items = loop.net.items
-    small = items.weight.data
-    for weight in (small, torch.zeros(400, 16), small):
-        items.weight.data = weight
-        loop.step()
-        assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
-    assert "was (300, 16) and is (400, 16)" in caplog.text
-
-
 def test_training_without_step_is_said_at_close(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing was saved: a warning and an event, where evaluation alone says nothing."""
     events: list[str] = []
@@ -186,26 +173,6 @@ def test_a_save_from_within_a_save_is_that_save(loop: Loop, hooks: Hooks) -> Non
     loop.step()
     assert loop.ckpt.save().wait(60).step == commit.step + 1
     assert loop.ckpt.stats.commits == 2
-
-
-def test_an_interrupt_within_the_end_of_a_copy_puts_no_later_save_off(
-    loop: Loop, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second Ctrl-C, say, while the first error is handled."""
-    outcomes = loop.ckpt._outcomes
-    real = outcomes.not_taken
-
-    def interrupted(*_: object, **__: object) -> None:
-        monkeypatch.setattr(outcomes, "not_taken", real)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(outcomes, "not_taken", interrupted)
-    loop.step()
-    hooks.getter = IndexError("in a getter")
-    with pytest.raises(KeyboardInterrupt):
-        loop.ckpt.save()
-    hooks.getter = None
-    assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
 
 
 def test_a_constructor_that_raises_leaves_nothing_behind(

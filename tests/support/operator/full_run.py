@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Crash, Loss, Tally
+from deltashard_operator.run.failure import Crash, Loss
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import PodView, Wish, Workload, timestamp
 from deltashard_operator.run.phase import Phase
@@ -30,7 +30,7 @@ CHOSEN = pb.Policy(
     tables="emb.item=q4,emb.user=q8",
 )
 SAID = "container trainer ended with exit code 1"
-LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=SAID, pod="train-x", pod_uid="p-1", node="node-a")
+LOSS = Loss(at_s=NOW_S - 60, cause="Error", message=SAID, pod="train-x", node="node-a")
 CRASH = Crash(ending=SAID, seq=7, at_s=NOW_S - 60, times=3)
 KEPT = tuple(
     {"seq": seq, "step": step, "time": timestamp(NOW_S - age_s), "bytes": 1 << 20, "pins": ["best"]}
@@ -62,15 +62,17 @@ def full_run() -> Run:
                 uid="p-1", name="train-x", workload=WORKLOAD, wish=Wish(), node="node-a", index="0"
             )
         },
-        parts={"": RunPart(attempt=34, openings=4, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
+        parts={"": RunPart(attempt=34, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
         ledger=Ledger(
             restores=2,
             lost_steps=50,
             restored={"": (33, 34)},
-            tallies={"": Tally(failures=3, openings=4, losses=(LOSS,), crash=CRASH)},
-            causes={"Error": 1, "Evicted": 1},
+            failures=3,
+            openings={"": 4},
+            crashes={"": CRASH},
             counted={"k-1": NOW_S - 60},
         ),
+        losses=(LOSS,),
         progress=Progress(
             step=1200,
             last_step=1150,

@@ -180,13 +180,17 @@ class Rest:
         assert reply.status == 200, reply.status
         return reply.data.decode()
 
-    def create(self, document: dict[str, Any], namespace: str = "default", *, dry_run: bool = False) -> Reply:
-        group, _, version = document["apiVersion"].rpartition("/")
-        root = f"/apis/{group}/{version}" if group else f"/api/{version}"
-        kind = document["kind"].lower()
-        plural = kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
-        place = f"/namespaces/{namespace}" if kind in NAMESPACED else ""
-        return self("POST", f"{root}{place}/{plural}", document, dry_run=dry_run)
+    def create(
+        self,
+        document: dict[str, Any],
+        namespace: str = "default",
+        *,
+        dry_run: bool = False,
+        strict: bool = False,
+    ) -> Reply:
+        """Make an object; `strict`: a field that nobody knows is an error."""
+        path = collection(document, namespace if document["kind"].lower() in NAMESPACED else "")
+        return self("POST", path + ("?fieldValidation=Strict" if strict else ""), document, dry_run=dry_run)
 
     def may(self, user: str, *groups: str, **attributes: str) -> bool:
         """Whether the API server lets a user do what these attributes say."""
@@ -194,6 +198,15 @@ class Rest:
         reply = self("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
         assert reply.status == 201, reply.document
         return bool(reply.document["status"]["allowed"])
+
+    def grant(self, user: str, namespace: str, *rules: dict[str, Any]) -> None:
+        """Let a user do in a namespace what these rules of RBAC say, by a Role of the name `user`."""
+        group = "rbac.authorization.k8s.io"
+        root, metadata = f"/apis/{group}/v1/namespaces/{namespace}", {"name": "user"}
+        reference = {"apiGroup": group, "kind": "Role", "name": "user"}
+        bound = {"roleRef": reference, "subjects": [{"apiGroup": group, "kind": "User", "name": user}]}
+        assert self("POST", f"{root}/roles", {"metadata": metadata, "rules": rules}).status == 201
+        assert self("POST", f"{root}/rolebindings", {"metadata": metadata, **bound}).status == 201
 
     def namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
         """A namespace, with the service account that the controller manager would make."""
@@ -207,6 +220,15 @@ class Rest:
         assert self.create(account, name).status == 201
 
 
+def collection(document: dict[str, Any], namespace: str) -> str:
+    """Path of all objects of this one's kind, in a namespace (empty: in none)."""
+    group, _, version = document["apiVersion"].rpartition("/")
+    kind = document["kind"].lower()
+    plural = kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
+    place = f"/namespaces/{namespace}" if namespace else ""
+    return f"/{'apis/' + group if group else 'api'}/{version}{place}/{plural}"
+
+
 def _document(said: bytes) -> dict[str, Any]:
     """What is no document (a page that is not there, yet) is a message, as in a status."""
     try:
@@ -218,7 +240,7 @@ def _document(said: bytes) -> dict[str, Any]:
 
 NAMESPACED = {
     "lease", "serviceaccount", "job", "pod", "checkpointpolicy", "checkpointrequest", "checkpointrun", "resourcequota",
-    "limitrange", "configmap", "secret", "service", "role", "rolebinding",
+    "configmap", "secret", "service", "role", "rolebinding", "cronjob", "deployment", "statefulset",
 }  # fmt: skip
 
 

@@ -186,45 +186,32 @@ class FixedAnswers:
 
 
 class Trickle:
-    """A server that answers any request with a head and then a byte now and then, for ever."""
+    """A server that answers any GET with a head and then a byte now and then, for ever."""
 
     def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self._ended = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._ended = ended = threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", "100000")
+                self.end_headers()
+                while not ended.wait(interval_s):
+                    self.wfile.write(b"x")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadedHttp(Handler)
+        self.port = self._http.port
 
     def __enter__(self) -> Self:
-        self._threads[0].start()
+        self._http.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(10)
-
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._drip, args=(client,), daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def _drip(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client:
-            client.recv(1 << 16)
-            client.sendall(
-                b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: 100000\r\n\r\n"
-            )
-            while not self._ended.wait(self._interval_s):
-                client.sendall(b"x")
+        self._http.stop()
 
 
 def _close(one: socket.socket) -> None:

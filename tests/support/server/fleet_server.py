@@ -30,7 +30,6 @@ class FleetServer:
         self.refuse: Callable[[fleet.ReportRequest], int] = lambda _request: 0
         """Status of a refusal, or 0."""
         self.retry_after = ""
-        self.tell_incidents = True
         self.tokens: list[str] = []
         """Of every call, refused ones too."""
         self.reports: list[fleet.ReportRequest] = []
@@ -81,7 +80,7 @@ class FleetServer:
         reply.saves.extend(each for each in self.reply.saves if each.id not in over)
         del self.reply.saves[:]
         self.reply.saves.extend(reply.saves)
-        if request.incidents and self.tell_incidents:
+        if request.incidents:
             reply.told = max(each.id for each in request.incidents)
         return 200, reply.SerializeToString()
 

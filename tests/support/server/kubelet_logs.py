@@ -6,13 +6,13 @@ A real TLS server on loopback, and a Node that says where it is; use as a contex
 from __future__ import annotations
 
 import ssl
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
-from tests.support.server.apiserver import Authority, Rest
+from tests.support.server.apiserver import Authority, Rest, put
+from tests.support.server.threaded_http import ThreadedHttp
 
 MERGE = "application/merge-patch+json"
 
@@ -23,11 +23,9 @@ class KubeletLogs:
     def __init__(self, http: Rest, node: str, folder: Path, logs: dict[tuple[str, ...], str]) -> None:
         self._http, self._node, self.logs = http, node, logs
         self.asked: list[str] = []
-        issued = Authority("kubelet").issue(node)
-        (folder / "kubelet.crt").write_bytes(issued.certificate)
-        (folder / "kubelet.key").write_bytes(issued.key)
+        put(folder, Authority("kubelet").issue(node))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(folder / "kubelet.crt", folder / "kubelet.key")
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,22 +47,18 @@ class KubeletLogs:
             def log_message(self, *_: object) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._server = ThreadedHttp(Handler, tls=context)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._server.start()
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self._node}}
         assert self._http("POST", "/api/v1/nodes", node).status == 201
-        port = {"kubeletEndpoint": {"Port": self._server.server_port}}
+        port = {"kubeletEndpoint": {"Port": self._server.port}}
         status = {"addresses": [{"type": "InternalIP", "address": "127.0.0.1"}], "daemonEndpoints": port}
         path = f"/api/v1/nodes/{self._node}/status"
         assert self._http("PATCH", path, {"status": status}, content=MERGE).status == 200
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join(30)
-        self._server.server_close()
+        self._server.stop()
         self._http("DELETE", f"/api/v1/nodes/{self._node}")

@@ -100,33 +100,17 @@ class MinioServer:
 
     def _started(self) -> bool:
         environment = {
-            "HOME": str(self.directory),
-            "PATH": os.environ.get("PATH", ""),
-            "MINIO_ROOT_USER": self.access_key,
-            "MINIO_ROOT_PASSWORD": self.secret_key,
-            "MINIO_UPDATE": "off",
-            "MINIO_BROWSER": "off",
+            "HOME": str(self.directory), "PATH": os.environ.get("PATH", ""), "MINIO_ROOT_USER": self.access_key,
+            "MINIO_ROOT_PASSWORD": self.secret_key, "MINIO_UPDATE": "off", "MINIO_BROWSER": "off", **self.settings,
             "CI": "true",  # MinIO: a root disk is fine
-            **self.settings,
-        }
+        }  # fmt: skip
         (self.directory / "data").mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             process = subprocess.Popen(
-                [
-                    built("minio"),
-                    "server",
-                    "--quiet",
-                    "--address",
-                    f"{self.host}:{self.port}",
-                    *self._certificates(),
-                    self.directory / "data",
-                ],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
+                [built("minio"), "server", "--quiet", "--address", f"{self.host}:{self.port}", *self._certificates(),
+                 self.directory / "data"],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+            )  # fmt: skip
         self._process = process
         http = urllib3.PoolManager(
             timeout=urllib3.Timeout(connect=1, read=2), retries=False, ca_certs=self._trusted()

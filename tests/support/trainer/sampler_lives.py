@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from deltashard import ResumableSampler
 from deltashard.errors import CheckpointMismatch
-from deltashard.loader.registry import LoaderRegistry, OnChange
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.loader.sharding import ResumePositions
 from deltashard.state.rng import capture_globals
 from deltashard.state.value import decode_value, encode_value
@@ -120,11 +120,9 @@ class Rank:
         """As a checkpoint would hold it."""
         return decode_value(encode_value(self.registry.capture()[1]).to_bytes())["loader"]
 
-    def resume(self, tree: dict[str, Any], on_change: OnChange = "refuse") -> list[str]:
-        """Where `tree` stood."""
-        return self.registry.resume(
-            {"loader": tree}, capture_globals(), step=self.steps.now, on_change=on_change
-        )
+    def resume(self, tree: dict[str, Any]) -> None:
+        """Where `tree` stood; another loader is refused."""
+        self.registry.resume({"loader": tree}, capture_globals(), step=self.steps.now, on_change="refuse")
 
 
 def _trained(rank: Rank) -> Generator[bool, None, None]:

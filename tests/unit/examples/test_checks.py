@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.tool import ROOT
+
+ROWS, SUM, TOP = "pairs.weight", "pairs.weight:sum", "top.0.weight"
 
 
 @pytest.fixture
@@ -21,71 +22,42 @@ def checks(monkeypatch):
     return checks
 
 
-@pytest.fixture
-def cut(tmp_path):
-    """A copy as the training process leaves it."""
-    random = np.random.default_rng(7)
-    arrays = {
-        "pairs.weight": random.normal(size=(200, 32)).astype(np.float32),
-        "pairs.weight:sum": random.random(200).astype(np.float32),
-        "top.0.weight": random.normal(size=(4, 8)).astype(np.float32),
-    }
-    for name, array in arrays.items():
-        np.save(tmp_path / f"{name}.npy", array)
-    return tmp_path, arrays
-
-
-def decoded(checks, arrays):
-    rows = checks._round_trip(arrays["pairs.weight"], "q8", None)
-    return {name: array.copy() for name, array in arrays.items()} | {"pairs.weight": rows.copy()}
-
-
-def test_what_the_encoding_makes_of_every_row_is_exact(checks, cut):
-    folder, arrays = cut
-    restored = decoded(checks, arrays)
-    assert not np.array_equal(restored["pairs.weight"], arrays["pairs.weight"])
-    found = checks.compare(folder, restored, encoding="q8")
-    assert found.exact
-    assert found.rows == 200
-
-
-def test_rows_that_came_back_as_they_were_cut_are_exact(checks, cut):
-    folder, arrays = cut
-    restored = decoded(checks, arrays)
-    restored["pairs.weight"][50:60] = arrays["pairs.weight"][50:60]
-    assert checks.compare(folder, restored, encoding="q8").exact
+def bump(array):
+    """Another value in its first place, by one bit."""
+    array.reshape(-1)[0] = np.nextafter(array.reshape(-1)[0], np.float32(9))
 
 
 @pytest.mark.parametrize(
-    ("harm", "wrong_rows"),
+    ("harm", "wrong_rows", "wrong_names"),
     [
-        pytest.param(lambda a: a["pairs.weight"].view(np.uint32).__setitem__((3, 4), 1), 1, id="a bit"),
-        pytest.param(
-            lambda a: a["pairs.weight"].__setitem__([1, 2], a["pairs.weight"][[2, 1]]), 2, id="exchanged"
-        ),
-        pytest.param(lambda a: a["pairs.weight"].__setitem__(9, 0), 1, id="a row never written"),
+        (lambda a: None, 0, ()),
+        (lambda a: a[ROWS].view(np.uint32).__setitem__((3, 4), 1), 1, ()),
+        (lambda a: a[ROWS].__setitem__([1, 2], a[ROWS][[2, 1]]), 2, ()),
+        (lambda a: a[ROWS].__setitem__(9, 0), 1, ()),
+        (lambda a: bump(a[SUM]), 0, (SUM,)),
+        (lambda a: bump(a[TOP]), 0, (TOP,)),
+        (lambda a: a.pop(TOP), 0, (TOP,)),
+        (lambda a: a.update(ghost=np.zeros(1, np.float32)), 0, ("ghost",)),
     ],
+    ids=["none", "a bit", "exchanged", "a row never written", "row state", "dense", "missing", "surplus"],
 )
-def test_a_wrong_row_is_found(checks, cut, harm, wrong_rows):
-    folder, arrays = cut
-    restored = decoded(checks, arrays)
+def test_what_the_encoding_makes_of_every_row_is_exact_and_nothing_else(
+    checks, tmp_path, harm, wrong_rows, wrong_names
+):
+    """A copy as the training process leaves it, against what was restored; ten rows came back as they were cut."""
+    random = np.random.default_rng(7)
+    cut = {
+        ROWS: random.normal(size=(200, 32)).astype(np.float32),
+        SUM: random.random(200).astype(np.float32),
+        TOP: random.normal(size=(4, 8)).astype(np.float32),
+    }
+    for name, array in cut.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    restored = {name: array.copy() for name, array in cut.items()}
+    restored[ROWS] = checks._round_trip(cut[ROWS], "q8", None).copy()
+    assert not np.array_equal(restored[ROWS], cut[ROWS])
+    restored[ROWS][50:60] = cut[ROWS][50:60]
     harm(restored)
-    found = checks.compare(folder, restored, encoding="q8")
-    assert not found.exact
-    assert found.wrong_rows == wrong_rows
-
-
-def test_other_state_must_have_the_same_bits(checks, cut):
-    folder, arrays = cut
-    for name in ("pairs.weight:sum", "top.0.weight"):
-        restored = decoded(checks, arrays)
-        restored[name].reshape(-1)[0] = np.nextafter(restored[name].reshape(-1)[0], np.float32(9))
-        assert checks.compare(folder, restored, encoding="q8").wrong_names == (name,)
-
-
-def test_missing_and_surplus_state_is_found(checks, cut):
-    folder, arrays = cut
-    restored = decoded(checks, arrays)
-    del restored["top.0.weight"]
-    restored["ghost"] = np.zeros(1, np.float32)
-    assert set(checks.compare(folder, restored, encoding="q8").wrong_names) == {"top.0.weight", "ghost"}
+    found = checks.compare(tmp_path, restored, encoding="q8")
+    assert (found.rows, found.wrong_rows, found.wrong_names) == (200, wrong_rows, wrong_names)
+    assert found.exact == (not wrong_rows and not wrong_names)

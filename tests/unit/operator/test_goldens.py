@@ -1,45 +1,55 @@
-"""Golden specs: what a workload of each kind and shape looks like before and after its admission.
+"""Golden specs: what a workload of each kind and shape, and each of the examples, looks like after its admission.
 
 A case is `tests/golden/pods/<case>.in.yaml` (where the kind has a controller: the user's manifest, then the Job or pod
-its controller creates), `<case>.policy.yaml` where a policy matters, and `<case>.out.yaml`. `DELTASHARD_GOLDEN=write` writes the outputs anew: read the diff.
+its controller creates), `<case>.policy.yaml` where a policy matters, and `<case>.out.yaml`. Of a manifest in
+examples/kubernetes it is `tests/golden/examples/<manifest>.out.yaml`. `DELTASHARD_GOLDEN=write` writes the outputs anew:
+read the diff.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from deltashard_operator.admission.workload_kind import KINDS
 
 from tests.support.operator import sample
-from tests.support.operator.golden import CASES, FOLDER, annotated, documents, policy
+from tests.support.operator.example import EXAMPLES, WORKLOADS, documents, injected
+from tests.support.operator.golden import CASES, FOLDER, manifests, policy
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_admission_gives_the_golden_object(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patch, applied by a library of others, makes the object on record."""
+@pytest.fixture(autouse=True)
+def version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltashard_operator.admission.injection.VERSION", "0.1.0")
-    document = documents(case)[-1]
-    response = sample.answer(document, policy(case))
-    assert response["allowed"], response
-    result = sample.applied(document, response)
-    path = FOLDER / f"{case}.out.yaml"
+
+
+def assert_recorded(result: dict[str, Any], path: Path) -> None:
     if os.environ.get("DELTASHARD_GOLDEN") == "write":
         path.write_text(yaml.safe_dump(result, sort_keys=False, width=110))
     assert result == yaml.safe_load(path.read_text())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_manifest_has_its_line_where_the_table_says(case: str) -> None:
-    """Each kind's manifest is annotated at the first place `KINDS` names, unless it shows another of them."""
-    manifest = documents(case)[0]
-    kind = next(each for each in KINDS if each.kind == manifest["kind"])
-    found = [place for place in kind.annotate_at if annotated(manifest, place.split("."))]
-    assert found
-    assert documents(case)[-1]["kind"] == kind.injected_as
+def test_admission_gives_the_golden_object(case: str) -> None:
+    """The patch, applied by a library of others, makes the object on record."""
+    document = manifests(case)[-1]
+    response = sample.answer(document, policy(case))
+    assert response["allowed"], response
+    assert_recorded(sample.applied(document, response), FOLDER / f"{case}.out.yaml")
 
 
-def test_every_kind_has_a_golden_case() -> None:
-    """No kind is documented that is not tested."""
-    assert {each.kind for each in KINDS} == {documents(case)[0]["kind"] for case in CASES}
+@pytest.mark.parametrize("path", WORKLOADS, ids=lambda path: path.stem)
+def test_an_example_is_injected_to_what_is_on_record(path: Path) -> None:
+    """What its controller makes of it, under the policy of the examples and the chart's defaults."""
+    assert_recorded(injected(path), FOLDER.parent / "examples" / f"{path.stem}.out.yaml")
+
+
+def test_exit_codes_are_those_of_the_trainer() -> None:
+    """The rules of the example's podFailurePolicy speak of the trainer's own codes."""
+    from deltashard.attach import exit_code, term_signal
+
+    rules = documents(EXAMPLES / "job-pod-failure-policy.yaml")[0]["spec"]["podFailurePolicy"]["rules"]
+    values = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert values == {"Ignore": [term_signal.EXIT_SIGTERM], "FailJob": [2, exit_code.EXIT_TAKEN_OVER]}

@@ -9,7 +9,6 @@ import yaml
 
 from tests.support.published import PUBLISHED
 from tests.support.tool import ROOT
-from tools import wheels
 
 TEXT = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
 WORKFLOW: dict[str, Any] = yaml.safe_load(TEXT)
@@ -41,18 +40,6 @@ def test_the_images_are_those_of_the_chart_and_the_pages() -> None:
     assert build["platforms"] == "linux/amd64,linux/arm64"
     assert build["tags"].startswith("${{ env.REGISTRY }}/deltashard-${{ matrix.target }}:")
     assert build["sbom"] is True
-
-
-def test_the_wheels_are_of_both_architectures() -> None:
-    """Each on a machine of its own kind, where its kernels are tested before it is kept."""
-    matrix = JOBS["wheels"]["strategy"]["matrix"]["include"]
-    assert tuple(each["architecture"] for each in matrix) == wheels.ARCHITECTURES
-    words = [each.get("run", "") for each in steps("wheels")]
-    built, tested = (
-        next(n for n, each in enumerate(words) if text in each) for text in ("wheels.py", "pytest")
-    )
-    assert built < tested
-    assert "upload-artifact" in steps("wheels")[-1]["uses"]
 
 
 def test_nothing_is_published_but_by_a_tag() -> None:

@@ -82,12 +82,6 @@ def test_every_setting_is_documented_and_the_pages_are_fresh() -> None:
     assert PAGE.with_name("save-lifecycle.md").read_text() == lifecycle.reference()
 
 
-def test_the_smallest_cache_that_a_policy_may_ask_for_is_served() -> None:
-    """The operator gives the sidecar nine tenths of the volume; a policy's least is 64 MiB."""
-    least = (64 << 20) * 9 // 10
-    assert load([*NEEDED, "--cache-bytes", str(least)], {}).cache_bytes == least
-
-
 def test_numpy_kernels_are_refused_in_a_pod_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "active", lambda: numpy_kernel)
     _judge_kernels(load(NEEDED, {}), configure("error", run="r"))

@@ -143,26 +143,3 @@ def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
         encode()
     assert save.over.wait(60.0)
     assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total
-
-
-def test_an_attempt_that_is_opened_while_an_urgent_save_waits_is_the_saves(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its cut is of the newer attempt, and the timer goes on when it ends."""
-    session = sidecar.sessions.get(sidecar.attach(attachment()).session)
-    sidecar.open(pb.OpenRequest(session=session.id))
-    make_way = sidecar.saves._make_way
-
-    def opened_meanwhile(rank: int, begin: pb.SaveRequest.Begin) -> None:
-        make_way(rank, begin)
-        sidecar.open(pb.OpenRequest(session=session.id))
-
-    monkeypatch.setattr(sidecar.saves, "_make_way", opened_meanwhile)
-    save = sidecar.begin(
-        pb.SaveRequest.Begin(session=session.id, step=1, cut=1, reason="notify", urgent=True)
-    )
-    assert save.cut.attempt == session.attempt == 2
-    save.cancel(Cause.DEADLINE, "the test is over")
-    assert save.over.wait(60.0)
-    assert not session.schedule.busy
-    sidecar.detach(pb.DetachRequest(session=session.id))

@@ -65,16 +65,6 @@ def test_tables_rows_and_dense_tensors_come_as_they_were_saved(written: WrittenR
     assert _files(tmp_path / "store") == before
 
 
-def test_older_checkpoints_have_their_names(written: WrittenRun, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    with deltashard.open_checkpoint(store, "team/r", "pin:best") as best:
-        assert (best.step, best.pins, best.metadata["loss"]) == (10, ("best",), "0.5")
-        seq = best.seq
-    for which in (seq, f"seq:{seq}", "step:10"):
-        with deltashard.open_checkpoint(store, "team/r", which) as again:
-            assert again.step == 10
-
-
 def test_what_is_not_there_is_said(written: WrittenRun, tmp_path: Path) -> None:
     store = tmp_path / "store"
     with pytest.raises(CheckpointNotFound):

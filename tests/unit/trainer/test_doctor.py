@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from deltashard.attach.rank import Rank
-from deltashard.doctor import Diagnosis, diagnose, timer_of
+from deltashard.doctor import Diagnosis, diagnose
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
 from deltashard.save.capture import Capture
 from deltashard.tracking.tracking import Tracking, TrackingSettings
-from deltashard_checkpoint.codecs import kernel_choice, numpy_kernel
-from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import nn
 
 GRADIENTS = TrackingSettings(hash_below_bytes=0, audit_rows=0)
@@ -55,23 +53,6 @@ def test_it_says_how_tables_are_tracked_and_what_is_saved() -> None:
     assert "\n" not in found.line
 
 
-def test_it_warns_of_slow_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _doctor(_model(), ()).kernels
-    monkeypatch.setattr(kernel_choice, "active", lambda: numpy_kernel)
-    found = _doctor(_model(), ())
-    assert found.kernels == kernel_choice.SLOW
-    assert kernel_choice.SLOW in str(found)
-
-
-def test_it_says_why_a_table_is_hashed() -> None:
-    model = _model()
-    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    (table,) = _doctor(model, momentum, GRADIENTS).tables
-    assert (table.tracker, "momentum" in table.why) == ("hashes", True)
-    (small,) = _doctor(nn.Embedding(10, 4), ()).tables
-    assert "no optimizer" in small.optimizer
-
-
 def test_it_names_what_is_not_saved() -> None:
     model = _model()
     model.top.register_buffer("mask", torch.zeros(3), persistent=False)
@@ -106,20 +87,3 @@ def test_a_forgotten_scheduler_is_said_at_the_first_cut(given: str, caplog: pyte
     for _ in range(2):
         list(capture.blobs(0, None))
     assert caplog.text.count("is not in state=") == (given == "nothing")
-
-
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
-        (pb.Policy(), "on demand only"),
-        (pb.Policy(every_s=30.0, every_steps=100, goal="fixed"), "every 30 s and every 100 steps"),
-        (pb.Policy(goal="auto"), "at an interval that is chosen when training begins (goal auto)"),
-        (pb.Policy(every_s=183.271, goal="auto"), "every 183.3 s (goal auto)"),
-    ],
-)
-def test_it_says_how_often_the_sidecar_saves(policy: pb.Policy, said: str) -> None:
-    """As the sidecar last told, and whether that was chosen."""
-    assert timer_of(policy) == said
-    model = _model()
-    program = _program(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert str(diagnose(program, {}, policy)).splitlines()[-1] == f"Saved {said}."

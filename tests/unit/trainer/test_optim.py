@@ -52,25 +52,6 @@ def test_low_precision_weights_keep_a_float32_accumulator():
     assert torch.equal(table.weight.detach()[2], (before[2] - 0.5).bfloat16())
 
 
-def test_closures_and_empty_gradients():
-    """step(closure) returns the loss; a batch without rows changes nothing."""
-    table = nn.Embedding(10, 4, sparse=True)
-    optimizer = RowWiseAdagrad(table.parameters())
-
-    def closure():
-        optimizer.zero_grad()
-        loss = table(torch.tensor([1])).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) is not None
-    before = table.weight.detach().clone()
-    optimizer.zero_grad()
-    table(torch.tensor([], dtype=torch.int64)).sum().backward()
-    optimizer.step()
-    assert torch.equal(before, table.weight)
-
-
 @pytest.mark.parametrize("arguments", [{"lr": -1}, {"eps": 0}, {"initial_accumulator_value": -1}])
 def test_arguments_out_of_range_are_refused(arguments):
     """With eps = 0 a row without a gradient would become NaN."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +11,7 @@ from deltashard_operator.kube import cluster_name
 
 from tests.support.operator.definition import define
 from tests.support.operator.webhook_process import WebhookProcess, opted, registered
-from tests.support.server.apiserver import ApiServer, Rest
-
-
-@pytest.fixture
-def rest(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as rest:
-        yield rest
+from tests.support.server.apiserver import Rest
 
 
 @pytest.mark.parametrize(
@@ -32,12 +26,12 @@ def rest(apiserver: ApiServer) -> Iterator[Rest]:
     ],
 )
 def test_templates_keep_their_sidecar_when_they_are_applied_again(
-    rest: Rest, shared_webhook: WebhookProcess, kind: str, version: str, hold: Callable[[Any], Any]
+    http: Rest, shared_webhook: WebhookProcess, kind: str, version: str, hold: Callable[[Any], Any]
 ) -> None:
     """The API server's own conditions find the templates, and what client-side apply sends: lists as the user wrote them."""
     group, _, name = version.partition("/")
     plural = f"{kind.lower()}s"
-    define(rest, group, name, kind)
+    define(http, group, name, kind)
     pod = {
         "metadata": {"annotations": opted()},
         "spec": {"containers": [{"name": "trainer", "image": "t"}], "volumes": [{"name": "mine"}]},
@@ -45,14 +39,14 @@ def test_templates_keep_their_sidecar_when_they_are_applied_again(
     spec = hold(pod)
     document = {"apiVersion": version, "kind": kind, "metadata": {"name": "ads"}, "spec": spec}
     path = f"/apis/{version}/namespaces/default/{plural}"
-    with registered(rest, shared_webhook.client_config()):
-        made = rest("POST", path, document)
+    with registered(http, shared_webhook.client_config()):
+        made = http("POST", path, document)
         assert made.status == 201, made
         assert cluster_name.SIDECAR in json.dumps(made.document["spec"])
-        again = rest("PATCH", f"{path}/ads", {"spec": spec}, content="application/merge-patch+json")
+        again = http("PATCH", f"{path}/ads", {"spec": spec}, content="application/merge-patch+json")
         assert again.status == 200, again
         assert again.document["spec"] == made.document["spec"]
         suspended = {"spec": {"suspend": True}}
-        change = rest("PATCH", f"{path}/ads", suspended, content="application/merge-patch+json")
+        change = http("PATCH", f"{path}/ads", suspended, content="application/merge-patch+json")
         assert change.document["spec"] == made.document["spec"] | {"suspend": True}
-        assert rest("DELETE", f"{path}/ads").status == 200
+        assert http("DELETE", f"{path}/ads").status == 200

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deltashard_operator.kube import cluster_name
@@ -21,47 +22,46 @@ from tests.support.helm import render
 from tests.support.operator import sample
 from tests.support.operator.sample import policy_object
 from tests.support.operator.webhook_process import WebhookProcess, has_sidecar, job, opted, pod, registered
-from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
+from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, collection, put
 from tests.support.server.minio_server import free_port
+from tests.support.tool import built
 
-POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
-BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
 OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "controller": True}
 """As the Job's controller puts it on the pods it makes."""
 
 
-@pytest.fixture
-def rest(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as rest:
-        yield rest
-
-
-def test_with_every_replica_dead_nobody_else_notices(rest: Rest) -> None:
+def test_with_every_replica_dead_nobody_else_notices(http: Rest) -> None:
     """Under failurePolicy Fail with nobody listening, what is not annotated is admitted, with or without any annotations map."""
     dead = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
-    with registered(rest, dead):
+    with registered(http, dead):
         for annotations in (None, {}, {"other.io/policy": "x"}, {cluster_name.ENCODING: "q8"}):
-            assert rest.create(job("free", annotations), dry_run=True).status == 201
-            assert rest.create(pod("free", annotations), dry_run=True).status == 201
+            assert http.create(job("free", annotations), dry_run=True).status == 201
+            assert http.create(pod("free", annotations), dry_run=True).status == 201
         marked = pod("marked", {**opted(), cluster_name.INJECTED: "0.1.0"})
         marked["metadata"]["ownerReferences"] = [OF_JOB]
-        assert rest.create(marked, dry_run=True).status == 201, "an injected template's pods need no webhook"
+        assert http.create(marked, dry_run=True).status == 201, "an injected template's pods need no webhook"
         mirror = pod("mirror", {**opted(), "kubernetes.io/config.mirror": "hash"})
         mirror["spec"]["nodeName"] = "n1"
-        assert rest.create(mirror, dry_run=True).status == 201, "a static pod's copy cannot be changed"
+        assert http.create(mirror, dry_run=True).status == 201, "a static pod's copy cannot be changed"
         for document in (job("asked", opted()), pod("asked", opted())):
-            refused = rest.create(document, dry_run=True)
+            refused = http.create(document, dry_run=True)
             assert refused.status == 500
             assert "failed calling webhook" in refused.document["message"]
+        rejections = http.text("/metrics")  # what the alert WebhookErrors reads
+        assert re.search(
+            r'^apiserver_admission_webhook_rejection_count\{.*"calling_webhook_error"',
+            rejections,
+            re.MULTILINE,
+        )
         inner = job("inner")
         inner["spec"]["template"]["metadata"] = {"annotations": opted()}
-        assert rest.create(inner, dry_run=True).status == 500, "the annotation counts on the template, too"
+        assert http.create(inner, dry_run=True).status == 500, "the annotation counts on the template, too"
 
 
-def test_an_annotated_job_is_injected(rest: Rest, webhook: WebhookProcess) -> None:
+def test_an_annotated_job_is_injected(http: Rest, webhook: WebhookProcess) -> None:
     """What is stored has the sidecar and the labels; the pod its template makes needs the webhook no more."""
-    with registered(rest, webhook.client_config()):
-        made = rest.create(job("trains", opted(interval="90s")))
+    with registered(http, webhook.client_config()):
+        made = http.create(job("trains", opted(interval="90s")))
         assert made.status == 201, made
         assert not made.warnings
         assert made.document["metadata"]["labels"][cluster_name.MANAGED_BY] == "deltashard"
@@ -71,19 +71,19 @@ def test_an_annotated_job_is_injected(rest: Rest, webhook: WebhookProcess) -> No
         child = {"apiVersion": "v1", "kind": "Pod", **template}
         child["metadata"] = {**template["metadata"], "name": "trains-x", "ownerReferences": [OF_JOB]}
         webhook.stop()
-        made = rest.create(child, dry_run=True)
+        made = http.create(child, dry_run=True)
         assert made.status == 201
         assert sum(c["name"] == cluster_name.SIDECAR for c in made.document["spec"]["initContainers"]) == 1
 
 
-def test_refusals_and_warnings_reach_the_user(rest: Rest, shared_webhook: WebhookProcess) -> None:
+def test_refusals_and_warnings_reach_the_user(http: Rest, shared_webhook: WebhookProcess) -> None:
     """The client shows the sentence, the code is the reason, warnings are headers; metrics count by code."""
-    with registered(rest, shared_webhook.client_config()):
-        refused = rest.create(job("wrong", opted(encoding="q7")), dry_run=True)
+    with registered(http, shared_webhook.client_config()):
+        refused = http.create(job("wrong", opted(encoding="q7")), dry_run=True)
         assert refused.status == 422
         assert refused.document["reason"] == "BadAnnotation"
         assert "deltashard.io/encoding: 'q7' is not possible" in refused.document["message"]
-        warned = rest.create(job("short", opted(), terminationGracePeriodSeconds=45), dry_run=True)
+        warned = http.create(job("short", opted(), terminationGracePeriodSeconds=45), dry_run=True)
         assert warned.status == 201
         assert "terminationGracePeriodSeconds is 45 s" in warned.warnings[0]
         _, page = shared_webhook.get("metrics")
@@ -93,29 +93,29 @@ def test_refusals_and_warnings_reach_the_user(rest: Rest, shared_webhook: Webhoo
 
 
 def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
-    rest: Rest, shared_webhook: WebhookProcess
+    http: Rest, shared_webhook: WebhookProcess
 ) -> None:
     """A miss in the cache is one live look, then a refusal that names the policy; a namespace's policy is its own."""
 
     def asked(policy: str) -> Reply:
-        return rest.create(job("late", {cluster_name.POLICY: policy}), dry_run=True)
+        return http.create(job("late", {cluster_name.POLICY: policy}), dry_run=True)
 
-    with registered(rest, shared_webhook.client_config()):
+    with registered(http, shared_webhook.client_config()):
         refused = asked("mine").document
         assert refused["reason"] == "PolicyNotFound"
         assert "there is no CheckpointPolicy 'mine' in the workload's namespace" in refused["message"]
         mine = policy_object("mine", precision={"encoding": "q4"}, store={"url": "s3://own-bucket"})
-        assert rest.create(mine).status == 201
+        assert http.create(mine).status == 201
         made = asked("mine")  # at once
         assert made.status == 201, made
         values = sample.expanded(sample.sidecar_of(made.document["spec"]["template"]), {})
         assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
         shared = policy_object("shared", store={"url": "s3://x-y/z", "secretRef": {"name": "own"}})
-        rest.create({**shared, "kind": "ClusterCheckpointPolicy"})
+        http.create({**shared, "kind": "ClusterCheckpointPolicy"})
         assert "'secretName': 'own'" in str(asked("cluster/shared").document), "of the workload's namespace"
         # It fits alone, but not over the default's atMost.
         broken = policy_object("broken", interval={"atLeast": "2h", "goal": {"type": "Auto"}})
-        assert rest.create(broken).status == 201
+        assert http.create(broken).status == 201
         refused = asked("broken").document
         assert (refused["reason"], "is above atMost" in refused["message"]) == ("BadPolicy", True)
 
@@ -125,39 +125,30 @@ def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
 )
 @pytest.mark.parametrize("how", [[], ["--server-side"]])
 def test_an_unchanged_manifest_can_be_applied_again(
-    rest: Rest, shared_webhook: WebhookProcess, tmp_path: Path, how: list[str], grace: dict[str, int]
+    http: Rest, shared_webhook: WebhookProcess, tmp_path: Path, how: list[str], grace: dict[str, int]
 ) -> None:
     """No field is immutable in the user's way: kubectl apply, twice, by either way of applying."""
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("no kubectl")
     manifest = tmp_path / "job.json"
     name = f"again-{len(how)}-{grace.get('terminationGracePeriodSeconds', 0)}"
     inits = [{"name": "one", "image": "i"}, {"name": "two", "image": "i"}]
     spec = {**grace, "initContainers": inits, "securityContext": {"supplementalGroups": [7]}}
     manifest.write_text(json.dumps(job(name, opted(), **spec)))
-    command = [
-        kubectl,
-        f"--kubeconfig={shared_webhook.apiserver.kubeconfig}",
-        "apply",
-        *how,
-        "-f",
-        str(manifest),
-    ]
+    config = f"--kubeconfig={shared_webhook.apiserver.kubeconfig}"
+    command = [str(built("kubectl")), config, "apply", *how, "-f", str(manifest)]
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
-    with registered(rest, shared_webhook.client_config()):
+    with registered(http, shared_webhook.client_config()):
         for _ in range(2):
             done = subprocess.run(
                 command, capture_output=True, text=True, env=environment, check=False, timeout=60
             )
             assert done.returncode == 0, done.stderr
-    found = rest("GET", f"/apis/batch/v1/namespaces/default/jobs/{name}")
+    found = http("GET", f"/apis/batch/v1/namespaces/default/jobs/{name}")
     assert has_sidecar(found)
     stated = grace.get("terminationGracePeriodSeconds", 120)
     assert found.document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == stated
 
 
-def test_rotation_under_load_fails_no_admission(rest: Rest, webhook: WebhookProcess) -> None:
+def test_rotation_under_load_fails_no_admission(http: Rest, webhook: WebhookProcess) -> None:
     """Old and new authority in the bundle, then the new certificate, then the old authority out: nobody notices."""
     old, new = webhook.authority, Authority("new")
     failed: list[Reply] = []
@@ -181,7 +172,7 @@ def test_rotation_under_load_fails_no_admission(rest: Rest, webhook: WebhookProc
         line = next(each for each in page.splitlines() if 'loads_total{outcome="loaded"}' in each)
         return float(line.split()[-1])
 
-    with registered(rest, webhook.client_config()) as change:
+    with registered(http, webhook.client_config()) as change:
         workers = [threading.Thread(target=load, args=(n,)) for n in range(3)]
         for worker in workers:
             worker.start()
@@ -204,66 +195,61 @@ def test_rotation_under_load_fails_no_admission(rest: Rest, webhook: WebhookProc
     assert webhook.get("healthz")[0] == 200
 
 
-def test_from_no_certificate_to_the_last_admission(rest: Rest, apiserver: ApiServer, tmp_path: Path) -> None:
+def test_from_no_certificate_to_the_last_admission(http: Rest, apiserver: ApiServer, tmp_path: Path) -> None:
     """Alive before its certificate exists, ready with it; after SIGTERM not ready, yet answering until it drained."""
-    webhook = WebhookProcess(apiserver, tmp_path, drain_s=60.0)
+    webhook = WebhookProcess(apiserver, tmp_path, drain_s=10.0)
     webhook.start(certificate=False)
     eventually(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")
     put(tmp_path, webhook.authority.issue())
     eventually(lambda: webhook.get("healthz")[0] == 200, what="ready")
     assert webhook.process is not None
-    with registered(rest, webhook.client_config()):
+    with registered(http, webhook.client_config()):
         webhook.process.send_signal(signal.SIGTERM)
         eventually(lambda: webhook.get("healthz")[0] == 503, what="not ready")
         assert webhook.get("healthz")[1] == "stopping"
         assert webhook.get("livez")[0] == 200
         for _ in range(20):
-            assert has_sidecar(rest.create(job("last", opted()), dry_run=True))
-    assert webhook.stop() == 0, "a second signal ends the drain"
+            assert has_sidecar(http.create(job("last", opted()), dry_run=True))
+    assert webhook.stop() == 0
 
 
-def test_what_holds_without_the_webhook(rest: Rest) -> None:
+def test_what_holds_without_the_webhook(http: Rest) -> None:
     """An annotated Job or pod without sidecar is denied, an annotation that comes too late draws a warning."""
     kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     documents = [each for kind in kinds for each in render().all(kind)]
     for document in documents:
-        kind = POLICIES if document["kind"] == "ValidatingAdmissionPolicy" else BINDINGS
-        assert rest("POST", kind, document).status == 201, document
+        assert http.create(document).status == 201, document
     ours = [{"name": cluster_name.SIDECAR, "image": "s", "restartPolicy": "Always"}]
+
+    def status(document: dict[str, Any]) -> int:
+        return http.create(document, dry_run=True).status
+
     try:
-        eventually(
-            lambda: rest.create(job("bare", opted()), dry_run=True).status == 422, what="policies in force"
-        )
-        eventually(
-            lambda: rest.create(pod("bare", opted()), dry_run=True).status == 422, what="policies in force"
-        )
-        said = rest.create(job("bare", opted()), dry_run=True).document["message"]
+        for bare in (job, pod):
+            eventually(lambda bare=bare: status(bare("bare", opted())) == 422, what="policies in force")
+        misspelt = http.create(job("misspelt", {"deltashard.io/Policy": "default"}), dry_run=True)
+        assert "add deltashard.io/policy" in misspelt.document["message"]
+        said = http.create(job("bare", opted()), dry_run=True).document["message"]
         assert "it has the annotation deltashard.io/policy but no deltashard-sidecar" in said
-        assert rest.create(job("whole", opted(), initContainers=ours), dry_run=True).status == 201
-        assert rest.create(job("free"), dry_run=True).status == 201
-        assert rest.create(pod("free"), dry_run=True).status == 201
-        assert rest.create(job("late")).status == 201
+        admitted = (job("whole", opted(), initContainers=ours), job("free"), pod("free"))
+        assert [status(each) for each in admitted] == [201] * 3
+        assert http.create(job("late")).status == 201
         path = "/apis/batch/v1/namespaces/default/jobs/late"
         patch = {"metadata": {"annotations": opted()}}
 
         def late() -> Reply:
-            return rest("PATCH", path, patch, dry_run=True, content="application/merge-patch+json")
+            return http("PATCH", path, patch, dry_run=True, content="application/merge-patch+json")
 
         eventually(lambda: late().warnings, what="the warning")
         assert late().status == 200
         assert "was added to a Job that exists" in late().warnings[0]
         other = {"metadata": {"labels": {"a": "b"}}}
-        assert not rest("PATCH", path, other, dry_run=True, content="application/merge-patch+json").warnings
+        assert not http("PATCH", path, other, dry_run=True, content="application/merge-patch+json").warnings
     finally:
         for document in reversed(documents):
-            kind = POLICIES if document["kind"] == "ValidatingAdmissionPolicy" else BINDINGS
-            rest("DELETE", f"{kind}/{document['metadata']['name']}")
-        eventually(
-            lambda: rest.create(job("bare", opted()), dry_run=True).status == 201, what="policies gone"
-        )
-        eventually(
-            lambda: rest.create(pod("bare", opted()), dry_run=True).status == 201, what="policies gone"
-        )
+            http("DELETE", f"{collection(document, '')}/{document['metadata']['name']}")
+        for bare in (job, pod):
+            eventually(lambda bare=bare: status(bare("bare", opted())) == 201, what="policies gone")
 
 
 RUNS = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointruns"
@@ -272,7 +258,7 @@ MERGE = "application/merge-patch+json"
 
 
 @contextlib.contextmanager
-def known(rest: Rest, run_id: str, workload: dict[str, str], **spec: str) -> Iterator[str]:
+def known(http: Rest, run_id: str, workload: dict[str, str], **spec: str) -> Iterator[str]:
     """A CheckpointRun, as a controller wrote it before it went away; yields its path."""
     document = {
         "apiVersion": "deltashard.io/v1alpha1",
@@ -280,35 +266,35 @@ def known(rest: Rest, run_id: str, workload: dict[str, str], **spec: str) -> Ite
         "metadata": {"name": f"{run_id}-known", "labels": {cluster_name.RUN_ID: run_id}},
         "spec": {"runId": run_id, "policy": "default", "workload": workload, **spec},
     }
-    assert rest.create(document).status == 201
+    assert http.create(document).status == 201
     try:
         yield f"{RUNS}/{run_id}-known"
     finally:
-        assert rest("DELETE", f"{RUNS}/{run_id}-known").status == 200
+        assert http("DELETE", f"{RUNS}/{run_id}-known").status == 200
 
 
-def asked(rest: Rest, name: str, **notes: str) -> str:
+def asked(http: Rest, name: str, **notes: str) -> str:
     """Why a Job with these annotations is refused, after the API server's own words; empty: it is injected."""
-    reply = rest.create(job(name, opted(**notes)), dry_run=True)
+    reply = http.create(job(name, opted(**notes)), dry_run=True)
     return "" if has_sidecar(reply) else reply.document["message"].partition(" denied the request: ")[2]
 
 
 def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
-    rest: Rest, shared_webhook: WebhookProcess
+    http: Rest, shared_webhook: WebhookProcess
 ) -> None:
     """Held until its CheckpointRun is Finished; the workload that holds it may make more pods."""
     holder = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "holder", "uid": "0b4f"}
     own = pod("holder-1", opted(run_id="held"))
     own["metadata"]["ownerReferences"] = [holder | {"controller": True}]
     with (
-        registered(rest, shared_webhook.client_config()),
-        known(rest, "held", holder) as path,
+        registered(http, shared_webhook.client_config()),
+        known(http, "held", holder) as path,
     ):
-        refused = asked(rest, "second", run_id="held")
+        refused = asked(http, "second", run_id="held")
         assert "held by StatefulSet holder" in refused
         assert "delete CheckpointRun held-known" in refused
-        assert has_sidecar(rest.create(own, dry_run=True))
-        assert not asked(rest, "third", run_id="free")
+        assert has_sidecar(http.create(own, dry_run=True))
+        assert not asked(http, "third", run_id="free")
         removing = {"state": "Removing", "since": "2026-01-01T00:00:00Z", "message": "a Job removes them"}
         moved = {"store": "s3://elsewhere/x", "reclaim": None}
         for status, notes, said in (
@@ -317,41 +303,18 @@ def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
             (moved, {"restore_from": "held@best"}, "deltashard.io/restore-from: the policy names the store"),
             (moved, {"run_id": "held"}, "spec.store.url of the CheckpointPolicy: the policy names the store"),
         ):
-            assert rest("PATCH", f"{path}/status", {"status": status}, content=MERGE).status == 200
-            refused = asked(rest, "second", **notes)
+            assert http("PATCH", f"{path}/status", {"status": status}, content=MERGE).status == 200
+            refused = asked(http, "second", **notes)
             assert (said in refused, bool(refused)) == (True, bool(said)), refused
-        assert rest.create(own, dry_run=True).document["reason"] == "StoreMoved", "its next pod, too"
-
-
-def test_a_numbered_pods_run_is_nobody_elses(rest: Rest, shared_webhook: WebhookProcess) -> None:
-    """Pod 1 of `exp`, where each trains a run of its own, and a workload with the run id `exp-1` would be one run.
-
-    Whichever comes second is refused. Where the pods are ranks of one run there is no such name.
-    """
-    background = {"propagationPolicy": "Background"}
-    with registered(rest, shared_webhook.client_config()):
-        document = job("numbered", opted(run_id="exp", runs="per-pod"))
-        document["spec"] |= {"completionMode": "Indexed", "completions": 4}
-        numbered = rest.create(document)
-        assert has_sidecar(numbered)
-        uid = numbered.document["metadata"]["uid"]
-        holder = {"apiVersion": "batch/v1", "kind": "Job", "name": "numbered", "uid": uid}
-        with known(rest, "exp", holder, runs="per-pod"):
-            assert "run 'exp-1' is held by Job numbered" in asked(rest, "single", run_id="exp-1")
-            assert not asked(rest, "far", run_id="exp-99") + asked(rest, "other", run_id="exp-bert-2")
-        assert rest("DELETE", f"{JOBS}/numbered", background).status == 200
-        assert has_sidecar(rest.create(job("single", opted(run_id="exp-1"))))
-        assert "run 'exp-1' is held by Job single" in asked(rest, "wide", run_id="exp", runs="per-pod")
-        assert not asked(rest, "group", run_id="exp", runs="one")
-        assert rest("DELETE", f"{JOBS}/single", background).status == 200
+        assert http.create(own, dry_run=True).document["reason"] == "StoreMoved", "its next pod, too"
 
 
 def test_a_copied_pod_reaches_the_webhook_and_a_jobs_pod_does_not(
-    rest: Rest, shared_webhook: WebhookProcess
+    http: Rest, shared_webhook: WebhookProcess
 ) -> None:
     """What the Job's template brought needs no webhook; what a person copied is looked at."""
-    with registered(rest, shared_webhook.client_config()):
-        made = rest.create(pod("copied", opted()), dry_run=True)
+    with registered(http, shared_webhook.client_config()):
+        made = http.create(pod("copied", opted()), dry_run=True)
         assert has_sidecar(made)
         copy = {
             "apiVersion": "v1",
@@ -359,29 +322,29 @@ def test_a_copied_pod_reaches_the_webhook_and_a_jobs_pod_does_not(
             "metadata": {"name": "copied", "annotations": made.document["metadata"]["annotations"]},
             "spec": {k: v for k, v in made.document["spec"].items() if k not in {"nodeName", "priority"}},
         }
-        assert has_sidecar(rest.create(copy, dry_run=True))
+        assert has_sidecar(http.create(copy, dry_run=True))
         copy["metadata"]["annotations"] |= {cluster_name.RUN_ID: "other"}
-        assert rest.create(copy, dry_run=True).document["reason"] == "CopiedManifest"
+        assert http.create(copy, dry_run=True).document["reason"] == "CopiedManifest"
         copy["metadata"]["ownerReferences"] = [OF_JOB]
-        assert has_sidecar(rest.create(copy, dry_run=True))
+        assert has_sidecar(http.create(copy, dry_run=True))
 
 
 def test_a_run_id_is_free_once_its_job_has_ended_whatever_the_controller_says(
-    rest: Rest, shared_webhook: WebhookProcess
+    http: Rest, shared_webhook: WebhookProcess
 ) -> None:
     """A CronJob's next Job needs no controller, and two that live never share a run, though nobody wrote of the first."""
 
     def cron(name: str) -> str:
-        return asked(rest, name, run_id="cron")
+        return asked(http, name, run_id="cron")
 
-    with registered(rest, shared_webhook.client_config()):
-        first = rest.create(job("cron-1", opted(run_id="cron")))
+    with registered(http, shared_webhook.client_config()):
+        first = http.create(job("cron-1", opted(run_id="cron")))
         assert has_sidecar(first), first.document
         assert "held by Job cron-1" in cron("cron-2"), "it lives, and no controller ever saw it"
         assert "delete CheckpointRun" not in cron("cron-2")
         uid = first.document["metadata"]["uid"]
         reference = {"kind": "Job", "name": "cron-1", "uid": uid, "apiVersion": "batch/v1"}
-        with known(rest, "cron", reference):
+        with known(http, "cron", reference):
             assert "held by Job cron-1" in cron("cron-2"), "it lives, and the controller says so, too"
             at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             conditions = [
@@ -389,28 +352,28 @@ def test_a_run_id_is_free_once_its_job_has_ended_whatever_the_controller_says(
                 for each in ("FailureTarget", "Failed")
             ]
             status = {"status": {"conditions": conditions, "startTime": at}}
-            assert rest("PATCH", f"{JOBS}/cron-1/status", status, content=MERGE).status == 200
-            second = rest.create(job("cron-2", opted(run_id="cron")))
+            assert http("PATCH", f"{JOBS}/cron-1/status", status, content=MERGE).status == 200
+            second = http.create(job("cron-2", opted(run_id="cron")))
             assert has_sidecar(second), "it ended, whoever says that it did not"
             assert "held by Job cron-2" in cron("cron-3")
             for name in ("cron-1", "cron-2"):
-                assert rest("DELETE", f"{JOBS}/{name}", {"propagationPolicy": "Background"}).status == 200
+                assert http("DELETE", f"{JOBS}/{name}", {"propagationPolicy": "Background"}).status == 200
             assert not cron("cron-3"), "both are gone"
-            assert has_sidecar(rest.create(job("cron-1", opted(run_id="other"))))
+            assert has_sidecar(http.create(job("cron-1", opted(run_id="other"))))
             assert not cron("cron-3"), "a Job of the same name is not the one that held it"
-        assert rest("DELETE", f"{JOBS}/cron-1", {"propagationPolicy": "Background"}).status == 200
+        assert http("DELETE", f"{JOBS}/cron-1", {"propagationPolicy": "Background"}).status == 200
 
 
-def test_a_pod_holds_its_run_until_it_has_ended(rest: Rest, shared_webhook: WebhookProcess) -> None:
+def test_a_pod_holds_its_run_until_it_has_ended(http: Rest, shared_webhook: WebhookProcess) -> None:
     """A bare pod is a workload, too, and nobody else can say of it what the API says."""
     path = "/api/v1/namespaces/default/pods/bare"
-    with registered(rest, shared_webhook.client_config()):
-        made = rest.create(pod("bare", opted(run_id="bare")))
+    with registered(http, shared_webhook.client_config()):
+        made = http.create(pod("bare", opted(run_id="bare")))
         assert has_sidecar(made), made.document
-        with known(rest, "bare", {"kind": "Pod", "name": "bare", "uid": made.document["metadata"]["uid"]}):
-            assert "held by Pod bare" in asked(rest, "again", run_id="bare")
+        with known(http, "bare", {"kind": "Pod", "name": "bare", "uid": made.document["metadata"]["uid"]}):
+            assert "held by Pod bare" in asked(http, "again", run_id="bare")
             status = {"status": {"phase": "Succeeded"}}
-            assert rest("PATCH", f"{path}/status", status, content=MERGE).status == 200
-            assert not asked(rest, "again", run_id="bare")
-            assert rest("DELETE", path, {"gracePeriodSeconds": 0}).status == 200
-            assert not asked(rest, "again", run_id="bare")
+            assert http("PATCH", f"{path}/status", status, content=MERGE).status == 200
+            assert not asked(http, "again", run_id="bare")
+            assert http("DELETE", path, {"gracePeriodSeconds": 0}).status == 200
+            assert not asked(http, "again", run_id="bare")

@@ -25,13 +25,8 @@ def cluster(http: Rest) -> Cluster:
     """A namespace with a policy that removes at once."""
     made = Cluster.make(http)
     store = {"url": URL, "secretRef": {"name": "keys"}}
-    kind = {
-        "apiVersion": "deltashard.io/v1alpha1",
-        "kind": "CheckpointPolicy",
-        "metadata": {"name": "default"},
-    }
-    spec = {"store": store, "reclaim": {"policy": "Delete", "after": "0s"}}
-    assert http.create({**kind, "spec": spec}, made.namespace).status == 201
+    policy = sample.policy_object("default", store=store, reclaim={"policy": "Delete", "after": "0s"})
+    assert http.create(policy, made.namespace).status == 201
     return made
 
 

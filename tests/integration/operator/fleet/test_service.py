@@ -6,7 +6,6 @@ import asyncio
 import socket
 import ssl
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,19 +23,13 @@ from tests.support.server.port import free_port
 
 
 @pytest.fixture(scope="module")
-def rest(apiserver: ApiServer) -> Iterator[Rest]:
-    with apiserver.http() as rest:
-        yield rest
+def pod(http: Rest) -> Pod:
+    return Pod.create(http)
 
 
 @pytest.fixture(scope="module")
-def pod(rest: Rest) -> Pod:
-    return Pod.create(rest)
-
-
-@pytest.fixture(scope="module")
-def token(rest: Rest, pod: Pod) -> str:
-    return pod.token(rest)
+def token(http: Rest, pod: Pod) -> str:
+    return pod.token(http)
 
 
 def test_a_report_is_taken_and_answered(api: client.ApiClient, pod: Pod, token: str) -> None:
@@ -64,18 +57,18 @@ def test_a_report_is_taken_and_answered(api: client.ApiClient, pod: Pod, token: 
     asyncio.run(scenario())
 
 
-def test_what_is_not_taken_says_why(api: client.ApiClient, rest: Rest, pod: Pod, token: str) -> None:
+def test_what_is_not_taken_says_why(api: client.ApiClient, http: Rest, pod: Pod, token: str) -> None:
     """Each refusal has a status of its own and is counted; the ledger never hears of it."""
-    other = Pod.create(rest)
-    unbound = request_token(rest, "default", {"audiences": ["deltashard-fleet"], "expirationSeconds": 3600})
+    other = Pod.create(http)
+    unbound = request_token(http, "default", {"audiences": ["deltashard-fleet"], "expirationSeconds": 3600})
     good = pod.report()
     cases: list[tuple[str | None, wire.ReportRequest | bytes, int, str]] = [
         (None, good, 401, "no_token"),
         ("nonsense", good, 401, "not_authentic"),
         ("x" * 7000, good, 401, "not_authentic"),
-        (pod.token(rest, "https://kubernetes.default.svc"), good, 401, "not_authentic"),
+        (pod.token(http, "https://kubernetes.default.svc"), good, 401, "not_authentic"),
         (unbound, good, 401, "not_authentic"),
-        (other.token(rest), good, 403, "wrong_pod"),
+        (other.token(http), good, 403, "wrong_pod"),
         (token, pod.report(who={"pod": other.name}), 403, "wrong_pod"),
         (token, pod.report(who={"pod_uid": other.uid}), 403, "wrong_pod"),
         (token, pod.report(who={"namespace": "kube-system"}), 403, "wrong_pod"),
@@ -106,11 +99,11 @@ def test_what_is_not_taken_says_why(api: client.ApiClient, rest: Rest, pod: Pod,
     asyncio.run(scenario())
 
 
-def test_a_deleted_pods_token_is_worth_nothing(api: client.ApiClient, rest: Rest) -> None:
+def test_a_deleted_pods_token_is_worth_nothing(api: client.ApiClient, http: Rest) -> None:
     """The API says so, once its own cache does."""
-    gone = Pod.create(rest)
-    token = gone.token(rest)
-    gone.delete(rest)
+    gone = Pod.create(http)
+    token = gone.token(http)
+    gone.delete(http)
 
     async def scenario() -> None:
         async with serving(api) as service:
@@ -123,10 +116,10 @@ def test_a_deleted_pods_token_is_worth_nothing(api: client.ApiClient, rest: Rest
     asyncio.run(scenario())
 
 
-def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, rest: Rest, pod: Pod, token: str) -> None:
+def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, http: Rest, pod: Pod, token: str) -> None:
     """503 with Retry-After while it cannot be asked; what was asked before still holds; then it works again."""
-    other = Pod.create(rest)
-    theirs = other.token(rest)
+    other = Pod.create(http)
+    theirs = other.token(http)
 
     async def scenario(proxy: FaultyProxy, api: client.ApiClient) -> None:
         async with serving(api) as service:

@@ -131,20 +131,8 @@ async def test_of_two_that_take_it_at_once_one_has_it(api: client.ApiClient, nam
 
 def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Rest, namespace: str) -> None:
     """Argo CD applies no Leases, so there is none from a manifest. With the right to create it, one leads."""
-    group = "rbac.authorization.k8s.io"
-    roles = f"/apis/{group}/v1/namespaces/{namespace}"
-
-    def granted(*verbs: str) -> dict[str, Any]:
-        rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": list(verbs)}
-        return {"metadata": {"name": "controller"}, "rules": [rule]}
-
-    assert http("POST", f"{roles}/roles", granted("get", "update")).status == 201
-    bound = {
-        "metadata": {"name": "controller"},
-        "roleRef": {"apiGroup": group, "kind": "Role", "name": "controller"},
-        "subjects": [{"apiGroup": group, "kind": "User", "name": "controller"}],
-    }
-    assert http("POST", f"{roles}/rolebindings", bound).status == 201
+    rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "update"]}
+    http.grant("controller", namespace, rule)
 
     async def scenario(api: client.ApiClient) -> None:
         world = World(api, namespace)
@@ -158,7 +146,9 @@ def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Res
         assert await tried() == [False, False]
         assert [each.held for each in both] == [False, False]
         assert all("cannot create resource" in each.refused for each in both), both[0].refused
-        assert http("PUT", f"{roles}/roles/controller", granted("get", "update", "create")).status == 200
+        path = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/roles/user"
+        more = {"metadata": {"name": "user"}, "rules": [rule | {"verbs": ["get", "update", "create"]}]}
+        assert http("PUT", path, more).status == 200
         while not any(await tried()):
             pass
         assert [each.held for each in both].count(True) == 1

@@ -16,7 +16,7 @@ from kopf._cogs.clients import errors
 from kubernetes import client
 
 from tests.support.eventually import eventually
-from tests.support.operator.definition import GROUP as EXTENSIONS
+from tests.support.operator.definition import GROUP, define
 from tests.support.operator.running_watch import running
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.faulty_proxy import FaultyProxy
@@ -29,26 +29,6 @@ pytestmark = [
 ]
 
 THINGS = "/apis/watch.test/v1/things"
-DEFINITION = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {"name": "things.watch.test"},
-    "spec": {
-        "group": "watch.test",
-        "scope": "Namespaced",
-        "names": {"kind": "Thing", "plural": "things", "singular": "thing"},
-        "versions": [
-            {
-                "name": "v1",
-                "served": True,
-                "storage": True,
-                "schema": {
-                    "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-                },
-            }
-        ],
-    },
-}
 MERGE = "application/merge-patch+json"
 Document = dict[str, Any]
 
@@ -107,13 +87,11 @@ class Things:
 
     def define(self) -> None:
         """Have the API know them."""
-        path = f"/apis/{EXTENSIONS}/customresourcedefinitions"
-        assert self.http("POST", path, DEFINITION).status == 201
-        eventually(lambda: self.http("GET", THINGS).status == 200, what="the definition")
+        define(self.http, "watch.test", "v1", "Thing")
 
     def undefine(self) -> None:
         """Have the API forget them, and every one with it."""
-        path = f"/apis/{EXTENSIONS}/customresourcedefinitions/things.watch.test"
+        path = f"/apis/{GROUP}/customresourcedefinitions/things.watch.test"
         assert self.http("DELETE", path).status == 200
         eventually(lambda: self.http("GET", THINGS).status == 404, what="the definition's end")
 
@@ -206,19 +184,10 @@ def test_some_namespaces_are_watched_with_rights_in_them_alone(
 ) -> None:
     """One of which may not be read keeps the others from nothing, and is told of when it may be."""
     names = [f"watched-{n}-{uuid.uuid4().hex[:6]}" for n in range(4)]
-    group = "rbac.authorization.k8s.io"
+    rule = {"apiGroups": ["watch.test"], "resources": ["things"], "verbs": ["get", "list", "watch"]}
 
     def allow(name: str) -> None:
-        rbac = f"/apis/{group}/v1/namespaces/{name}"
-        rules = [{"apiGroups": ["watch.test"], "resources": ["things"], "verbs": ["get", "list", "watch"]}]
-        role = {"metadata": {"name": "reader"}, "rules": rules}
-        assert things.http("POST", f"{rbac}/roles", role).status == 201
-        bound = {
-            "metadata": {"name": "reader"},
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": "reader"},
-            "subjects": [{"apiGroup": group, "kind": "User", "name": "limited"}],
-        }
-        assert things.http("POST", f"{rbac}/rolebindings", bound).status == 201
+        things.http.grant("limited", name, rule)
         with server.http(user="limited") as limited:
             path = f"/apis/watch.test/v1/namespaces/{name}/things"
             eventually(lambda: limited("GET", path).status == 200, what="the rights")

@@ -115,20 +115,6 @@ def test_it_says_who_it_is_and_how_it_stands(authority: Authority, token: Path) 
     assert len(side.directives) == 1
 
 
-def test_incidents_outlast_a_controller_that_is_away(authority: Authority, token: Path) -> None:
-    """Told to the next one, which listens where the first one did, by the same process."""
-    side = Side()
-    with FleetServer(authority) as first, client(side, first.address, authority, token):
-        eventually(lambda: first.reports, "a report")
-        first.close()
-        side.incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause="error", message="m")
-        eventually(lambda: side.refused("unreachable") and not side.value("connected"), "a try")
-        with FleetServer(authority, port=first.port) as second:
-            eventually(lambda: not side.incidents.kept(), "it is told")
-            assert second.last.process == first.last.process
-            assert len(second.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)) == 1
-
-
 def test_the_token_is_read_for_each_report(authority: Authority, token: Path) -> None:
     """It rotates under the client; a refusal is a metric, and trying goes on."""
     side = Side()

@@ -70,17 +70,6 @@ def test_the_writer_lock_excludes_other_processes_until_released(arena_path: Pat
     assert locked_elsewhere(arena_path, 0) == ""
 
 
-def test_one_descriptor_per_process_keeps_the_lock(arena_path: Path) -> None:
-    """Closing any second descriptor of the file would drop the lock: there is none."""
-    first = open_arena(arena_path, SHAPE)
-    lock_line(first, 0)
-    second = open_arena(arena_path, SHAPE)
-    assert second.fd == first.fd
-    release_arena(second)
-    assert locked_elsewhere(arena_path) == "AnotherTrainer"
-    release_arena(first)
-
-
 def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -> None:
     """The sidecar may grow it while it restarts."""
     first = open_arena(arena_path, SHAPE)
@@ -133,15 +122,6 @@ def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(bytes(SHAPE.total_bytes - 1))
     with pytest.raises(SidecarUnavailable, match="the arena has"):
         open_arena(tmp_path / "short", SHAPE)
-
-
-def test_what_stands_in_the_file_says_nothing_of_the_shape(arena_path: Path) -> None:
-    """Whoever maps the arena may write all of it: a scribbled file is attached to like any other."""
-    arena_path.write_bytes(b"\xff" * SHAPE.total_bytes)
-    arena = open_arena(arena_path, SHAPE)
-    assert arena.shape == SHAPE
-    assert len(arena.block(3)) == SHAPE.block_bytes
-    release_arena(arena)
 
 
 def test_no_link_is_followed(arena_path: Path, tmp_path: Path) -> None:

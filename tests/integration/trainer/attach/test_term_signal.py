@@ -26,25 +26,22 @@ sys.exit(0)
 """
 
 
-def test_the_default_action_ends_the_process() -> None:
-    """Without a handler of the user's, SIGTERM does what it always does."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    assert "still here" not in done.stdout
+def ended(code: str, *prefix: str) -> tuple[int, str]:
+    """Exit code and output of a program."""
+    command = [*prefix, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stdout
 
 
-def test_the_first_process_of_a_container_ends_as_well() -> None:
-    """Process 1 cannot be ended by its own SIGTERM: it exits with 143, never with 0, and loses no output."""
+def test_the_process_ends_also_the_first_of_a_container() -> None:
+    """By the default action; process 1, which it cannot end, exits with 143, never with 0, and loses no output."""
+    code, text = ended(PROGRAM)
+    assert code == -signal.SIGTERM
+    assert "still here" not in text
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
     if subprocess.run([*unshare, "true"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip("no new pid namespace can be made here (unshare)")
-    done = subprocess.run(
-        [*unshare, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 143, (done.stdout, done.stderr)
-    assert done.stdout == "saved 1\n"
+    assert ended(PROGRAM, *unshare) == (143, "saved 1\n")
 
 
 CHILD = """
@@ -66,10 +63,7 @@ print("parent untouched")
 
 def test_a_forked_child_has_the_handler_that_was_there_before() -> None:
     """It ends at once; the parent keeps ours."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.stdout == "parent untouched\n", done.stderr
+    assert ended(CHILD) == (0, "parent untouched\n")
 
 
 @pytest.fixture

@@ -19,10 +19,9 @@ from torch import nn
 
 from tests.support.checkpointers import programs_copied_ahead
 from tests.support.eventually import eventually
-from tests.support.gpu import DEVICES, needs_gpu
+from tests.support.gpu import needs_gpu
 from tests.support.trainer.arena import Arena, cut_of
 from tests.support.trainer.copied_program import CopiedProgram
-from tests.support.trainer.tracking_case import EXACT, begin, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 COLUMNS = 16
@@ -181,31 +180,6 @@ def test_what_is_on_its_way_does_not_change(chosen: bool) -> None:
     for mine, before in zip(zip(*got, strict=True), kept, strict=True):
         assert torch.equal(torch.cat(mine), before)
     assert [part.device.type for part in parts_of(cut)] == ["cuda", "cuda"]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("optimizer", sorted(EXACT))
-def test_rows_that_are_tracked_are_rows_that_changed(optimizer: str, device: str) -> None:
-    """No row less, and none that was not looked up."""
-    with quiet(), torch.device(device):
-        for kind in ("embedding", "bag_sum", "bag_mean"):
-            training, cutter = begin(optimizer, kind, sparse=True, seed=3)
-            training.train()  # state appears: the whole table counts as changed
-            cutter.take()
-            looked_up: set[int] = set()
-            ids = training.ids
-            training.ids = lambda n=6, ids=ids, seen=looked_up: _noted(ids(n), seen)
-            for _ in range(3):
-                looked_up.clear()
-                training.train()
-                training.train()
-                assert cutter.take() == looked_up
-            assert cutter.table.tracker == "gradients", cutter.table.reason
-
-
-def _noted(ids: torch.Tensor, seen: set[int]) -> torch.Tensor:
-    seen.update(ids.tolist())
-    return ids
 
 
 @needs_gpu

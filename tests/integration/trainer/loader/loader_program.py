@@ -123,23 +123,6 @@ def _drawn_head(loader: Any, _other: Any, _world: World, *, seeded: bool = False
         yield from ((batch, negatives) for batch in loader)
 
 
-def _accumulated(loader: Any, _other: Any, _world: World, *, flush: bool = False) -> Iterator[Any]:
-    while True:
-        batches: list[Any] = []
-        for batch in loader:
-            batches.append(batch)
-            if len(batches) == 3:
-                yield batches
-                batches = []
-        if flush:
-            yield batches
-
-
-def _one_each(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
-    while True:
-        yield next(iter(loader))
-
-
 def _limited(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
     while True:
         for number, batch in enumerate(loader):
@@ -246,9 +229,6 @@ LOOPS: dict[str, Loop] = {
     "validated first": _validated_first,
     "seeded head": lambda *loaders: _drawn_head(*loaders, seeded=True),
     "drawn head": _drawn_head,
-    "accumulated": _accumulated,
-    "flushed": lambda *loaders: _accumulated(*loaders, flush=True),
-    "one each": _one_each,
     "limited": _limited,
     "by delivered": _by_delivered,
     "islice": _islice,
@@ -261,24 +241,6 @@ LOOPS: dict[str, Loop] = {
     "itertools.cycle": _kept_and_given_again,
     "a list of batches": _listed,
 }
-
-
-def one_generator(world: World) -> None:
-    """Of two loaders."""
-    generator = torch.Generator().manual_seed(3)
-    loop(lambda: shuffled(generator=generator), "zipped", lambda: shuffled(17, generator=generator))(world)
-
-
-def sharing_data(world: World) -> None:
-    data = Noise()
-    loop(over(lambda: data, shuffle=True), "zipped", over(lambda: data, shuffle=True))(world)
-
-
-def made_anew(world: World) -> None:
-    while True:
-        loader = world.wrap(shuffled(noisy=True), "train")
-        for batch in loader:
-            world.step(loader.epoch, batch)
 
 
 class Own(Sampler[int]):
@@ -295,13 +257,6 @@ class Own(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         yield from (int(i) + 0 * self.passes for i in self.generator.permutation(self.n))
-
-
-class Lazy(Own):
-    """Draws as it is asked."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from (int(self.generator.integers(self.n)) for _ in range(self.n))
 
 
 class Walk(Own):
@@ -352,59 +307,6 @@ def in_state(world: World) -> None:
     loop(module.loader)(world)
 
 
-class Stream(IterableDataset[Any]):
-    """Its offset is a state of its own, given in state=."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            self.at += 1
-            yield self.at
-
-
-def stream_in_state(world: World) -> None:
-    stream = Stream()
-    world.restore({"stream": stream})
-    loop(lambda: DataLoader(stream, batch_size=4))(world)
-
-
-class PositionInAttribute:
-    """What its iterator counts is an attribute, set back by iter(): TorchRec's random dataset."""
-
-    def __init__(self, *, ends: bool = True) -> None:
-        drawn = (torch.Generator().manual_seed(k) for k in range(10))
-        self.batches = [torch.randint(500, (8,), generator=each) for each in drawn]
-        self.at, self.ends = 0, ends
-
-    def __iter__(self) -> PositionInAttribute:
-        self.at = 0
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        self.at += 1
-        if self.ends and self.at > len(self.batches):
-            raise StopIteration
-        return self.batches[(self.at - 1) % len(self.batches)]
-
-
-class Holder:
-    """A dataset around such an iterator."""
-
-    def __init__(self, *, ends: bool = True) -> None:
-        self.inner = PositionInAttribute(ends=ends)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.inner)
-
-
 class Buffered(IterableDataset[Any]):
     """A shuffle buffer that draws from a generator that training draws from, too."""
 
@@ -417,57 +319,25 @@ class Buffered(IterableDataset[Any]):
         yield from buffer
 
 
-class Raises(DataLoader):  # type: ignore[type-arg]
-    """Has the protocol and does not keep it: accelerate's loader around a plain one."""
-
-    def state_dict(self, *_: Any) -> dict[str, Any]:
-        raise AttributeError("no base dataloader")
-
-    load_state_dict = state_dict
-
-
-class OneAhead(DataLoader):  # type: ignore[type-arg]
-    """An __iter__ of its own that fetches one batch ahead: accelerate's, too."""
-
-    def __iter__(self) -> Any:
-        batches = super().__iter__()
-        now = next(batches)
-        for then in batches:
-            yield now
-            now = then
-        yield now
-
-
 EXACT: dict[str, Program] = {
     "plain": loop(noisy()),
     "list": loop(lambda: [torch.tensor(i) for i in range(6)]),
     "zipped": loop(noisy(), "zipped", noisy(17, 3)),
-    "zipped uneven": loop(shuffled, "zipped", lambda: shuffled(17, 5)),
     "cycled": loop(shuffled, "cycled", noisy(11, 3)),
     "nested": loop(noisy(12, 3), "nested", noisy(7, 3)),
     "alternated": loop(shuffled, "alternated", noisy(11, 3)),
-    "one generator": one_generator,
     "training auc": loop(noisy(), "validated"),
     "validated": loop(noisy(), "validated", lambda: shuffled(9)),
     "validated first": loop(noisy(), "validated first"),
     "seeded head": loop(shuffled, "seeded head"),
-    "made again": made_anew,
-    "accumulated": loop(lambda: shuffled(40, 2), "accumulated"),
-    "flushed": loop(lambda: shuffled(40, 2), "flushed"),
-    "one each": loop(noisy(), "one each"),
     "by delivered": loop(lambda: shuffled(60), "by delivered"),
     "spare iterators": loop(noisy(), "spare iterators"),
     "pipelined": loop(lambda: shuffled(60), "pipelined", pipelined=True),
     "pipeline over epochs": loop(lambda: shuffled(20), "pipeline over epochs", pipelined=True),
     "prefetched by a thread": loop(lambda: list(range(200)), "prefetched by a thread", pipelined=True),
-    "position in an attribute": loop(Holder),
-    "position in an attribute, pipelined": loop(lambda: Holder(ends=False), "pipelined", pipelined=True),
     "own sampler": loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Own())),
     "own noise": loop(over(lambda: Subset(Noise(), range(19)), shuffle=True)),
-    "sharing data": sharing_data,
     "generator in state=": in_state,
-    "stream in state=": stream_in_state,
-    "one ahead inside": loop(lambda: OneAhead(Numbers(), batch_size=4, shuffle=True)),
 }
 """Resume bit-exactly at any step without a warning, but for the first steps of all."""
 
@@ -481,14 +351,9 @@ TOLD: dict[str, tuple[Program, str]] = {
     "a list of batches": (loop(shuffled, "a list of batches"), "without a new batch"),
     "pipelined, not declared": (loop(lambda: shuffled(60), "pipelined"), "pipelined=True"),
     "walk sampler": (loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Walk())), "order"),
-    "lazy sampler": (loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Lazy())), ""),
     "buffered": (loop(lambda: DataLoader(Buffered(), batch_size=2)), "a generator of its own"),
     "counting": (loop(over(Counting, shuffle=True)), "their content is not"),
     "closure": (loop(lambda: Module().loader()), "their content is not"),
-    "state_dict raises": (
-        loop(lambda: Raises(Numbers(), batch_size=4, shuffle=True)),
-        "batches are counted instead",
-    ),
 }
 """Resume bit-exactly, or with a warning that has these words."""
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import random
-import types
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +10,6 @@ import pytest
 import torch
 from deltashard.errors import CheckpointMismatch, StateError, UserError
 from deltashard.loader.registry import LoaderRegistry
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -28,7 +21,6 @@ from tests.integration.trainer.loader.loader_program import (
     shuffled,
 )
 from tests.integration.trainer.loader.loader_world import Heard, Program, World, resumed, run
-from tests.support.checkpointers import checkpointers
 from tests.support.trainer.step_count import StepCount
 
 # torchdata asks torch for what torch has deprecated.
@@ -130,11 +122,6 @@ def stateful(workers: int) -> Callable[[], Any]:
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "batch size": (shuffled, lambda: shuffled(batch=8), "batch_size was 4 and is 8"),
-    "batch size, in order": (
-        lambda: DataLoader(Numbers(), batch_size=4),
-        lambda: DataLoader(Numbers(), batch_size=8),
-        "batch_size was 4 and is 8",
-    ),
     "more data": (shuffled, lambda: shuffled(30), "samples was 23 and is 30"),
     "no shuffle": (
         shuffled,
@@ -182,15 +169,6 @@ def test_what_changes_between_epochs_is_not_told() -> None:
     assert not outcome.warnings
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
-def test_another_number_of_workers_continues_in_the_same_order(before: int, after: int) -> None:
-    outcome = resumed(
-        loop(lambda: shuffled(num_workers=before)), 3, 12, after=loop(lambda: shuffled(num_workers=after))
-    )
-    assert outcome.seen == outcome.wanted
-    assert not outcome.warnings
-
-
 def test_a_stream_that_cannot_go_back_loses_nothing() -> None:
     """The batch that it gives is trained on."""
     stream = Queue()
@@ -213,31 +191,6 @@ def test_a_position_of_another_version_is_refused() -> None:
 
 
 # Reports
-
-
-class Aside(Numbers):
-    """Draws from the system."""
-
-    def __getitem__(self, i: int) -> float:
-        return i + random.SystemRandom().random()
-
-
-def test_what_lasts_is_a_warning_once_in_a_run() -> None:
-    """And a note of each later restart."""
-    program = loop(lambda: DataLoader(Aside(), batch_size=4, shuffle=True))
-    with Heard() as heard:
-        lost = World(4, cut_at=3, end=3)
-        run(program, lost)
-        second = World(4, cut_at=0, end=5, cut=lost.cut)
-        run(program, second)
-        assert len(heard.texts) == 1
-        second.save()
-        third = World(4, cut_at=0, end=7, cut=second.cut)
-        run(program, third)
-        assert len(heard.texts) == 1
-    assert not second.notes
-    (note,) = third.notes
-    assert note.startswith("reported earlier in this run: loader 'loader': batch 3 of epoch 0")
 
 
 def test_two_loops_at_once_are_told() -> None:
@@ -287,37 +240,3 @@ def test_epochs_are_counted() -> None:
     later = again.wrap(DataLoader(list(range(6)), batch_size=2))
     again.resume(registry.capture()[1], None, step=steps.now)
     assert (later.epoch, len(later)) == (4, 3)
-
-
-# Lifetime
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """What is still there is in a cycle. Torch waits 5 s for each worker of a pass that the collector ends."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def left_within_an_epoch(loader: Any) -> weakref.ref[Any]:
-    for _ in loader:
-        break
-    return weakref.ref(loader)
-
-
-def test_a_closed_checkpointer_holds_no_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that was left ends with its loader, not at some collection later, with minutes of waiting for workers."""
-    net = nn.Embedding(30, 4, sparse=True)
-    program = types.SimpleNamespace(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
-    with checkpointers(tmp_path, monkeypatch) as make:
-        ckpt = make(program)
-        loader = ckpt.wrap(DataLoader(Numbers(), batch_size=4))
-        ckpt.restore()
-        with no_collector():
-            left = left_within_an_epoch(loader)
-            ckpt.close()
-            del loader
-            assert left() is None

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,14 +195,13 @@ def resumed(
     rank: int,
     workdir: Path,
     until: str,
-    weights_only: str = "",
     loaders: Any = "restart",
     data: str = "dealt",
     run: str = "group",
 ) -> Any:
     """Restore, train to the end, close."""
     program = Program(rank, workdir, data=data, run=run)
-    restored = program.ckpt.restore(weights_only=bool(weights_only), loaders=loaders)
+    restored = program.ckpt.restore(loaders=loaders)
     at = program.ckpt.steps
     program.train(int(until))
     program.ckpt.close()
@@ -215,23 +213,6 @@ def resumed(
         "restored": facts, "resumed_at": at, "state": program.state(), "seen": program.seen,
         "committed": None if last is None else [last.seq, last.step],
     }  # fmt: skip
-
-
-def periodic(rank: int, workdir: Path, until: str, every: str) -> Any:
-    """Save every so many steps; what was committed where."""
-    program = Program(rank, workdir, every_steps=int(every))
-    commits: list[list[int]] = []
-    program.ckpt._listener._on_event = lambda name, facts: (
-        commits.append([facts["commit"].seq, facts["commit"].step]) if name == "committed" else None
-    )
-    program.ckpt.restore()
-    for step in program.steps():
-        if step % 3 == rank % 3:
-            time.sleep(0.002 * rank)  # ranks are not equally fast
-        if step >= int(until) and agreed(len(commits) >= 3):
-            break
-    program.ckpt.close()
-    return {"commits": commits}
 
 
 def agreed(here: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -37,13 +38,6 @@ def checkpointer(workdir: Path, training: Training, **options: Any) -> Checkpoin
     )
 
 
-def in_pod(pod: Path) -> None:
-    """This process is the only rank in a pod with this folder, which a sidecar has, too."""
-    os.environ["DELTASHARD_SOCKET"] = str(pod / "run" / "sidecar.sock")
-    os.environ["DELTASHARD_STAGED_DIR"] = str(pod / "volume")
-    os.environ["LOCAL_RANK"] = "0"
-
-
 def held(ckpt: Checkpointer, training: Training) -> dict[str, np.ndarray]:
     """All that this rank has: shards, their state, the dense part."""
     found = {
@@ -64,25 +58,18 @@ def train(
     save_at: str = "0",
     kill_at: str = "0",
     kill: str = "",
-    sharding: str = "row_wise",
     which: str = "'latest'",
-    weights_only: str = "False",
-    leave: str = "",
-    pods: str = "",
     **options: str,
 ) -> Any:
     """Train from what there is to the end; perhaps save once, and perhaps ranks `kill` die at a step.
 
-    `pods`: which one each rank is in, with a sidecar and a volume of its own; nothing: all are on one machine.
     What each rank had after restore() is written to `begun-{rank}.npz`, after its last step to `held-{rank}.npz`.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     print("begins anew", flush=True)
-    if pods:
-        in_pod(workdir / f"pod-{pods.split(',')[rank]}")
     logging.basicConfig(force=True)
     logging.getLogger("deltashard").setLevel(logging.INFO)
-    training = Training(sharding, "rowwise")
+    training = Training("row_wise", "rowwise")
     torch.manual_seed(77 + rank)
     own = {"drawn": 0.0}
     terms: dict[str, Any] = {name: eval(value) for name, value in options.items()}
@@ -91,23 +78,12 @@ def train(
     said: dict[str, Any] = {}
     try:
         with ckpt:
-            restored = ckpt.restore(which=eval(which), weights_only=eval(weights_only))
-            if leave:
-                # Not before all have restored: who still builds its meeting would wait five minutes for the others.
-                torch.distributed.barrier()
-                os._exit(0)
+            restored = ckpt.restore(which=eval(which))
             np.savez(workdir / f"begun-{rank}.npz", **held(ckpt, training))
-            said |= {
-                "step": ckpt.steps,
-                "loader": [loader.epoch, loader.delivered],
-                "state": dict(own),
-                "pls": None if restored is None else restored.pls,
-                "mode": None if restored is None else restored.mode,
-                "exact": None if restored is None else restored.exact,
-                "rank_steps": None if restored is None else list(restored.rank_steps),
-                "notes": None if restored is None else list(restored.notes),
-                "seq": None if restored is None else restored.seq,
-            }
+            said |= {"step": ckpt.steps, "loader": [loader.epoch, loader.delivered], "state": dict(own)}
+            if restored is not None:
+                told = ("pls", "mode", "exact", "rank_steps", "notes", "seq")
+                said |= {name: getattr(restored, name) for name in told}
             while ckpt.steps < int(until):
                 for _ in loader:
                     training.train(batch(ckpt.steps, rank))
@@ -127,13 +103,7 @@ def train(
         # The group is broken: nothing of the harness may wait for it.
         traceback.print_exc()
         said["error"] = type(error).__name__
-        _leave(rank, workdir, said)
+        (workdir / "out" / f"{rank}.json").write_text(json.dumps(said))
+        os._exit(0)
     np.savez(workdir / f"ended-{rank}.npz", **held(ckpt, training))
     return said
-
-
-def _leave(rank: int, workdir: Path, said: Any) -> None:
-    import json
-
-    (workdir / "out" / f"{rank}.json").write_text(json.dumps(said))
-    os._exit(0)

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from deltashard.checkpointer import Checkpointer
 from deltashard.tracking.tracking import TrackingSettings
 
 from tests.support.trainer.sharded_case import Training, batch
 
-DENSE = {"adagrad": torch.optim.Adagrad, "rowwise": torch.optim.Adam, "sgd": torch.optim.SGD}
-"""With fused Adagrad the dense optimizer has its rule, so that a table may leave its kernel."""
-
 
 def _training(sharding: str, optimizer: str) -> Training:
+    """With fused Adagrad the dense optimizer has its rule, so that a table may leave its kernel."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # what torchrun says on hosts of two ranks
-    return Training(sharding, optimizer, dense=DENSE[optimizer])
+    dense = torch.optim.Adagrad if optimizer == "adagrad" else torch.optim.Adam
+    return Training(sharding, optimizer, dense=dense)
 
 
-def _checkpointer(
-    workdir: Path, training: Training, run: str, encoding: str = "fp32", **options: Any
-) -> Checkpointer:
-    return Checkpointer(
-        training.model,
-        [training.dense],
-        url=workdir / "store",
-        run=run,
-        encoding=encoding,
-        grace_s=None,
-        tracking=TrackingSettings(hash_below_bytes=0),
-        **options,
-    )
+def _checkpointer(workdir: Path, training: Training, run: str, encoding: str = "fp32") -> Checkpointer:
+    settings = TrackingSettings(hash_below_bytes=0)
+    options = {"run": run, "encoding": encoding, "grace_s": None, "tracking": settings}
+    return Checkpointer(training.model, [training.dense], url=workdir / "store", **options)
 
 
 def _shards(ckpt: Checkpointer) -> dict[str, np.ndarray]:
@@ -66,19 +54,6 @@ def save(rank: int, workdir: Path, sharding: str, optimizer: str, encoding: str,
         "commits": ckpt.stats.commits,
         "trackers": sorted({t.tracker for t in ckpt._program.tracking.saved}),
     }
-
-
-def baselines(rank: int, workdir: Path, sharding: str, count: str) -> Any:
-    """Train, and save all rows after every other step."""
-    training = _training(sharding, "rowwise")
-    ckpt = _checkpointer(workdir, training, "baselines", "q8", differential="full")
-    ckpt.restore()
-    for step in range(2 * int(count)):
-        training.train(batch(step, rank))
-        ckpt.step()
-        if step % 2:
-            ckpt.save().wait(100)
-    ckpt.close()
 
 
 def read(rank: int, workdir: Path, socket: str, runs: str, shardings: str, optimizer: str) -> Any:
@@ -127,27 +102,3 @@ def _by_row(expected: Any, name: str, a: int, b: int, c: int, d: int) -> np.ndar
         total[here] += flat * (columns / (d - c))
         least[here], most[here] = np.minimum(least[here], flat), np.maximum(most[here], flat)
     return np.where(least == most, most, total).astype(np.float32)
-
-
-def train(rank: int, workdir: Path, sharding: str, until: str, save_at: str = "0", kill_at: str = "0") -> Any:
-    """Train from the newest checkpoint, if `workdir` has any, to the end; perhaps save once, and be killed later."""
-    training = _training(sharding, "rowwise")
-    torch.manual_seed(77 + rank)
-    dropout = torch.nn.Dropout(0.2)
-    ckpt = _checkpointer(workdir, training, "train")
-    ckpt.restore()
-    while ckpt.steps < int(until):
-        training.dense.zero_grad()
-        _, prediction = training.model(batch(ckpt.steps, rank))
-        (dropout(prediction) - 1).square().mean().backward()
-        training.dense.step()
-        ckpt.step()
-        if ckpt.steps == int(save_at):
-            ckpt.save().wait(100)
-        if ckpt.steps == int(kill_at):
-            os.kill(os.getpid(), signal.SIGKILL)
-    found = _shards(ckpt) | {
-        n: p.detach().numpy() for n, p in training.model.named_parameters() if "over" in n
-    }
-    ckpt.close()
-    return {name: xxhash.xxh3_64_hexdigest(values.tobytes()) for name, values in sorted(found.items())}

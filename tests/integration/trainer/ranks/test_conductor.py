@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from deltashard.errors import GroupLost
 from deltashard.group.conductor import Conductor
 from deltashard.group.order import Proposal
 from deltashard.tracking.step_clock import StepClock
@@ -39,18 +38,6 @@ def conductors(step: int = 0) -> list[Conductor]:
     return found
 
 
-def test_a_rank_that_closed_is_waited_for_by_nobody() -> None:
-    here, closed = conductors()
-    closed.close()
-    with here.stay():
-        here.wish(Proposal(reason="close"))
-        while not here.off:
-            here._clock.expect()
-            here._clock.pause(0.05)
-    assert here.why_off == "rank 1: it has closed"
-    here.close()
-
-
 def test_an_attempt_that_goes_on_late_is_cut_at_its_next_step() -> None:
     """The steps before it took no time in it: taken for its pace, they put its first cut as many steps off."""
     ranks = conductors(1_000_000)
@@ -62,19 +49,3 @@ def test_an_attempt_that_goes_on_late_is_cut_at_its_next_step() -> None:
     assert [rank._orders.due for rank in ranks] == [(1, 1_000_001)] * 2
     for rank in ranks:
         rank.close()
-
-
-def test_without_the_store_nobody_is_held() -> None:
-    """It went with torchrun's agent: training goes on, without saves, and the reason is there."""
-    rank, other = conductors()
-
-    def gone(*_: object) -> None:
-        raise GroupLost("the store is gone", where="here")
-
-    rank._orders.promise(0)
-    rank._store.get = gone  # type: ignore[method-assign]
-    rank.hold(5)
-    assert "the store is gone" in rank.down
-    assert rank.cut_at(5) is None
-    for each in (rank, other):
-        each.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.support.sidecar_process import SidecarProcess
 from tests.support.trainer.rank_zygote import RankZygote
 
 Run = Callable[..., list[Any]]
@@ -108,61 +107,6 @@ def check_begun(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: dic
         begun = arrays(workdir, "begun", rank)
         check_rows(begun, lost.get(rank, held))
         check_same(begun, kept[0], "dense|")
-
-
-@pytest.fixture
-def pods(tmp_path: Path) -> Iterator[list[Path]]:
-    """The volumes of four pods, each of which has a sidecar."""
-    store = tmp_path / "store"
-    store.mkdir()
-    folders = [tmp_path / f"pod-{number}" for number in range(4)]
-    sidecars = []
-    try:
-        for folder in folders:
-            folder.mkdir()
-            sidecars.append(SidecarProcess(folder, store.as_uri(), run="partial", encoding="fp32"))
-        yield [folder / "volume" for folder in folders]
-    finally:
-        for sidecar in sidecars:
-            sidecar.kill()
-
-
-def test_pods_keep_their_rows_each_in_its_own_volume(run: Run, tmp_path: Path, pods: list[Path]) -> None:
-    """No rank sees another's process or part: the collective says that one is lost, the donor sends what all take.
-
-    Twice, the second time without rank 0, the donor of the first. Then ranks come back in each other's pods.
-    """
-    run(tmp_path, 4, "train", pods="0,1,2,3", until=20, save_at=3, kill_at=6, kill="2")
-    assert [sorted(path.name for path in pod.rglob("*.part")) for pod in pods] == [
-        ["rank-0.part"], ["rank-1.part"], [], ["rank-3.part"]
-    ]  # fmt: skip
-    kept = {rank: arrays(tmp_path, "held", rank) for rank in range(4)}
-    run(tmp_path, 4, "train", pods="0,1,2,3", until=20, kill_at=9, kill="0")
-    check_begun(tmp_path, kept, lost={2: arrays(tmp_path, "saved", 2)})
-
-    later = {rank: arrays(tmp_path, "held", rank) for rank in range(4)}
-    third = run(tmp_path, 4, "train", pods="0,1,2,3", until=20, kill_at=11, kill="1")
-    for rank in range(4):
-        begun = arrays(tmp_path, "begun", rank)
-        check_rows(begun, arrays(tmp_path, "saved", 0) if rank == 0 else later[rank])
-        check_same(begun, later[1], "dense|")
-    assert third[1] is None
-    pls = (3 * ROWS_OF_RANK[2] + 6 * ROWS_OF_RANK[0]) / ALL_ROWS / 1000
-    for rank in (0, 2, 3):
-        assert (third[rank]["mode"], third[rank]["step"], third[rank]["rank_steps"]) == (
-            "partial",
-            9,
-            [3, 9, 9, 9],
-        )
-        assert third[rank]["pls"] == pytest.approx(pls)
-
-    fourth = run(tmp_path, 4, "train", pods="1,2,3,0", until=13)
-    for rank, each in enumerate(fourth):
-        assert (each["mode"], each["step"]) == ("full", 3)
-        check_rows(arrays(tmp_path, "begun", rank), arrays(tmp_path, "saved", rank))
-    log = (tmp_path / "log-0").read_text()
-    assert "rank 1 finds what rank 2 staged: a pod or machine must have the same ranks" in log
-    assert not any(list(pod.rglob("*.part")) for pod in pods), "of no use to anybody any more"
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.format.index import decode_index
-from deltashard_checkpoint.format.object_key import run_key
-from deltashard_checkpoint.log.chain import parts_of
-from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.stores.url import open_store
-from deltashard_cli.target import Target
-from deltashard_cli.verification import verify
 
 from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.sidecar_process import SidecarProcess
@@ -109,34 +102,3 @@ def test_any_sharding_to_any_sharding(run: Run, tmp_path: Path, optimizer: str, 
             assert all(each["compared"] for each in said)
     finally:
         sidecar.kill()
-
-
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
-def test_each_rank_says_which_of_its_rows_changed_since_the_checkpoint_before(
-    run: Run, tmp_path: Path, sharding: str
-) -> None:
-    """All baselines but the first; `verify` compares what they say, shard by shard."""
-    run(tmp_path, 2, "baselines", sharding=sharding, count=3)
-    with open_store((tmp_path / "store").as_uri()) as store:
-        state = RunLog(store, "baselines").refresh()
-        state = Manifests(store, "baselines").listing(state, state.checkpoints)
-        first, *others = sorted(state.checkpoints)
-        before = first
-        for seq in others:
-            said = []
-            for part in parts_of(state, seq):
-                key = part.index_key
-                index = decode_index(bytes(store.get(run_key("baselines", key))), key=key, run="baselines")
-                said.append({place.since for place in index.places} - {None})
-            assert said == [{before}] * 2
-            before = seq
-        assert verify(Target(store=store, run="baselines"), deep=True).problems == ()
-
-
-@pytest.mark.slow
-def test_a_group_that_was_killed_ends_as_one_that_was_not(run: Run, tmp_path: Path) -> None:
-    """Four ranks, rows of each table on all of them, dropout: killed whole at a step between saves; bit for bit."""
-    whole = run(tmp_path / "whole", 4, "train", sharding="row_wise", until=12)
-    killed = run(tmp_path / "killed", 4, "train", sharding="row_wise", until=12, save_at=5, kill_at=8)
-    assert killed == [None] * 4
-    assert run(tmp_path / "killed", 4, "train", sharding="row_wise", until=12) == whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -49,28 +50,20 @@ def test_a_dead_collective_ends(rank_zygote: RankZygote, tmp_path: Path, recover
 
     In pods no rank sees another's process: that one of them is dead, its beats say.
     """
-    sidecars: list[SidecarProcess] = []
     (tmp_path / "store").mkdir()
-    try:
-        for rank in range(WORLD) if where == "pods" else ():
-            (tmp_path / f"pod-{rank}").mkdir()
-            url = (tmp_path / "store").as_uri()
-            sidecars.append(SidecarProcess(tmp_path / f"pod-{rank}", url, run="partial", encoding="fp32"))
-        _check_a_dead_collective_ends(rank_zygote, tmp_path, recovery, where)
-    finally:
-        for sidecar in sidecars:
-            sidecar.kill()
-
-
-def _check_a_dead_collective_ends(rank_zygote: RankZygote, tmp_path: Path, recovery: str, where: str) -> None:
-    code, said = _torchrun(tmp_path, recovery, where)
+    with ExitStack() as stack:
+        for pod in [tmp_path / f"pod-{rank}" for rank in range(WORLD)] if where == "pods" else []:
+            pod.mkdir()
+            sidecar = SidecarProcess(pod, (tmp_path / "store").as_uri(), run="partial", encoding="fp32")
+            stack.callback(sidecar.kill)
+        code, said = _torchrun(tmp_path, recovery, where)
+        begun = rank_zygote.run(PROGRAM, tmp_path, WORLD, "train", recovery=recovery, where=where)
     assert code != 0
     assert said.count("(SIGTERM)") >= WORLD - 1, said
     assert "forcefully exiting" not in said  # nobody had to be killed
     assert said.count("rows of step 6 are staged on top of checkpoint 2") == (
         WORLD - 1 if recovery == "partial" else 0
     )
-    begun = rank_zygote.run(PROGRAM, tmp_path, WORLD, "train", recovery=recovery, where=where)
     assert begun == [[KILL_AT if recovery == "partial" else SAVE_AT, recovery]] * WORLD
     for rank in range(WORLD):
         kept = "saved" if recovery == "full" or rank == LOST else "held"

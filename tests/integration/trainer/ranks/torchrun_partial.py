@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.integration.trainer.ranks.partial_group import checkpointer, held, in_pod
+from tests.integration.trainer.ranks.partial_group import checkpointer, held
 from tests.support.trainer.sharded_case import Training, batch
 
 WORLD, SAVE_AT, KILL_AT, UNTIL, LOST = 3, 3, 6, 9, 1
@@ -25,7 +25,10 @@ WORLD, SAVE_AT, KILL_AT, UNTIL, LOST = 3, 3, 6, 9, 1
 def train(rank: int, workdir: Path, recovery: str, where: str) -> Any:
     """Train to the end; the first life is cut short. In `pods` each rank has a sidecar and a volume of its own."""
     if where == "pods":
-        in_pod(workdir / f"pod-{rank}")
+        pod = workdir / f"pod-{rank}"
+        os.environ["DELTASHARD_SOCKET"] = str(pod / "run" / "sidecar.sock")
+        os.environ["DELTASHARD_STAGED_DIR"] = str(pod / "volume")
+        os.environ["LOCAL_RANK"] = "0"
     first = not (workdir / f"held-{rank}.npz").exists()
     torch.manual_seed(rank)
     training = Training("row_wise", "rowwise")

@@ -24,7 +24,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
     from torchrec.distributed.model_parallel import DMPCollection
-    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 pytestmark = pytest.mark.filterwarnings(
@@ -180,20 +179,6 @@ def test_another_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str,
     ckpt.close()
 
 
-def test_optimizers_as_torchrec_combines_them(tmp_path: Path) -> None:
-    """What a CombinedOptimizer holds is found, fused ones once; nobody has to give them at all."""
-    training = case.Training("table_wise")
-    keyed = KeyedOptimizerWrapper(dict(training.bare.over.named_parameters()), torch.optim.Adam)
-    combined = CombinedOptimizer([training.model.fused_optimizer, ("over", keyed)])
-    for given in (combined, keyed, [keyed, training.model.fused_optimizer], keyed._optimizer):
-        ckpt = _checkpointer(tmp_path, training.model, given)
-        assert [view.class_name for view in ckpt._program.tracking.optimizers] == [
-            "torch.optim.adam.Adam",
-            "deltashard.FusedOptimizer",
-        ]
-        ckpt.close()
-
-
 def test_what_was_never_tested_is_refused_by_name() -> None:
     """Sharded modules of other kinds, two-dimensional parallelism, optimizers of TorchRec that hold state apart."""
     training = case.Training("table_wise")
@@ -230,45 +215,3 @@ def test_a_write_from_outside_marks_everything() -> None:
         for table, ids in zip(tracking.tables, watch.look().values(), strict=True)
     )
     tracking.close()
-
-
-def test_a_scheduler_of_the_fused_optimizer_goes_on(tmp_path: Path) -> None:
-    """Both its own place and the rate that it set in the kernels come back."""
-
-    def begin() -> tuple[Any, Any, Checkpointer]:
-        training = case.Training("column_wise")
-        fused = training.model.fused_optimizer
-        scheduler = torch.optim.lr_scheduler.StepLR(fused, step_size=2, gamma=0.5)
-        return (
-            training,
-            scheduler,
-            _checkpointer(tmp_path, training.model, [fused, training.dense], state={"scheduler": scheduler}),
-        )
-
-    def rates(training: Any) -> set[float]:
-        lookups = training.bare.ebc._lookups + training.bare.ec._lookups
-        return {kernel.emb_module.get_learning_rate() for lookup in lookups for kernel in lookup._emb_modules}
-
-    def steps(training: Any, scheduler: Any, ckpt: Checkpointer, count: int) -> list[set[float]]:
-        seen = []
-        for _ in range(count):
-            training.train(case.batch(ckpt.steps, 0))
-            training.model.fused_optimizer.step()
-            scheduler.step()
-            ckpt.step()
-            seen.append(rates(training))
-        return seen
-
-    training, scheduler, ckpt = begin()
-    assert ckpt.restore() is None
-    before = steps(training, scheduler, ckpt, 3)
-    ckpt.save().wait()
-    after = steps(training, scheduler, ckpt, 4)
-    assert len({max(each) for each in before + after}) > 2
-    ckpt._wiring.close(0.0)  # as if killed: nothing more is saved
-
-    training, scheduler, ckpt = begin()
-    assert ckpt.restore() is not None
-    assert rates(training) == before[-1]
-    assert steps(training, scheduler, ckpt, 4) == after
-    ckpt.close()

@@ -39,9 +39,9 @@ def test_ready_that_is_not_true_is_a_trouble() -> None:
 
 
 def test_losses_newest_first_and_bounded() -> None:
-    losses = [{"time": AGO, "cause": "Evicted", "pod": f"p-{n}", "asked": n == 8} for n in range(9)]
+    losses = [{"time": AGO, "cause": "Evicted", "pod": f"p-{n}"} for n in range(9)]
     said = list(sentence.lost(run(losses=losses, restores=9, lostSteps=1), NOW_S))
-    assert said[0] == "10 min ago: Evicted, pod p-8, as somebody wished"
+    assert said[0] == "10 min ago: Evicted, pod p-8"
     assert said[5:] == [
         "and 4 older ones in the CheckpointRun",
         "In all 9 restores, and 1 step trained again.",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
+from deltashard_checkpoint.deciding.cost import KEY, Profile
 from deltashard_checkpoint.deciding.evidence import Evidence, rates
-from deltashard_checkpoint.deciding.interval import ENOUGH, Basis
-from deltashard_checkpoint.deciding.record import Held, Record
+from deltashard_checkpoint.deciding.record import Record
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed, Rewound
 from deltashard_cli.planning.plan import Given, plan
@@ -125,50 +124,3 @@ def test_what_the_runs_decider_counted_stands_over_what_its_log_shows():
     assert found.evidence == counted.incident(lossy=True).trained(100.0), "its goal was taken away"
     spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
     assert recorded_run(spoiled).evidence == recorded_run(LOG).evidence
-
-
-def several(value: float, count: int) -> Measure:
-    found = Measure()
-    for _ in range(count):
-        found = found.sampled(value)
-    return found
-
-
-def test_the_profile_in_a_commit_is_taken_before_what_entries_say():
-    profile = Profile(key="k", step_s=0.25, save=several(0.5, 2), durable=several(2.0, 2))
-    log = [*LOG[:-1], replace(LOG[-1], metadata={KEY: profile.text()})]
-    found = plan(Given(), recorded_run(log))
-    assert (found.save_s, found.durable_s) == (0.5, 2.0)
-    sources = {each.name: (each.value, each.source) for each in found.figures}
-    assert sources["a step"] == ("250 ms", "the run's log")
-    assert sources["a save costs"] == ("500 ms", "the run's log")
-    spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
-    assert plan(Given(), recorded_run(spoiled)) == plan(Given(), recorded_run(LOG))
-
-
-@pytest.mark.parametrize(
-    ("chosen", "saves", "cost_s"),
-    [
-        (True, 0, 0.875),
-        (True, ENOUGH - 1, 0.875),
-        (True, ENOUGH, 2.0),
-        (False, ENOUGH - 1, 2.0),
-        (False, 0, None),
-    ],
-)
-def test_right_after_a_change_a_save_costs_what_was_measured_for_it(
-    *, chosen: bool, saves: int, cost_s: float | None
-):
-    """The mean of saves begins anew with each change of interval; the run itself uses the old one until eight."""
-    choice = Held(basis=Basis(seconds=600.0, cost_s=0.875, mtbf_s=1e5), goal="auto 0 inf") if chosen else None
-    text = Record(profile=Profile(save=several(2.0, saves)), held=choice).text()
-    found = recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: text})])
-    assert found.cost_s == cost_s
-
-
-def test_how_often_it_saves_now_is_what_its_newest_attempt_does():
-    """Old commits of a run that saved every two seconds while it measured do not count."""
-    old = [saved(2 + at, 2.0 * at, attempt=1, covers=None, rows=2000) for at in range(20)]
-    new = [saved(31 + at, 1000 + 600.0 * at, attempt=30, covers=None, rows=2000) for at in range(3)]
-    found = recorded_run([opened(1, 0.0), *old, opened(30, 900.0, resumes_from=21), *new])
-    assert found.now_s == 600.0

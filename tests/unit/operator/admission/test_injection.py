@@ -109,17 +109,6 @@ def test_the_named_container_gets_the_socket_and_nobody_else() -> None:
     assert "it takes one of a, b" in caught.value.sentence
 
 
-def test_what_the_user_wrote_as_we_would_is_respected() -> None:
-    ours = {
-        "name": "t",
-        "volumeMounts": [{"name": "deltashard-shm", "mountPath": "/run/deltashard/"}],
-        "env": [{"name": "DELTASHARD_SOCKET", "value": cluster_name.SOCKET_PATH}],
-    }
-    secrets = [{"name": "own"}, {"name": "pull"}]
-    result = injected(sample.template(containers=[ours], imagePullSecrets=secrets))["spec"]
-    assert (result["containers"], result["imagePullSecrets"]) == ([ours], secrets)
-
-
 @pytest.mark.parametrize(
     ("stated", "keep", "policy", "given", "saves"),
     [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from deltashard_operator.admission import review
-from deltashard_operator.admission.run_holder import RunClaim
 from deltashard_operator.kube import cluster_name
 
 from tests.support.operator import sample
@@ -43,22 +42,6 @@ def injected(document: Document, spec: Document | None = None) -> Document:
     return sample.applied(document, sample.answer(document, spec))
 
 
-@pytest.mark.parametrize("on", ["job", "template"])
-def test_an_annotated_job_is_labelled_and_its_template_injected(on: str) -> None:
-    """The controller finds it by the labels; the operations only add."""
-    document = job({} if on == "template" else opted(run_id="nightly"))
-    if on == "template":
-        document["spec"]["template"]["metadata"]["annotations"] = opted(run_id="nightly")
-    response = sample.answer(document)
-    assert {o["op"] for o in sample.operations(response)} == {"add"}
-    result = sample.applied(document, response)
-    labels = {cluster_name.MANAGED_BY: "deltashard", cluster_name.RUN_ID: "nightly"}
-    assert result["metadata"]["labels"] == labels
-    notes = result["spec"]["template"]["metadata"]["annotations"]
-    assert (notes[cluster_name.POLICY], cluster_name.INJECTED in notes) == ("default", True)
-    assert "patch" not in sample.answer(result)
-
-
 @pytest.mark.parametrize(
     "document",
     [
@@ -67,12 +50,7 @@ def test_an_annotated_job_is_labelled_and_its_template_injected(on: str) -> None
         {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"annotations": OPT_IN}, "spec": {}},
         {"apiVersion": "other/v1", "kind": "Job", "metadata": {"annotations": OPT_IN}, "spec": {}},
         {"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": {}},
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"annotations": OPT_IN | {"kubernetes.io/config.mirror": "x"}},
-            "spec": {},
-        },
+        pod() | {"metadata": {"annotations": OPT_IN | {"kubernetes.io/config.mirror": "x"}}},
     ],
 )
 def test_everything_else_is_admitted_untouched(document: Document) -> None:
@@ -81,10 +59,6 @@ def test_everything_else_is_admitted_untouched(document: Document) -> None:
     assert isinstance(untouched, review.Answer)
     assert untouched.outcome == "unchanged"
     assert untouched.review["response"] == {"uid": "0b4f3c1e-0000-0000-0000-000000000001", "allowed": True}
-
-
-def test_an_update_of_an_annotated_job_is_nobodys_to_change() -> None:
-    assert "patch" not in sample.answer(job(OPT_IN), operation="UPDATE")
 
 
 @pytest.mark.parametrize("on", ["job", "template"])
@@ -99,36 +73,6 @@ def test_a_queue_is_asked_for_no_storage(on: str) -> None:
         assert resources["requests"].get("ephemeral-storage") == storage
 
 
-def test_a_refusal_has_code_and_sentence() -> None:
-    """The status' reason is the code, the message says what to do."""
-    response = sample.answer(job(opted(encoding="q7")))
-    status = response["status"]
-    assert (response["allowed"], status["reason"], status["code"]) == (False, "BadAnnotation", 422)
-    assert status["message"].startswith("deltashard.io/encoding: 'q7' is not possible; it takes one of fp32")
-
-
-def test_a_run_id_is_claimed_with_all_its_pods() -> None:
-    for runs, per_pod in (("per-pod", True), ("one", False)):
-        request = sample.parsed(job(opted(run_id="nightly", runs=runs)))
-        assert isinstance(request, review.Request)
-        claim = RunClaim(namespace="team-a", run_id="nightly", per_pod=per_pod, kind="Job")
-        assert request.parts[0].claim == claim
-
-
-SPOT = {"nodeSelector": {"cloud.google.com/gke-spot": "true"}}
-RULE = {"key": "cloud.google.com/gke-spot", "operator": "In", "values": ["true"]}
-TERMS = {"nodeSelectorTerms": [{"matchExpressions": [RULE]}]}
-BY_AFFINITY = {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": TERMS}}}
-PROXY = {"containers": [{"name": "t", "image": "t"}, {"name": "istio-proxy", "image": "p"}]}
-PORT = {"containers": [{"name": "t", "ports": [{"containerPort": 24464}]}]}
-
-
-def queued() -> Document:
-    document = job(OPT_IN)
-    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "gpus"}
-    return document
-
-
 IN_CLUSTER = {
     "fleet": {"address": "10.0.0.7:9443"},
     "store": {"url": "s3://bkt", "endpoint": "http://m.n.svc:9"},
@@ -141,30 +85,7 @@ OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
     [
         (job(OPT_IN), {}, ""),
         (job(OPT_IN, terminationGracePeriodSeconds=45), {}, "is 45 s and policy default asks for 120 s"),
-        (job(OPT_IN, **SPOT), {}, "give a pod 15 s to end"),
-        (job(OPT_IN, **SPOT), {"gracePeriod": "15s"}, ""),
-        (job(OPT_IN, **BY_AFFINITY), {}, "give a pod 15 s to end"),
-        (queued(), {}, ""),
-        (queued(), {"sidecar": {"resources": {"requests": {"ephemeral-storage": "0"}}}}, ""),
-        (
-            queued(),
-            {"sidecar": {"resources": {"requests": {"ephemeral-storage": "2Gi"}}}},
-            "if the ClusterQueue covers",
-        ),
         (job(OPT_IN), {"reclaim": {"policy": "Delete"}}, "reclaim.enabled is false"),
-        (
-            pod(hostNetwork=True),
-            OUTSIDE | {"store": {"url": "s3://bkt", "endpoint": "http://m.n:9"}},
-            "ClusterFirstWith",
-        ),
-        (
-            pod(hostNetwork=True),
-            OUTSIDE | {"store": {"url": "s3://bkt", "endpoint": "https://s3.eu.example"}},
-            "",
-        ),
-        (job(OPT_IN, **PORT), {}, "port 24464"),
-        (job(OPT_IN, **PROXY), {}, "istio-proxy is no native sidecar"),
-        (job(OPT_IN, initContainers=[{"name": "istio-proxy", "restartPolicy": "Always"}]), {}, ""),
         (job(OPT_IN, spec={"podReplacementPolicy": "Failed"}), {}, "lost node"),
         (job(OPT_IN, spec={"parallelism": 2}), {}, "completionMode Indexed"),
         (job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}), {}, ""),
@@ -172,11 +93,6 @@ OUTSIDE = {"fleet": {"address": "10.0.0.7:9443"}, "store": {"url": "s3://bkt"}}
         (pod(hostNetwork=True, dnsPolicy="Default"), IN_CLUSTER, "ClusterFirstWithHostNet"),
         (pod(hostNetwork=True), OUTSIDE, ""),
         (pod(hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet"), {}, ""),
-        (pod(("batch.example.org/v1", "Job")), {}, "Job of batch.example.org/v1 is not supported"),
-        (pod(("argoproj.io/v1alpha1", "Workflow")), {}, "is not supported"),
-        (pod(("batch/v1", "Job")), {}, ""),
-        (pod(("apps/v1", "StatefulSet")), {}, ""),
-        (pod(("kubeflow.org/v1", "PyTorchJob")), {}, ""),
     ],
 )
 def test_warnings(document: Document, spec: Document, said: str) -> None:
@@ -194,28 +110,6 @@ def test_autoscalers_and_backups_know_that_our_volumes_hold_nothing() -> None:
     assert (notes[evict], notes[backup]) == ("deltashard-cache", "deltashard-shm,deltashard-cache")
     document["spec"]["template"]["metadata"]["annotations"] = {evict: "mine"}
     assert injected(document)["spec"]["template"]["metadata"]["annotations"][evict] == "mine"
-    assert "keeps the pod's node" in sample.answer(document)["warnings"][0]
-
-
-def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
-    """Client-side and server-side apply leave a trace of what was written; changing that would break re-applying."""
-
-    def grace_s(document: Document) -> int:
-        return injected(document)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-
-    written = job(OPT_IN, terminationGracePeriodSeconds=30)
-    client_side, server_side = copy.deepcopy(written), copy.deepcopy(written)
-    notes = {**OPT_IN, "kubectl.kubernetes.io/last-applied-configuration": json.dumps(written)}
-    client_side["metadata"]["annotations"] = notes
-    fields = {"f:spec": {"f:template": {"f:spec": {"f:terminationGracePeriodSeconds": {}}}}}
-    server_side["metadata"]["managedFields"] = [{"operation": "Apply", "fieldsV1": fields}]
-    assert (grace_s(client_side), grace_s(server_side)) == (30, 30)
-    assert "may not end in time" in sample.answer(client_side)["warnings"][0]
-    server_side["metadata"]["managedFields"][0]["operation"] = "Update"  # holds defaults, too
-    written["spec"]["template"]["spec"].pop("terminationGracePeriodSeconds")
-    note = json.dumps(written | {"note": "terminationGracePeriodSeconds"})
-    written["metadata"]["annotations"] = {**OPT_IN, "kubectl.kubernetes.io/last-applied-configuration": note}
-    assert (grace_s(server_side), grace_s(written)) == (120, 120)
 
 
 @pytest.mark.parametrize(

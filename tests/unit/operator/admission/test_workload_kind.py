@@ -6,11 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.report import Refused, Report, Who
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import watched_run
-from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.watched_run import Run
 
 from tests.support.operator.controller_api import Api, controller_of
@@ -110,21 +108,3 @@ def test_no_label_makes_a_pods_words_another_runs(
         assert all(not each.heard for each in controller.runs())
 
     asyncio.run(scenario())
-
-
-def test_no_two_series_have_one_name_and_labels() -> None:
-    """Prometheus refuses the whole scrape otherwise; and neither of two runs of one name hides the other."""
-    runs = [
-        Run(workload=Workload(namespace="n", kind=kind, name="train", uid=uid), trains_since_s=7.0)
-        for kind, uid in (("Job", "11111111"), ("Pod", "22222222"))
-    ]
-    metrics = ControllerMetrics()
-    metrics.follow(lambda: runs)
-    keys = [
-        (each.name, tuple(sorted(each.labels.items())))
-        for family in metrics.registry.collect()
-        for each in family.samples
-    ]
-    assert len(set(keys)) == len(keys)
-    since = {dict(labels)["run"] for name, labels in keys if "training_since" in name}
-    assert since == {"train", "train-22222222"}

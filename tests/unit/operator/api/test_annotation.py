@@ -77,11 +77,3 @@ def test_job_and_template_may_agree_but_not_differ() -> None:
     assert annotation.read(OPT_IN, template).spec == {"precision": {"encoding": "q8"}}
     with pytest.raises(Refusal, match="the workload says 'p' and its pod template says 'q'"):
         annotation.read(OPT_IN, {PREFIX + "policy": "q"})
-
-
-def test_opting_in_is_the_policy_key_alone() -> None:
-    """No other key opts in, and a missing map is no error."""
-    assert annotation.opted_in(None, OPT_IN)
-    assert not annotation.opted_in(None, {}, {PREFIX + "encoding": "q8"})
-    with pytest.raises(Refusal, match="it is missing"):
-        annotation.read({PREFIX + "encoding": "q8"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from deltashard_operator.fleet.report import (
 )
 from deltashard_operator.kube.call import Answer
 from deltashard_operator.kube.object_watch import ObjectKey
-from deltashard_operator.run import run_record
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.in_a_loop import in_a_loop
@@ -181,29 +179,6 @@ async def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_le
 
 
 @in_a_loop
-async def test_failures_are_counted_by_node_once_and_go_with_it() -> None:
-    """Also when the status is judged again and again."""
-    bench = Bench()
-    await bench.begin()
-    bench.controller.watches.on_node({"metadata": {"name": "node-a"}, "status": {}})
-    ending = {
-        "terminated": {"exitCode": 1, "reason": "Error", "finishedAt": run_record.timestamp(bench.now_s)}
-    }
-    container = {"name": "trainer", "restartCount": 1, "state": {"running": {}}, "lastState": ending}
-    found = pod()
-    found["status"] = {"phase": "Running", "containerStatuses": [container]}
-    bench.controller.watches.on_pod(found)
-    bench.report(attempt=2)
-    await bench.pass_by(30)
-    for _ in range(3):
-        await bench.pass_by(30)
-        assert bench.metric("node_failures_total", node="node-a") == 1
-    bench.controller.watches.node_gone(ObjectKey("", "node-a", "u"), None)
-    await bench.pass_by(6)
-    assert bench.metric("node_failures_total", node="node-a") is None
-
-
-@in_a_loop
 async def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
     """A phase of a newer version, after a rollback: the others are known, and one that is finished goes in time."""
     odd = checkpoint_run("odd-00000000", uid="00000000-1", phase="Hibernating")
@@ -259,21 +234,3 @@ async def test_what_waits_to_be_told_is_bounded_and_what_is_refused_is_not_told_
     bench.report(Incident(id=40, kind=IncidentKind.SAVE_FAILED, message="a minute later"))
     await bench.pass_by(60)
     assert bench.metric("controller_events_total", outcome="limited") == limited
-
-
-@in_a_loop
-async def test_a_note_of_a_pod_that_may_not_be_written_is_tried_after_pauses_and_forgotten_with_its_pod() -> (
-    None
-):
-    bench = Bench(annotate_pods=True)
-    await bench.begin()
-    (entry,) = bench.controller._books
-    entry.run = replace(entry.run, progress=replace(entry.run.progress, last_commit_at_s=bench.now_s))
-    lines = bench.controller.queue._lines
-    for _ in range(8):
-        await bench.pass_by(20)
-        entry.run = replace(entry.run, progress=replace(entry.run.progress, last_commit_at_s=bench.now_s))
-    assert bench.store.notes in (1, 2)
-    assert ("pod", "p-1") in lines
-    bench.controller.watches.pod_gone(ObjectKey("n", "train-x", "p-1"), None)
-    assert ("pod", "p-1") not in lines

@@ -209,22 +209,6 @@ async def test_a_job_that_may_not_be_made_is_told_once_and_tried_again(bench: Be
     assert state_of(entry) is REMOVING
 
 
-@in_a_loop
-async def test_what_stayed_is_tried_again_by_few_jobs_at_once(bench: Bench) -> None:
-    entries = [bench.see(ended_job(number=n)) for n in range(1, 30)]
-    for entry in entries:
-        bench.reclaimer._move(entry, KEPT, "a pin")
-    await bench.go(400)
-    assert len(bench.api.made) == 4
-
-
-@pytest.mark.parametrize(("other", "is_it"), [("shared-large", False), ("shared-1", True)])
-def test_a_run_of_a_longer_name_does_not_continue_it(bench: Bench, other: str, is_it: bool) -> None:
-    entry = bench.see(ended_job(run_id="shared"))
-    continued(bench, other)
-    assert bench.books.is_continued(entry) == is_it
-
-
 def continued(bench: Bench, run_id: str) -> None:
     newer = job()
     newer["metadata"] |= {"name": "newer", "uid": "1b4f3c1e-0000-4000-8000-000000000002"}

@@ -12,7 +12,7 @@ from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.requests import CheckpointRequests
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.controller.write_queue import WriteQueue
-from deltashard_operator.fleet.report import MAX_ORDERS, Outcome, SaveOrder, SaveOver
+from deltashard_operator.fleet.report import Outcome, SaveOver
 from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run.observed_object import timestamp
@@ -125,14 +125,8 @@ async def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -
 
 
 @in_a_loop
-async def test_a_run_takes_so_many_orders_and_one_that_is_taken_back_makes_room() -> None:
+async def test_the_order_of_a_request_that_is_taken_back_is_closed() -> None:
     bench = Bench(Api())
-    for n in range(MAX_ORDERS):
-        bench.books.orders.open(KEY, SaveOrder(id=f"drain/{n}/1", reason="drain"), BEGAN_S + 60)
-    await bench.go()
-    assert (bench.phase(), len(bench.ordered())) == ("Pending", MAX_ORDERS)
-    bench.requests.over(KEY, SaveOver(id="drain/0/1", outcome=Outcome.COMMITTED))
-    await bench.go()
-    assert (bench.phase(), bench.ordered()[-1]) == ("Ordered", "q-1")
+    await bench.go(1)
     bench.requests.request_gone(ObjectKey("team", "now", "q-1"), None)
-    assert "q-1" not in bench.ordered()
+    assert bench.ordered() == []

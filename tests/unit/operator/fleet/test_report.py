@@ -151,23 +151,6 @@ def test_of_too_many_incidents_the_oldest_are_taken() -> None:
     assert [each.id for each in value.incidents] == list(range(1, reports.MAX_INCIDENTS + 1))
 
 
-def test_of_decisions_only_what_can_be_shown_is_taken() -> None:
-    """One of a subject, its texts clipped to what a status holds."""
-    decisions = [
-        wire.Decision(subject="colour"),
-        wire.Decision(subject="interval", value="3 min", why="x" * 2000),
-        wire.Decision(subject="interval", value="4 min"),
-        wire.Decision(subject="bits", would="q4\nq8"),
-    ]
-    checkpoints = [wire.KeptCheckpoint(pins=["x" * 300])]
-    found = reports.report_of(report(run=wire.RunState(decisions=decisions, checkpoints=checkpoints))).run
-    assert found is not None
-    first, second = found.decisions
-    assert (first.subject, first.value, len(first.why)) == ("interval", "3 min", 512)
-    assert len(found.checkpoints[0].pins[0]) == reports.MAX_NAME
-    assert (second.subject, second.would) == ("bits", "q4 q8")
-
-
 def test_a_checkpoint_run_takes_every_text() -> None:
     """It would refuse the whole status for one that is too long."""
     (path,) = (each for each in DEFINITIONS if "run" in each.name)

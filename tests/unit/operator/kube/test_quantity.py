@@ -38,10 +38,6 @@ def test_what_is_no_quantity_is_refused(text: str) -> None:
         quantity.parse(text)
 
 
-def test_fractions_round_up() -> None:
-    assert quantity.bytes_of("100m") == 1
-
-
 @given(st.integers(0, 1 << 60))
 def test_what_is_written_reads_back(n: int) -> None:
     """Formatting loses nothing."""

@@ -19,19 +19,23 @@ def test_a_list() -> None:
     assert not watched_namespace.is_watched("team", ("team-a",))
 
 
-@pytest.mark.parametrize("text", ["Team", "team-*", "a.b", "-a", "a-", "a" * 64, "a b", "!a"])
-def test_what_is_no_namespace_is_named(text: str) -> None:
-    """To kopf some of these would be patterns, and it would watch nothing."""
-    with pytest.raises(ArgumentTypeError, match="is no namespace"):
-        watched_namespace.listed(f"team-a,{text}")
+TOO_MANY = ",".join(f"n{n}" for n in range(watched_namespace.MOST + 1))
 
 
-def test_too_many_are_refused() -> None:
-    """Each costs watches of its own."""
-    names = [f"n{n}" for n in range(watched_namespace.MOST + 1)]
-    assert len(watched_namespace.listed(",".join(names[:-1]))) == watched_namespace.MOST
-    with pytest.raises(ArgumentTypeError, match="name none, which watches all"):
-        watched_namespace.listed(",".join(names))
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *(
+            (f"team-a,{bad}", "is no namespace")
+            for bad in ("Team", "team-*", "a.b", "-a", "a" * 64, "a b", "!a")
+        ),
+        (TOO_MANY, "name none, which watches all"),
+    ],
+)
+def test_what_is_no_list_of_namespaces_is_refused(text: str, says: str) -> None:
+    """To kopf some of these would be patterns, and it would watch nothing; each namespace costs watches of its own."""
+    with pytest.raises(ArgumentTypeError, match=says):
+        watched_namespace.listed(text)
 
 
 @pytest.mark.parametrize("program", [main, controller_main], ids=lambda program: program.PROGRAM)
@@ -41,7 +45,6 @@ def test_both_programs_take_it(program: Any, capsys: pytest.CaptureFixture[str])
     def read(*argv: str) -> tuple[str, ...]:
         return tuple(main.options_of(program.Options, program.PROGRAM, argv).watch_namespaces)
 
-    assert read() == ()
     assert read("--watch-namespaces=a,b") == ("a", "b")
     with pytest.raises(SystemExit):
         read("--watch-namespaces=team-*")

@@ -84,23 +84,6 @@ def test_what_follows_from_what_is_known(
     assert message in found.message
 
 
-def test_the_status_says_what_came_of_it() -> None:
-    found = after(THERE, late(replace(THERE, over=COMMITTED), 9), pin="best")
-    assert found.order.pin == "best"
-    said = requests.status(found)
-    (condition,) = said.pop("conditions")
-    assert said == {
-        "observedGeneration": 1,
-        "phase": "Completed",
-        "step": 120,
-        "seq": 7,
-        "finishedAt": timestamp(BEGAN_S + 9),
-    }
-    assert (condition["type"], condition["status"]) == ("Complete", "True")
-    assert condition["message"] == "saved at step 120, pinned as best"
-    assert requests.status(after(late(NONE)))["conditions"][0]["status"] == "False"
-
-
 HAPPENS = ("begin", "finish", "vanish", "save", "fail", "hear", "write", "restart", "wait")
 
 

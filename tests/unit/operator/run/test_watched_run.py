@@ -90,9 +90,8 @@ def test_a_restore_that_fell_back_is_a_trouble_until_the_next_restore() -> None:
     said = [Incident(id=1, kind=K.FELL_BACK, attempt=2), Incident(id=2, kind=K.RESTORED, attempt=2)]
     run = told(training(), report(attempt=2, incidents=said))
     assert is_true(run, "FellBack")
-    assert not is_true(
-        told(run, report(attempt=3, incidents=[Incident(id=3, kind=K.RESTORED, attempt=3)])), "FellBack"
-    )
+    later = [Incident(id=3, kind=K.RESTORED, attempt=3)]
+    assert not is_true(told(run, report(attempt=3, incidents=later)), "FellBack")
 
 
 def test_the_first_report_of_a_part_after_a_controller_s_start_clears_nothing() -> None:
@@ -338,15 +337,6 @@ def test_a_jobset_is_finished_by_all_its_jobs_and_a_failed_one_may_come_again() 
     assert finished(outcome="Completed", ended_at_s=NOW_S) == "Completed"
 
 
-@pytest.mark.parametrize(
-    ("outcome", "how"), [("", "Deleted"), ("Completed", "Completed"), ("Failed", "Failed")]
-)
-def test_a_job_that_is_deleted_ended_as_its_last_word_says(outcome: str, how: str) -> None:
-    run = watched_run.with_job(training(), job(outcome=outcome), NOW_S)
-    run = judged(watched_run.without_job(run, "u-1", NOW_S))
-    assert (run.phase, run.finished) == (Phase.FINISHED, how)
-
-
 def test_a_statefulset_is_over_long_after_its_last_pod_and_begins_anew_with_the_next() -> None:
     workload = Workload(namespace="team", kind="StatefulSet", name="set", uid="s-1")
     run = seen(Run(workload=workload), pod(workload=workload, job_uid=""))
@@ -395,12 +385,6 @@ def test_every_field_of_a_status_is_read_back() -> None:
     found = again(run, NOW_S + 50)
     assert found.ledger == run.ledger
     assert run_record.status(replace(found, pods=run.pods), NOW_S + 50) == status
-
-
-def test_the_patch_of_a_status_removes_what_is_no_more() -> None:
-    before, after = {"a": 1, "b": 2, "observedTime": "x"}, {"a": 3, "observedTime": "y"}
-    assert run_record.patch(before, after) == {"a": 3, "b": None, "observedTime": "y"}
-    assert run_record.patch(after, after | {"observedTime": "z"}) == {}
 
 
 def test_names_and_labels_that_would_be_too_long_are_cut_and_stay_apart() -> None:

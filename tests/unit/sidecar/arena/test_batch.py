@@ -5,7 +5,6 @@ import pytest
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.arena.batch import BadBatch, check_blob, rows_of
-from deltashard_sidecar.restore import pack_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,17 +129,3 @@ def test_bad_chunks_are_refused(chunk: dict[str, object]) -> None:
     check_blob(pb.BlobChunk(**good), BLOCK)  # type: ignore[arg-type]
     with pytest.raises(BadBatch):
         check_blob(pb.BlobChunk(**{**good, **chunk}), BLOCK)  # type: ignore[arg-type]
-
-
-@given(st.lists(st.integers(1, BLOCK), max_size=60))
-def test_requests_are_packed_into_blocks_in_order(lengths: list[int]) -> None:
-    places = pack_blocks(lengths, BLOCK)
-    assert len(places) == len(lengths)
-    ends: dict[int, int] = {}
-    for (block, offset), length in zip(places, lengths, strict=True):
-        assert offset % 64 == 0
-        assert offset >= ends.get(block, 0)
-        assert offset + length <= BLOCK
-        ends[block] = offset + length
-    blocks = [block for block, _ in places]
-    assert blocks == sorted(blocks)

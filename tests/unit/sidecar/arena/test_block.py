@@ -21,16 +21,6 @@ def ledger(total: int = 8, *ranks: int) -> Ledger:
     return made
 
 
-def test_a_save_never_takes_the_restore_reserve() -> None:
-    """With everything granted that can be, a restore still gets its two blocks."""
-    blocks = ledger(8)
-    assert len(blocks.grant(0)) == 8 - RESERVED_PER_RANK
-    assert blocks.grant(0) == []
-    assert blocks.take_serving(0) is not None
-    assert blocks.take_serving(0) is not None
-    assert blocks.take_serving(0) is None
-
-
 def test_two_ranks_share_fairly_and_cannot_starve_each_other() -> None:
     """Each gets half of what is not reserved; a serving rank leaves the other's reserve."""
     blocks = ledger(12, 0, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from deltashard_checkpoint.deciding.cost import Measure, Profile
 from deltashard_checkpoint.deciding.interval import ENOUGH
@@ -47,21 +45,3 @@ def test_another_goal_or_bound_holds_at_once_and_its_cost_is_measured_from_the_s
     assert found == pytest.approx([1800.0, 120.0, 25.0], rel=0.05)
     stated = pb.Policy(goal="fixed", every_s=30.0)
     assert decide(known, stated).over(stated).every_s == 30.0, "the kill switch"
-
-
-def test_cap_after_attempts_without_a_checkpoint_doubles_within_bounds() -> None:
-    """A minute doubled, or halved, so often; a second at least; the choice below it, and the fixed timers, stay."""
-    known, policy = measured(0.1), pb.Policy(goal="auto", most_s=600.0)
-    intervals = [
-        decide(replace(known, doublings=doublings), policy).every_s for doublings in (-9, -1, 0, 2, 9)
-    ]
-    assert intervals == pytest.approx([1.0, 30.0, 60.0, 240.0, 600.0])
-    bounded = pb.Policy(goal="auto", most_s=600.0, least_s=90.0)
-    assert decide(replace(known, doublings=0), bounded).every_s == 90.0
-    unmeasured, steps = (
-        replace(known, profile=Profile(), doublings=0),
-        pb.Policy(goal="auto", every_steps=5000),
-    )
-    assert decide(unmeasured, steps).every_s == 60.0, "every_steps may never come"
-    stated = pb.Policy(goal="fixed", every_s=900.0)
-    assert decide(replace(known, doublings=0), stated).over(stated).every_s == 900.0

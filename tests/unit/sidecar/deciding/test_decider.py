@@ -165,25 +165,6 @@ def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() ->
     assert life.every_s == 1800.0, "it was measured already"
 
 
-def test_saves_are_measured_before_anything_is_chosen() -> None:
-    """As the timers are said, or every minute; then the choice holds, in place of both timers, and says why."""
-    life = Life(every_steps=20)
-    life.open()
-    assert (life.every_s, life.decider.over(life.policy).every_steps) == (0.0, 20)
-    life = Life()
-    life.open()
-    life.saves(ENOUGH - 1)
-    shown = life.decision
-    assert (life.every_s, shown.value, shown.would) == (60.0, "every 60 s", "")
-    assert f"{ENOUGH - 1} of {ENOUGH}" in shown.why
-    life.saves(1)
-    shown = life.decision
-    assert (life.every_s, shown.value, shown.would) == (1800.0, "every 1800 s", "every 1800 s")
-    assert shown.bound == "not above 30 min (30 minutes)"
-    assert "a save costs 100 ms" in shown.why
-    assert life.changed("measured") == 1
-
-
 @given(
     st.floats(0.01, 5.0),
     st.floats(0.0, 2.0),

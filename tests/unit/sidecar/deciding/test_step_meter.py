@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 from deltashard_sidecar.deciding.step_meter import FEWEST_WINDOWS, Reading, StepMeter, lost_s
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def metered(readings: list[tuple[int, float]]) -> StepMeter:
@@ -13,19 +11,6 @@ def metered(readings: list[tuple[int, float]]) -> StepMeter:
     for step, at_s in readings:
         meter = meter.read(Reading(step, at_s), quiet=True)
     return meter
-
-
-@given(st.lists(st.integers(1, 500), min_size=2, max_size=50), st.floats(0.001, 100.0))
-def test_the_time_of_a_step_is_exact_however_many_lie_between_two_looks(
-    steps: list[int], step_s: float
-) -> None:
-    at, readings = 0, []
-    for each in steps:
-        at += each
-        readings.append((at, 1e9 + at * step_s))
-    meter, seen = metered(readings), at - steps[0]
-    assert meter.step_s == (pytest.approx(step_s, rel=1e-3) if seen >= 10 else 0.0)
-    assert meter.trained_s <= seen * step_s * (1 + 1e-3)
 
 
 def test_what_is_no_step_counts_for_nothing_and_a_pause_until_it_is_usual() -> None:

@@ -10,7 +10,7 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.session.attachment import BadAttach, check_attach, encoded_bytes
 from deltashard_sidecar.session.schedule import Schedule
-from deltashard_sidecar.session.session import GRACE_S, NOTICES, Notices, Session, Sessions, UnknownSession
+from deltashard_sidecar.session.session import GRACE_S, NOTICES, Notices, Session, Sessions
 
 TABLE = TableSchema(fqn="t", rows=100, columns=8, dtype="float32")
 
@@ -32,18 +32,6 @@ def request(**more: object) -> pb.AttachRequest:
 
 def session(sessions: Sessions, **more: object) -> Session:
     return sessions.add(request(**more), Schedule(every_s=0, every_steps=0, anchor_s=0))
-
-
-def test_a_session_is_found_until_it_is_replaced_or_closed() -> None:
-    sessions = Sessions()
-    first = session(sessions)
-    assert sessions.get(first.id) is first
-    sessions.close(first)
-    assert sessions.of_rank(0) is None
-    second = session(sessions)
-    assert sessions.of_rank(0) is second
-    with pytest.raises(UnknownSession, match="attach again"):
-        sessions.get(first.id)
 
 
 def test_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:

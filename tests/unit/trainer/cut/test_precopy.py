@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from deltashard.cut import memory, precopy
-from deltashard.cut.precopy import Precopy, TableAhead, copying_thread, may_be_copied_ahead
+from deltashard.cut.precopy import Precopy, TableAhead, copying_thread
 from deltashard.tracking.marks import Marks
 from deltashard_checkpoint.format.schema import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from tests.support.trainer.arena import Arena, cut_of
 
@@ -221,58 +220,6 @@ def test_the_model_sees_changed_rows_that_are_not_sent_as_fresh(monkeypatch):
         play(script)
 
 
-def _half_marked():
-    """A table of which every other row has changed, right before its rows are copied ahead."""
-    table = Table()
-    table.marks.reseed(torch.tensor([], dtype=torch.int64))
-    table.marks.mark(torch.arange(0, ROWS, 2))
-    table.watch()
-    return table, Arena(1 << 10).writer(threads=1), TableAhead(table, table.cut())
-
-
-@pytest.mark.parametrize("mode", ["all", "since_commit"])
-def test_a_write_without_a_trace_that_is_taken_back_is_noticed(mode):
-    """An evaluation with averaged weights through `.data`, while rows are copied: no mark tells, the live rows do."""
-    table, writer, ahead = _half_marked()
-    kept = table.weights.clone()
-    table.weights.data.copy_(kept + 1)
-    list(ahead.copy(writer, mode))
-    table.weights.data.copy_(kept)
-    assert ahead.renewed(table.cut(), mode) is None
-    assert ahead.strayed
-
-
-@pytest.mark.parametrize("mode", ["all", "since_commit"])
-def test_rows_that_were_something_else_for_a_while_are_found_after_the_cut(monkeypatch, mode):
-    """Too few for what is compared at the cut: all that was copied is compared after it, without what was copied again."""
-    monkeypatch.setattr(precopy, "PROBED", 0)
-    table, writer, ahead = _half_marked()
-    kept = table.weights.clone()
-    table.weights.data[[6, 8, 40]] += 1
-    list(ahead.copy(writer, mode))
-    table.weights.data.copy_(kept)
-    table.write({8, 10})
-    table.marks.mark(torch.tensor([8, 10]))
-    renewed = ahead.renewed(table.cut(), mode)
-    assert renewed.again == 2
-    ahead.compare()
-    assert sorted(ahead.astray) == [6, 40]
-
-
-def test_memory_that_is_another_for_a_while_is_not_read():
-    """The same by `.data =`: the thread reads what the table was at the boundary."""
-    table, writer = Table(), Arena(1 << 10).writer(threads=1)
-    table.weights = nn.Parameter(torch.randn(ROWS, COLUMNS))
-    table.watch()
-    ahead = TableAhead(table, table.cut())
-    kept = table.weights.data
-    table.weights.data = torch.zeros(ROWS, COLUMNS)
-    copied = [batch.sections()[0].view(np.float32) for batch in ahead.copy(writer, "all")]
-    table.weights.data = kept
-    assert ahead.renewed(table.cut(), "all") is not None
-    assert np.array_equal(np.concatenate(copied), kept.numpy())
-
-
 def test_no_memory_is_moved_while_it_is_read():
     """`share_memory_` swaps the memory under a tensor in place: it waits for the copying thread, and for no other."""
     pool = copying_thread()
@@ -291,16 +238,3 @@ def test_no_memory_is_moved_while_it_is_read():
     job.result(60)
     assert tensor.is_shared()
     pool.shutdown()
-
-
-@pytest.mark.parametrize("why", ["hashes", "strided", "small"])
-def test_tables_that_are_copied_at_the_cut_only(monkeypatch, why):
-    """Marks of hashed tables come at the cut; the others are not worth it, or cannot be read row by row."""
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 1 << 30 if why == "small" else 0)
-    table = Table()
-    assert may_be_copied_ahead(table, table.cut()) is (why != "small")
-    if why == "hashes":
-        table.tracker = "hashes"
-    elif why == "strided":
-        table.weights = torch.zeros(ROWS, 2 * COLUMNS)[:, :COLUMNS]
-    assert not may_be_copied_ahead(table, table.cut())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from deltashard.group.order import AHEAD_S, Ack, Orders, Proposal, RoundVerdict, limit_after, settled
+from deltashard.group.order import Ack, Orders, Proposal, RoundVerdict, settled
 from deltashard_checkpoint.errors import InternalBug
 
 ANY, CLOSE, EXACT = (
@@ -40,36 +40,6 @@ def test_who_gives_no_answer_in_time_is_named() -> None:
     assert settled(ANY, {1: READY}, 3, overdue=True) == RoundVerdict(at=None, why_off=missing, rank=0)
     many = settled(ANY, {}, 4096, overdue=True)
     assert many.why_off == "no answer of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more in time"
-
-
-def test_a_cut_that_was_never_taken_is_known_when_the_next_is_due() -> None:
-    """The rank has no part in it, and says so."""
-    orders = Orders()
-    orders.read(RoundVerdict(at=7))
-    orders.read(RoundVerdict(at=None, why_off="x"))
-    assert (orders.due, orders.missed) == ((1, 7), None)
-    orders.read(RoundVerdict(at=5))
-    assert (orders.due, orders.missed) == ((3, 5), 1)
-
-
-def test_a_limit_lies_as_far_ahead_as_an_order_takes() -> None:
-    assert limit_after(10, 5.0) == 11
-    assert limit_after(10, AHEAD_S) == 11
-    assert limit_after(10, AHEAD_S / 20) == 30
-    assert limit_after(10, 0.0) == 11
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        Proposal(reason="é", urgent=True, at=3, exact=True),
-        Ack(limit=3, why_not="x", stays=True),
-        RoundVerdict(at=5),
-        RoundVerdict(at=None, why_off="y"),
-    ],
-)
-def test_words_read_back_as_they_were_said(said: Proposal | Ack | RoundVerdict) -> None:
-    assert type(said).of(said.text()) == said
 
 
 def test_a_verdict_before_a_promise_is_a_bug() -> None:

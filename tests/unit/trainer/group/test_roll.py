@@ -21,15 +21,6 @@ def half(rank: int, **changes: Any) -> RankManifest:
     return RankManifest(**(said | changes))
 
 
-def test_equal_words_make_a_layout() -> None:
-    """Also when they were sent as text."""
-    word = half(1, facts={"run": "ü", "fresh": False, "optimizers": ["Adam"]})
-    assert RankManifest.of(word.text()) == word
-    layout = agreed_layout([half(0), half(1)])
-    assert (layout.world_size, len(layout)) == (2, 2)
-    assert layout.boxes_of(1) == tuple(half(1).boxes)
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

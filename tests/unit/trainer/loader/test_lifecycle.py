@@ -6,39 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deltashard.loader.lifecycle import TRANSITIONS, PassEvent, PassState, Saved, after, saved_in
 from deltashard.loader.registry import LoaderRegistry
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.trainer.step_count import StepCount
-
-
-def test_every_state_is_left_by_the_events_that_can_happen_in_it() -> None:
-    """Only an open pass ends; each state but open is left by a new pass."""
-    for state in PassState:
-        assert TRANSITIONS[state, PassEvent.BEGUN] is PassState.OPEN
-        for event in (PassEvent.STOPPED, PassEvent.DROPPED):
-            assert ((state, event) in TRANSITIONS) is (state is PassState.OPEN)
-    with pytest.raises(KeyError):
-        after(PassState.EXHAUSTED, PassEvent.STOPPED)
-
-
-@pytest.mark.parametrize(
-    ("state", "was_epoch", "stepped_since", "saved"),
-    [
-        (PassState.NONE, False, True, Saved.EPOCH),
-        (PassState.WAITING, True, True, Saved.RESTORED),
-        (PassState.OPEN, True, True, Saved.INSIDE),
-        (PassState.EXHAUSTED, True, False, Saved.NEXT_EPOCH),
-        (PassState.EXHAUSTED, False, False, Saved.EPOCH),
-        (PassState.LEFT, True, False, Saved.INSIDE),
-        (PassState.LEFT, True, True, Saved.NEXT_EPOCH),
-    ],
-)
-def test_what_a_cut_saves(state: PassState, was_epoch: bool, stepped_since: bool, saved: Saved) -> None:
-    assert saved_in(state, was_epoch=was_epoch, stepped_since=stepped_since) is saved
-
 
 LENGTH = 4
 ACTIONS = ["iter", "next", "drop", "step"]

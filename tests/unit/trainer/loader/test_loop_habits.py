@@ -1,7 +1,6 @@
 """Loops that use several loaders at a time, make a loader for each epoch, or end epochs by a count of their own."""
 
 import itertools
-import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -36,27 +35,6 @@ def test_batches_of_a_loader_that_are_used_again_beside_another_one_are_reported
         step_done()
     assert "loader 'short': a step was taken without a new batch" in caplog.text
     assert "'long'" not in caplog.text
-
-
-def test_an_epoch_that_the_loop_ends_by_its_own_count_is_reported_when_the_program_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    registry, step_done = registry_at()
-    for _ in itertools.islice(registry.wrap(list(range(8))), 3):
-        step_done()
-    _, positions = registry.capture()
-
-    again, step_done = registry_at(3)
-    loader = again.wrap(list(range(8)))
-    again.resume(positions, None, step=3)
-    for _ in range(3):
-        for _ in itertools.islice(loader, 5):
-            step_done()
-    assert "A counter of the loop itself (enumerate, range) begins at 0 again" in caplog.text
-    assert (
-        "the loop ends its epochs after 5 batches, and the one that was resumed within had 8" in caplog.text
-    )
 
 
 def test_the_end_of_a_pass_is_known_until_the_next_step() -> None:

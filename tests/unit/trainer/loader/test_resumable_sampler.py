@@ -10,7 +10,6 @@ import pytest
 from deltashard import ResumableSampler
 from deltashard.errors import CheckpointMismatch, UserError
 from deltashard.loader.registry import LoaderRegistry
-from deltashard.partial.rule import moved_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
@@ -20,7 +19,6 @@ from tests.support.trainer.sampler_lives import (
     Life,
     Rank,
     check_each_once,
-    handed_over,
     lived,
     order,
     resume,
@@ -115,20 +113,6 @@ def test_a_resumed_run_sees_what_the_lost_one_would_have(
     assert seen == [[sample for epoch in rank.seen.values() for sample in epoch] for rank in whole]
 
 
-def test_a_sampler_alone_is_told_by_set_epoch() -> None:
-    """In a loader that is not wrapped; a dataset may grow between epochs."""
-    data = list(range(9))
-    sampler = ResumableSampler(data, seed=1)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
-    first = [batch.tolist() for batch in loader]
-    assert first == [batch.tolist() for batch in loader]
-    sampler.set_epoch(1)
-    assert first != [batch.tolist() for batch in loader]
-    data += [9, 10]
-    assert sorted(sampler) == list(range(11))
-    assert len(sampler) == 11
-
-
 def resume_at(registry: LoaderRegistry, tree: dict[str, Any]) -> None:
     """Its loader, where `tree` stood; another one is refused."""
     registry.resume({"loader": tree}, None, step=registry.clock(), on_change="refuse")
@@ -153,40 +137,6 @@ def test_the_sampler_stands_where_batches_are_made() -> None:
         resume_at(again, tree)
         rest = [i for batch in loader for i in batch.tolist()]
         assert rest == order(Data(samples=20), 0)[tree["samples"] :]
-
-
-class Pairs(BatchSampler):
-    """Batches of the user's own: of two, the larger one first."""
-
-    def __iter__(self) -> Any:
-        for one, other in super().__iter__():
-            yield [max(one, other), min(one, other)]
-
-
-def test_batches_of_the_users_own_making_are_counted() -> None:
-    """The epoch is told all the same; how many samples were used up is unknown, so another world begins it again."""
-    steps = StepCount()
-
-    def wrapped() -> tuple[LoaderRegistry, Any]:
-        registry = LoaderRegistry(steps)
-        batches = Pairs(ResumableSampler(20, seed=3), 2, drop_last=False)
-        return registry, registry.wrap(DataLoader(list(range(20)), batch_sampler=batches))
-
-    (lost, loader), seen = wrapped(), []
-    while steps.now < 13:
-        for batch in loader:
-            seen += batch.tolist()
-            steps.now += 1
-            if steps.now == 13:
-                tree = lost.capture()[1]["loader"]
-                break
-    again, loader = wrapped()
-    resume_at(again, tree)
-    seen += [i for batch in loader for i in batch.tolist()]
-    assert sorted(seen[20:]) == list(range(20))
-    assert seen[:20] != seen[20:]
-    with pytest.raises(CheckpointMismatch, match="unknown which samples were used up"):
-        handed_over([tree, tree], 0, 1)
 
 
 def test_replaying_fetches_the_same_order() -> None:
@@ -220,49 +170,6 @@ def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None
     (again,) = resume(live, Life(saved=0), [lost.tree()])
     again.rest_of_epoch()
     assert again.seen[1] == order(live, 1)
-
-
-def test_another_order_begins_the_epoch_again_unless_it_is_refused() -> None:
-    """The default: some samples twice, none left out; or as many batches are left out."""
-    (lost,) = resume(Data(samples=20), Life(saved=0), [])
-    lost.take(3)
-    live = Data(samples=22, seed=4)
-    again = Rank(live, Life(saved=0), 0)
-    again.resume(lost.tree(), "restart")
-    again.rest_of_epoch()
-    assert again.seen[0] == order(live, 0)
-    continued = Rank(live, Life(saved=0), 0)
-    continued.resume(lost.tree(), "continue")
-    continued.rest_of_epoch()
-    assert continued.seen[0] == order(live, 0)[6:]
-
-
-def test_a_pipeline_that_fetches_ahead_is_behind_what_it_was_handed() -> None:
-    """What was delivered and not used is given again."""
-    data = Data(samples=20)
-    (lost,) = resume(data, Life(saved=0), [], pipelined=True)
-    fetched = iter(lost.loader)
-    for _ in range(5):
-        next(fetched)
-    lost.steps.now = 3
-    (again,) = resume(data, Life(saved=0, batch_size=4), [lost.tree()], pipelined=True)
-    assert [i for batch in again.loader for i in batch.tolist()] == order(data, 0)[6:]
-
-
-@pytest.mark.parametrize("ahead", [7, 13])
-def test_a_lost_rank_goes_where_the_others_are(ahead: int) -> None:
-    """Partial recovery, within its epoch and beyond: its own share of the same order, and nothing to say."""
-    data, life = Data(samples=40), Life(saved=0, world=2)
-    mine, other = resume(data, life, [])
-    mine.take(4)
-    other.take(ahead)
-    positions, notes = moved_on({"loader": mine.tree()}, {"loader": other.tree()})
-    again = Rank(data, life, 0)
-    again.resume(positions["loader"])
-    again.take(2)
-    epoch, at = divmod(ahead, 10)
-    assert again.seen[epoch] == order(data, epoch)[0::2][2 * at : 2 * at + 4]
-    assert notes == []
 
 
 @pytest.mark.parametrize(

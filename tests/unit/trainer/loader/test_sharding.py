@@ -6,14 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from deltashard.errors import CheckpointMismatch
-from deltashard.loader.registry import LoaderRegistry
 from deltashard.loader.sharding import ResumePositions
-from torch.utils.data import DataLoader
 
 from tests.support.trainer.sampler_lives import Data, Life, Rank
-from tests.support.trainer.step_count import StepCount
 
 DATA = Data(samples=48, distributed=True)
 
@@ -60,48 +56,3 @@ def test_what_cannot_be_shared_is_refused() -> None:
     }.items():
         with pytest.raises(CheckpointMismatch, match=what):
             other.resume(tree)
-
-
-def test_what_one_rank_cannot_take_over_begins_again_on_all() -> None:
-    """Rank 0 sees nothing wrong, rank 1 that rank 3 was elsewhere."""
-    ranks = [rank_of(rank, 4) for rank in range(4)]
-    for rank, each in enumerate(ranks):
-        each.take(13 if rank < 3 else 14)  # 24 samples of 12 a rank: within the third epoch
-    trees = dict(enumerate(rank.tree() for rank in ranks))
-    found = [ResumePositions({"loader": trees[rank]}) for rank in range(2)]
-    for rank, each in enumerate(found):
-        mine = {peer: trees[peer] for peer in (0, *range(rank, 4, 2))}
-        each.take_over("loader", mine, rank=rank, saved=4, world=2)
-    assert [sorted(each.refused) for each in found] == [[], ["loader"]]
-    for each in found:
-        each.restart_epochs(["loader"], each.refused)
-        assert each.notes[0].startswith("loader 'loader' cannot resume within epoch 2, which begins again")
-        again = rank_of(0, 2)
-        again.resume(each.positions["loader"])
-        assert (again.loader.epoch, again.loader.delivered) == (2, 0)
-
-
-def test_all_ranks_share_the_batches_of_one_order() -> None:
-    """Whoever goes on does it with rank 0's position, in an order that is the same on all; another order is seen."""
-
-    def five(seed: int, tree: dict[str, Any] | None = None) -> tuple[list[int], dict[str, Any]]:
-        """What a rank sees of an order, from a position on, or of its first five batches; its position then."""
-        registry, seen = LoaderRegistry(StepCount()), []
-        generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(list(range(24)), batch_size=3, shuffle=True, generator=generator)
-        wrapped = registry.wrap(loader, shared=True)
-        if tree is not None:
-            registry.resume({"loader": tree}, None, step=5)
-        for number, batch in enumerate(wrapped, 1):
-            seen += batch.tolist()
-            registry.clock.now += 1
-            if tree is None and number == 5:
-                break
-        return seen, registry.capture()[1]["loader"]
-
-    (seen, zero), (_, one), (_, strange) = five(7), five(7), five(8)
-    tree, note = taken_over({0: zero, 1: one})
-    assert note == "loader 'loader' resumes at batch 5, as on 2 ranks"
-    assert sorted(seen + five(99, tree)[0]) == list(range(24))
-    with pytest.raises(CheckpointMismatch, match="or had other batches"):
-        taken_over({0: zero, 1: strange})

@@ -182,20 +182,6 @@ class Flagged(Own):
         return first
 
 
-class Deleting(Own):
-    """An attribute that is there until the first step."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.pending = True
-
-    def fresh(self, p):
-        if not hasattr(self, "pending"):
-            return False
-        del self.pending
-        return True
-
-
 class Keyed(Own):
     """State, and references to it, in dictionaries and lists of its own."""
 
@@ -305,7 +291,7 @@ def watched(tracking):
     return told
 
 
-@pytest.mark.parametrize("kind", [Flagged, Deleting, Keyed, Drawing, Telling], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [Flagged, Keyed, Drawing, Telling], ids=lambda k: k.__name__)
 def test_what_an_optimizer_keeps_beside_its_state_comes_back(kind, caplog):
     """Flags, counters, dictionaries by parameter, generators, entries of its own state_dict: bit for bit."""
     model, optimizer, source = built(kind)
@@ -408,48 +394,6 @@ def test_restored_state_that_is_thrown_away_is_reported(kind, sparse, caplog):
     forgets = issubclass(kind, Forgetful)
     assert caplog.text.count("initialises it again") == (1 if forgets else 0)
     assert told == ([("state_thrown_away", {"table": "weight", "field": "sum"})] if forgets else [])
-
-
-class Slow:
-    """Lookahead: each second step the slow weights go half of the way, and the weights are set to them."""
-
-    def __init__(self, base, *, forgets):
-        self.base, self.param_groups, self.state = base, base.param_groups, {}
-        self.made, self.steps = Box(), 0
-        self.forgets = forgets
-
-    def step(self):
-        self.base.step()
-        self.steps += 1
-        for p in self.param_groups[0]["params"]:
-            if p not in self.state or (self.forgets and not self.made.made):
-                self.state[p] = {"slow": p.detach().clone()}
-            if self.steps % 2 == 0:
-                self.state[p]["slow"].lerp_(p.detach(), 0.5)
-                p.data.copy_(self.state[p]["slow"])
-        self.made.made = True
-
-    def zero_grad(self):
-        self.base.zero_grad()
-
-
-@pytest.mark.parametrize("trained", [20, 40])
-@pytest.mark.parametrize("forgets", [True, False])
-def test_state_of_a_wrapper_without_hooks_is_looked_at_by_the_next_cut(forgets, trained):
-    """Only rows that nobody trained since tell a copy of the weights from slow weights that the wrapper set them to."""
-    build = lambda ps: Slow(torch.optim.SGD(ps, lr=0.1), forgets=forgets)  # noqa: E731
-    model, optimizer, source = built(build)
-    for _ in range(3):
-        stepped(model, optimizer, torch.arange(40))
-    source.refresh()
-    other_model, other, target = built(build)
-    other.steps = 3
-    transfer(source, target)
-    told = watched(target)
-    stepped(other_model, other, torch.arange(trained))
-    target.refresh()
-    anew = [("state_thrown_away", {"table": "weight", "field": "slow@1"})]
-    assert told == (anew if forgets and trained < 40 else [])
 
 
 @pytest.mark.parametrize("forgets", [False, True])

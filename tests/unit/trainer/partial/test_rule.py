@@ -11,12 +11,10 @@ from deltashard.partial.rule import (
     CARRIED_BYTES,
     RecoverySituation,
     RecoveryTerms,
-    RecoveryVerdict,
     RecoveryWord,
     Staged,
     judge,
     moved_on,
-    pls_of,
     why_unusable,
 )
 from hypothesis import given
@@ -43,22 +41,6 @@ def word(rank: int, /, *, lost: bool = False, rows: float = 100.0, **said: Any) 
     return RecoveryWord(staged=None if lost else part(**{"rank": rank} | said), place="here", rows=rows)
 
 
-def test_a_lost_rank_costs_its_share_of_the_steps_since_the_checkpoint() -> None:
-    verdict = judge([word(0), word(1), word(2, lost=True), word(3)], NOW, TERMS)
-    assert verdict == RecoveryVerdict(
-        step=40, donor=0, steps=(40, 40, 30, 40), own=(True, True, False, True), lost=(2,),
-        added=10 / 1000 * 100 / 400, pls=10 / 1000 * 100 / 400, recoveries=1, places=(0, 0, 0, 0),
-    )  # fmt: skip
-
-
-def test_a_lagging_and_a_torn_survivor_cost_a_step_each() -> None:
-    words = [word(0, step=39), word(1, ahead=True), word(2, clean=False), word(3)]
-    verdict = judge(words, NOW, TERMS)
-    assert (verdict.step, verdict.donor, verdict.steps) == (40, 1, (39, 40, 40, 40))
-    assert verdict.own == (False, True, False, True)
-    assert verdict.added == pytest.approx(2 / 1000 * 100 / 400)
-
-
 def test_ranks_of_other_places_are_sent_what_they_take_unless_it_is_too_much() -> None:
     """Which ranks read the donor's part where it lies, and which cannot, all know; where somebody cannot, size counts."""
     words = [dataclasses.replace(word(r), place="here" if r in (1, 3) else f"there {r}") for r in range(4)]
@@ -70,13 +52,6 @@ def test_ranks_of_other_places_are_sent_what_they_take_unless_it_is_too_much() -
     assert "rank 0" in judge(large, NOW, TERMS).why_full
     together = [dataclasses.replace(each, place="here") for each in large]
     assert judge(together, NOW, TERMS).partial
-
-
-def test_what_was_lost_before_counts_though_no_commit_says_it() -> None:
-    words = [word(0, pls=0.2, recoveries=3), *(word(r) for r in (1, 2)), word(3, lost=True)]
-    verdict = judge(words, dataclasses.replace(NOW, pls=0.1, recoveries=1), TERMS)
-    assert verdict.pls == pytest.approx(0.2 + 0.0025)
-    assert verdict.recoveries == 4
 
 
 OF_ANYTHING_ELSE = [
@@ -136,14 +111,6 @@ def test_whatever_is_unclear_makes_all_go_back(
     assert why in verdict.why_full
 
 
-def test_a_step_that_was_half_done_is_lost_once() -> None:
-    """By who was within it while another ended it (it is not trained again), and by who will train it again."""
-    behind = judge([word(0, step=39, ahead=True), word(1), word(2), word(3)], NOW, TERMS)
-    again = judge([word(0, ahead=True), word(1), word(2), word(3)], NOW, TERMS)
-    plain = judge([word(0, step=39), word(1), word(2), word(3)], NOW, TERMS)
-    assert behind.added == again.added == plain.added > 0
-
-
 STEPS = st.integers(28, 43)
 WORDS = st.lists(
     st.builds(
@@ -191,21 +158,6 @@ def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: flo
         verdict.added + max(staged.pls for staged in survivors.values()), abs=1e-12
     )
     assert verdict.pls <= target
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 100)), max_size=6), st.integers(1, 1000))
-def test_pls_is_a_share(ranks: list[tuple[int, int]], planned: int) -> None:
-    """All rows, all planned steps: 1. Additive over ranks, never negative."""
-    steps, rows = [s for s, _ in ranks], [float(r) for _, r in ranks]
-    whole = sum(rows)
-    assert pls_of([planned] * len(rows), rows, all_rows=whole, planned_steps=planned) == pytest.approx(
-        1.0 if whole else 0.0
-    )
-    alone = [
-        pls_of([s], [r], all_rows=whole, planned_steps=planned) for s, r in zip(steps, rows, strict=True)
-    ]
-    assert pls_of(steps, rows, all_rows=whole, planned_steps=planned) == pytest.approx(sum(alone))
-    assert all(each >= 0 for each in alone)
 
 
 def test_loaders_go_where_the_others_are() -> None:

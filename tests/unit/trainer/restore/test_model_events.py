@@ -45,28 +45,6 @@ def trained(steps: int) -> dict[str, memoryview]:
     return script.train(steps).cut()
 
 
-def test_gradients_that_are_dropped_after_the_cut_are_not_there_at_the_next_step() -> None:
-    """A loop that zeroes to None right after `step()`: the zeros that the restore placed are taken away."""
-    script = Script()
-    script.begin().restore(trained(5))
-    assert all(not p.grad.count_nonzero() for p in script.model.parameters() if p.grad is not None)
-    script.optimizers[0].step()
-    assert all(p.grad is None for p in script.model.parameters())
-
-
-def test_an_optimizer_replaced_in_the_list_is_adopted(caplog: pytest.LogCaptureFixture) -> None:
-    """Its steps are seen, and it is what later checkpoints hold; the log says what a restart needs."""
-    script = Script()
-    script.begin()
-    script.train(2)
-    script.optimizers[0] = torch.optim.SGD(script.model.parameters(), lr=0.1)
-    script.train(1).cut()
-    assert "an optimizer was replaced while training" in caplog.text
-    script.optimizers[0].step()
-    assert script.program.tracking.steps.stepped
-    assert [each.class_name for each in script.program.tracking.optimizers] == ["torch.optim.sgd.SGD"]
-
-
 @pytest.mark.parametrize("script", [False, True])
 def test_hyperparameters_given_otherwise_are_reported_by_name_and_value(script: bool) -> None:
     """The checkpoint's are in force, or this script's; what the scheduler changed is no difference."""
@@ -82,15 +60,6 @@ def test_hyperparameters_given_otherwise_are_reported_by_name_and_value(script: 
     assert group["lr"] == (0.02 if script else 0.1 * 0.5**2)
     assert again.scheduler.gamma == (0.25 if script else 0.5)
     assert again.scheduler.last_epoch == 4
-
-
-def test_a_difference_is_reported_again_until_the_script_agrees() -> None:
-    """What is in force is compared, not what the script of the process between gave."""
-    between = Script(lr=0.02)
-    assert between.begin().restore(trained(3))
-    checkpoint = between.train(2).cut()
-    assert "lr 0.1 -> 0.02" in Script(lr=0.02).begin().restore(checkpoint)[0]
-    assert Script().begin().restore(checkpoint) == []
 
 
 def test_requires_grad_given_otherwise_is_reported() -> None:

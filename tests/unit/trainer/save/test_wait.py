@@ -10,7 +10,7 @@ import pytest
 from deltashard.save.comparison import Comparison
 from deltashard.save.handle import Flight, SaveHandle, together
 from deltashard.save.wait import Asker, SnapshotGate
-from deltashard_proto.block_reason import BlockReason, text_of, word_of
+from deltashard_proto.block_reason import BlockReason
 
 ALL = set(Asker)
 BINDS: dict[str, tuple[BlockReason, set[Asker]]] = {
@@ -35,14 +35,6 @@ def test_the_first_reason_that_counts_for_who_asks(asker: Asker) -> None:
         assert gate.why(asker) == (reasons[0] if reasons else None), holds
         of_the_program = [BINDS[name][0] for name in list(BINDS)[:4] if holds[name]]
         assert gate.not_at_boundary == (of_the_program[0] if of_the_program else None), holds
-
-
-def test_a_reason_goes_through_a_control_line() -> None:
-    """A number of 64 bits, with the rank that blocks; what a newer trainer has is nothing that could be shown."""
-    for reason in BlockReason:
-        assert text_of(word_of(reason)) == str(reason)
-        assert text_of(word_of(reason, 63)) == f"{reason} (rank 63)"
-    assert text_of(0) == text_of(word_of(list(BlockReason)[-1]) + 1) == ""
 
 
 def test_a_cut_takes_all_whose_metadata_agrees() -> None:

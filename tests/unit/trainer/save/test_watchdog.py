@@ -84,17 +84,6 @@ def test_whatever_blocks_a_save_is_told_again_at_twice_the_time(
     assert loop.shown() == ""
 
 
-def test_a_run_without_a_checkpoint_says_so() -> None:
-    """Nothing was ever durable; the remedy of what failed goes before that of the reason."""
-    loop = Loop(every_s=30)
-    loop.block = BlockedBy(reason=BlockReason.BACK_OFF, message="no room", remedy="free some")
-    loop.step(200)
-    (_, facts) = loop.told[0]
-    assert (facts["for_s"], facts["age_s"]) == (90, None)
-    assert "(there is no checkpoint yet): " in facts["message"]
-    assert facts["message"].endswith("no room -- free some")
-
-
 def test_what_is_asked_for_is_due_without_a_timer() -> None:
     """A save() on demand only; nothing is due otherwise, nor any more when it failed or was taken."""
     loop = Loop()
@@ -108,21 +97,6 @@ def test_what_is_asked_for_is_due_without_a_timer() -> None:
     loop.step()
     assert loop.shown() == ""
     assert loop.dog.blocked is None
-
-
-def test_time_without_steps_blocks_nothing() -> None:
-    """An evaluation of an hour: the save that fell due is taken at the first step after it, and uploads for a while."""
-    loop = Loop(every_s=10)
-    loop.block = BlockedBy(reason=BlockReason.FLIGHT, message="")
-    loop.step(takes_s=3600)
-    loop.save(durable_after=30)
-    assert not loop.told
-    loop.step(10)
-    loop.dog.taken()
-    loop.step(takes_s=50)
-    assert not loop.told, "what was taken a moment ago is not blocked"
-    loop.step(takes_s=50)
-    assert loop.told
 
 
 def test_steps_come_here_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

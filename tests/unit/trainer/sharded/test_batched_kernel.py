@@ -69,24 +69,6 @@ class _Told:
         return said
 
 
-def test_updated_rows_are_told_by_table_when_the_update_runs() -> None:
-    """Not at the lookup: one that gets no gradient says nothing, one that gets it late says it late."""
-    holder = _Holder()
-    batch = BatchedKernel(holder)
-    told = _Told(batch)
-    before = [weights.clone() for weights in batch.weights]
-    loss = holder([[1, 2], []], [[7], [7, 8]], [[], [9]])
-    with torch.no_grad():
-        holder([[3], []], [[], []], [[], []])
-    holder([[4], []], [[], []], [[], []])
-    assert told.take() == ([], [])
-    loss.backward()
-    changed = tuple(
-        (a != b).any(1).nonzero().view(-1).tolist() for a, b in zip(before, batch.weights, strict=True)
-    )
-    assert told.take() == changed == ([1, 2], [7, 8, 9])
-
-
 def test_batches_of_different_sizes_by_feature() -> None:
     """The bags of the features are counted each for itself then; an empty batch trips nothing."""
     holder = _Holder()
@@ -116,18 +98,6 @@ def test_offsets_without_sense_say_every_id_of_every_table() -> None:
     for offsets in ([0, 5, 2, 3], [0, 1, 2, 9], [1, 1, 2, 3], []):
         batch.updated(torch.tensor([4, 25, 6]), torch.tensor(offsets, dtype=torch.int64), None)
         assert told.take() == ([0, 4, 6], [4, 6, 25])
-
-
-def test_listeners_end_each_for_itself() -> None:
-    """The last one takes the hook along."""
-    holder = _Holder()
-    told = _Told(BatchedKernel(holder))
-    told.ends[0]()
-    holder([[1], []], [[2], []], [[], []]).backward()
-    assert told.take() == ([], [2])
-    told.ends[1]()
-    told.ends[1]()
-    assert not holder.emb_module._forward_hooks
 
 
 def test_a_copy_of_the_model_says_nothing() -> None:
@@ -162,28 +132,6 @@ def test_a_module_has_one_kernel_as_long_as_its_memory_stays() -> None:
     assert moved is not batch
     tbe.weights_host = nn.Parameter(tbe.weights_host.detach().clone())
     assert kernel_of(holder) is not moved
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "shapes"),
-    [
-        (EmbOptimType.EXACT_ROWWISE_ADAGRAD, [{"sum": (20,)}, {"sum": (30,)}]),
-        (EmbOptimType.EXACT_ADAGRAD, [{"sum": (20, 8)}, {"sum": (30, 8)}]),
-        (EmbOptimType.EXACT_SGD, [{}, {}]),
-    ],
-)
-def test_state_is_the_kernels_own_memory(optimizer: EmbOptimType, shapes: list[dict[str, Any]]) -> None:
-    """Under torch's names; what is written there is what the next update takes."""
-    holder = _Holder(optimizer)
-    batch = BatchedKernel(holder)
-    assert [{k: tuple(v.shape) for k, v in shard.state.items()} for shard in batch.shards] == shapes
-    assert all(shard.why_inexact is None for shard in batch.shards)
-    for shard in batch.shards:
-        for value in shard.state.values():
-            value.fill_(1e30)
-    before = batch.weights[0].clone()
-    holder([[1], []], [[], []], [[], []]).backward()
-    assert torch.allclose(batch.weights[0], before, atol=1e-9) == bool(shapes[0])
 
 
 def test_rates_and_counts_come_back() -> None:

@@ -184,17 +184,6 @@ def test_a_buffer_that_the_contract_drops_is_not_saved_and_made_anew(
     second.restore(raw | {"dense/cache": raw["dense/weight"]})
 
 
-def test_a_trained_parameter_that_the_contract_drops_is_saved_all_the_same() -> None:
-    def dropped(module: nn.Module, held: dict[str, Any], prefix: str, _: Any) -> None:
-        del held[prefix + "bias"]
-
-    model, again = nn.Linear(4, 4), nn.Linear(4, 4)
-    for each in (model, again):
-        each._register_state_dict_hook(dropped)
-    Program(again).restore(Program(model).cut())
-    assert torch.equal(again.bias, model.bias)
-
-
 def test_a_checkpoint_of_before_modules_were_asked_is_taken_with_a_note() -> None:
     raw = Program(nn.Sequential(nn.BatchNorm1d(4))).cut()
     older = {name: data for name, data in raw.items() if name != "meta"}
@@ -449,11 +438,6 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
 def test_sharded_modules_are_no_contracts() -> None:
     """They say their tables themselves; a module around them cannot speak for them, and is refused."""
 
-    class Hooked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self._register_state_dict_hook(lambda *_: None)
-
     class Speaks(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -462,7 +446,8 @@ def test_sharded_modules_are_no_contracts() -> None:
         def get_extra_state(self) -> int:
             return 1
 
-    sharded = Hooked()
+    sharded = nn.Linear(1, 1)
+    sharded._register_state_dict_hook(lambda *_: None)
     inventory = Inventory(sharded=[sharded])
     assert contract.contracts_of(nn.ModuleDict({"it": sharded}), lambda: inventory) == []
     with pytest.raises(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from deltashard.errors import CheckpointMismatch
-from deltashard.state.managed_collision import histories, is_managed
+from deltashard.state.managed_collision import histories
 from deltashard.state.value import decode_value, encode_value
 from torch import nn
 
@@ -67,10 +66,3 @@ def test_another_eviction_policy_is_refused() -> None:
     (target,) = histories(nn.Sequential(module("LFU_EvictionPolicy")))
     with pytest.raises(CheckpointMismatch, match="eviction policy"):
         target.set(source.get())
-
-
-def test_nothing_is_looked_for_where_torchrec_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other models have no such module."""
-    monkeypatch.delitem(sys.modules, "torchrec.modules.mc_modules", raising=False)
-    assert not is_managed(nn.Linear(1, 1))
-    assert histories(nn.Linear(1, 1)) == []

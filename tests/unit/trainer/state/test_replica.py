@@ -32,11 +32,3 @@ def test_one_changed_value_of_a_small_tensor_is_found() -> None:
     assert differing(zero, {0: sums(zero, 7), 1: sums(other, 7), 2: sums(zero, 7)}) == ["b on rank 1"]
     said = {0: sums(zero, 7)} | {rank: sums(other, 7) for rank in range(1, 7)}
     assert differing(zero, said) == ["b on ranks 1, 2, 3, 4 and more"]
-
-
-def test_another_tensor_is_found_although_only_some_values_are_looked_at() -> None:
-    """Trained apart, all rows that were trained differ; each look draws other values."""
-    zero, other = {"t": torch.zeros(5000, 4)}, {"t": torch.zeros(5000, 4)}
-    other["t"][:500] += 1
-    assert any(differing(zero, {0: sums(zero, cut), 1: sums(other, cut)}) for cut in range(3))
-    assert sums(zero, 1) == sums({"t": torch.zeros(5000, 4)}, 1)

@@ -92,15 +92,6 @@ def test_what_was_compared_ahead_of_a_cut_counts_at_it():
     assert fault.found == len({int(i) for i in sampled[1:2]} - {int(sampled[0])})
 
 
-def test_a_look_ahead_of_an_older_sample_does_not_count():
-    """It belongs to one sample; whoever asks without one looks at the cut, as always."""
-    table, tracking = audited()
-    look(tracking)
-    again(tracking, 2)
-    table.weight.data += 1
-    assert len(tracking.audit_before_commit(ahead=True)) == 1
-
-
 def test_who_writes_between_that_look_and_the_cut_is_found_at_its_turn():
     """Every table is compared at the cut itself once in AT_CUT cuts."""
     table, tracking = audited()

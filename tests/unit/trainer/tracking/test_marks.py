@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from deltashard.tracking.marks import BASE, FRESH, Marks
+from deltashard.tracking.marks import Marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,26 +148,3 @@ def test_a_full_cut_that_commits_as_no_baseline_keeps_the_older_one():
     marks.committed(2, baseline=False)
     assert selected(marks, "since_baseline") == {3}
     assert selected(marks, "since_commit") == set()
-
-
-def test_restored_rows_differ_from_the_baseline_only():
-    """After a restore the next consecutive delta is empty, and the next one-shot delta holds the delta rows."""
-    marks = Marks(ROWS)
-    marks.reseed(torch.tensor([2, 7]))
-    assert selected(marks, "since_commit") == set()
-    assert selected(marks, "since_baseline") == {2, 7}
-    assert marks.count("since_baseline") == 2
-    marks.reseed(None)
-    assert marks.select("since_baseline").all
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_marking_takes_any_integers_and_repeats(dtype):
-    """Ids come as the lookups have them."""
-    marks = Marks(ROWS)
-    marks.reseed(torch.tensor([], dtype=torch.int64))
-    marks.mark(torch.tensor([4, 4, 1], dtype=dtype))
-    assert (marks.flags & (FRESH | BASE)).tolist() == [
-        FRESH | BASE if r in (1, 4) else 0 for r in range(ROWS)
-    ]
-    assert marks.clean(torch.tensor([1, 2])).tolist() == [False, True]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.tracking.step_hook import StepHooks
 from deltashard.tracking.tensor_versions import TensorVersionSet
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
@@ -101,21 +100,6 @@ def answers(monkeypatch):
     return said
 
 
-def test_steps_alone_compare_versions_only(answers, monkeypatch):
-    """And mark the rows that they changed, of the tables that they changed."""
-    case = Case()
-    del answers[:]
-    monkeypatch.setattr("deltashard.tracking.tracking.TrackedTable.before_step", None)
-    case.train((3, 5))
-    case.train((4,), tables=[1, 3])
-    case.train((5,))
-    assert answers == [True] * 3
-    monkeypatch.undo()
-    both, one = [1, 2, 3, 5], [1, 2, 3, 4, 5]
-    assert case.dirty() == [both, one, both, one, both]
-    assert {table.tracker for table in case.tracking.tables} == {"gradients"}
-
-
 @pytest.mark.parametrize("between", BETWEEN)
 def test_what_others_do_to_one_table_is_seen_by_the_next_step(answers, between):
     """All of its rows count as changed; the other tables keep their marks."""
@@ -130,17 +114,3 @@ def test_what_others_do_to_one_table_is_seen_by_the_next_step(answers, between):
         case.train()  # the first step after a cut's look takes it table by table
         case.train()
         assert answers[-1] is True
-
-
-def test_a_comparison_that_fails_never_fails_a_step(monkeypatch):
-    """Each table is looked at then."""
-    case = Case()
-
-    def broken(_self):
-        raise RuntimeError("moved")
-
-    monkeypatch.setattr(TensorVersionSet, "same", broken)
-    monkeypatch.setattr(TensorVersionSet, "stepped", broken)
-    assert StepHooks is type(case.tracking._hooks[0])
-    case.train((9,))
-    assert case.dirty() == [[1, 2, 9]] * TABLES

@@ -154,21 +154,6 @@ def test_a_table_that_goes_is_no_longer_saved():
     assert tracking.regrown
 
 
-def test_stepped_tells_accumulation_from_steps():
-    """A due cut waits for the next optimizer step; skipped steps are no steps."""
-    with quiet():
-        training, cutter = begin("sgd", "embedding", True)
-        tracking = cutter.tracking
-        training.accumulate()
-        assert not tracking.steps.stepped
-        training.scaled_skip()
-        assert not tracking.steps.stepped
-        training.train()
-        assert tracking.steps.stepped
-        tracking.steps.done()
-        assert not tracking.steps.stepped
-
-
 def test_a_copy_or_pickle_of_the_model_carries_no_tracking():
     """Averaged models deep-copy, people pickle: neither drags marks along nor marks anything."""
     training, cutter = begin("sgd", "embedding", True)
@@ -197,25 +182,6 @@ def test_a_replaced_parameter_is_found_at_the_next_cut():
     assert cutter.tracking.by_key["table.weight"].prepare_cut("since_commit").all
 
 
-def test_tracking_draws_no_random_numbers():
-    """The training's streams are its own."""
-    training, cutter = begin("sgd", "embedding", False)
-    before = torch.get_rng_state()
-    cutter.take()
-    training.evaluate()
-    cutter.take()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_small_tables_cost_nothing_per_step():
-    """Under the size limit a table is looked at by hash, quietly, whatever its optimizer."""
-    training = Training("sgd", "embedding", True, 0)
-    tracking = Tracking(training.model, training.optimizer)
-    (table,) = tracking.tables
-    assert table.tracker == "hashes"
-    assert not tracking._hooks[0].tables
-
-
 def test_close_takes_all_hooks_away():
     """After close neither model nor optimizer knows deltashard."""
     training = Training("sgd", "embedding", False, 0)
@@ -242,45 +208,6 @@ def test_dense_and_sparse_gradients_of_one_table_do_not_hide_rows():
             cutter.take()
 
 
-def test_a_scheduled_optimizer_is_tracked_by_gradients():
-    """A scheduler wraps `step` and changes nothing."""
-    with quiet():
-        training, cutter = begin("sgd", "embedding", True)
-        scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 1)
-        for _ in range(3):
-            training.train()
-            scheduler.step()
-            cutter.take()
-    assert cutter.table.tracker == "gradients"
-
-
-def test_two_trackings_of_one_optimizer_do_not_take_each_other_for_strangers():
-    """Two runs may be written from one training."""
-    with quiet():
-        training, cutter = begin("sgd", "embedding", True)
-        other = Tracking(training.model, [training.optimizer, training.dense], settings=PLAIN)
-        for _ in range(3):
-            training.train()
-            cutter.take()
-    assert {cutter.table.tracker, other.tables[0].tracker} == {"gradients"}
-
-
-def test_the_look_after_a_cut_leaves_other_hooks_alone():
-    """What runs once before the next step must not change the hooks while torch goes through them."""
-    from deltashard.save.step_order import OrderWatch
-    from deltashard.tracking.step_clock import StepClock
-
-    training, cutter = begin("sgd", "embedding", True)
-    watch = OrderWatch(cutter.tracking, {}, StepClock(cutter.tracking))
-    watch.arm()
-    calls = []
-    training.dense.register_step_pre_hook(lambda *_: calls.append(1))
-    with quiet():
-        training.train()
-    assert calls == [1]
-    assert cutter.tracking.steps.before_next == []
-
-
 def test_tables_on_hashes_are_looked_at_together_in_chunks(monkeypatch):
     """Every chunk is hashed once, by whichever thread; the marks are those of one look after the other."""
     from deltashard.state import row_hash
@@ -295,22 +222,6 @@ def test_tables_on_hashes_are_looked_at_together_in_chunks(monkeypatch):
     tracking.refresh()
     for i, table in enumerate(tracking.tables):
         assert table.prepare_cut("since_commit").ids.tolist() == [i, ROWS - 1 - i]
-
-
-def test_shared_jobs_run_once_each_and_a_failure_is_told():
-    """Whoever takes a job; nothing runs any more when it returns."""
-    from deltashard.state.kernel_thread import share
-
-    done = []
-    share([lambda i=i: done.append(i) for i in range(200)])
-    assert sorted(done) == list(range(200))
-    share([])
-
-    def fail():
-        raise ValueError("job")
-
-    with pytest.raises(ValueError, match="job"):
-        share([*[lambda: done.append(0)] * 5, fail, *[lambda: done.append(0)] * 5])
 
 
 class Rebinds(nn.Module):
