@@ -73,6 +73,7 @@ class Options:
     drain_s: float = 10.0  # how long unwritten statuses are written after SIGTERM
     disruption_taints: TaintKeys = ()
     """Keys of taints, by commas, that announce a node's end as a cordon does."""
+    annotate_pods: bool = False  # whether pods bear the time of their newest checkpoint
     log_level: str = "info"  # the least that is logged
 
 
@@ -111,6 +112,7 @@ class Process:
             status_interval_s=options.status_interval_s,
             namespaces=options.watch_namespaces,
             disruption_taints=options.disruption_taints,
+            annotate_pods=options.annotate_pods,
         )
         watches = self.controller.watches
         self.watch = ObjectWatch(

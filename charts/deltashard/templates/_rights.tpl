@@ -54,6 +54,12 @@ subjects:
   resources: [jobs]
   verbs: [create]
 {{- end }}
+{{- if .Values.controller.annotatePods }}
+# What tells schedulers how old a pod's newest checkpoint is.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [patch]
+{{- end }}
 # What it follows. It writes none of it.
 - apiGroups: [batch]
   resources: [jobs]

@@ -21,7 +21,7 @@ import structlog
 
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.workload_policy import Policy
-from deltashard_operator.controller import policy_writer, status
+from deltashard_operator.controller import pod_note, policy_writer, status
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.requests import CheckpointRequests
@@ -58,7 +58,7 @@ _log = structlog.get_logger("deltashard.controller")
 class Controller:
     """All runs. Implements `report.Ledger`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         call: Caller,
@@ -68,9 +68,10 @@ class Controller:
         status_interval_s: float,
         namespaces: Sequence[str] = (),
         disruption_taints: Container[str] = (),
+        annotate_pods: bool = False,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the runs of these namespaces (none named: of all)."""
+        """Keep the runs of these namespaces (none named: of all); `annotate_pods`: see `pod_note`."""
         self._namespaces = namespaces
         self.metrics = metrics
         self._keep_finished_s = keep_finished_s
@@ -87,7 +88,8 @@ class Controller:
             more=(self._requests.kind,),
         )
         self._writes = Writes(books)
-        self._lookers = (Reclaimer(books).look, self._requests.look, partial(policy_writer.look, books))
+        self._lookers = [Reclaimer(books).look, self._requests.look, partial(policy_writer.look, books)]
+        self._lookers += [partial(pod_note.look, books)] if annotate_pods else []
         self._looked_s = self._judged_all_s = 0.0
         self._round: dict[RunKey, None] = {}
         """Runs to be judged for time's sake; those of which there is news go first."""

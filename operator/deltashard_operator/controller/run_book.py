@@ -119,6 +119,7 @@ class Entries:
         self._without_id(entry.run)
         for uid in entry.run.pods:
             self.pods.pop(uid, None)
+            self.queue.forget(("pod", uid))
         for uid in entry.run.jobs:
             self.jobs.pop(uid, None)
         self.orders.forget(key)

@@ -141,6 +141,7 @@ class Watches:
         if last is not None and key.uid in self._books.pods:  # it says how it went
             self.on_pod(last)
         entry = self._books.by_key.get(self._books.pods.pop(key.uid, NOBODYS))
+        self._books.queue.forget(("pod", key.uid))
         pod = entry.run.pods.get(key.uid) if entry is not None else None
         if entry is not None and pod is not None:
             ready, now_s = self._node_ready(pod), self._wall()

@@ -2,10 +2,9 @@
 
 Who has something to write offers it by a key, as often as he likes: the newest offer of a key replaces the one before,
 and is begun when its turn comes, never two of a key at once. The writes that are due go by rank, then by age. All of
-them share a token bucket (`PER_S` sustained, `BURST` at once), of which commits and what is quieter leave `RESERVE` to
-the others; Events have one of their own, so that neither starves the other. While more than half of it is gone, what
-follows the write of a trouble is put together for `LATER_S`, so that the loss of many pods is one write for each run. A
-write that fails is tried again, after a pause that grows.
+them share a token bucket (`PER_S` sustained, `BURST` at once), of which each rank leaves its `RESERVE` to those before
+it: after the loss of many pods there is room for the next loss, and what follows the first is put together. Events have
+a bucket of their own, so that neither starves the other. A write that fails is tried again, after a pause that grows.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ from deltashard_operator.kube.call import THREADS
 
 PER_S = 20.0
 BURST = 400.0
-RESERVE = 300.0
 EVENT_PER_S = 10.0
 EVENT_BURST = 200.0
 SOON_S = 1.0
-LATER_S = 10.0
 QUIET_S = 300.0
 NOTE_S = 60.0
 MAX_BACKOFF_S = 60.0
@@ -52,6 +49,9 @@ class Rank(enum.IntEnum):
     QUIET = 6
     NOTE = 7
     """An annotation of a pod."""
+
+
+RESERVE = {Rank.CONDITION: 200.0, Rank.COMMIT: 300.0, Rank.QUIET: 300.0, Rank.NOTE: 300.0}
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class WriteQueue:
         `work` makes the write of what is true when it is called. It raises when it is to be tried again.
         """
         # A new key that is quiet begins its pause now; one that is more has none yet.
-        line = self._lines.setdefault(key, _Line(written_s=self._wall() - LATER_S))
+        line = self._lines.setdefault(key, _Line(written_s=self._wall() - SOON_S))
         line.rank, line.work = rank, work
 
     def withdraw(self, key: Hashable) -> None:
@@ -144,7 +144,7 @@ class WriteQueue:
         self._behind = len(due)
         for rank, _, _, key in due:
             cost = 0.0 if self._hurried or rank is Rank.NEW else 1.0
-            kept = RESERVE if cost and rank >= Rank.COMMIT else 0.0
+            kept = RESERVE.get(rank, 0.0) if cost else 0.0
             tokens = self._event_tokens if rank is Rank.EVENT else self._tokens
             if len(self.tasks) >= AT_WORK or tokens < cost + kept:
                 continue
@@ -162,10 +162,7 @@ class WriteQueue:
     def _due_s(self, line: _Line) -> float:
         if self._hurried:
             return line.not_before_s
-        apart_s = self._apart_s.get(line.rank, 0.0)
-        if line.rank is Rank.CONDITION and self._tokens < BURST / 2:
-            apart_s = LATER_S
-        return max(line.written_s + apart_s, line.not_before_s)
+        return max(line.written_s + self._apart_s.get(line.rank, 0.0), line.not_before_s)
 
     async def _write(self, key: Hashable, line: _Line, work: Work | None) -> None:
         assert work is not None

@@ -1,8 +1,8 @@
 """Whose a token is, by the API's TokenReview.
 
-A good answer holds for the token's life: a pod that is gone meanwhile is unknown to the ledger. A bad one holds for
-seconds, apart from the good ones. An API that does not answer is `ReviewUnavailable`: never a refusal, and never
-remembered. At most `THREADS` reviews run at a time and `MAX_WAITING` wait for that, of one peer `PEER_WAITING`.
+A good answer holds for the token's life: a pod that is gone meanwhile is unknown to the ledger. A bad one is not kept.
+An API that does not answer is `ReviewUnavailable`, never a refusal. At most `THREADS` reviews run at a time and
+`MAX_WAITING` wait for that, of one peer `PEER_WAITING`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ MAX_WAITING = 512
 PEER_WAITING = 8
 REVIEW_S = 10.0  # seconds for a review, waiting for its turn included
 GOOD_S = 3600.0  # a good answer holds at most so long; a pod's token lives as long by default
-BAD_S = 10.0
-MAX_ANSWERS, MAX_REFUSALS = 65536, 1024  # answers that are kept: about 400 bytes each. The oldest goes first
+MAX_ANSWERS = 65536  # answers that are kept: about 400 bytes each. The oldest goes first
 MAX_TOKEN = 8192  # characters of a token; a projected one has about 1,200
 OUTCOMES = ("authentic", "refused", "cached", "unavailable", "too_many")
 PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
@@ -73,10 +72,8 @@ class Reviewer:
         self._monotonic = monotonic
         self._unix = unix
         self._waiting: Counter[str] = Counter()
-        self._good: dict[bytes, tuple[PodIdentity | str, float]] = {}
+        self._good: dict[bytes, tuple[PodIdentity, float]] = {}
         """Hash of a token -> its pod, and until when that holds (monotonic seconds)."""
-        self._bad: dict[bytes, tuple[PodIdentity | str, float]] = {}
-        """The same, with why it has no pod. Anybody can fill it."""
 
     def close(self) -> None:
         """Let go of the threads; a review under way ends by its own timeout."""
@@ -88,31 +85,30 @@ class Reviewer:
         Raises `NotAuthentic`, and `ReviewUnavailable` or `TooManyReviews` to be tried again.
         """
         key = hashlib.sha256(token.encode(errors="replace")).digest()
-        said, until_s = self._good.get(key) or self._bad.get(key, ("", 0.0))
-        if self._monotonic() < until_s:
+        known = self._good.get(key)
+        if known is not None and self._monotonic() < known[1]:
             self._count("cached")
-        else:
-            said, keep_s = await self._asked(token, peer)
-            for each in (self._good, self._bad):
-                each.pop(key, None)  # so that the newest is the last
-            kept, most = (self._bad, MAX_REFUSALS) if isinstance(said, str) else (self._good, MAX_ANSWERS)
-            if keep_s:
-                while len(kept) >= most:
-                    del kept[next(iter(kept))]
-                kept[key] = said, self._monotonic() + keep_s
-            self._count("refused" if isinstance(said, str) else "authentic")
+            return known[0]
+        claims = _claims(token)
+        said = await self._asked(token, claims, peer)
+        self._count("refused" if isinstance(said, str) else "authentic")
         if isinstance(said, str):
             remedy = f"project a token of the pod with audience {FLEET_AUDIENCE}"
             raise NotAuthentic(said, where="authorization", remedy=remedy)
+        expires_s = claims.get("exp")
+        left_s = expires_s - self._unix() if isinstance(expires_s, int | float) else GOOD_S
+        self._good.pop(key, None)  # so that the newest is the last
+        if len(self._good) >= MAX_ANSWERS:
+            del self._good[next(iter(self._good))]
+        self._good[key] = said, self._monotonic() + min(GOOD_S, left_s)
         return said
 
-    async def _asked(self, token: str, peer: str) -> tuple[PodIdentity | str, float]:
-        """The answer about a token, and for how many seconds it holds."""
-        claims = _claims(token)
+    async def _asked(self, token: str, claims: Mapping[str, Any], peer: str) -> PodIdentity | str:
+        """The API's answer about a token."""
         bound = claims.get("kubernetes.io")
         is_ours = FLEET_AUDIENCE in str(claims.get("aud")) and isinstance(bound, dict) and bound.get("pod")
         if len(token) > MAX_TOKEN or not is_ours:
-            return "this is no token for us", 0.0  # it takes no room from those that were reviewed
+            return "this is no token for us"  # it takes no room from those that are reviewed
         if self._waiting.total() >= MAX_WAITING or self._waiting[peer] >= PEER_WAITING:
             self._count("too_many")
             raise TooManyReviews("too many token reviews are waiting", remedy="try again")
@@ -131,11 +127,7 @@ class Reviewer:
         if why:
             self._count("unavailable")
             raise ReviewUnavailable(why[:500], where="TokenReview", remedy="try again")
-        said, now_s = said_of(found.document.get("status") or {}), self._unix()
-        if isinstance(said, str):
-            return said, BAD_S
-        expires_s = claims.get("exp")
-        return said, min(GOOD_S, expires_s - now_s) if isinstance(expires_s, int | float) else GOOD_S
+        return said_of(found.document.get("status") or {})
 
 
 def said_of(status: Mapping[str, Any]) -> PodIdentity | str:

@@ -19,6 +19,8 @@ PRECISION = PREFIX + "precision"
 RESTORE_FROM = PREFIX + "restore-from"
 INJECTED = PREFIX + "injected"
 """Marker on an injected template; its value is the version that injected and is never compared."""
+CHECKPOINT_TIME = PREFIX + "checkpoint-time"
+"""Annotation of a pod: when the newest checkpoint of its run was committed, where the chart has it written."""
 MANAGED_BY = PREFIX + "managed-by"
 MANAGED_BY_VALUE = "deltashard"
 

@@ -16,6 +16,7 @@ from deltashard_checkpoint.vocabulary import ONE_RUN, RUN_PER_POD
 
 from deltashard_operator.kube import owner_reference, run_identity
 from deltashard_operator.kube.cluster_name import (
+    CHECKPOINT_TIME,
     ENCODING,
     GOAL,
     INTERVAL,
@@ -130,6 +131,8 @@ class PodView:
     restarts: int = 0
     """Of its training containers."""
     ending: Ending | None = None
+    checkpoint_time: str = ""
+    """What its annotation says of the newest checkpoint."""
     report_address: str = ""
     """Where its sidecar can be asked to report, as `address:port`; empty: not known, or its metrics are off."""
 
@@ -251,6 +254,7 @@ def pod_of(document: Document) -> PodView:
         terminating_at_s=seconds_of(metadata.get("deletionTimestamp")),
         restarts=sum(int(each.get("restartCount") or 0) for each in containers),
         ending=_ending_of(containers),
+        checkpoint_time=(metadata.get("annotations") or {}).get(CHECKPOINT_TIME, ""),
         report_address=_report_address(spec, status.get("podIP") or ""),
     )
 

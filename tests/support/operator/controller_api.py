@@ -57,6 +57,7 @@ def controller_of(
     *,
     keep_finished_s: float = 86400.0,
     default_policy: Path | None = None,
+    annotate_pods: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> Controller:
     call = cast(Caller, api)
@@ -66,6 +67,7 @@ def controller_of(
         metrics=ControllerMetrics(),
         keep_finished_s=keep_finished_s,
         status_interval_s=1.0,
+        annotate_pods=annotate_pods,
         wall=wall,
     )
 

@@ -45,6 +45,7 @@ class ControllerProcess:
     directory: Path
     keep_finished_days: float = 7.0
     status_interval_s: float = 1.0
+    annotate_pods: bool = False
     namespace: str = "deltashard-system"
     """Where its Lease is; made at the start."""
     identity: str = ""
@@ -75,6 +76,7 @@ class ControllerProcess:
             "kubeconfig": self.kubeconfig or self.apiserver.kubeconfig,
             "keep-finished-days": self.keep_finished_days,
             "status-interval-s": self.status_interval_s,
+            "annotate-pods": str(self.annotate_pods).lower(),
             "namespace": self.namespace,
             "identity": self.identity,
             "lease-s": 3600.0,  # a busy machine is no partition

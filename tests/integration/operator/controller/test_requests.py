@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def controller(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
     """Ask it; who stops it starts it again."""
-    running = ControllerProcess(apiserver, tmp_path_factory.mktemp("controller"))
+    running = ControllerProcess(apiserver, tmp_path_factory.mktemp("controller"), annotate_pods=True)
     running.start()
     try:
         yield running
@@ -91,3 +91,17 @@ def test_a_save_is_ordered_when_its_run_begins_and_completed_by_its_sidecar_alon
     cluster.reaches(job, phase="Finished")
     ask(cluster, "train")
     assert "is finished (Completed)" in reaches(cluster, "Failed")["conditions"][0]["message"]
+
+
+def test_pods_bear_the_time_of_the_newest_checkpoint(controller: ControllerProcess, cluster: Cluster) -> None:
+    job = cluster.job()
+    pod = cluster.running_pod(job)
+    Sidecar(controller, cluster, pod, job).report(step=9, seq=1, committed=8)
+    time = eventually(lambda: cluster.status(job).get("lastCommitTime"), "a commit")
+    path = cluster.path("pods", pod["metadata"]["name"])
+
+    def noted() -> object:
+        notes = cluster.http("GET", path).document["metadata"]["annotations"]
+        return notes.get("deltashard.io/checkpoint-time")
+
+    assert eventually(noted, "the annotation", timeout_s=120) == time
