@@ -12,7 +12,7 @@ import aiohttp
 
 from deltashard_operator.fleet.metric import FleetMetrics
 
-RATE = 400
+RATE = 200
 """Nudges a second."""
 TURN_S = 0.05
 TIMEOUT_S = 2.0
