@@ -53,25 +53,6 @@ def k_means(x: npt.NDArray[np.floating], bits: int, iterations: int = 15) -> F64
     return np.take_along_axis(centroids, nearest, axis=1)
 
 
-def greedy(x: npt.NDArray[np.floating], bits: int, bins: int, ratio: float) -> F64:
-    """The greedy range search as published, in float64: the oracle of the fast ones."""
-    v = x.astype(np.float64)
-    low, high = v.min(axis=1, keepdims=True), v.max(axis=1, keepdims=True)
-    step = (high - low) / bins
-
-    def loss(a: F64, b: F64) -> F64:
-        return ((uniform(v, a, b, bits) - v) ** 2).sum(axis=1, keepdims=True)
-
-    best, best_low, best_high = loss(low, high), low, high
-    for _ in range(int(bins * ratio + 1e-9)):
-        left, right = loss(low + step, high), loss(low, high - step)
-        low, high = np.where(left < right, low + step, low), np.where(left < right, high, high - step)
-        found = np.minimum(left, right)
-        best_low, best_high = np.where(found < best, low, best_low), np.where(found < best, high, best_high)
-        best = np.minimum(found, best)
-    return uniform(v, best_low, best_high, bits)
-
-
 def rows_like(kind: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.float32]:
     """Rows of the two distributions that errors are quoted for: `gaussian` with row means, or `student`-t(3)."""
     rng = np.random.default_rng(seed)

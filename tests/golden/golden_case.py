@@ -1,15 +1,19 @@
-"""The index and the tree that golden files exist of; frames are `samples.sample_frames`."""
+"""The index and the tree that golden files exist of; frames are `samples.sample_frames`.
+
+`python -m tests.golden.golden_case` writes files that are not there yet: those of a released version never change.
+"""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from deltashard_checkpoint.format import object_key, typed_tree
+from deltashard_checkpoint.format import frame_layout, object_key, typed_tree
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
-from deltashard_checkpoint.format.index import Index, Pack, Place, index_order
+from deltashard_checkpoint.format.index import Index, Pack, Place, encode_index, index_order
 from deltashard_checkpoint.format.schema import TableSchema
 
 from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
@@ -68,3 +72,21 @@ def golden_tree() -> dict[Any, Any]:
         "tensors": [typed_tree.Tensor(dtype="bfloat16", shape=(2, 2), data=bytes(range(8))), typed_tree.Tensor(dtype="float32", shape=(), data=bytes(4))],
         "tagged": typed_tree.Tagged(tag="torch.Size", value=(1, 2)),
     }  # fmt: skip
+
+
+def main() -> None:
+    """Write the missing files of frames, index and tree."""
+    files: dict[str, bytes | bytearray | memoryview | None] = {
+        "part.index": encode_index(golden_index()),
+        "state.tree": typed_tree.encode(golden_tree()).to_bytes(),
+    }
+    for name, frame in sample_frames().items():
+        files |= {f"{name}.frame": frame.data, f"{name}.tail": frame.tail}
+    for file, data in files.items():
+        path = Path(__file__).parent / f"v{frame_layout.VERSION}" / file
+        if data is not None and not path.exists():
+            path.write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -170,27 +170,6 @@ def test_selectors_meet_what_they_select() -> None:
             assert selected(each["labelSelector"]["matchLabels"]) == [name]
 
 
-def test_ports_by_name_are_there() -> None:
-    """What services, probes, monitors and policies call by name, the containers have."""
-    rendering = render(VALUES["everything"])
-    for service, deployment in (
-        ("deltashard-webhook", "deltashard-webhook"),
-        ("deltashard-fleet", "deltashard-controller"),
-    ):
-        spec = rendering.find("Deployment", deployment)["spec"]["template"]["spec"]
-        container = spec["containers"][0]
-        names = {port["name"] for port in container["ports"]}
-        ports = rendering.find("Service", service)["spec"]["ports"]
-        assert {port["targetPort"] for port in ports} == names
-        probes = (container["readinessProbe"], container["livenessProbe"])
-        assert {probe["httpGet"]["port"] for probe in probes} <= names
-        (endpoint,) = rendering.find("ServiceMonitor")["spec"]["endpoints"]
-        assert endpoint["port"] in {port["name"] for port in ports}
-        policy = rendering.find("NetworkPolicy", deployment)
-        allowed = {rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]}
-        assert allowed == names
-
-
 @pytest.mark.parametrize("name", VALUES)
 def test_flags_are_those_of_the_programs(name: str) -> None:
     """Each program reads what the chart passes; paths lie in what is mounted; scripts are the package's."""

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from deltashard_operator.api import workload_policy
 
-from tests.integration.charts.value import VALUES, leaves, nested, pod_specs, policy
+from tests.integration.charts.value import VALUES, leaves, nested, pod_specs
 from tests.support.helm import CERTIFICATE, CHART, HelmRefused, render
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -59,16 +58,8 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("networkPolicies.apiServerPorts", []),
         ("monitoring.interval", "30"),
         ("defaultPolicy", {"precision": {"encoding": "q5"}}),
-        ("defaultPolicy", {"interval": {"every": "0s"}}),
-        ("defaultPolicy", {"store": {"url": "file:///mnt/shared"}}),
-        ("defaultPolicy", {"store": {"secretRef": {"name": "without-url"}}}),
         ("defaultPolicy", {"intervalSecond": 5}),
-        ("defaultPolicy", {"interval": {"goal": {"type": "Overhead", "overhead": "60%"}}}),
-        ("defaultPolicy", {"reclaim": {"policy": "Recycle"}}),
         ("defaultPolicy", {"sidecar": {"env": [{"name": "DELTASHARD_URL", "value": "x"}]}}),
-        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}}),
-        ("defaultPolicy", {"network": {"httpsProxy": "http://user:pw@proxy:1"}}),
-        ("defaultPolicy", {"network": {"caBundle": {"key": "ca.crt"}}}),
         ("webhook.port", 443),
         ("webhook.timeoutSeconds", 4),
         ("controller.replicas", 0),
@@ -89,11 +80,8 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
     "values",
     [
         {"store": {"url": "gs://bkt", "region": "eu"}},
-        {"store": {"url": "s3://bkt", "account": "acc1"}},
-        {"store": {"url": "gs://bkt", "webIdentity": {}}},
         {"store": {"url": "s3://bkt/../x"}},
         {"interval": {"goal": {"type": "LostWork"}}},
-        {"network": {"noProxy": "a"}},
         {"sidecar": {"volumes": [{"name": "v", "mountPath": "/etc", "configMap": {"name": "c"}}]}},
     ],
 )
@@ -175,23 +163,3 @@ def test_a_value_can_be_left_to_the_cluster() -> None:
     keys = ("runAsUser", "runAsGroup", "fsGroup")
     assert not any(key in spec["securityContext"] for spec in pod_specs(rendering) for key in keys)
     assert {spec["securityContext"]["runAsNonRoot"] for spec in pod_specs(rendering)} == {True}
-
-
-@pytest.mark.parametrize(
-    ("stated", "goal"),
-    [
-        ({}, "auto"),
-        ({"precision": {"encoding": "q4"}}, "auto"),
-        ({"interval": {"atMost": "10m"}}, "auto"),
-        ({"interval": {"goal": {"type": "LostWork", "lostWork": "5m"}}}, "lost-work=5m"),
-        ({"interval": {"every": "60s"}}, ""),
-        ({"interval": {"everySteps": 100}}, ""),
-        ({"interval": {"every": "60s", "goal": {"type": "Auto"}}}, "auto"),
-    ],
-)
-def test_the_default_policy_chooses_its_interval_unless_it_states_one(
-    stated: dict[str, Any], goal: str
-) -> None:
-    """As the webhook and the controller read what the chart gives them."""
-    found = policy(render({"defaultPolicy": {"store": {"url": "s3://bucket/x"}, **stated}}))
-    assert workload_policy.read("default", found).saving.goal == goal

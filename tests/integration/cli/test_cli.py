@@ -418,6 +418,7 @@ def test_what_the_caller_got_wrong_is_2(
         (("verify", file_url, "--run", "typo"), "another, team/run-1"),
         (("verify", file_url, "--run", "../up"), "cannot name a run"),
         (("gc", file_url, "--run", RUN, "--grace", "nan"), "no finite number"),
+        (("gc", file_url, "--run", RUN, "--every-steps", "5"), "besides --keep-last"),
         (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "inf"), "no finite number"),
         (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "0"), "not in the range"),
     ):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from deltashard_operator.api import workload_policy
 from deltashard_operator.run import run_record
+from deltashard_operator.run.reclaim import Reclaim, ReclaimState
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.operator.full_run import NOW_S, full_run
@@ -275,7 +276,8 @@ def test_a_store_never_changes_and_the_way_to_it_may(
 
 def test_the_status_of_a_run_is_taken_as_it_is_written(http: Rest) -> None:
     """Every field that the controller writes is one of the resource's; what a newer policy does not state is gone."""
-    before = full_run()
+    removed = Reclaim(state=ReclaimState.REMOVED, since_s=NOW_S, message="12 objects", due_s=NOW_S)
+    before = replace(full_run(), reclaim=removed)
     newer = replace(before.progress, policy=pb.Policy(encoding="q4", every_s=0.5))
     status, after = (run_record.status(each, NOW_S) for each in (before, replace(before, progress=newer)))
     path = f"{root()}/{http.create(run()).document['metadata']['name']}/status?fieldValidation=Strict"

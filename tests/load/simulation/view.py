@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import urllib3
@@ -17,19 +16,6 @@ from tests.load.simulation.control_plane import Plane
 from tests.support.eventually import eventually
 
 PATH = "/apis/deltashard.io/v1alpha1/checkpointruns"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
-    """One run's status, and when it came by."""
-
-    at_s: float
-    status: dict[str, Any]
-
-    @property
-    def lost(self) -> set[str]:
-        """Names of the pods whose loss it tells; a Job's pods have names of their own."""
-        return {each["pod"] for each in self.status.get("losses", ())}
 
 
 class Runs:
@@ -46,7 +32,7 @@ class Runs:
             key_file=f"{folder}/admin.key",
         )
         self._lock = threading.Lock()
-        self._newest: dict[str, Sight] = {}
+        self._newest: dict[str, dict[str, Any]] = {}
         self._first_lost_s: dict[str, float] = {}
         self.changes = 0
         """Updates seen, of all runs together."""
@@ -69,11 +55,11 @@ class Runs:
 
     def phases(self) -> Counter[str]:
         with self._lock:
-            return Counter(sight.status.get("phase", "") for sight in self._newest.values())
+            return Counter(status.get("phase", "") for status in self._newest.values())
 
     def status(self, workload_uid: str) -> dict[str, Any]:
         with self._lock:
-            return self._newest[workload_uid].status
+            return self._newest[workload_uid]
 
     def lost_at_s(self, pod: str) -> float | None:
         """When a status first told that the pod was lost, by the monotonic clock."""
@@ -133,12 +119,12 @@ class Runs:
 
     def _see(self, item: dict[str, Any], *, gone: bool = False) -> None:
         uid = item["spec"]["workload"]["uid"]
-        sight = Sight(at_s=time.monotonic(), status=item.get("status") or {})
+        status = item.get("status") or {}
         with self._lock:
             self.changes += 1
             if gone:
                 self._newest.pop(uid, None)
                 return
-            self._newest[uid] = sight
-            for pod in sight.lost - self._first_lost_s.keys():
-                self._first_lost_s[pod] = sight.at_s
+            self._newest[uid] = status
+            for each in status.get("losses", ()):  # a Job's pods have names of their own
+                self._first_lost_s.setdefault(each["pod"], time.monotonic())

@@ -13,7 +13,6 @@ that a client could rely on:
 - `TRUNCATED`: a read breaks off; half of the destination is overwritten.
 - `FLIPPED`: a read delivers one wrong bit, once.
 - `STALE_LIST`: a listing would lack what was put last; a store that keeps its promise refuses to serve it.
-- `STALLED`: the call hangs until `release()`, then goes on.
 """
 
 import random
@@ -35,17 +34,16 @@ class Fault(StrEnum):
     TRUNCATED = "truncated"
     FLIPPED = "flipped"
     STALE_LIST = "stale_list"
-    STALLED = "stalled"
 
 
-_WRITES = frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.LANDS_LATE, Fault.STALLED})
-_READS = frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.FLIPPED, Fault.STALLED})
+_WRITES = frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.LANDS_LATE})
+_READS = frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.FLIPPED})
 _APPLIES: dict[str, frozenset[Fault]] = {
     **dict.fromkeys(("put", "put_if_absent"), _WRITES),
     **dict.fromkeys(("get", "get_into"), _READS),
-    **dict.fromkeys(("head", "now"), frozenset({Fault.UNAVAILABLE, Fault.STALLED})),
-    "list": frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.STALE_LIST, Fault.STALLED}),
-    "delete": frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.STALLED}),
+    **dict.fromkeys(("head", "now"), frozenset({Fault.UNAVAILABLE})),
+    "list": frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.STALE_LIST}),
+    "delete": frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK}),
 }
 
 
@@ -79,9 +77,6 @@ class FaultyStore(Store):
         self._armed: list[_Armed] = []
         self._late: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        self._stalled = threading.Condition(self._lock)
-        self._stalled_now = 0
-        self._releases = 0
 
     def fail_next(
         self, fault: Fault, *, operation: str | None = None, key_contains: str = "", times: int = 1
@@ -101,17 +96,6 @@ class FaultyStore(Store):
             for effect in late:
                 effect()
         return len(late)
-
-    def wait_stalled(self, count: int = 1, timeout_s: float = 30.0) -> bool:
-        """Wait until `count` calls hang; False when they do not in time."""
-        with self._stalled:
-            return self._stalled.wait_for(lambda: self._stalled_now >= count, timeout_s)
-
-    def release(self) -> None:
-        """Let every call that hangs now go on."""
-        with self._stalled:
-            self._releases += 1
-            self._stalled.notify_all()
 
     def put(self, key: str, data: Buffer) -> None:
         self._write("put", key, data, self.inner.put)
@@ -187,7 +171,7 @@ class FaultyStore(Store):
         self.inner.close()
 
     def _meet(self, operation: str, key: str) -> Fault | None:
-        """Land a late put now and then; choose this call's fault; raise or stall if that is what it does."""
+        """Land a late put now and then; choose this call's fault; raise if that is what it does."""
         with self._lock:
             landing = self._late.pop(0) if self._late and self._random.random() < 0.5 else None
         if landing is not None:
@@ -195,12 +179,6 @@ class FaultyStore(Store):
         with self._lock:
             fault = Fault.UNAVAILABLE if self.down else self._choose(operation, key)
             self.calls.append(Call(operation=operation, key=key, fault=fault))
-            if fault is Fault.STALLED:
-                self._stalled_now += 1
-                self._stalled.notify_all()
-                seen = self._releases
-                self._stalled.wait_for(lambda: self._releases > seen)
-                self._stalled_now -= 1
         if fault is Fault.UNAVAILABLE:
             raise StoreUnavailable("injected: 503 ServiceUnavailable", where=key)
         if fault is Fault.STALE_LIST:

@@ -61,11 +61,12 @@ class Model:
     def __init__(self, table: TableSchema, seed: int = 0) -> None:
         self.table = table
         self.rng = np.random.default_rng(seed)
-        self.weights = self.rng.standard_normal((table.rows, table.columns)).astype(np.float32)
+        shape = (table.rows, table.columns)
+        self.weights = self.rng.standard_normal(shape).astype(np.float32)
         self.fields = {
-            spec.name: self.rng.random(
-                (table.rows, table.columns) if spec.kind == "pointwise" else (table.rows,)
-            ).astype(np.float32)
+            spec.name: self.rng.random(shape if spec.kind == "pointwise" else (table.rows,)).astype(
+                np.float32
+            )
             for spec in table.fields
         }
 
@@ -135,14 +136,16 @@ class Run:
     """A run on a store, written through parts and the log, one rank at a time."""
 
     def __init__(
-        self, directory: Path, *, store: Store | None = None, world_size: int = 1, layout: Sequence[Sequence[Box]] | None = None
+        self, directory: Path, *, store: Store | None = None, run: str = RUN, world_size: int = 1,
+        layout: Sequence[Sequence[Box]] | None = None, **opening: Any,
     ) -> None:  # fmt: skip
+        self.run = run
         self.store = store or MemoryStore()
         self.cache = PackCache(directory / "cache", budget_bytes=256 << 20)
-        self.log = RunLog(self.store, RUN)
-        self.open(world_size, layout)
+        self.log = RunLog(self.store, run)
+        self.open(world_size, layout, **opening)
 
-    def open(self, world_size: int, layout: Sequence[Sequence[Box]] | None = None) -> None:
+    def open(self, world_size: int, layout: Sequence[Sequence[Box]] | None = None, **opening: Any) -> None:
         """A new attempt, perhaps of another size; `layout`, the boxes of each rank, makes it one of format 2."""
         kept = None
         if layout is not None:
@@ -154,9 +157,8 @@ class Run:
             kept = Layout.of(world_size, shapes, dict(enumerate(layout)))
         self.world_size = world_size
         self.layout = "" if kept is None else kept.digest
-        self.attempt = open_attempt(
-            self.log, owner="tests", world_size=world_size, layout=None if kept is None else kept.data
-        ).attempt
+        opening = {"owner": "tests", "layout": None if kept is None else kept.data, **opening}
+        self.attempt = open_attempt(self.log, world_size=world_size, **opening).attempt
         self.cut = 0
 
     def save(
@@ -168,13 +170,14 @@ class Run:
         covers: int | None = None,
         blobs: Mapping[str, bytes] | None = None,
         pack_bytes: int = 1 << 20,
+        said: Mapping[str, Any] | None = None,
     ) -> int:
         """Commit one cut, (boxes, frames) of each rank; rank 0 has the blobs that are no other's own. The seq."""
         self.cut += 1
         reports = []
         for rank, (boxes, frames) in enumerate(ranks):
             target = PartTarget(
-                run=RUN, attempt=self.attempt, cut=self.cut, step=step, rank=rank, token=new_token(),
+                run=self.run, attempt=self.attempt, cut=self.cut, step=step, rank=rank, token=new_token(),
                 tables=tuple(tables), boxes=tuple(boxes), covers=covers,
             )  # fmt: skip
             written = list(frames)
@@ -184,16 +187,17 @@ class Run:
                     written += frame_encoder.encode_blob_frames(
                         name=name, data=data, step=step, chunk_bytes=4096
                     )
-            reports.append(write_part(self.store, self.cache, target, written, pack_bytes=pack_bytes))
+            options = {"said": said, "pack_bytes": pack_bytes}
+            reports.append(write_part(self.store, self.cache, target, written, **options))
 
-        def commit(each: PartReport) -> int:
+        def commit(log: RunLog, each: PartReport) -> int:
             return commit_parts(
-                RunLog(self.store, RUN), attempt=self.attempt, cut=self.cut, step=step,
-                world_size=self.world_size, reports=[each], layout=self.layout, deadline_s=30,
+                log, attempt=self.attempt, cut=self.cut, step=step, world_size=self.world_size, reports=[each],
+                layout=self.layout, deadline_s=30,
             ).seq  # fmt: skip
 
         with ThreadPoolExecutor(len(reports)) as pool:
-            (seq,) = set(pool.map(commit, reports))
+            (seq,) = set(pool.map(commit, [self.log.fork() for _ in reports], reports))
         self.log.refresh()
         return seq
 

@@ -32,20 +32,18 @@ def read_checkpoint(
     run: str,
     which: str = "latest",
     *,
-    blobs: bool | Collection[str] = True,
-    fields: bool = True,
+    blobs: Collection[str] | None = None,
     state: RunState | None = None,
 ) -> Snapshot:
-    """Whole tables, their fields, and blobs (those for all ranks, none, or these) of the checkpoint `which` means.
+    """Whole tables, their fields, and blobs (those for all ranks, or these) of the checkpoint `which` means.
 
     Without `state` the run may go on meanwhile.
     """
 
     def read(at: RunState) -> Snapshot:
         opened = OpenCheckpoint.of(store, at, choose(at, which))
-        tables = {table.schema.fqn: table for table in opened.tables(fields=fields)}
-        found = {} if blobs is False else opened.blobs(None if blobs is True else blobs)
-        return Snapshot(entry=opened.entry, tables=tables, blobs=found)
+        tables = {table.schema.fqn: table for table in opened.tables()}
+        return Snapshot(entry=opened.entry, tables=tables, blobs=opened.blobs(blobs))
 
     return settled(RunLog(store, run), read, deadline_s=3600.0) if state is None else read(state)
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
-import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import urllib3
-import yaml
 from deltashard_operator.kube import cluster_name
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
 from tests.support.eventually import eventually
-from tests.support.operator import sample
 from tests.support.operator.fleet_service import Answer, Pod, posted
-from tests.support.server.apiserver import ApiServer, Authority, Rest, put
+from tests.support.operator.operator_process import OperatorProcess
+from tests.support.server.apiserver import Rest, put
 from tests.support.server.minio_server import free_port
 
 PATIENCE_S = 240.0
@@ -38,99 +32,44 @@ def now(seconds: float = 0.0) -> str:
 
 
 @dataclass
-class ControllerProcess:
-    """`deltashard-controller` as the chart runs it, on loopback; `start` and `stop` as often as wanted."""
+class ControllerProcess(OperatorProcess):
+    """`deltashard-controller`."""
 
-    apiserver: ApiServer
-    directory: Path
     keep_finished_days: float = 7.0
     status_interval_s: float = 1.0
     annotate_pods: bool = False
     namespace: str = "deltashard-system"
     """Where its Lease is; made at the start."""
     identity: str = ""
-    policy: Document = field(default_factory=lambda: sample.DEFAULTS)
-    """The chart's default policy."""
     kubeconfig: Path | None = None
     """Another way to the API server than straight."""
-    host: str = "127.0.0.1"
-    authority: Authority = field(default_factory=lambda: Authority("fleet"))
     fleet_port: int = 0
-    metrics_port: int = 0
-    process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, ready: bool = True) -> None:
         """Start it, and wait until it leads."""
-        self.fleet_port, self.metrics_port = self.fleet_port or free_port(), free_port()
-        (self.directory / "policy.yaml").write_text(yaml.safe_dump(self.policy))
+        self.fleet_port = self.fleet_port or free_port()
         put(self.directory, self.authority.issue())
         with self.apiserver.http() as http:
             http.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}})
-        flags = {
-            "host": self.host,
-            "fleet-port": self.fleet_port,
-            "metrics-port": self.metrics_port,
-            "certificates": "external",
-            "certificate-dir": self.directory,
-            "default-policy": self.directory / "policy.yaml",
-            "kubeconfig": self.kubeconfig or self.apiserver.kubeconfig,
-            "keep-finished-days": self.keep_finished_days,
-            "status-interval-s": self.status_interval_s,
-            "annotate-pods": str(self.annotate_pods).lower(),
-            "namespace": self.namespace,
-            "identity": self.identity,
-            "lease-s": 3600.0,  # a busy machine is no partition
-        }
-        with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "deltashard_operator.controller_main",
-                    *(f"--{k}={v}" for k, v in flags.items()),
-                ],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
+        self.run(
+            "-m",
+            "deltashard_operator.controller_main",
+            fleet_port=self.fleet_port,
+            certificates="external",
+            kubeconfig=self.kubeconfig or self.apiserver.kubeconfig,
+            keep_finished_days=self.keep_finished_days,
+            status_interval_s=self.status_interval_s,
+            annotate_pods=str(self.annotate_pods).lower(),
+            namespace=self.namespace,
+            identity=self.identity,
+            lease_s=3600.0,  # a busy machine is no partition
+        )
         if ready:
             eventually(self.leads, lambda: f"the controller: {self.log[-2000:]}")
 
     def leads(self) -> bool:
         """Whether it has the Lease and has seen everything."""
         return self.metric("deltashard_controller_leading") == 1 and self.get("healthz")[0] == 200
-
-    @property
-    def log(self) -> str:
-        return (self.directory / "log").read_text()
-
-    def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a plain page; status 0 when nobody answers."""
-        assert self.process is not None
-        assert self.process.poll() is None, self.log
-        with urllib3.PoolManager(retries=False, timeout=60.0) as http:
-            try:
-                host = f"[{self.host}]" if ":" in self.host else self.host
-                reply = http.request("GET", f"http://{host}:{self.metrics_port}/{path}")
-            except urllib3.exceptions.HTTPError:
-                return 0, ""
-            return reply.status, reply.data.decode()
-
-    def metric(self, name: str, **labels: str) -> float | None:
-        for line in self.get("metrics")[1].splitlines():
-            if line.startswith(name + ("{" if labels else " ")) and all(
-                f'{key}="{value}"' in line for key, value in labels.items()
-            ):
-                return float(line.rsplit(" ", 1)[1])
-        return None
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        status = self.process.wait(60)
-        self.process = None
-        return status
 
 
 @dataclass
@@ -155,76 +94,43 @@ class Cluster:
         }.get(kind, "/api/v1")
         return f"{root}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
 
-    def job(
-        self,
-        name: str = "train",
-        annotations: dict[str, str] | None = None,
-        owners: list[Document] | None = None,
-        **spec: Any,
-    ) -> Document:
+    def job(self, name: str = "train", annotations: dict[str, str] | None = None) -> Document:
         notes = {cluster_name.POLICY: "default"} | (annotations or {})
         labels = {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE}
-        container = {"name": "trainer", "image": "train"}
+        template = {
+            "metadata": {"labels": labels, "annotations": notes | {cluster_name.INJECTED: "1"}},
+            "spec": {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}]},
+        }
         document = {
             "apiVersion": "batch/v1",
             "kind": "Job",
-            "metadata": {
-                "name": name,
-                "annotations": notes,
-                "labels": labels,
-                "ownerReferences": owners or [],
-            },
-            "spec": {
-                "backoffLimit": 20,
-                "template": {
-                    "metadata": {"labels": labels, "annotations": notes | {cluster_name.INJECTED: "1"}},
-                    "spec": {"restartPolicy": "Never", "containers": [container]},
-                },
-                **spec,
-            },
+            "metadata": {"name": name, "annotations": notes, "labels": labels},
+            "spec": {"backoffLimit": 20, "template": template},
         }
         reply = self.http.create(document, self.namespace)
         assert reply.status == 201, reply.document
         return reply.document
 
-    def pod(
-        self, owner: Document | None = None, *, node: str = "node-a", name: str = "", **labels: str
-    ) -> Document:
-        """A pod of a Job (or of nobody), bound to a node."""
+    def running_pod(self, owner: Document, *, node: str = "node-a") -> Document:
+        """A pod of a Job, bound to a node, that runs."""
+        found = {key: owner["metadata"][key] for key in ("name", "uid")}
         metadata: Document = {
-            "name": name or f"train-{uuid.uuid4().hex[:6]}",
-            "labels": {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE, **labels},
-            "annotations": {cluster_name.POLICY: "default", cluster_name.INJECTED: "1"},
-        }
-        if owner is not None:
-            found = owner["metadata"]
-            metadata["labels"] |= {
+            "name": f"train-{uuid.uuid4().hex[:6]}",
+            "labels": {
+                cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE,
                 cluster_name.JOB_NAME_LABEL: found["name"],
                 cluster_name.JOB_UID_LABEL: found["uid"],
-            }
-            metadata["ownerReferences"] = [
-                {
-                    "apiVersion": "batch/v1",
-                    "kind": "Job",
-                    "name": found["name"],
-                    "uid": found["uid"],
-                    "controller": True,
-                }
-            ]
-        spec = {
-            "restartPolicy": "Never",
-            "nodeName": node,
-            "containers": [{"name": "trainer", "image": "train"}],
+            },
+            "annotations": {cluster_name.POLICY: "default", cluster_name.INJECTED: "1"},
+            "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "controller": True, **found}],
         }
-        document = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-        reply = self.http.create(document, self.namespace)
+        containers = [{"name": "trainer", "image": "train"}]
+        spec = {"restartPolicy": "Never", "nodeName": node, "containers": containers}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        reply = self.http.create(pod, self.namespace)
         assert reply.status == 201, reply.document
+        self.kubelet(reply.document, phase="Running")
         return reply.document
-
-    def running_pod(self, owner: Document | None = None, **more: Any) -> Document:
-        pod = self.pod(owner, **more)
-        self.kubelet(pod, phase="Running")
-        return pod
 
     def kubelet(
         self,
@@ -237,14 +143,8 @@ class Cluster:
         disruption: str = "",
     ) -> None:
         """Patch the pod's status as a kubelet would."""
-        container: Document = {
-            "name": "trainer",
-            "image": "train",
-            "imageID": "",
-            "ready": phase == "Running",
-            "restartCount": restarts,
-            "state": {},
-        }
+        container: Document = {"name": "trainer", "image": "train", "imageID": "", "state": {}}
+        container |= {"ready": phase == "Running", "restartCount": restarts}
         ended = {
             "exitCode": exit_code,
             "reason": reason or "Error",
@@ -259,34 +159,25 @@ class Cluster:
             container["state"] = {"terminated": ended}
         status: Document = {"phase": phase, "containerStatuses": [container]}
         if disruption:
-            status["conditions"] = [
-                {
-                    "type": "DisruptionTarget",
-                    "status": "True",
-                    "reason": disruption,
-                    "lastTransitionTime": now(),
-                }
-            ]
+            condition = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": now()}
+            status["conditions"] = [condition | {"reason": disruption}]
         name = pod["metadata"]["name"]
         reply = self.http("PATCH", self.path("pods", name) + "/status", {"status": status}, content=STRATEGIC)
         assert reply.status == 200, reply.document
 
-    def delete(self, kind: str, name: str, *, grace_s: int = 0) -> None:
-        """Delete an object; a grace period leaves a pod terminating, since no kubelet ends it."""
-        body = {"gracePeriodSeconds": grace_s, "propagationPolicy": "Background"}
+    def delete(self, kind: str, name: str) -> None:
+        body = {"gracePeriodSeconds": 0, "propagationPolicy": "Background"}
         reply = self.http("DELETE", self.path(kind, name), body)
         assert reply.status in {200, 202}, reply.document
 
-    def end(self, job: Document, *, failed: bool = False) -> None:
-        """The Job's controller says that it ended."""
-        before = [{"type": "FailureTarget" if failed else "SuccessCriteriaMet", "status": "True"}]
-        last = [{"type": "Failed" if failed else "Complete", "status": "True"}]
+    def end(self, job: Document) -> None:
+        """The Job's controller says that it is complete."""
         conditions = [
-            {**each, "lastTransitionTime": now(), "reason": "x", "message": "x"} for each in before + last
+            {"type": each, "status": "True", "lastTransitionTime": now(), "reason": "x", "message": "x"}
+            for each in ("SuccessCriteriaMet", "Complete")
         ]
         status: Document = {"conditions": conditions, "startTime": now(-60), "active": 0, "ready": 0}
-        if not failed:
-            status |= {"completionTime": now(), "succeeded": 1, "uncountedTerminatedPods": {}}
+        status |= {"completionTime": now(), "succeeded": 1, "uncountedTerminatedPods": {}}
         path = self.path("jobs", job["metadata"]["name"]) + "/status"
         reply = self.http("PATCH", path, {"status": status}, content=MERGE)
         assert reply.status == 200, reply.document
@@ -324,13 +215,10 @@ class Cluster:
         items = self.http("GET", self.path("events")).document["items"]
         return [each for each in items if each["reason"] == reason]
 
-    def node(self, name: str, *, ready: bool = True) -> None:
+    def node(self, name: str) -> None:
         self.http.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
-        status = "True" if ready else "Unknown"
-        conditions = [{"type": "Ready", "status": status, "reason": "x", "message": "x"}]
-        reply = self.http(
-            "PATCH", f"/api/v1/nodes/{name}/status", {"status": {"conditions": conditions}}, content=MERGE
-        )
+        status = {"conditions": [{"type": "Ready", "status": "True", "reason": "x", "message": "x"}]}
+        reply = self.http("PATCH", f"/api/v1/nodes/{name}/status", {"status": status}, content=MERGE)
         assert reply.status == 200, reply.document
 
 

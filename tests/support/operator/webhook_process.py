@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import base64
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import urllib3
-import yaml
 from deltashard_operator.kube import cluster_name, webhook_configuration
 
 from tests.support.eventually import eventually
 from tests.support.helm import render
 from tests.support.operator import sample
-from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
+from tests.support.operator.operator_process import OperatorProcess
+from tests.support.server.apiserver import Authority, Reply, Rest, put
 from tests.support.server.minio_server import free_port
 
 PATIENCE_S = 30
@@ -36,61 +30,21 @@ sys.exit(main.main())
 
 
 @dataclass
-class WebhookProcess:
-    """`deltashard-webhook` as the chart runs it, on loopback; `start` and `stop` as often as wanted."""
+class WebhookProcess(OperatorProcess):
+    """`deltashard-webhook`."""
 
-    apiserver: ApiServer
-    directory: Path
     drain_s: float = 0.5
-    authority: Authority = field(default_factory=Authority)
+    policy: dict[str, Any] = field(default_factory=lambda: {**sample.DEFAULTS, "interval": {"atMost": "1h"}})
     port: int = 0
-    metrics_port: int = 0
-    process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, certificate: bool = True) -> None:
         """Start and wait until it says that it is ready; without a certificate, until it is alive."""
-        self.port, self.metrics_port = self.port or free_port(), free_port()
-        defaults = {**sample.DEFAULTS, "interval": {"atMost": "1h"}}
-        (self.directory / "policy.yaml").write_text(yaml.safe_dump(defaults))
+        self.port = self.port or free_port()
         if certificate:
             put(self.directory, self.authority.issue())
-        flags = {
-            "host": "127.0.0.1",
-            "port": self.port,
-            "metrics-port": self.metrics_port,
-            "certificate-dir": self.directory,
-            "default-policy": self.directory / "policy.yaml",
-            "kubeconfig": self.apiserver.kubeconfig,
-            "drain-s": self.drain_s,
-        }
-        with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *(f"--{k}={v}" for k, v in flags.items())],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
+        self.run("-c", PROGRAM, port=self.port, drain_s=self.drain_s)
         page = "healthz" if certificate else "livez"
         eventually(lambda: self.get(page)[0] == 200, timeout_s=120, what="the webhook")
-
-    def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a plain page; status 0 when nobody answers."""
-        assert self.process is not None
-        assert self.process.poll() is None, (self.directory / "log").read_text()
-        with urllib3.PoolManager(retries=False, timeout=60.0) as http:
-            try:
-                reply = http.request("GET", f"http://127.0.0.1:{self.metrics_port}/{path}")
-            except urllib3.exceptions.HTTPError:
-                return 0, ""
-            return reply.status, reply.data.decode()
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        status = self.process.wait(60)
-        self.process = None
-        return status
 
     def client_config(self, *authorities: Authority) -> dict[str, Any]:
         """How the API server reaches it."""

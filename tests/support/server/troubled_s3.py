@@ -21,7 +21,7 @@ import random
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -63,9 +63,6 @@ class Request:
     """Within the bucket; of a listing its prefix."""
     number: int
     """How many of its kind came before."""
-    start_after: str = ""
-    continued: bool = False
-    """A listing's page that is not the first."""
 
 
 Choice = Callable[[Request], Trouble | None]
@@ -90,14 +87,12 @@ def by_seed(seed: int, rate: float) -> Choice:
 class TroubledS3:
     """The proxy, on 127.0.0.1:`port`, before an upstream port; thread-safe."""
 
-    def __init__(self, upstream_port: int, choose: Choice | None = None, *, hung_for: int | None = 6) -> None:
-        """A hung request goes on once `hung_for` others have come, or after two seconds; None: only by `release()`."""
+    def __init__(self, upstream_port: int, choose: Choice | None = None) -> None:
         self.upstream_port = upstream_port
         self.choose: Choice = choose or (lambda _request: None)
         self.met: Counter[tuple[str, Trouble]] = Counter()
         """(kind, trouble) -> how often."""
         self.requests: list[Request] = []
-        self._hung_for = hung_for
         self._lock = threading.Condition()
         self._numbers: Counter[str] = Counter()
         self._flipped: set[str] = set()
@@ -140,16 +135,10 @@ class TroubledS3:
             self._released += 1
             self._lock.notify_all()
 
-    def seen(self, kind: str, key: str, query: Mapping[str, Sequence[str]]) -> tuple[Request, Trouble | None]:
+    def seen(self, kind: str, key: str) -> tuple[Request, Trouble | None]:
         """Number a request and choose its trouble; a late one may arrive before it."""
         with self._lock:
-            request = Request(
-                kind=kind,
-                key=key,
-                number=self._numbers[kind],
-                start_after=query.get("start-after", [""])[0],
-                continued="continuation-token" in query,
-            )
+            request = Request(kind=kind, key=key, number=self._numbers[kind])
             self._numbers[kind] += 1
             self.requests.append(request)
             trouble = self.choose(request)
@@ -166,16 +155,14 @@ class TroubledS3:
         return request, trouble
 
     def hang(self) -> None:
-        """Until others have gone by, `release` or the end; it is no test's business how long that takes."""
+        """Until six others have gone by, `release` or the end, for two seconds at most."""
         with self._lock:
             seen, released = len(self.requests), self._released
 
             def over() -> bool:
-                if self._closed or self._released > released:
-                    return True
-                return self._hung_for is not None and len(self.requests) - seen >= self._hung_for
+                return self._closed or self._released > released or len(self.requests) - seen >= 6
 
-            self._lock.wait_for(over, None if self._hung_for is None else 2.0)
+            self._lock.wait_for(over, 2.0)
 
     def put_off(self, arrive: Callable[[], object]) -> None:
         with self._lock:
@@ -214,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
             kind = "create"
         if kind == "get" and not key:
             kind, key = "list", query.get("prefix", [""])[0]
-        _request, trouble = proxy.seen(kind, key, query)
+        _request, trouble = proxy.seen(kind, key)
         writes = kind in {"put", "create"}
         match trouble:
             case Trouble.REFUSED | Trouble.EXPIRED:

@@ -1,73 +1,107 @@
-"""The pages on workloads and on troubles say what the code says: kinds, keys, codes, conditions."""
+"""The pages on workloads, runs and troubles say what the code says: kinds, keys, codes, phases, Events, metrics."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import deltashard_operator
+import pytest
 from deltashard_operator.admission.workload_kind import KINDS
 from deltashard_operator.api import annotation
 from deltashard_operator.api.refusal import CODES
-from deltashard_operator.run.judgement import TROUBLES
+from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.fleet.report import IncidentKind
+from deltashard_operator.run.failure import CAUSES
+from deltashard_operator.run.judgement import CHANGED, EVENTS, TROUBLES
+from deltashard_operator.run.phase import Phase
+from deltashard_operator.run.report_change import event_of
 
 from tests.support.operator.example import WORKLOADS, documents
 from tests.support.server.minio_server import ROOT
 
 PAGES = ROOT / "docs" / "kubernetes"
-WORKLOADS_PAGE = (PAGES / "workloads.md").read_text()
-TROUBLES_PAGE = (PAGES / "troubleshooting.md").read_text()
+WORKLOADS_PAGE, TROUBLES_PAGE, RUNS_PAGE = (
+    (PAGES / f"{name}.md").read_text() for name in ("workloads", "troubleshooting", "runs")
+)
 
 
-def _rows(page: str, header: str) -> list[list[str]]:
-    lines = page[page.index(header) :].splitlines()
-    found = []
-    for line in lines[2:]:
-        if not line.startswith("|"):
-            break
-        found.append([cell.strip() for cell in line.strip("|").split("|")])
-    return found
+def rows(page: str, header: str) -> list[list[str]]:
+    """Cells of the table with this header."""
+    lines = page[page.index(header) :].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def words(page: str, header: str) -> set[str]:
+    """The words in code quotes of the first column of the table with this header."""
+    return {word for first, *_ in rows(page, header) for word in re.findall(r"`([^`]+)`", first)}
 
 
 def test_the_table_of_kinds() -> None:
     """Where the line goes, for every kind, with an example that exists."""
-    rows = _rows(WORKLOADS_PAGE, "| kind |")
+    found = rows(WORKLOADS_PAGE, "| kind |")
     by_template = {"JobSet": "JobSet", "TrainingRuntime": "JobSet", "PyTorchJob": "PyTorchJob"}
-    assert [row[:3] for row in rows] == [
+    assert [row[:3] for row in found] == [
         [each.kind, f"`{each.annotate_at}`", f"the {by_template.get(each.kind, each.injected_as)}"]
         for each in KINDS
     ]
     by_file = {path.name: documents(path)[0]["kind"] for path in WORKLOADS}
-    for kind, _, _, example in rows:
+    for kind, _, _, example in found:
         (name,) = re.findall(r"\[(\S+)\]\(\.\./\.\./examples/kubernetes/\1\)", example)
         assert by_file[name] == kind
 
 
 def test_the_table_of_annotations() -> None:
     """Every key with what it takes, in the words of its refusal."""
-    rows = _rows(WORKLOADS_PAGE, "| annotation |")
-    assert rows == [[f"`{key}`", takes] for key, (_, _, takes) in annotation.KEYS.items()]
+    keys = [[f"`{key}`", takes] for key, (_, _, takes) in annotation.KEYS.items()]
+    assert rows(WORKLOADS_PAGE, "| annotation |") == keys
 
 
 def test_every_code_has_its_section() -> None:
     """In the order of the code's own list, each with an example."""
-    sections = re.findall(r"(?m)^### (\w+)$", TROUBLES_PAGE)
-    assert sections == list(CODES)
+    assert re.findall(r"(?m)^### (\w+)$", TROUBLES_PAGE) == list(CODES)
     examples = re.findall(r"```console\n(.*)\n```", TROUBLES_PAGE)
     assert [re.findall(r"\((\w+)\)$", each) for each in examples] == [[code] for code in CODES]
 
 
-def test_every_trouble_of_a_run_is_explained() -> None:
-    """The conditions that a CheckpointRun can have."""
-    rows = _rows(TROUBLES_PAGE, "| condition |")
-    assert {row[0] for row in rows} == {f"`{each}`" for each in TROUBLES}
+@pytest.mark.parametrize(
+    ("page", "header", "said"),
+    [
+        (TROUBLES_PAGE, "| condition |", TROUBLES),
+        (RUNS_PAGE, "| phase | what it means |", Phase),
+        (RUNS_PAGE, "| cause | read from |", CAUSES),
+    ],
+    ids=["conditions", "phases", "causes"],
+)
+def test_every_word_is_on_its_page(page: str, header: str, said: tuple[str, ...]) -> None:
+    assert words(page, header) == set(said)
+
+
+def test_every_event_is_on_the_page() -> None:
+    folder = Path(deltashard_operator.__file__).parent
+    files = ("run/report_change", "run/watched_run", "controller/reclaimer", "controller/writer")
+    sources = "".join((folder / f"{name}.py").read_text() for name in files)
+    told = set(re.findall(r'(?:Notice\(reason=|(?=.Reclaim))"(\w+)"', sources))
+    told |= {event_of(each) for each in {*IncidentKind} - {IncidentKind.UNKNOWN, IncidentKind.TRAINER_LOST}}
+    assert words(RUNS_PAGE, "| reason | type | when |") == told | {*EVENTS.values(), *CHANGED.values()}
+
+
+def test_every_metric_of_the_controller_is_on_the_page() -> None:
+    said = set(re.findall(r"`(deltashard_(?:controller|node)_\w+)", RUNS_PAGE))
+    exposed = {
+        f"{each.name}_total" if each.type == "counter" else each.name
+        for each in ControllerMetrics().registry.collect()
+    }
+    assert said | {"deltashard_build_info"} == exposed
 
 
 def test_links_lead_somewhere() -> None:
     """Files and headings that the pages of Kubernetes point to exist."""
     for page in sorted(PAGES.glob("*.md")):
-        for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", page.read_text()):
-            assert not target or "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
-        for target, heading in re.findall(r"\]\(([^)#\s]*)#([^)\s]*)\)", page.read_text()):
-            text = (page.parent / target).read_text() if target else page.read_text()
-            headings = re.findall(r"(?m)^#+ (.*)$", text)
-            slugs = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
-            assert heading in slugs, f"{page.name}: {target}#{heading}"
+        for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert "://" in target or file.exists(), f"{page.name}: {target}"
+            if heading and "://" not in target:
+                headings = re.findall(r"(?m)^#+ (.*)$", file.read_text())
+                slugs = {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+                assert heading in slugs, f"{page.name}: {target}#{heading}"

@@ -4,24 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from deltashard_checkpoint.cache.pack_cache import PackCache
-from deltashard_checkpoint.cache.pack_spool import CacheUnusable
-
-
-def test_one_owner_at_a_time(tmp_path: Path) -> None:
-    with PackCache(tmp_path, budget_bytes=1000):
-        with pytest.raises(CacheUnusable, match="another running process"):
-            PackCache(tmp_path, budget_bytes=1000)
-        code = f"""
-from pathlib import Path
-from deltashard_checkpoint.cache.pack_cache import PackCache
-PackCache(Path({str(tmp_path)!r}), budget_bytes=1000)
-"""
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert "another running process" in other.stderr
-    PackCache(tmp_path, budget_bytes=1000).close()
-
 
 def test_a_full_disk_evicts_and_then_says_so(tmp_path: Path) -> None:
     """The real thing: a process whose files may not exceed 64 KiB writes a pack of 128 KiB."""

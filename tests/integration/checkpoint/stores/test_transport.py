@@ -137,27 +137,6 @@ def test_a_tunnel_through_a_proxy(tls_minio, bundle, monkeypatch):
     assert "wrong" not in str(caught.value)
 
 
-def test_plain_requests_through_a_proxy(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ForwardProxy() as proxy:
-        monkeypatch.setenv("http_proxy", proxy.url)
-        with open_store(minio_url) as store:
-            store.put("a/b", b"x" * 2_000_000)
-            assert store.get("a/b") == b"x" * 2_000_000
-            store.delete(["a/b"])
-        methods = {each.split()[0] for each in proxy.requests}
-    assert {"PUT", "GET", "POST"} <= methods
-    dead = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("http_proxy", dead)
-    with (
-        open_store(minio_url, policy=ONCE) as store,
-        pytest.raises(StoreUnavailable, match=f"through the proxy {dead}"),
-    ):
-        store.get("a")
-    monkeypatch.setenv("http_proxy", "ftp://nowhere")
-    with pytest.raises(BadTransport, match="HTTP_PROXY names no proxy"):
-        open_store(minio_url)
-
-
 def test_clouds_go_through_a_proxy(cloud: CloudServer, monkeypatch: pytest.MonkeyPatch) -> None:
     url = cloud.url(cloud.new_bucket())
     with ForwardProxy() as proxy:

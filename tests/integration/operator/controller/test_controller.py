@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machin
 @pytest.fixture(scope="module")
 def controller(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
     """One running controller for the module: ask it, do not stop it."""
-    running = ControllerProcess(apiserver, tmp_path_factory.mktemp("controller"))
+    running = ControllerProcess(apiserver, tmp_path_factory.mktemp("controller"), annotate_pods=True)
     running.start()
     try:
         yield running
@@ -287,6 +287,20 @@ def test_runs_save_before_their_node_ends(controller: ControllerProcess, cluster
     assert not second.report(step=6).saves
     over = wire.SaveOver(id=order.id, outcome=wire.SaveOver.OUTCOME_COMMITTED, step=6, seq=1)
     assert not sidecar.report(step=7, saves_over=[over]).saves
+
+
+def test_pods_bear_the_time_of_the_newest_checkpoint(controller: ControllerProcess, cluster: Cluster) -> None:
+    job = cluster.job()
+    pod = cluster.running_pod(job)
+    Sidecar(controller, cluster, pod, job).report(step=9, seq=1, committed=8)
+    time = eventually(lambda: cluster.status(job).get("lastCommitTime"), "a commit")
+    path = cluster.path("pods", pod["metadata"]["name"])
+
+    def noted() -> object:
+        notes = cluster.http("GET", path).document["metadata"]["annotations"]
+        return notes.get("deltashard.io/checkpoint-time")
+
+    assert eventually(noted, "the annotation", timeout_s=120) == time
 
 
 def test_who_may_not_report_is_told_so_and_a_run_id_is_held_until_its_run_ends(

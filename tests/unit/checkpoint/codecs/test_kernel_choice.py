@@ -90,44 +90,6 @@ def test_large_aligned_scatters_are_equal_too(level):
     assert (out.view(np.uint8)[rows] == values).all()
 
 
-def test_hashes_are_equal_bit_for_bit(level):
-    for words in (1, 3, 7, 8, 9, 64, 65):
-        rng = np.random.default_rng(words)
-        x = rng.integers(0, 2**32, (50, words), dtype=np.uint32)
-        weights = rng.integers(0, 2**64, words, dtype=np.uint64)
-        some = rng.integers(0, 50, 70)
-        outs = [np.full(50, 7, np.uint64) for _ in range(2)]
-        more = [np.full(70, 7, np.uint64) for _ in range(2)]
-        for k, out, chosen in zip((level, reference), outs, more, strict=True):
-            k.hash_rows(x, weights, out)
-            k.hash_some_rows(x, weights, some, chosen)
-        assert (outs[0] == outs[1]).all()
-        assert (more[0] == more[1]).all()
-
-
-def test_gathers_and_flags_are_equal_at_every_instruction_set(level):
-    rng = np.random.default_rng(3)
-    for n, width in ((70, 4), (70, 100), (6001, 256)):
-        values = rng.integers(0, 256, (n, width), dtype=np.uint8)
-        rows = rng.permutation(n).astype(np.int64)
-        for places in (np.empty(0, np.int64), rng.permutation(n + 5)[:n].astype(np.int64)):
-            outs = [np.zeros((n + 5, width), np.uint8) for _ in range(2)]
-            for k, out in zip((level, reference), outs, strict=True):
-                k.gather(values, rows, out, places)
-            assert (outs[0] == outs[1]).all()
-            assert (outs[0][places if len(places) else slice(n)] == values[rows]).all()
-    flags = [rng.integers(0, 16, 1001, dtype=np.uint8)] * 2
-    flags[1] = flags[0].copy()
-    found = [np.empty(1001, np.int64) for _ in range(2)]
-    for k, mine, rows in zip((level, reference), flags, found, strict=True):
-        k.move_flags(mine, 5, True)
-        count = k.find_flags(mine, 3, rows)
-        assert count == k.count_flags(mine, 3)
-        rows[count:] = -1
-    assert (flags[0] == flags[1]).all()
-    assert (found[0] == found[1]).all()
-
-
 def test_an_unknown_choice_and_forced_native_kernels_that_are_missing_are_refused(monkeypatch):
     monkeypatch.setenv(kernel_choice.VARIABLE, "cuda")
     with pytest.raises(UserError, match="cuda"):

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from functools import reduce
 
 import pytest
 from deltashard_checkpoint.deciding.cost import MAX_TEXT, TAIL, BadProfile, Measure, Profile, recorded
@@ -20,10 +21,7 @@ json_values = st.recursive(
 
 
 def measure(values: list[float]) -> Measure:
-    found = Measure()
-    for value in values:
-        found = found.sampled(value)
-    return found
+    return reduce(Measure.sampled, values, Measure())
 
 
 measures = st.lists(finite, max_size=40).map(measure)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import reduce
 from types import SimpleNamespace
 from typing import get_args
 
@@ -157,10 +158,7 @@ def test_bounds_hold_and_the_lower_one_wins(aim, now):
 
 
 def measured(*values: float) -> Measure:
-    found = Measure()
-    for value in values:
-        found = found.sampled(value)
-    return found
+    return reduce(Measure.sampled, values, Measure())
 
 
 STEADY = measured(*[1.0, 1.1, 0.9, 1.0] * 3)

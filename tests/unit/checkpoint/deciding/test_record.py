@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import reduce
 
 import pytest
 from deltashard_checkpoint.deciding import cost
@@ -12,10 +13,8 @@ from deltashard_checkpoint.deciding.record import Held, Record, recorded
 
 
 def measure(seed: int) -> Measure:
-    found, rng = Measure(), random.Random(seed)
-    for _ in range(50):
-        found = found.sampled(float(f"{rng.lognormvariate(0, 3):.4g}"))
-    return found
+    rng = random.Random(seed)
+    return reduce(Measure.sampled, (float(f"{rng.lognormvariate(0, 3):.4g}") for _ in range(50)), Measure())
 
 
 FULL = Record(

@@ -3,9 +3,7 @@
 import pytest
 from deltashard_checkpoint.format.blob_name import (
     blob_name,
-    common_blobs,
     is_read_by,
-    own_blobs,
     parse_blob_name,
     read_by,
 )
@@ -47,13 +45,3 @@ def test_the_loaders_of_ranks_that_are_gone_are_read_by_one_rank_each(saved: int
 )
 def test_any_other_name_is_for_all(stored: str) -> None:
     assert parse_blob_name(stored) == (None, stored)
-
-
-def test_common_and_own_blobs_are_told_apart() -> None:
-    """A user's `state=` may say `rank/` in it; rank 0's own are the common ones; a new rank has none."""
-    common = {"rng": 1, "meta": 2, "dense/w": 3, "state/rank/1/x": 4}
-    stored = {**common, "rank/1/rng": 5, "rank/1/state/rank/2/y": 6, "rank/2/rng": 7}
-    assert common_blobs(stored) == own_blobs(0, stored) == common
-    assert own_blobs(1, stored) == {"rng": 5, "state/rank/2/y": 6}
-    assert own_blobs(2, stored) == {"rng": 7}
-    assert own_blobs(3, stored) == {}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, InternalBug, UnsupportedVersion
 from deltashard_checkpoint.format import frame_encoder
-from deltashard_checkpoint.format.frame import checked_tail, digest_of, parse_frame, scan_pack
+from deltashard_checkpoint.format.frame import checked_tail, digest_of, parse_frame
 from deltashard_checkpoint.format.frame_encoder import (
     FRAME_WEIGHT_BYTES,
     encode_blob_frames,
@@ -70,20 +70,6 @@ def test_any_rows_survive_the_round_trip(rows, columns, share, encoding, state, 
         target.fields["exp_avg"][ids], model.fields["exp_avg"][ids], rtol=0 if state == "fp32" else 2**-8
     )
     assert frame.info.stored_bytes <= frame.raw_bytes + 64 * 20 + 9 * len(ids) + 400
-
-
-@pytest.mark.parametrize("encoding", ["fp32", "q8", "q2"])
-def test_encoding_into_the_callers_buffer_gives_the_same_bytes(encoding: str) -> None:
-    table = schema()
-    model = Model(table)
-    block, options = model.block(range(30)), EncodeOptions(encoding=ENCODINGS[encoding])
-    room = bytearray(b"\xaa" * frame_encoder.frame_bound(table, 8, 30))
-    inside, fresh = encode_rows(block, options, step=1, out=room), encode_rows(block, options, step=1)
-    assert (bytes(inside.data), bytes(inside.tail)) == (bytes(fresh.data), bytes(fresh.tail))
-    for data in (inside.data, inside.tail):
-        assert np.shares_memory(np.frombuffer(data, np.uint8), np.frombuffer(room, np.uint8))
-    with pytest.raises(FrameUnfit, match="bytes for a frame"):
-        encode_rows(block, options, step=1, out=bytearray(100))
 
 
 def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
@@ -174,33 +160,13 @@ def test_blobs_come_in_chunks_and_may_be_empty() -> None:
         lacking.finish()
 
 
-def test_wrong_versions_kinds_and_hashes_are_refused_by_name() -> None:
+def test_a_newer_version_and_a_short_frame_are_refused_by_name() -> None:
     data = bytes(Model(schema()).frames(range(5))[0].data)
     newer = bytearray(data)
     struct.pack_into("<H", newer, 4, 2)
     with pytest.raises(UnsupportedVersion, match="version 2"):
         parse_frame(newer)
-    for at in (0, 6, 9, 20, 30, 50, 63, 64, len(data) - 1):
-        flipped = bytearray(data)
-        flipped[at] ^= 1
-        with pytest.raises(CorruptObject):
-            parse_frame(flipped)
     for stop in (0, 10, 63, 64, len(data) - 64):
         with pytest.raises(CorruptObject):
             parse_frame(data[:stop])
     assert digest_of(memoryview(data)) == data[48:64]
-
-
-def test_a_pack_is_salvaged_without_its_index() -> None:
-    """Headers chain frame to frame, and say table, rows and fields by themselves; tails are found by their hashes."""
-    samples = list(sample_frames().values())
-    pack = b"".join(bytes(frame.data) for frame in samples)
-    assert [frame.info for _, frame in scan_pack(pack)] == [frame.info for frame in samples]
-    tails = b"".join(bytes(frame.tail) for frame in samples if frame.tail is not None)
-    found = [tail for _, tail in scan_pack(tails)]
-    assert [tail.info for tail in found] == [
-        frame.info.tail for frame in samples if frame.info.tail is not None
-    ]
-    assert all(tail.table.fields == schema().fields for tail in found)
-    with pytest.raises(CorruptObject):
-        list(scan_pack(pack[:-64]))

@@ -94,29 +94,6 @@ def test_a_hole_or_an_overlap_of_one_cell_is_found(tiling, data) -> None:
             Layout.decode(layout.data, digest=layout.digest)
 
 
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(tilings(), st.data())
-def test_ranks_that_meet_boxes_are_those_with_a_common_cell(tiling, data) -> None:
-    world_size, shapes, boxes = tiling
-    name = data.draw(st.sampled_from(sorted(shapes)))
-    rows, columns = shapes[name]
-    a, c = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
-    wanted = _box(name, a, data.draw(st.integers(a + 1, rows)), c, data.draw(st.integers(c + 1, columns)))
-    expected = {
-        rank
-        for rank, held in boxes.items()
-        for b in held
-        if b.table == name
-        and b.row_start < wanted.row_stop
-        and b.row_stop > wanted.row_start
-        and b.col_start < wanted.col_stop
-        and b.col_stop > wanted.col_start
-    }
-    layout = Layout.of(world_size, shapes, boxes)
-    assert set(layout.ranks_meeting([wanted, _box("unknown", 0, 1, 0, 1)])) == expected
-
-
 def test_a_rank_may_hold_nothing_and_a_table_without_boxes_is_a_gap() -> None:
     Layout.of(3, {"a": (4, 2)}, {1: [_box("a", 0, 4, 0, 2)]}).check()
     with pytest.raises(NotTiled, match="no rank holds rows 0 to 3, columns 0 to 1"):

@@ -127,15 +127,6 @@ def test_any_checkpoint_reads_back_as_it_was_written(entry):
     assert parse(seal(entry).data, entry.seq).entry == entry
 
 
-def test_the_bytes_of_an_entry_are_the_format():
-    """A golden entry: other bytes for the same entry would break every log that exists."""
-    entry = Genesis(seq=0, previous="", writer="w", at_s=1.5, run="r", owner="o")
-    assert seal(entry).data == (
-        b'{"at_s":1.5,"format":1,"hash":"3858b30791aa495cc3fbadde45d434d242e05729c60c65841848b6a597930104",'
-        b'"kind":"genesis","owner":"o","previous":"","run":"r","seq":0,"writer":"w"}'
-    )
-
-
 @pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
 def test_wrong_values_under_a_right_hash_are_refused_by_name(entry):
     """Every field in turn is missing, or of another type or range; the hash is made to fit."""
@@ -236,14 +227,6 @@ def test_what_is_not_canonical_json_is_refused():
     ):
         with pytest.raises(CorruptObject):
             parse(other, 0)
-
-
-def test_a_newer_format_and_an_unknown_kind_ask_for_an_upgrade():
-    document = json.loads(seal(an_example_of_each()[1]).data)
-    for change in ({"format": 2}, {"kind": "merge"}, {"kind": "merge", "ignorable": False}):
-        with pytest.raises(UnsupportedVersion) as raised:
-            parse(resealed({**document, **change}), 3)
-        assert "upgrade" in raised.value.remedy
 
 
 def test_a_reclaim_entry_is_passed_over_by_versions_that_do_not_know_it(monkeypatch):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.stores.abc import ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
@@ -86,19 +85,3 @@ def test_newest_entries_that_are_gone_are_a_gap_for_who_knew_less() -> None:
     with pytest.raises(LogGap, match="newest entries are gone"):
         opened(known)
     assert [info.key for info in run.memory.list(f"job/{entry_key(seqs[0])[:-5]}")] == []
-
-
-@pytest.mark.parametrize(
-    "hint",
-    [
-        b"", b"nonsense", Hint(fold=-1, seq=1).data, Hint(fold=3, seq=3).data, Hint(fold=9, seq=4).data,
-        Hint(fold=900, seq=4).data,
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("commits", [1, 30])
-def test_hint_is_not_believed(hint: bytes, commits: int) -> None:
-    run, known, seqs = known_and_further(commits)
-    run.memory.put("job/log/HINT", hint)
-    assert opened(known) == seqs[-1]
-    assert known.state == run.reader().refresh()
-    assert known.state.tip == seqs[-1] + 1

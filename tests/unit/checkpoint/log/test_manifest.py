@@ -3,22 +3,20 @@
 import json
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Event
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, InternalBug, InvalidCheckpoint, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import canonical, content_digest
 from deltashard_checkpoint.log import folded_state
-from deltashard_checkpoint.log.chain import chain, live_prefixes, parts_of
-from deltashard_checkpoint.log.entry import Checkpoint, prefix_of
+from deltashard_checkpoint.log.chain import chain, parts_of
+from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.manifest import Manifest, Manifests, manifest_key
 from deltashard_checkpoint.log.part_list import ListedPart
-from deltashard_checkpoint.maintenance.garbage_collection import collect
-from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
-from tests.support.checkpoint.run_builder import HALVES, Run, begun, layout_of
+from tests.support.checkpoint.run_builder import Run, begun, layout_of
 
-TURNED = HALVES[::-1]
 EXAMPLE = Manifest(
     run="job", attempt=1, cut=2, step=3, layout="0f" * 16,
     parts=(
@@ -94,19 +92,27 @@ def test_a_manifest_and_its_layout_are_read_once_and_again_if_they_were_rotten_f
     assert folded_state.dump(listed) == folded_state.dump(state)
 
 
-def test_ranks_that_ask_at_once_wait_for_one_read():
+def test_ranks_that_ask_at_once_wait_for_one_read(monkeypatch):
     """Eight of a pod: a layout of thousands of ranks is not in memory eight times while it is read."""
     run, _, entry = saved()
-    store, state = FaultyStore(run.memory), run.reader().refresh()
-    store.fail_next(Fault.STALLED, operation="get")
-    manifests = Manifests(store, "job")
+    state, reading, go, reads = run.reader().refresh(), Event(), Event(), []
+    get = run.memory.get
+
+    def slow(key: str) -> bytes:
+        reads.append(key)
+        reading.set()
+        assert go.wait(60)
+        return get(key)
+
+    monkeypatch.setattr(run.memory, "get", slow)
+    manifests = Manifests(run.memory, "job")
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(manifests.listing, state, [entry.seq]) for _ in range(8)]
-        assert store.wait_stalled()
+        assert reading.wait(60)
         wait(found, timeout=0.3)  # one that does not wait for the first is here, too
-        store.release()
+        go.set()
     parts = [each.result().listings[entry.seq] for each in found]
-    assert len(store.calls) == 2, "a manifest and a layout"
+    assert len(reads) == 2, "a manifest and a layout"
     assert all(each is parts[0] for each in parts)
 
 
@@ -138,23 +144,3 @@ def test_a_manifest_of_something_else_is_not_believed(change: str) -> None:
     run.memory.put(key_of(changed), data)
     with pytest.raises(UnsupportedVersion if change == "newer" else InvalidCheckpoint):
         Manifests(run.memory, "job").parts(changed)
-
-
-def test_retiring_and_collecting_needs_no_manifest_and_leaves_layouts() -> None:
-    """Entries say what is needed; under a retired prefix all goes, reports and manifest too."""
-    run, attempt, first = saved()
-    second = run.commit_halves(attempt, 2, (first.seq, first.seq))
-    base = run.commit_halves(attempt, 3)
-    run.open(world_size=2, layout=layout_of(TURNED).data)
-    attempt = run.log.state.attempt or 0
-    last = run.commit_halves(attempt, 1, halves=TURNED)
-    run.memory.delete([key_of(entry) for entry in (first, second, base, last)])
-    append_retirement(run.log, Retention(keep_last=1))
-    state = run.log.refresh()
-    assert set(state.checkpoints) == {base.seq, last.seq}  # a second chain, beside what was asked for
-    assert live_prefixes(state) == base.prefixes | last.prefixes
-    run.time.now_s += 10_000
-    collect(run.log)
-    left = [info.key for info in run.memory.list("job/data/")]
-    assert {prefix_of(key.removeprefix("job/")) for key in left} == live_prefixes(state)
-    assert len(list(run.memory.list("job/layout/"))) == 2

@@ -89,25 +89,6 @@ def test_verify_judges_a_fold_by_its_content(stored):
     assert newest in found["checkpoints"]
 
 
-def test_a_living_run_takes_folds_away_while_verify_reads(stored, monkeypatch):
-    """Listed, and gone when it is read, because newer ones were written: no fault of the run or of the store."""
-    load = folded_state.FoldedStates.load
-    gone = []
-
-    log = log_of(stored)
-
-    def take_and_load(folds, name):
-        if not gone and name != max(log.listed().folds):
-            log.store.delete([log.key(folded_state.fold_key(name))])
-            gone.append(name)
-        return load(folds, name)
-
-    monkeypatch.setattr(folded_state.FoldedStates, "load", take_and_load)
-    code, found = run_cli("verify", stored / "store" / "job")
-    assert gone
-    assert (code, found["problems"]) == (0, [])
-
-
 @pytest.mark.parametrize("damage", ["rot", "loss"])
 def test_verify_says_what_is_bad_behind_a_fold_and_the_run_goes_on(stored, damage):
     if damage == "rot":

@@ -9,7 +9,6 @@ from deltashard_checkpoint.format.object_key import (
     compaction_token,
     validate_new_run,
 )
-from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogGap, LogWentBack
@@ -178,15 +177,3 @@ def test_a_handle_of_a_log_that_went_back_and_on_voids_nothing_of_it():
     assert opened.resume is not None
     assert opened.resume.seq == seqs[-1]
     assert set(seqs) <= set(run.reader().refresh().checkpoints)
-
-
-def test_a_checkpoint_that_is_not_live_is_named_so_though_an_old_entry_is_lost(tmp_path):
-    """Folded states make the loss harmless: it must not look as if the store were away."""
-    run = Run(FileStore(tmp_path / "store"))
-    run.memory = run.store
-    attempt = run.open().attempt
-    for cut in range(1, 20):
-        run.commit(attempt, cut)
-    (tmp_path / "store" / "job" / entry_key(3)).unlink()
-    done = CliRunner().invoke(cli, ["inspect", str(tmp_path / "store" / "job"), "-c", "step:99"])
-    assert isinstance(done.exception, CheckpointNotFound), (done.exception, done.output)

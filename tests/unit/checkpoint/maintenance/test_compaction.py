@@ -106,22 +106,3 @@ def test_a_compaction_whose_checkpoint_was_retired_or_that_was_given_up_meanwhil
     with pytest.raises(CompactionAbandoned, match="not live"):
         job.compact_while(lambda: append_retirement(RunLog(job.store, RUN), Retention(keep_last=1)))
     assert not job.log.refresh().compactions
-
-
-def test_a_compaction_that_was_given_up_deleted_and_forgotten_is_refused(tmp_path):
-    """Nobody remembers its prefix; its name says that it began before what is forgotten. A later one may commit."""
-    job = Job(tmp_path, deltas=1)
-    before = job.content(job.seqs[-1])
-
-    def forget() -> None:
-        other = job.given_up()
-        assert (
-            garbage_collection.collect(other, grace_s=-1.0, forget_at=1).objects == 3
-        )  # two packs and an index
-        assert not other.state.retired
-
-    with pytest.raises(CompactionAbandoned, match="may be deleted"):
-        job.compact_while(forget)
-    assert job.content(job.seqs[-1]) == before
-    assert compact(job.log, job.seqs[-1], job.move) is not None
-    assert job.content(job.seqs[-1]) == before

@@ -49,18 +49,6 @@ def test_every_nth_step_hour_and_pins_are_kept():
     )
 
 
-def test_what_the_newest_attempt_resumed_from_stays_until_its_first_commit():
-    run, first = begun()
-    pairs = chains(run, first)
-    opened = run.open(which=f"seq:{pairs[0][1]}")
-    assert set(pairs[0]) <= kept(run.log.state, Retention(keep_last=1))
-    with pytest.raises(EntryRefused, match="newest attempt"):
-        run.retire([pairs[0][1]])
-    run.commit(opened.attempt, 1, step=1000)
-    assert not set(pairs[0]) & kept(run.log.state, Retention(keep_last=1))
-    assert append_retirement(run.log, Retention(keep_last=1)).checkpoints
-
-
 @pytest.mark.parametrize(
     ("checkpoints", "prefixes", "why"),
     [
@@ -77,14 +65,6 @@ def test_the_log_refuses_a_retirement_that_would_lose_something(checkpoints, pre
     chains(run, run.open().attempt)
     with pytest.raises(EntryRefused, match=why):
         run.retire(checkpoints, prefixes)
-
-
-def test_a_trainer_that_was_followed_retires_nothing():
-    run, first = begun()
-    chains(run, first)
-    second = run.open().attempt
-    assert append_retirement(run.log, Retention(keep_last=1), attempt=first) is None
-    assert append_retirement(run.log, Retention(keep_last=1), attempt=second) is not None
 
 
 def test_numbers_must_be_positive():
@@ -202,34 +182,6 @@ def test_what_waits_for_its_grace_is_remembered_however_much_that_is():
     run.time.now_s += 1000
     housekeeping(run, grace_s=1000.0)
     assert not run.log.state.retired
-
-
-def test_what_lands_late_under_a_forgotten_prefix_is_named_anew_and_deleted():
-    run, attempt = begun()
-    chains(run, attempt)
-    housekeeping(run, grace_s=0.0, forget_at=1)
-    assert not run.log.state.retired
-    late = cut_prefix(attempt, 1)
-    run.memory.put(f"job/{late}00000-{'a' * 16}-00000.pack", b"a zombie's put that landed late")
-    assert garbage_collection.debris(run.log, run.log.state) == (late,)
-    assert housekeeping(run, grace_s=600.0).waiting == (late,)
-    run.time.now_s += 601
-    assert housekeeping(run, grace_s=600.0).prefixes == (late,)
-
-
-def test_old_compactions_whose_names_say_nothing_are_remembered():
-    """Only memory keeps a compaction of an older version from being committed when it was given up."""
-    run = Run()
-    run.commit(run.open().attempt, 1)
-    prefix = "data/compact-cccccccccccccccc/"
-    run.memory.put(f"job/{prefix}00000.pack", b"x")
-    run.time.now_s += 25 * 3600
-    for _ in range(2):
-        housekeeping(run, grace_s=0.0, forget_at=1)
-    assert list(run.log.state.retired) == [prefix]
-    assert not isinstance(
-        run.log.read_slot(run.log.state.tip).entry, Reclaimed
-    )  # nothing to say, nothing said
 
 
 def test_a_reclaim_entry_speaks_of_what_is_before_it():

@@ -1,25 +1,20 @@
 """What a person says of a run: pins that move, rewinds and back, and who may still hold the run."""
 
 import pytest
-from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log import folded_state
-from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.maintenance import word
-from deltashard_checkpoint.maintenance.holder import RunHeld, holder
+from deltashard_checkpoint.maintenance.holder import holder
 from deltashard_checkpoint.maintenance.retention import (
     EVERYTHING,
-    Needed,
     Retention,
     append_retirement,
     kept,
     needs,
     reasons,
-    retire_these,
 )
 from deltashard_checkpoint.write.closing import mark_closing
-from deltashard_checkpoint.write.fencing import FencedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,29 +25,6 @@ def three(run: Run, **options: object) -> tuple[int, list[int]]:
     """An attempt with three baselines."""
     attempt = run.open(**options).attempt
     return attempt, [run.commit(attempt, cut, directive="steps") for cut in (1, 2, 3)]
-
-
-def test_the_newest_word_or_commit_has_a_name():
-    run = Run()
-    attempt, (first, second, third) = three(run)
-    assert word.pin(run.reader(), "best", f"{first}").checkpoint == first
-    assert word.pin(run.reader(), "best", f"seq:{first}") is None
-    fourth = run.commit(attempt, 4, pins=("best", "last"))
-    assert run.log.refresh().pinned == {"best": fourth, "last": fourth}
-    assert run.log.state.bearers("best") == (first, fourth)
-    word.pin(run.reader(), "best", f"{second}")
-    assert run.log.refresh().pinned == {"best": second, "last": fourth}
-    assert run.log.state.pins_of(fourth) == ("last",)
-    assert select(run.log.state, "pin:best").seq == second
-    word.pin(run.reader(), "best", None)
-    assert run.log.refresh().pinned == {"last": fourth}
-    with pytest.raises(UserError, match="nothing is pinned"):
-        word.pin(run.reader(), "best", None)
-    with pytest.raises(CheckpointNotFound):
-        word.pin(run.reader(), "best", "seq:99")
-    with pytest.raises(CheckpointNotFound):
-        word.pin(run.reader(), "best", "none")
-    assert third in run.log.state.checkpoints
 
 
 def test_a_word_is_forgotten_with_what_it_is_about():
@@ -96,35 +68,6 @@ def test_who_holds_a_run_is_what_its_last_commit_says():
     assert holder(run.log, run.log.refresh()) is not None, "it came back"
 
 
-def test_a_rewind_fences_and_sets_aside_and_another_one_brings_back():
-    run = Run()
-    attempt, (first, second, third) = three(run)
-    with pytest.raises(RunHeld, match="has not said that it ended"):
-        word.rewind(run.reader(), f"{first}")
-    run.commit(attempt, 4, directive="close")
-    assert word.rewind(run.reader(), f"{second}").to == second
-    state = run.log.refresh()
-    assert (state.newest().seq, state.aside, state.loading()) == (second, {third, third + 1}, second)
-    with pytest.raises(FencedError, match="a person rewound the run"):
-        run.commit(attempt, 5)
-    assert word.rewind(run.reader(), f"{second}") is None
-    assert word.rewind(run.reader(), f"{third}").to == third
-    assert run.log.refresh().aside == {third + 1}
-    resumed = run.open()
-    assert (resumed.resume.seq, resumed.fell_back) == (third, False)
-    with pytest.raises(RunHeld):
-        word.rewind(run.reader(), f"{first}")
-    newest = run.commit(resumed.attempt, 1, directive="close")
-    assert run.log.state.newest().seq == newest
-    # A branch that was left stays aside when the run goes back within another one.
-    word.rewind(run.reader(), f"{third}")
-    assert run.log.refresh().aside == {third + 1, newest}
-    word.rewind(run.reader(), f"{newest}")
-    assert run.log.refresh().aside == {third + 1}
-    word.rewind(run.reader(), f"{third + 1}")
-    assert run.log.refresh().aside == {newest}
-
-
 def test_what_is_set_aside_is_nothing_to_fall_back_to_and_goes_first():
     run = Run()
     attempt, (first, second, third) = three(run)
@@ -142,23 +85,6 @@ def test_what_is_set_aside_is_nothing_to_fall_back_to_and_goes_first():
     word.pin(run.reader(), "keep", f"{third}")
     assert append_retirement(run.log, Retention(keep_last=1)) is None, "a pin, and a second chain"
     assert attempt < run.log.state.attempt
-
-
-def test_retire_these_and_no_others():
-    run, attempt = begun()
-    base = run.commit(attempt, 1)
-    deltas = [run.commit(attempt, cut, base) for cut in (2, 3)]
-    full = run.commit(attempt, 4)
-    for gone, why in (
-        ([full], "it is the newest"), ([base], f"checkpoint {deltas[0]} builds on it"),
-        ([base, deltas[0]], f"checkpoint {deltas[1]} builds on it"),
-    ):  # fmt: skip
-        with pytest.raises(Needed, match=why):
-            retire_these(run.log, lambda _state, gone=gone: gone)
-    entry = retire_these(run.log, lambda _state: [base, *deltas])
-    assert entry.checkpoints == (base, *deltas)
-    assert len(entry.prefixes) == 3
-    assert retire_these(run.log, lambda _state: []) is None
 
 
 @st.composite

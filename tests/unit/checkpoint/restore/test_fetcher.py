@@ -16,7 +16,7 @@ from deltashard_checkpoint.restore.plan import Plan, RangeRequest
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 
-from tests.support.checkpoint.faulty_store import Fault, FaultyStore
+from tests.support.checkpoint.faulty_store import FaultyStore
 from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
 
 
@@ -55,22 +55,34 @@ def test_bytes_come_from_the_cache_first_and_are_the_same_from_the_store(run: Ru
     assert len(plan.requests) < plan.frames
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "another"])
-def test_a_tail_that_is_wrong_in_the_store_is_invalid_where_state_is_wanted(run: Run, damage: str) -> None:
-    """Damaged, short, absent, or that of other rows; weights alone are read all the same."""
-    key = next(info.key for info in run.store.list(RUN) if "-s" in info.key and info.key.endswith(".pack"))
-    data = bytearray(run.store.get(key))
+def _flip(data: bytearray) -> bytes:
+    data[5000] ^= 4
+    return bytes(data)
+
+
+def _swapped(data: bytearray) -> bytes:
+    """Whole, and of other rows: the two first frames change places."""
     first = frame_length(memoryview(data))
-    if damage == "gone":
+    second = frame_length(memoryview(data)[first:])
+    return bytes(data[first : first + second] + data[:first] + data[first + second :])
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["weights", "state"])
+@pytest.mark.parametrize("damage", [_flip, lambda data: bytes(data[:1000]), _swapped, None])
+def test_a_checkpoint_that_is_wrong_in_the_store_is_invalid(run: Run, damage, *, state: bool) -> None:
+    """Damaged, short, of other rows, absent: `InvalidCheckpoint` names the object; weights are read without state."""
+    plan = _plan(run)
+    packs = [info.key for info in run.store.list(RUN) if info.key.endswith(".pack")]
+    key = next(key for key in packs if ("-s" in key) is state)
+    if damage is None:
         run.store.delete([key])
-    elif damage == "another":  # whole, and of other rows: the two first ones change places
-        second = frame_length(memoryview(data)[first:])
-        run.store.put(key, bytes(data[first : first + second] + data[:first] + data[first + second :]))
     else:
-        run.store.put(key, _flip(data) if damage == "flip" else bytes(data[:1000]))
-    with pytest.raises(InvalidCheckpoint, match=r"-s00000\.pack"):
-        _frames(Fetcher(run.store, RUN), _plan(run))
-    assert _frames(Fetcher(run.store, RUN), _plan(run, weights_only=True))
+        run.store.put(key, damage(bytearray(run.store.get(key))))
+    with pytest.raises(InvalidCheckpoint, match=r"-s00000\.pack" if state else r"\.pack"):
+        _frames(Fetcher(run.store, RUN), plan)
+    assert _frames(Fetcher(run.store, RUN, cache=run.cache), plan), "the cache's copy is whole"
+    if state:
+        assert _frames(Fetcher(run.store, RUN), _plan(run, weights_only=True))
 
 
 def test_a_tail_of_another_table_is_invalid_though_its_hash_is_the_named_one(tmp_path, monkeypatch):
@@ -99,36 +111,6 @@ def test_a_damaged_cache_costs_a_read_and_nothing_else(run: Run) -> None:
     assert _frames(fetcher, plan) == _frames(Fetcher(run.store, RUN), plan)
     assert fetcher.stats.reread_bytes > 0
     assert not any(object_key.run_key(RUN, request.key) in run.cache for request in plan.requests)
-
-
-def test_one_wrong_read_is_repeated(run: Run) -> None:
-    plan = _plan(run)
-    expected = _frames(Fetcher(run.store, RUN), plan)
-    run.store.fail_next(Fault.FLIPPED, operation="get_into")
-    assert _frames(Fetcher(run.store, RUN), plan) == expected
-
-
-def _damage(run: Run, change) -> None:
-    key = next(info.key for info in run.store.list(RUN) if info.key.endswith(".pack"))
-    run.store.put(key, change(bytearray(run.store.get(key))))
-
-
-def _flip(data: bytearray) -> bytes:
-    data[5000] ^= 4
-    return bytes(data)
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_a_checkpoint_that_is_wrong_in_the_store_is_invalid(run: Run, damage: str) -> None:
-    """A hash that is wrong twice, a short object, a confirmed 404: `InvalidCheckpoint`, naming the object."""
-    plan = _plan(run)
-    if damage == "gone":
-        run.store.delete([info.key for info in run.store.list(RUN) if info.key.endswith(".pack")][:1])
-    else:
-        _damage(run, _flip if damage == "flip" else lambda data: bytes(data[:1000]))
-    with pytest.raises(InvalidCheckpoint, match=r"\.pack"):
-        _frames(Fetcher(run.store, RUN), plan)
-    assert _frames(Fetcher(run.store, RUN, cache=run.cache), plan), "the cache's copy is whole"
 
 
 def test_an_unreachable_store_is_unavailable_and_never_invalid(run: Run) -> None:

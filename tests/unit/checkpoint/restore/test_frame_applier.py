@@ -115,21 +115,6 @@ def test_another_dtype_or_an_absent_field_needs_strict_false() -> None:
     assert (into.fields["new"] == -9).all()
 
 
-def test_a_strided_target_and_several_boxes_of_one_table() -> None:
-    """A target may be a column range of a wider array, and a rank may own several boxes of a table."""
-    model = Model(schema(rows=30))
-    table = model.table
-    wide = np.zeros((30, 20), np.float32)
-    lefts = TableTarget(schema=table, box=box(table, 0, 30, 0, 4), weights=wide[:, 3:7])
-    rights = TableTarget(schema=table, box=box(table, 10, 20, 4, 8), weights=wide[10:20, 10:14])
-    applier = FrameApplier([lefts, rights])
-    assert len(_apply(applier, model.frames(range(30))[0])) == 2
-    applier.finish()
-    np.testing.assert_array_equal(wide[:, 3:7], model.weights[:, :4])
-    np.testing.assert_array_equal(wide[10:20, 10:14], model.weights[10:20, 4:])
-    assert np.count_nonzero(wide) == 30 * 4 + 10 * 4
-
-
 @st.composite
 def _histories(draw: st.DrawFn) -> list[list[tuple[Box, list[int]]]]:
     """Checkpoints, newest first: each cut into boxes of columns, each box with the rows that its frame holds."""

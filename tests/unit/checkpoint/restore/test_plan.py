@@ -1,7 +1,6 @@
 """Plans: what is fetched, in which order, and what is refused before a byte is read."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +12,12 @@ from deltashard_checkpoint.format.index import Index, Pack, Place
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.chain import ChainLink
 from deltashard_checkpoint.log.entry import Part
-from deltashard_checkpoint.restore import checkpoint_reader
 from deltashard_checkpoint.restore import plan as plans
 from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch, Want, restore_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.sample import RUN, Model, Run, box, schema, tombstone, whole
+from tests.support.checkpoint.sample import RUN, Model, box, schema, tombstone, whole
 
 TOKEN = "0123456789abcdef"
 
@@ -95,15 +93,6 @@ def test_a_compactions_frames_go_by_their_steps() -> None:
     ]
     plan = _plan([_part(table, mixed, seq=3, covers=None)], [_want(table)])
     assert [frame.info.step for request in plan.requests for frame in request.frames] == [3, 2, 1]
-
-
-def test_only_frames_that_meet_the_wanted_boxes_are_fetched() -> None:
-    model = Model(schema())
-    table = model.table
-    frames = [f for c in (0, 4) for f in model.frames(range(200), box(table, 0, 200, c, c + 4), per_frame=20)]
-    plan = _plan([_part(table, frames, seq=1, covers=None)], [_want(table, box(table, 30, 50, 5, 6))])
-    chosen = [frame.info for request in plan.requests for frame in request.frames]
-    assert [(info.row_min, info.row_max, info.col_start) for info in chosen] == [(20, 39, 4), (40, 59, 4)]
 
 
 @settings(max_examples=50, deadline=None)
@@ -195,32 +184,6 @@ def test_renamed_and_new_tables() -> None:
     plan = _plan(parts, [_want(renamed)], strict=False)
     assert plan.frames == 0
     assert plan.initial == (whole(renamed),)
-
-
-def test_blobs_come_from_the_newest_checkpoint_only(tmp_path: Path) -> None:
-    run, model = Run(tmp_path), Model(schema())
-    table = model.table
-    base = run.save(
-        [table], [([whole(table)], model.frames(range(200)))], step=1, blobs={"a": b"1", "old": b"2"}
-    )
-    seq = run.save(
-        [table], [([whole(table)], model.frames(model.train()))], step=2, covers=base,
-        blobs={"a": b"3" * 9000, "b": b""},
-    )  # fmt: skip
-    state = run.log.refresh()
-
-    def plan(blobs):
-        return checkpoint_reader.plan_restore(run.store, state, seq, [_want(table)], blobs=blobs)
-
-    assert plan(True).blobs == ("a", "b")
-    assert plan(["a"]).blobs == ("a",)
-    assert plan(False).blobs == ()
-    with pytest.raises(IncompletePlan, match="old"):
-        plan(["old"])
-    planned = [f for r in plan(True).requests for f in r.frames]
-    assert {f.seq for f in planned if f.info.kind is FrameKind.BLOB} == {seq}
-    first_row = next(i for i, f in enumerate(planned) if f.info.kind is FrameKind.ROWS)
-    assert all(f.info.kind is not FrameKind.BLOB for f in planned[first_row:]), "blobs come before rows"
 
 
 @pytest.mark.parametrize("what", ["missing", "repeated", "tombstones"])

@@ -12,7 +12,6 @@ from deltashard_checkpoint.stores.abc import (
     MAX_WHOLE_BYTES,
     AccessDenied,
     BucketMissing,
-    ConditionalPutUnsupported,
     ObjectNotFound,
     StoreFull,
     StoreUnavailable,
@@ -104,28 +103,6 @@ def test_errors_have_names(tmp_path, monkeypatch, code, expected):
     assert list((tmp_path / "a").iterdir()) == []
     with pytest.raises(ObjectNotFound):
         store.get("a/b")
-
-
-def test_a_really_full_disk() -> None:
-    """ENOSPC from the kernel, by /dev/full."""
-    with (
-        Path("/dev/full").open("wb", buffering=0) as full,
-        pytest.raises(OSError, match="No space") as caught,
-    ):
-        file._write_all(full.fileno(), memoryview(b"x"))
-    assert caught.value.errno in file._FULL
-
-
-def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FileStore(tmp_path)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", fail)
-    with pytest.raises(ConditionalPutUnsupported, match="hard links"):
-        store.put_if_absent("a", b"x")
-    assert list(store.list("")) == []
 
 
 def test_a_root_that_is_missing_or_cannot_be_made_yet(tmp_path):

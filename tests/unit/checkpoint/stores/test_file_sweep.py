@@ -43,6 +43,8 @@ def test_gc_takes_what_dead_writers_left_and_nothing_young(tmp_path: Path) -> No
     assert not any(path.exists() for path in others)
     assert young.exists()
     assert {info.key for info in log.store.list("")} == kept
+    removal.remove(log)
+    assert not [path for path in (tmp_path / "job").rglob("*") if path.is_file()]
 
 
 def test_a_living_writers_file_stays_however_old_it_is(tmp_path, monkeypatch):
@@ -72,15 +74,3 @@ def test_a_living_writers_file_stays_however_old_it_is(tmp_path, monkeypatch):
         goes_on.set()
         writer.join()
         assert log.store.get(key) == b"whole"
-
-
-def test_a_removal_leaves_no_unfinished_file(tmp_path: Path) -> None:
-    log = run_in(tmp_path)
-    (data,) = (tmp_path / "job/data/00000000000000000001").iterdir()
-    unfinished(data, old=False)
-    unfinished(tmp_path / "job/log")
-    (tmp_path / "job/inner").mkdir()
-    inner = unfinished(tmp_path / "job/inner", old=False)
-    removal.remove(log)
-    assert [path for path in (tmp_path / "job").rglob("*") if path.is_file()] == [inner]
-    assert not (tmp_path / "job/data").exists()

@@ -120,22 +120,6 @@ def test_the_deadline_ends_it_and_bigger_objects_get_more_time():
     assert len(faulty.calls) == 7
 
 
-def test_a_try_that_the_deadline_cut_off_hides_nothing_that_the_store_said():
-    """A pause may end just before the deadline: the last try knows only that time was up."""
-    time = Time()
-
-    class Throttling(MemoryStore):
-        def get(self, key):
-            if not time.slept:
-                raise StoreUnavailable("SlowDown")
-            time.now_s = START_S + 10.0
-            raise StoreUnavailable("the call's deadline passed")
-
-    store = RetryingStore(Throttling(), policy=RetryPolicy(deadline_s=10.0), clocks=time.clocks)
-    with pytest.raises(StoreUnavailable, match=r"get failed 2 times in 10.0 s, last: SlowDown"):
-        store.get("a")
-
-
 def test_a_broken_listing_goes_on_where_it_stopped_and_deletes_go_in_batches():
     """Every key once, in order, though each answer breaks off half-way; a lost answer repeats one batch of a thousand."""
     faulty, store, time, _ = retrying()

@@ -1,15 +1,11 @@
 """The way to a store, as the environment says it."""
 
-from pathlib import Path
-
 import pytest
 from deltashard_checkpoint.stores.abc import RequestRefused
 from deltashard_checkpoint.stores.transport import (
     BadTransport,
-    ca_bundle,
     checked_endpoint,
     proxy_of,
-    shown,
     way,
 )
 
@@ -47,24 +43,6 @@ def test_what_names_no_proxy_is_refused(monkeypatch: pytest.MonkeyPatch, proxy: 
     monkeypatch.setenv("HTTPS_PROXY", proxy)
     with pytest.raises(BadTransport, match="HTTPS_PROXY names no proxy"):
         proxy_of("https://host")
-
-
-def test_a_proxys_password_is_not_shown() -> None:
-    assert shown("http://user:secret@proxy:3128/") == "http://proxy:3128"
-
-
-def test_the_bundle_is_the_first_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert ca_bundle() is None
-    path = tmp_path / "ca.crt"
-    path.write_text("-----BEGIN CERTIFICATE-----")
-    monkeypatch.setenv("SSL_CERT_FILE", str(path))
-    assert ca_bundle() == ("SSL_CERT_FILE", path)
-    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none"))
-    with pytest.raises(BadTransport, match="AWS_CA_BUNDLE cannot be read: No such file"):
-        ca_bundle()
-    (tmp_path / "none").write_text(" \n")
-    with pytest.raises(BadTransport, match="the file is empty"):
-        ca_bundle()
 
 
 def test_endpoints() -> None:

@@ -4,7 +4,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from deltashard_checkpoint.errors import ForeignObject
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.format.schema import Box, TableSchema
@@ -12,7 +11,7 @@ from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.write import commit_wait, cut_reports
 from deltashard_checkpoint.write.commit import PartsMissing, _create, commit_parts
 from deltashard_checkpoint.write.commit_wait import CommitPace
-from deltashard_checkpoint.write.cut_reports import Abandoned, CutReports, GivenUp, abandon_part
+from deltashard_checkpoint.write.cut_reports import Abandoned, CutReports, abandon_part
 from deltashard_checkpoint.write.report import ReportBodyCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,22 +42,6 @@ def after(run: Run, seconds: float, action) -> None:
     run.time.sleep = hooked
 
 
-def test_the_last_rank_commits_and_a_waiting_rank_finds_the_entry():
-    run, attempt = begun(world_size=2)
-    others = []
-    after(run, 3, lambda: others.append(commit(run, attempt, 1, metadata={"loss": "1"}, pins=("best",))))
-    first = commit(run, attempt, 0, metadata={"loss": "0", "epoch": "3"}, directive="q8 timer")
-    (second,) = others
-    assert second.by_us
-    assert not first.by_us
-    assert first.entry == second.entry
-    entry = first.entry
-    assert [p.rank for p in entry.parts] == [0, 1]
-    assert (entry.rows, entry.raw_bytes, entry.stored_bytes) == (16, 128, 200)
-    assert entry.metadata == {"loss": "0", "epoch": "3"}
-    assert (entry.directive, entry.pins, entry.tables) == ("q8 timer", ("best",), (TABLE,))
-
-
 def _work(log, attempt, **more) -> CutReports:
     options = {"step": 7, "world_size": 2, "layout": "", **more}
     return CutReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
@@ -72,13 +55,6 @@ def test_missing_ranks_are_named_after_the_deadline():
     assert run.time.now_s - 1e9 == pytest.approx(30.0, abs=1)
 
 
-@pytest.mark.parametrize("covers", [1, 99, 0])
-def test_covering_what_is_no_checkpoint_of_the_lineage_is_abandoned(covers):
-    run, attempt = begun()
-    with pytest.raises(Abandoned, match="not live in the lineage"):
-        run.commit(attempt, 1, covers)
-
-
 def test_ranks_that_disagree_about_a_table_never_make_one_checkpoint():
     run, attempt = begun(world_size=2)
     with pytest.raises(PartsMissing):
@@ -86,32 +62,6 @@ def test_ranks_that_disagree_about_a_table_never_make_one_checkpoint():
     other = TableSchema(fqn="t", rows=9, columns=2, dtype="float32")
     with pytest.raises(Abandoned, match="disagree about table t"):
         commit(run, attempt, 1, tables=(other,))
-
-
-def test_a_rank_that_reported_twice_counts_once():
-    run, attempt = begun(world_size=2)
-    for token in (TOKEN, "bbbbbbbbbbbbbbbb"):
-        with pytest.raises(PartsMissing):
-            commit(run, attempt, 0, token=token, deadline_s=1.0)
-    entry = commit(run, attempt, 1).entry
-    assert [TOKEN in part.index_key for part in entry.parts] == [True, True]
-
-
-def test_a_report_of_another_run_is_foreign():
-    """Copied there by hand: same key, same hash, other run."""
-    run, attempt = begun(world_size=2)
-    with pytest.raises(PartsMissing):
-        commit(run, attempt, 0, deadline_s=1.0)
-    from deltashard_checkpoint.log.commit_log import RunLog
-
-    for info in list(run.memory.list("job/")):
-        run.memory.put("other" + info.key[3:], run.memory.get(info.key))
-    log = RunLog(run.memory, "other", clocks=run.time.clocks)
-    work = _work(log, attempt)
-    assert list(work.missing()) == [1]
-    work._found[1] = work._found[0]
-    with pytest.raises(ForeignObject):
-        _create(work, log.patience(1))
 
 
 def test_a_single_rank_writes_no_report():
@@ -156,6 +106,8 @@ def test_the_same_entry_whoever_commits_and_its_manifest_lies_in_the_cut():
     assert entries[0] == entries[1]
     assert entries[0].metadata == {"loss": "0", "epoch": "1"}
     assert (entries[0].directive, entries[0].pins, entries[0].parts) == ("of rank 0", ("best", "paper"), ())
+    assert (entries[0].rows, entries[0].raw_bytes, entries[0].stored_bytes) == (16, 128, 200)
+    assert entries[0].tables == (TABLE,)
 
 
 def told(rank: int) -> dict:
@@ -183,74 +135,6 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
                 )  # fmt: skip
         assert done.entry.cut == cut
         assert asked(run) == (int(cut == 1), 2)
-
-
-def test_a_pod_without_rank_0_commits_when_that_one_died_before_the_entry():
-    run, attempt = laid_out()
-    with pytest.raises(PartsMissing):
-        commit(run, attempt, 0, layout=LAYOUT.digest, deadline_s=0.0)
-    assert commit(run, attempt, 1, layout=LAYOUT.digest).by_us
-
-
-def test_a_pod_commits_for_all_its_ranks():
-    run, attempt = laid_out()
-    reports = [run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)]
-    asked(run)
-    done = commit_parts(
-        run.log, attempt=attempt, cut=1, step=7, world_size=2, reports=reports, layout=LAYOUT.digest, deadline_s=0.0
-    )  # fmt: skip
-    assert done.by_us
-    assert asked(run) == (0, 1)
-
-
-@pytest.mark.parametrize("which", ["step", "layout"])
-def test_a_commit_that_a_peer_made_is_adopted_though_another_report_does_not_agree(which):
-    """Rank 1 reported twice, the second time, first by name, of another step: but the first ones are committed."""
-    run, attempt = laid_out()
-    agreed = commit_parts(
-        run.reader(), attempt=attempt, cut=1, step=7, world_size=2, layout=LAYOUT.digest,
-        reports=[run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)],
-    )  # fmt: skip
-    odd = run.report(attempt, 1, rank=1, boxes=[HALVES[1]], token="0" * 8)
-    other = {"step": 8, "layout": LAYOUT.digest} if which == "step" else {"step": 7, "layout": "0" * 32}
-    work = _work(run.log, attempt, **other)
-    work.put(odd, run.log.patience(1))
-    log = run.reader()
-    refresh, looks = log.refresh, []
-
-    def late(**options):
-        """The first look at the log was before the entry."""
-        looks.append(state := refresh(**options))
-        return replace(state, **uncommitted(state, attempt)) if len(looks) == 1 else state
-
-    log.refresh = late
-    done = commit(run, attempt, 0, layout=LAYOUT.digest, log=log)
-    assert (done.seq, done.by_us) == (agreed.seq, False)
-
-
-def uncommitted(state, attempt: int) -> dict:
-    opened = replace(state.attempts[attempt], last_cut=None, last_seq=None, last_step=None)
-    return {"checkpoints": {}, "attempts": {attempt: opened}}
-
-
-def test_who_gives_up_is_named_and_a_part_that_came_counts_all_the_same():
-    run, attempt = laid_out()
-    abandon_part(run.log, attempt=attempt, cut=1, rank=1, token=TOKEN, deadline_s=1.0)
-    begun = run.time.now_s
-    with pytest.raises(GivenUp, match="rank 1 gave this cut up"):
-        commit(run, attempt, 0, layout=LAYOUT.digest)
-    assert run.time.now_s - begun < 1
-    assert commit(run, attempt, 1, layout=LAYOUT.digest).entry.world_size == 2
-
-
-def test_a_cut_of_an_attempt_with_a_layout_is_not_committed_without_it():
-    run, attempt = laid_out()
-    report = [run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)]
-    for layout, why in (("", "layout none is not its attempt's"), ("0" * 32, "is not its attempt's")):
-        with pytest.raises(Abandoned, match=why):
-            commit_parts(
-                run.log, attempt=attempt, cut=1, step=7, world_size=2, reports=report, layout=layout, deadline_s=1.0
-            )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """Differential policies: the predictor is the paper's, to the letter, and counts at the encoding in force."""
 
 import pytest
-from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.row_block import raw_row_bytes, stored_row_bytes
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, INCREMENTS_KEY
-from deltashard_checkpoint.write.differential import History, baseline_pays, decide, history, increments_text
+from deltashard_checkpoint.write.differential import History, decide, history, increments_text
 from deltashard_checkpoint.write.precision import StoredPrecision
 
 from tests.support.checkpoint.run_builder import Run, begun
@@ -41,12 +40,6 @@ def test_the_papers_run_takes_its_second_baseline_after_the_seventh_increment():
     assert decisions == ["since_baseline"] * 7 + ["full"]
 
 
-def test_the_predictor_keeps_the_one_for_the_baseline():
-    """IncrCP's re-implementation compares sum(history) with len * S: a baseline after the first increment already."""
-    assert sum(PAPER[:1]) <= len(PAPER[:1]) * PAPER[0]
-    assert not baseline_pays(PAPER[:1])
-
-
 def test_history_begins_anew_at_a_baseline():
     run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
@@ -75,22 +68,6 @@ def test_history_follows_the_lineage_of_a_restore_not_log_order():
     seen = history(run.log.state, second, Q8)
     assert (seen.baseline, seen.newest) == (base, delta)
     assert seen.increments == pytest.approx((at(0.3, Q8),))
-
-
-def test_after_a_change_from_8_to_2_bits_there_are_baselines_as_ever():
-    """Counted as stored, an increment of 2 bits never comes near a baseline of 8: 52 cuts and more went without one."""
-    run, attempt = begun()
-    base = saved(run, attempt, 1, 1.0, stored_bytes=1000 * 44 + BLOBS)
-    as_stored: list[float] = []
-    cuts = 0
-    while decide("intermittent", history(run.log.state, attempt, Q2)) != "full":
-        cuts += 1
-        share = min(0.26 + 0.05 * cuts**0.7, 0.9)
-        stored = round(1000 * share * 16 + BLOBS)
-        as_stored.append(stored / (1000 * 44 + BLOBS))
-        saved(run, attempt, 1 + cuts, share, base, stored_bytes=stored)
-        assert cuts < 20
-    assert not any(baseline_pays(tuple(as_stored[: n + 1])) for n in range(len(as_stored)))
 
 
 @pytest.mark.parametrize("encoding", ENCODING_CHOICES)
@@ -163,12 +140,3 @@ def test_the_plain_policies(policy, expected):
     assert decide(policy, known(0.9, 0.9, 0.9)) == expected
     assert decide(policy, History()) == "full"
     assert decide(policy, known(), force_full=True) == "full"
-
-
-def test_an_unknown_policy_is_the_users_error():
-    with pytest.raises(UserError, match="unknown differential policy"):
-        decide("sometimes", known())
-    run, attempt = begun()
-    saved(run, attempt, 1, 1.0)
-    with pytest.raises(UserError, match="unknown encoding"):
-        history(run.log.state, attempt, StoredPrecision.of("q5"))

@@ -15,12 +15,10 @@ from deltashard_checkpoint.format.index import decode_index
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore
-from deltashard_checkpoint.write.part_writer import NoRoom, PartAborted, PartTarget, PartWriter, UploadFailed
-from deltashard_proto.cause import Cause
+from deltashard_checkpoint.write.part_writer import PartAborted, PartTarget, PartWriter, UploadFailed
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 from tests.support.checkpoint.sample import RUN, Model, open_descriptors, schema, whole
-from tests.support.checkpoint.small_store import SmallStore
 from tests.support.eventually import eventually
 
 TABLE = schema(rows=4000)
@@ -101,18 +99,6 @@ def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: P
     assert all(object_key.run_key(RUN, key) in cache for key in packs), "the cache keeps what was uploaded"
 
 
-def test_a_part_without_frames_and_a_compactions_part(cache: PackCache) -> None:
-    """A rank with nothing dirty still has a part; a compaction's lies under its own prefix."""
-    store = MemoryStore()
-    with PartWriter(store, _target(covers=1), cache) as writer:
-        assert writer.finish().covers == 1
-    with PartWriter(store, _target(compaction=True), cache) as writer:
-        writer.add(Model(TABLE).frames(range(5))[0])
-        part = writer.finish()
-    assert part.index_key.startswith(f"data/compact-{TOKEN}/")
-    decode_index(store.get(object_key.run_key(RUN, part.index_key)), key=part.index_key, run=RUN)
-
-
 def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cache: PackCache) -> None:
     store = FaultyStore(MemoryStore())
     store.fail_next(Fault.UNAVAILABLE)
@@ -128,30 +114,17 @@ def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cach
     assert not list(cache.directory.glob("*.spool"))
 
 
-def test_a_part_that_finds_the_store_full_takes_back_what_it_has_put(cache: PackCache) -> None:
-    """Or each try would leave more of what fills the store."""
-    store = SmallStore()
-    store.room = 2
-    writer = PartWriter(store, _target(), cache, pack_bytes=20_000, uploads=1)
-    with pytest.raises(NoRoom, match="no room left") as caught:
-        _write(writer)
-    assert caught.value.cause == Cause.FULL
-    writer.abort()
-    assert not list(store.list(""))
-    assert store.room == 2
-
-
-def test_a_stalled_store_fills_the_cache_and_not_memory_and_then_fails_in_time(tmp_path: Path) -> None:
-    """Packs pile up on disk while the store hangs; past the deadline `add` gives up and nothing waits for ever."""
+def test_a_store_that_stays_away_fills_the_cache_and_not_memory_and_then_fails_the_part(
+    tmp_path: Path,
+) -> None:
     store = FaultyStore(MemoryStore())
-    store.fail_next(Fault.STALLED)
+    store.down = True
     with PackCache(tmp_path, budget_bytes=60_000) as cache:
-        with PartWriter(store, _target(), cache, pack_bytes=20_000, uploads=1, deadline_s=0.5) as writer:
+        options = {"pack_bytes": 20_000, "uploads": 1, "deadline_s": 0.5}
+        with PartWriter(RetryingStore(store), _target(), cache, **options) as writer:
             with pytest.raises((CacheFull, UploadFailed)):
                 _write(writer)
             assert cache.used_bytes <= 60_000
-        # Whether the put hangs already or is about to.
-        eventually(lambda: store.release() or not _uploads())
 
 
 def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: PackCache) -> None:

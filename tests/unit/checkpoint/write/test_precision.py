@@ -41,20 +41,6 @@ def test_raised_is_said_exactly_when_some_table_asks_for_more(asked, stored):
     assert bool(raised(asked, stored)) == (more or state)
 
 
-def test_the_reason_names_what_was_raised():
-    assert raised(StoredPrecision.of("q8"), StoredPrecision.of("q2")) == "bits raised: q2 to q8"
-    assert (
-        raised(StoredPrecision.of({"*": "q2", "hot": "q8"}), StoredPrecision.of("q2"))
-        == "bits raised: hot q2 to q8"
-    )
-    assert (
-        raised(StoredPrecision.of("q2", "fp32"), StoredPrecision.of("q2", "bf16"))
-        == "bits raised: state bf16 to fp32"
-    )
-    assert raised(StoredPrecision.of("q2"), StoredPrecision.of("q8")) == ""
-    assert raised(StoredPrecision.of("fp16"), StoredPrecision.of("bf16")) == ""
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"state":"fp32"}', '{"state":"fp32","weights":{"a":"q8"}}', '{"state":"fp32","weights":[]}',

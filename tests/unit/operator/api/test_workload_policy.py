@@ -7,12 +7,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from deltashard_checkpoint.stores.url import options_of, scheme_of
-from deltashard_operator.admission.injection import inject
 from deltashard_operator.api import store_access, workload_policy
 from deltashard_operator.api.annotation import Annotations
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import merged, read
-from deltashard_operator.kube import run_identity
 
 from tests.support.operator import sample
 
@@ -206,7 +204,6 @@ STORE, TOKEN = "/etc/deltashard/store/", "/var/run/secrets/deltashard/store"
 @pytest.mark.parametrize(
     ("store", "variables", "audiences"),
     [
-        ({"url": "s3://bkt", "secretRef": {"name": "s"}}, {"AWS_SHARED_CREDENTIALS_FILE": STORE + "credentials"}, []),
         ({"url": "gs://bkt", "secretRef": {"name": "s"}}, {"GOOGLE_APPLICATION_CREDENTIALS": STORE + "credentials"}, []),
         (
             {"url": "az://ctr", "secretRef": {"name": "s", "key": "azure"}},
@@ -223,17 +220,12 @@ STORE, TOKEN = "/etc/deltashard/store/", "/var/run/secrets/deltashard/store"
             {"AWS_WEB_IDENTITY_TOKEN_FILE": TOKEN, "AWS_ROLE_ARN": "arn:aws:iam::1:role/x"},
             ["sts.amazonaws.com"],
         ),
-        (
-            {"url": "az://ctr", "webIdentity": {"clientId": "c", "tenantId": "t"}},
-            {"AZURE_FEDERATED_TOKEN_FILE": TOKEN, "AZURE_CLIENT_ID": "c", "AZURE_TENANT_ID": "t"},
-            ["api://AzureADTokenExchange"],
-        ),
     ],
 )  # fmt: skip
 def test_credentials_by_the_kind_of_store(
     store: dict[str, Any], variables: dict[str, str], audiences: list[str]
 ) -> None:
-    """A Secret that may come later, or a token; no key is in any environment."""
+    """A Secret that may come later, or a token; no key is in any environment. The golden pods have the others."""
     policy = sample.policy({"store": store})
     assert store_access.settings(policy) == variables
     (volume,), (mount,) = store_access.files(policy)
@@ -241,41 +233,3 @@ def test_credentials_by_the_kind_of_store(
     sources = volume.get("projected", {}).get("sources", [])
     assert [each["serviceAccountToken"]["audience"] for each in sources] == audiences
     assert volume.get("secret") == (None if audiences else {"secretName": "s", "optional": True})
-
-
-def test_the_way_to_the_network() -> None:
-    """This pod, the metadata services and the cluster are always past the proxy."""
-    network = {
-        "httpsProxy": "http://proxy:3128",
-        "noProxy": "minio.example",
-        "caBundle": {"configMap": "c", "key": "k"},
-    }
-    policy = sample.policy({"store": {"url": "gs://bkt"}, "network": network})
-    found = store_access.settings(policy)
-    past = set(found.pop("NO_PROXY").split(","))
-    assert {"localhost", "169.254.169.254", "metadata.google.internal", ".svc", "minio.example"} <= past
-    assert {"169.254.170.23", "[fd00:ec2::23]", "fd00:ec2::254", "100.100.100.200"} <= past
-    authorities = "/etc/deltashard/ca/ca.crt"
-    assert found == {
-        "HTTPS_PROXY": "http://proxy:3128",
-        "SSL_CERT_FILE": authorities,
-        "AWS_CA_BUNDLE": authorities,
-    }
-    (volume,), _ = store_access.files(policy)
-    assert volume["configMap"] == {"name": "c", "items": [{"key": "k", "path": "ca.crt"}]}
-
-
-def test_a_policys_own_variables_and_volumes() -> None:
-    """As stated, read only, and last; a variable that no other field sets is the user's."""
-    volumes = [
-        {"name": "v", "mountPath": "/etc/files", "configMap": {"name": "c"}},
-        {"name": "k", "mountPath": "/etc/k", "csi": {"driver": "secrets-store.csi.k8s.io"}},
-    ]
-    own = {"name": "AWS_SHARED_CREDENTIALS_FILE", "value": "/etc/k/x"}
-    spec = {"store": {"url": "s3://bkt"}, "sidecar": {"env": [own], "volumes": volumes}}
-    result = inject(sample.template(), sample.policy(spec), run_identity.JOB)
-    sidecar, found = sample.sidecar_of(result), {each["name"]: each for each in result["spec"]["volumes"]}
-    assert sidecar["env"][-1] == own
-    assert sidecar["volumeMounts"][-2] == {"name": "v", "mountPath": "/etc/files", "readOnly": True}
-    assert found["v"] == {"name": "v", "configMap": {"name": "c"}}
-    assert found["k"]["csi"]["readOnly"] is True

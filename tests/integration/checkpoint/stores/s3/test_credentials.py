@@ -68,22 +68,6 @@ def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) 
     assert StandardProvider(http=http, environment=environment).retrieve().access_key == "fp"
 
 
-def test_a_rotated_file_is_read_again(http: urllib3.PoolManager, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).write_text(f"[default]\naws_access_key_id={name}\naws_secret_access_key=s\n")
-    link = tmp_path / "credentials"
-    link.symlink_to("one")
-    provider = StandardProvider(http=http, environment={"AWS_SHARED_CREDENTIALS_FILE": str(link)})
-    assert provider.retrieve().access_key == "one"
-    swap = tmp_path / "swap"
-    swap.symlink_to("two")
-    swap.rename(link)
-    assert provider.retrieve().access_key == "two"
-    link.unlink()
-    with pytest.raises(AccessDenied, match="profile default"):
-        provider.retrieve()
-
-
 def test_a_web_identity(http, token, monkeypatch):
     """The token's file is exchanged at the token service; kept while it lives, asked again when it is about to end."""
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/r")
