@@ -89,7 +89,8 @@ class Controller:
         )
         self._writes = Writes(books)
         self._lookers: list[Callable[[float], None]] = [Reclaimer(books).look, self._requests.look]
-        self._lookers += [partial(each.look, books) for each in (policy_writer, pod_note)[: 1 + annotate_pods]]
+        self._lookers += [partial(policy_writer.look, books)]
+        self._lookers += [partial(pod_note.look, books)] if annotate_pods else []
         self._looked_s = self._judged_all_s = 0.0
         self._round: dict[RunKey, None] = {}
         """Runs to be judged for time's sake; those of which there is news go first."""
