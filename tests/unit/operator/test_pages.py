@@ -12,7 +12,6 @@ from deltashard_operator.api import annotation
 from deltashard_operator.api.refusal import CODES
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.report import IncidentKind
-from deltashard_operator.run.failure import CAUSES
 from deltashard_operator.run.judgement import CHANGED, EVENTS, TROUBLES
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.report_change import event_of
@@ -69,9 +68,8 @@ def test_every_code_has_its_section() -> None:
     [
         (TROUBLES_PAGE, "| condition |", TROUBLES),
         (RUNS_PAGE, "| phase | what it means |", Phase),
-        (RUNS_PAGE, "| cause | read from |", CAUSES),
     ],
-    ids=["conditions", "phases", "causes"],
+    ids=["conditions", "phases"],
 )
 def test_every_word_is_on_its_page(page: str, header: str, said: tuple[str, ...]) -> None:
     assert words(page, header) == set(said)

@@ -50,7 +50,6 @@ def test_a_report_is_taken_and_answered(api: client.ApiClient, pod: Pod, token: 
             assert service.value("report_seconds_count") == 2
             assert service.value("token_reviews_total", outcome="authentic") == 1
             assert service.value("token_reviews_total", outcome="cached") == 1
-            assert service.value("sidecars") == 1
             assert service.value("serving") == 1
             assert service.value("certificate_not_after_timestamp_seconds") > 0
 

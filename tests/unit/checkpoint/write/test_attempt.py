@@ -5,6 +5,7 @@ from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.log_error import LogStopped
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.maintenance.garbage_collection import collect, data_objects, debris
@@ -71,6 +72,15 @@ def test_a_marker_nobody_removes_costs_one_bound_and_an_old_one_nothing():
 
 def without_folds(run: Run) -> None:
     run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
+
+
+def test_an_unreadable_first_entry_is_refused_by_name():
+    run, _ = begun()
+    run.memory.put("job/" + entry_key(0), b"rotten")
+    without_folds(run)
+    run.log = run.reader()
+    with pytest.raises(LogStopped, match="first entry"):
+        run.open()
 
 
 @pytest.mark.parametrize("damage", ["rot", "loss"])

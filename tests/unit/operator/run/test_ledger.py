@@ -217,18 +217,6 @@ def test_counts_are_what_happened_and_a_start_changes_no_phase(story: list[tuple
     assert world.run.phase is Phase.TRAINING
 
 
-def test_a_restore_is_told_only_when_it_is_counted_in_what_is_written_and_its_event_is_recorded() -> None:
-    restored = Incident(id=1, kind=IncidentKind.RESTORED, attempt=7)
-    failed = Incident(id=2, kind=IncidentKind.SAVE_FAILED)
-    said = report(incidents=[restored, failed, Incident(id=3, kind=IncidentKind.UNKNOWN)])
-    keys = [ledger.incident_key(said, each, "") for each in said.incidents]
-    counted = Ledger().with_restored("", 7, 5)
-    assert ledger.told(Ledger(), set(keys), said, "") == 0
-    assert ledger.told(counted, set(), said, "") == 0
-    assert ledger.told(counted, {keys[0]}, said, "") == 1
-    assert ledger.told(counted, {keys[0], keys[1]}, said, "") == 3
-
-
 def test_what_is_older_than_all_keys_is_counted() -> None:
     found = Ledger()
     for attempt in range(1, 100):

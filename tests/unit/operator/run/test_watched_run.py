@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deltashard_operator.fleet.report import Incident, IncidentKind, KeptCheckpoint
 from deltashard_operator.fleet.report import Phase as At
-from deltashard_operator.run import judgement, ledger, report_change, run_record, watched_run
+from deltashard_operator.run import judgement, report_change, run_record, watched_run
 from deltashard_operator.run.failure import SETTLE_S
 from deltashard_operator.run.observed_object import ABSENT_S, NodeView, Wish, Workload, seconds_of
 from deltashard_operator.run.phase import Phase
@@ -57,18 +57,6 @@ def test_a_late_report_changes_nothing() -> None:
     ):
         assert report_change.with_report(run, late, NOW_S + 1) == (run, ())
     assert told(run, report(sequence=1, process="newer", started_at_s=60.0, phase=At.WAITING)) != run
-
-
-def test_a_restore_is_counted_once_by_its_attempt_whoever_tells_it_and_however_often() -> None:
-    restored = Incident(id=1, kind=K.RESTORED, lost_steps=7, attempt=4)
-    run, first = reasons(training(), report(incidents=[restored]))
-    run, _ = reasons(run, report(process="other", incidents=[replace(restored, id=9)]))
-    run, _ = reasons(restarted(run), report(incidents=[restored]))
-    assert (first, run.ledger.restores, run.ledger.lost_steps) == (["Restored"], 1, 7)
-    run, _ = reasons(run, report(incidents=[replace(restored, id=2, attempt=6)]))
-    assert (run.ledger.restores, run.ledger.lost_steps) == (2, 14)
-    run, events = reasons(run, report(incidents=[replace(restored, id=3, attempt=0)]))
-    assert (events, run.ledger.restores) == (["Restored"], 2), "no attempt of the run"
 
 
 @pytest.mark.parametrize("kind", [K.FENCED, K.TRACKING_FAULT, K.FELL_BACK])
@@ -394,19 +382,3 @@ def test_names_and_labels_that_would_be_too_long_are_cut_and_stay_apart() -> Non
     assert run_record.run_label("ctr") == "ctr"
     labels = {run_record.run_label("x" * 40 + "-" + each * 40) for each in "yz"}
     assert [len(each) <= 63 for each in labels] == [True, True]
-
-
-def test_a_ledger_of_another_controller_takes_over_what_the_api_still_tells() -> None:
-    """A write was refused because another controller wrote: its counts hold, and the pod's end is told in them."""
-    run = seen(training(), pod(phase="Failed", ending=ended(1)))
-    theirs = replace(training().ledger, restores=5)
-    run = watched_run.with_ledger(run, theirs, NODES, NOW_S)
-    assert (run.ledger.restores, [each["cause"] for each in run_record.status(run, NOW_S)["losses"]]) == (
-        5,
-        ["Error"],
-    )
-    assert watched_run.with_ledger(run, run.ledger, NODES, NOW_S).ledger == run.ledger
-    behind = seen(training())  # two lead: the end is counted by the other one before it is seen here
-    behind = seen(replace(behind, ledger=run.ledger), pod(phase="Failed", ending=ended(1)))
-    assert len(run_record.status(behind, NOW_S)["losses"]) == 1
-    assert ledger.decoded(ledger.encoded(run.ledger)) == run.ledger
