@@ -37,6 +37,7 @@ def run_in(directory: Path) -> None:
 def test_what_comes_while_a_run_is_removed_is_listed_again_and_goes(tmp_path: Path) -> None:
     run_in(tmp_path)
     late = ["log/HINT", entry_key(5), PACK.format(5), "closing/00000000000000000001/x", "log/HINT"]
+    late += map(PACK.format, range(6, 10))
     store = Busy(tmp_path, [f"job/{key}" for key in late])
     assert removal.remove(RunLog(store, "job")).left == 0
     assert store.keys == []

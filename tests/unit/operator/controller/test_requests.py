@@ -108,6 +108,8 @@ async def test_an_order_is_open_until_the_end_is_written_whoever_else_writes() -
     bench.api.touched()
     bench.api.lost_replies = 1
     bench.requests.over(("team", "another"), OVER)
+    await bench.go(3)
+    assert bench.phase() == "Ordered", "another run's sidecar has no say in it"
     bench.requests.over(KEY, OVER)
     bench.requests.look(bench.now_s)
     assert bench.ordered() == ["q-1"]
