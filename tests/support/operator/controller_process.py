@@ -257,6 +257,7 @@ class Sidecar:
             "workload_kind": owner.get("kind", "Pod"),
             "workload_name": owner["metadata"]["name"],
             "workload_uid": owner["metadata"]["uid"],
+            "started_at_s": time.time(),
         } | who
         self._run = f"{cluster.namespace}/{owner['metadata']['name']}-{owner['metadata']['uid']}"
         self._controller, self._token = controller, self._pod.token(cluster.http)
