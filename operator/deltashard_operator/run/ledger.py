@@ -124,10 +124,10 @@ def told(durable: Ledger, recorded: Container[str], report: Report, part: str) -
 
 
 def encoded(ledger: Ledger) -> str:
-    """Its text, empty for one that counts nothing."""
-    if ledger == Ledger():
-        return ""
+    """Its text, empty for one of which nothing has to be kept."""
     parts = MAX_PARTS
+    if _clipped(ledger, parts) == Ledger():
+        return ""
     while True:
         kept = {"version": VERSION, **_plain(_clipped(ledger, parts))}
         text = json.dumps(kept, default=_plain, separators=(",", ":"), ensure_ascii=False)

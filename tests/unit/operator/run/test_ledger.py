@@ -253,6 +253,13 @@ def test_a_ledger_comes_back_as_it_was(found: Ledger) -> None:
     assert decoded(encoded(found)) == found
 
 
+def test_a_part_that_was_opened_once_needs_no_text() -> None:
+    """Else the next controller, which does not know of it, would write the text away."""
+    once, again = Ledger().with_openings("1", 1), Ledger().with_openings("2", 2)
+    assert (once.text, decoded(once.text).with_openings("1", 2).failures) == ("", 1)
+    assert again.with_openings("1", 1).text == again.text
+
+
 def test_the_text_has_a_bound_and_the_failures_of_what_is_left_out_stay_in_the_sum() -> None:
     noise = random.Random(0)
     found = Ledger()
