@@ -59,6 +59,7 @@ class Options:
 OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
+    "bool": {"true": True, "false": False}.get,
     "Path": Path,
     "Path | None": Path,
     "tuple[str, ...]": watched_namespace.listed,
@@ -67,6 +68,7 @@ OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
 """How an option's text is read, by the type of its field; any other is text."""
 CHOICES: Mapping[str, Sequence[object]] = {
     "certificates": ("builtin", "external"),
+    "annotate_pods": (True, False),
     "log_level": ("debug", "info", "warning", "error"),
 }
 
