@@ -18,6 +18,7 @@ from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
+    CHECKPOINT_TIME,
     CONTAINER,
     ENCODING,
     GOAL,
@@ -141,7 +142,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
     """The annotations in these maps taken together; raises `Refusal` (BadAnnotation)."""
     found: dict[str, str] = {}
     for key, value in (item for each in maps for item in (each or {}).items()):
-        if not key.startswith(PREFIX) or key == INJECTED:
+        if not key.startswith(PREFIX) or key in {INJECTED, CHECKPOINT_TIME}:
             continue
         if key not in KEYS:
             raise _wrong(key, "there is no such annotation", f"known are {', '.join(KEYS)}")
