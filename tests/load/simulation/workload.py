@@ -170,7 +170,7 @@ def _wait_running(plane: Plane, pods: int) -> None:
     eventually(
         running,
         what=f"{pods} running pods",
-        every_s=0.5 + pods / 5000,
+        every_s=0.5 + pods / 2500,
         timeout_s=control_plane.PATIENCE_S + pods / 10,
     )
 
