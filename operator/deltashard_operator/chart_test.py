@@ -6,18 +6,21 @@ installation takes a moment to answer. It needs the right to create Jobs in one 
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltashard_operator.kube.call import Answer, NoReply, Requester
+from deltashard_operator import VERSION
+from deltashard_operator.kube.api_access import api_access
+from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import POLICY, SIDECAR
-from deltashard_operator.main import EXIT_FAILED, api_client, options_of
+from deltashard_operator.main import EXIT_FAILED, options_of
 
 PROGRAM = "deltashard-chart-test"
-REQUEST_S = 10.0
+REQUEST_S = 10.0, 10.0
 PAUSE_S = 2.0
 NO_SUCH_POLICY = "deltashard-test-no-such-policy"
 
@@ -32,8 +35,8 @@ class Options:
     kubeconfig: Path | None = None  # how to reach the API; without, as a pod
 
 
-def created(request: Requester, namespace: str, policy: str) -> Answer:
-    """The API's answer to a Job with this policy, in a dry run; raises `NoReply`."""
+async def created(call: Caller, namespace: str, policy: str) -> Answer:
+    """The API's answer to a Job with this policy, in a dry run; raises `ApiUnavailable`."""
     pod = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "example.invalid/train"}]}
     document = {
         "apiVersion": "batch/v1",
@@ -42,22 +45,22 @@ def created(request: Requester, namespace: str, policy: str) -> Answer:
         "spec": {"template": {"spec": pod}},
     }
     path = f"/apis/batch/v1/namespaces/{namespace}/jobs"
-    return request("POST", path, document, query={"dryRun": "All"}, timeout_s=REQUEST_S)
+    return await call("POST", path, document, query={"dryRun": "All"}, tries=1)
 
 
-def asked(request: Requester, options: Options) -> tuple[bool, str]:
+async def asked(call: Caller, options: Options) -> tuple[bool, str]:
     """Whether all is as it should be, and what is so."""
     named = f"a Job with {POLICY}: {options.policy}"
     try:
-        answer = created(request, options.namespace, NO_SUCH_POLICY)
+        answer = await created(call, options.namespace, NO_SUCH_POLICY)
         if answer.ok:
             return False, f"a Job whose policy does not exist was admitted: is {options.namespace} exempt?"
         if "(PolicyNotFound)" not in answer.sentence:
             return False, f"the webhook did not answer: {answer.sentence}"
         if not options.policy:
             return True, "the webhook answers"
-        answer = created(request, options.namespace, options.policy)
-    except NoReply as error:
+        answer = await created(call, options.namespace, options.policy)
+    except ApiUnavailable as error:
         return False, str(error)
     if not answer.ok:
         return False, f"{named} was refused: {answer.sentence}"
@@ -66,18 +69,24 @@ def asked(request: Requester, options: Options) -> tuple[bool, str]:
     return bool(images), f"the webhook answers, and {named} gets the sidecar {images}"
 
 
+async def passed(options: Options) -> bool:
+    """Whether all is as it should be before the time is up; each look is printed."""
+    ends_at_s = time.monotonic() + options.deadline_s
+    call = Caller(api_access(options.kubeconfig, f"{PROGRAM}/{VERSION}"), timeout_s=REQUEST_S)
+    try:
+        while True:
+            ok, said = await asked(call, options)
+            sys.stdout.write(f"{'ok' if ok else 'not yet'}: {said}\n")
+            if ok or time.monotonic() > ends_at_s:
+                return ok
+            await asyncio.sleep(PAUSE_S)
+    finally:
+        await call.close()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-chart-test`."""
-    options = options_of(Options, PROGRAM, argv)
-    request, ends_at_s = Requester(api_client(options.kubeconfig)), time.monotonic() + options.deadline_s
-    while True:
-        ok, said = asked(request, options)
-        sys.stdout.write(f"{'ok' if ok else 'not yet'}: {said}\n")
-        if ok:
-            return 0
-        if time.monotonic() > ends_at_s:
-            return EXIT_FAILED
-        time.sleep(PAUSE_S)
+    return 0 if asyncio.run(passed(options_of(Options, PROGRAM, argv))) else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import structlog
 from deltashard_checkpoint.process import EVERY_ADDRESS
-from kubernetes import client
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from deltashard_operator import VERSION
@@ -31,19 +30,18 @@ from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.nudge import Nudger
 from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
-from deltashard_operator.kube.call import ApiUnavailable, Caller
+from deltashard_operator.kube.api_access import ApiAccess, api_access
+from deltashard_operator.kube.call import Caller
 from deltashard_operator.kube.lease import DURATION_S, REQUEST_S, Lease
 from deltashard_operator.kube.object_watch import STALE_S, ObjectWatch
-from deltashard_operator.main import Serving, api_client, options_of, run
+from deltashard_operator.main import Serving, options_of, run
 from deltashard_operator.status_page import pages
 from deltashard_operator.tls.authority import Authority
 from deltashard_operator.tls.certificate import Certificate
 
 PROGRAM = "deltashard-controller"
 LAG_TICK_S, LAG_TICKS = 0.25, 240
-LOAD_PAUSE_S = 2.0
-USER_AGENT = f"deltashard-controller/{VERSION}"
-"""What audit logs and managedFields call it."""
+AGENT = f"{PROGRAM}/{VERSION}"
 TaintKeys = tuple[str, ...]
 _log = structlog.get_logger("deltashard.controller")
 
@@ -80,9 +78,8 @@ class Options:
 class Process:
     """All parts of the controller, put together."""
 
-    def __init__(self, options: Options, api: client.ApiClient) -> None:
+    def __init__(self, options: Options, api: ApiAccess) -> None:
         self.options = options
-        api.user_agent = USER_AGENT
         self.prometheus = CollectorRegistry()
         ProcessCollector(registry=self.prometheus)
         metrics = ControllerMetrics(self.prometheus)
@@ -90,13 +87,11 @@ class Process:
         def count(verb: str, outcome: str) -> None:
             metrics.calls.labels(verb, outcome).inc()
 
-        # Its own connections are few: those that were lost together are not tried one by one. One of the threads is for
-        # a request that nobody waits for any more.
-        lease_api = client.ApiClient(api.configuration)
-        lease_api.user_agent = USER_AGENT
-        always = Caller(lease_api, count=count, threads=2, timeout_s=REQUEST_S)
+        # A connection of its own: those that were lost together are not tried one by one.
+        always = Caller(api, count=count, connections=1, timeout_s=REQUEST_S)
         call = Caller(api, count=count, may_write=lambda: self.lease.held)
-        self.calls = (always, call)
+        reviews = Caller(api)
+        self.calls = (always, call, reviews)
         self.lease = Lease(
             always,
             namespace=options.namespace,
@@ -129,7 +124,7 @@ class Process:
         if options.certificates == "builtin":
             self.authority = Authority(call, options.namespace, self.prometheus)
         fleet_metrics = FleetMetrics(self.prometheus)
-        self.reviewer = Reviewer(api, count=lambda outcome: fleet_metrics.reviews.labels(outcome).inc())
+        self.reviewer = Reviewer(reviews, count=lambda outcome: fleet_metrics.reviews.labels(outcome).inc())
         self.certificate = Certificate(options.certificate_dir, "fleet", self.prometheus)
         self.fleet = ReportServer(
             ledger=self.controller.report,
@@ -183,8 +178,8 @@ class Process:
         finally:
             await serving.close()
             await self.lease.release()
-            for each in (*self.calls, self.reviewer):
-                each.close()
+            for each in self.calls:
+                await each.close()
 
     async def _lead(self, serving: Serving) -> None:
         """Wait for the Lease, then watch."""
@@ -192,22 +187,13 @@ class Process:
         serving.start(self.lease.keep(), "lease")
         if self.authority is not None:
             serving.start(self.authority.run(), "authority")
-        await self._load()
+        await self.controller.load()
         serving.start(self.nudger.run(), "nudges")
         serving.start(self.controller.pump(), "pump")
         _log.info("controller.leading")
         async with asyncio.TaskGroup() as group:
             group.create_task(self.controller.watches.settle_for_ever())
             await self.watch.run()
-
-    async def _load(self) -> None:
-        """Read what was known before; tries until the API answers."""
-        while True:
-            try:
-                return await self.controller.load()
-            except ApiUnavailable as error:
-                _log.warning("controller.not_loaded", error=str(error))
-                await asyncio.sleep(LOAD_PAUSE_S)
 
     async def _measure_lag(self) -> None:
         """Note how late the loop is."""
@@ -222,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = options_of(Options, PROGRAM, argv)
 
     async def work() -> None:
-        await Process(options, api_client(options.kubeconfig)).serve()
+        await Process(options, api_access(options.kubeconfig, AGENT)).serve()
 
     return run(PROGRAM, options.log_level, work())
 

@@ -20,18 +20,24 @@ import structlog
 from aiohttp import web
 from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files
-from kubernetes import client, config
+from kubernetes import config
 
+from deltashard_operator import VERSION
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.admission.webhook import Webhook
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import PolicyCache
 from deltashard_operator.kube import watched_namespace
+from deltashard_operator.kube.api_access import ApiAccess, api_access
+from deltashard_operator.kube.call import Caller
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.tls.certificate import Certificate
 
 PROGRAM = "deltashard-webhook"
+AGENT = f"{PROGRAM}/{VERSION}"
+CONNECTIONS = 32
+"""Of admissions that look at the API at once."""
 EXIT_FAILED, EXIT_USAGE = 1, 2
 STOP_S = 2.0
 """Requests get so long to end when their server is closed."""
@@ -87,17 +93,6 @@ def options_of(kind: type[T], program: str, argv: Sequence[str] | None = None) -
             help=" ",
         )
     return kind(**vars(parser.parse_args(argv)))
-
-
-def api_client(kubeconfig: Path | None) -> client.ApiClient:
-    """A client of the API: by this kubeconfig, or as the pod's service account."""
-    configuration = client.Configuration()
-    if kubeconfig is None:
-        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    else:
-        config.load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call]
-    configuration.retries = False
-    return client.ApiClient(configuration)
 
 
 class Serving:
@@ -172,15 +167,15 @@ def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
     return 0
 
 
-async def serve(options: Options, api: client.ApiClient) -> None:
+async def serve(options: Options, api: ApiAccess) -> None:
     """Serve until a signal, then drain."""
-    metrics = WebhookMetrics()
-    cache = PolicyCache(api)
+    metrics, call = WebhookMetrics(), Caller(api, connections=CONNECTIONS)
+    cache = PolicyCache(call)
     watch = ObjectWatch(api, cache.kinds, namespaces=options.watch_namespaces, on_list=cache.on_list)
     webhook = Webhook(
         certificate=Certificate(options.certificate_dir, "webhook", metrics.registry),
         cache=cache,
-        holders=Holders(api),
+        holders=Holders(call),
         defaults=Defaults(options.default_policy, options.fleet_ca),
         metrics=metrics,
         namespaces=options.watch_namespaces,
@@ -202,6 +197,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
         log.info("webhook.stopped")
     finally:
         await serving.close()
+        await call.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = options_of(Options, PROGRAM, argv)
 
     async def work() -> None:
-        await serve(options, api_client(options.kubeconfig))
+        await serve(options, api_access(options.kubeconfig, AGENT))
 
     return run(PROGRAM, options.log_level, work())
 

@@ -18,13 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import parse_qs
 
-from deltashard_checkpoint.errors import EnvironmentFault
-
-from deltashard_operator.api.policy_cache import BUDGET_S
 from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.kube.call import ApiClient, NoReply, Requester
+from deltashard_operator.kube.call import Caller, object_at
 from deltashard_operator.kube.cluster_name import RESTORE_FROM, RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload
@@ -32,14 +29,6 @@ from deltashard_operator.run.reclaim import ReclaimState
 from deltashard_operator.run.run_record import API_VERSION, PLURAL, run_label
 
 Document = dict[str, Any]
-
-
-class NotTold(EnvironmentFault):
-    """The API answered something else than what was asked for."""
-
-
-UNKNOWN = (NoReply, NotTold, TimeoutError)
-"""What it raises that nobody can know who holds a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,29 +58,29 @@ class RunClaim:
 
 
 class Holders:
-    """Looks at Jobs, CheckpointRuns and their workloads. Thread-safe; blocks."""
+    """Looks at Jobs, CheckpointRuns and their workloads."""
 
-    def __init__(self, api: ApiClient) -> None:
-        self._request = Requester(api)
+    def __init__(self, call: Caller) -> None:
+        self._call = call
 
-    def refusal(self, claim: RunClaim, url: str) -> Refusal | None:
+    async def refusal(self, claim: RunClaim, url: str) -> Refusal | None:
         """Why a workload may not have the run it asks for in the store `url`, or None when it may.
 
-        Raises one of `UNKNOWN` when the API cannot be asked.
+        Raises `ApiUnavailable` when the API cannot be asked.
         """
         if claim.source or not claim.run_id:
-            moved = [_moved(claim, each, url) for each in self._list(API_VERSION, PLURAL, claim)]
+            moved = [_moved(claim, each, url) for each in await self._list(API_VERSION, PLURAL, claim)]
             moved = [] if claim.source and None in moved else moved
             return next(filter(None, moved), None)
-        for job in map(observed_object.job_of, self._list("batch/v1", "jobs", claim)):
+        for job in map(observed_object.job_of, await self._list("batch/v1", "jobs", claim)):
             if not job.outcome and job.workload.uid != claim.workload_uid:
                 return claim.held_by(job.workload)
-        for record in self._list(API_VERSION, PLURAL, claim):
-            if refusal := self._held_by_record(claim, record) or _moved(claim, record, url):
+        for record in await self._list(API_VERSION, PLURAL, claim):
+            if refusal := await self._held_by_record(claim, record) or _moved(claim, record, url):
                 return refusal
         return None
 
-    def _held_by_record(self, claim: RunClaim, record: Document) -> Refusal | None:
+    async def _held_by_record(self, claim: RunClaim, record: Document) -> Refusal | None:
         """The refusal for the sake of a CheckpointRun's workload."""
         status, reference = record.get("status") or {}, record["spec"]["workload"]
         workload = Workload(
@@ -108,26 +97,12 @@ class Holders:
             return None
         if not workload.native:
             return claim.held_by(workload, record["metadata"]["name"])
-        return claim.held_by(workload) if self._lives(workload) else None
+        lives = observed_object.lives(workload, await object_at(self._call, workload.path))
+        return claim.held_by(workload) if lives else None
 
-    def _list(self, api_version: str, plural: str, claim: RunClaim) -> list[Document]:
+    async def _list(self, api_version: str, plural: str, claim: RunClaim) -> list[Document]:
         path = f"/apis/{api_version}/namespaces/{claim.namespace}/{plural}"
-        page = self._request("GET", path, query={"labelSelector": claim.label}, timeout_s=BUDGET_S)
-        if not page.ok:
-            raise NotTold(f"the API answered {page.sentence}", where=path)
-        return list(page.document["items"])
-
-    def _lives(self, workload: Workload) -> bool:
-        """Whether this very Job or pod is there and has not ended."""
-        group, plural = ("/api/v1", "pods") if workload.native == "Pod" else ("/apis/batch/v1", "jobs")
-        path = f"{group}/namespaces/{workload.namespace}/{plural}/{quote(workload.name, safe='')}"
-        answer = self._request("GET", path, timeout_s=BUDGET_S)
-        if answer.status == 404:
-            return False
-        if not answer.ok:
-            raise NotTold(f"the API answered {answer.sentence}", where=path)
-        document = answer.document
-        return document["metadata"]["uid"] == workload.uid and not observed_object.is_over(document)
+        return await self._call.every(path, selector=claim.label)
 
 
 def _reclaim(record: Document) -> str:

@@ -17,13 +17,14 @@ from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.admission import injection, review
 from deltashard_operator.admission.metric import WebhookMetrics
-from deltashard_operator.admission.run_holder import UNKNOWN, Holders, RunClaim
+from deltashard_operator.admission.run_holder import Holders, RunClaim
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.chart_defaults import Defaults, FleetAuthorityMissing
 from deltashard_operator.api.policy_cache import BUDGET_S, PolicyCache, Spec, unavailable
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import watched_namespace
+from deltashard_operator.kube.call import ApiUnavailable
 from deltashard_operator.kube.cluster_name import POLICY
 from deltashard_operator.kube.webhook_configuration import PATH
 from deltashard_operator.status_page import pages
@@ -138,8 +139,8 @@ class Webhook:
         if spec is None:
             try:
                 async with asyncio.timeout_at(end_s):
-                    spec = await asyncio.to_thread(self._cache.look, namespace, name)
-            except TimeoutError:  # it waits for a thread, or its answer drips
+                    spec = await self._cache.look(namespace, name)
+            except TimeoutError:  # it waits for its turn, or its answer drips
                 raise unavailable(name, "the API did not answer in time") from None
         try:
             defaults = self._defaults.spec()
@@ -153,8 +154,8 @@ class Webhook:
         """Raise `Refusal` when another live workload is known to hold the run, or another store to have it."""
         try:
             async with asyncio.timeout_at(end_s):
-                refusal = await asyncio.to_thread(self._holders.refusal, claim, url)
-        except UNKNOWN as error:
+                refusal = await self._holders.refusal(claim, url)
+        except (ApiUnavailable, TimeoutError) as error:
             why = f"{type(error).__name__}: {error}"[:300]
             _log.warning("holders.unknown", namespace=claim.namespace, run_id=claim.run_id, error=why)
             self.metrics.unknown.inc()

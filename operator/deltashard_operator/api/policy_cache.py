@@ -11,7 +11,7 @@ from typing import Any
 
 from deltashard_operator.api import workload_policy
 from deltashard_operator.api.refusal import Refusal
-from deltashard_operator.kube.call import ApiClient, NoReply, Requester
+from deltashard_operator.kube.call import ApiUnavailable, Caller, object_at
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.kube.webhook_configuration import TIMEOUT_S
 
@@ -26,8 +26,8 @@ Spec = Mapping[str, Any]
 class PolicyCache:
     """All policies' specs by (namespace, name), as `workload_policy.key_of` says. Watch its `kinds`."""
 
-    def __init__(self, api: ApiClient) -> None:
-        self._request = Requester(api)
+    def __init__(self, call: Caller) -> None:
+        self._call = call
         self._specs: dict[tuple[str, str], Spec] = {}
         self.synced = False
         """Whether the policies were listed once."""
@@ -47,18 +47,13 @@ class PolicyCache:
         """The spec of the policy that a workload of this namespace names so."""
         return self._specs.get(workload_policy.key_of(namespace, name))
 
-    def look(self, namespace: str, name: str) -> Spec | None:
+    async def look(self, namespace: str, name: str) -> Spec | None:
         """The policy's spec from the API itself, None when there is none; raises `Refusal` (PolicyUnavailable)."""
-        path = policy_path(workload_policy.key_of(namespace, name))
         try:
-            found = self._request("GET", path, timeout_s=BUDGET_S)
-        except NoReply as error:
-            raise unavailable(name, f"the API did not answer: {type(error.__cause__).__name__}") from error
-        if found.status == 404:
-            return None
-        if not found.ok:
-            raise unavailable(name, f"the API answered {found.sentence}")
-        return found.document.get("spec") or {}
+            document = await object_at(self._call, policy_path(workload_policy.key_of(namespace, name)))
+        except ApiUnavailable as error:
+            raise unavailable(name, error.what) from error
+        return None if document is None else document.get("spec") or {}
 
 
 def policy_kinds(

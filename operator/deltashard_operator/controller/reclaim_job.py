@@ -15,12 +15,7 @@ from typing import Any
 from deltashard_operator.api import store_access
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.kube import restricted
-from deltashard_operator.kube.cluster_name import (
-    CACHE_PATH,
-    CACHE_VOLUME,
-    USER_ID,
-    WORKLOAD_UID,
-)
+from deltashard_operator.kube.cluster_name import CACHE_PATH, CACHE_VOLUME, USER_ID, WORKLOAD_UID
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.reclaim import ReclaimState
 from deltashard_operator.run.watched_run import Run
@@ -79,11 +74,7 @@ def manifest(run: Run, policy: Policy) -> Document:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {
-            "name": job_name(run),
-            "namespace": namespace,
-            "labels": labels,
-        },
+        "metadata": {"name": job_name(run), "namespace": namespace, "labels": labels},
         "spec": {
             "backoffLimit": 6,
             "activeDeadlineSeconds": 6 * 3600,

@@ -20,9 +20,8 @@ from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.write_queue import Rank
 from deltashard_operator.fleet.report import RunKey
-from deltashard_operator.kube.call import ApiUnavailable
+from deltashard_operator.kube.call import object_at
 from deltashard_operator.run import observed_object, reclaim
-from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, WAITING, Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import Notice
 
@@ -78,30 +77,30 @@ class Reclaimer:
         """Make the run's Job, or see what came of it."""
         namespace, name = entry.run.workload.namespace, reclaim_job.job_name(entry.run)
         jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
-        job = await self._call("GET", f"{jobs}/{name}")
-        if job.status == 404:
+        job = await object_at(self._call, f"{jobs}/{name}")
+        if job is None:
             await self._make(entry, jobs, name)
-        elif not job.ok:
-            raise ApiUnavailable(f"cannot be read: {job.sentence}", where=f"{jobs}/{name}")
-        elif (why := reclaim_job.outcome(job.document)) is None:
+        elif (why := reclaim_job.outcome(job)) is None:
             self._move(entry, REMOVING, f"Job {name} removes the bytes")
         else:
             pods = f"/api/v1/namespaces/{namespace}/pods"
-            found = await self._call.every(pods, selector=f"batch.kubernetes.io/job-name={name}")
-            said = reclaim_job.last_word(found)
+            said = reclaim_job.last_word(
+                await self._call.every(pods, selector=f"batch.kubernetes.io/job-name={name}")
+            )
             self._move(
                 entry, *((FAILED, f"Job {name} failed: {said or why}") if why else reclaim_job.read(said))
             )
 
     async def _make(self, entry: Entry, jobs: str, name: str) -> None:
-        living = await self._is_living(entry.run.workload)
+        mine = entry.run.workload
+        living = bool(mine.native) and observed_object.lives(mine, await object_at(self._call, mine.path))
         # IMPORTANT: nothing is waited for between this look and the request.
         run = entry.run
         policy = self._books.policy_of(run)
         anew, continued = replace(run, reclaim=None), self._books.is_continued(entry)
-        found = reclaim.judged(anew, policy, continued=continued, now_s=self._wall())
-        if found is None or not found.ready or self._books.by_key.get(run.key) is not entry:
-            self._set(entry, found)
+        judged = reclaim.judged(anew, policy, continued=continued, now_s=self._wall())
+        if judged is None or not judged.ready or self._books.by_key.get(run.key) is not entry:
+            self._set(entry, judged)
             return
         if living:
             self._move(entry, KEPT, f"{run.workload.called} is there and has not ended")
@@ -118,18 +117,6 @@ class Reclaimer:
             self._move(entry, REMOVING, f"Job {name} removes the bytes")
         else:
             self._move(entry, FAILED, f"Job {name} could not be made: {made.sentence}")
-
-    async def _is_living(self, workload: Workload) -> bool:
-        """Whether a workload that can be asked for has not ended."""
-        if not workload.native:
-            return False
-        root = {"Pod": "/api/v1/namespaces/{}/pods/{}", "Job": "/apis/batch/v1/namespaces/{}/jobs/{}"}
-        path = root[workload.native].format(workload.namespace, workload.name)
-        answer = await self._call("GET", path)
-        if not answer.ok and answer.status != 404:
-            raise ApiUnavailable(f"cannot be read: {answer.sentence}", where=path)
-        is_there = answer.ok and answer.document["metadata"]["uid"] == workload.uid
-        return is_there and not observed_object.is_over(answer.document)
 
     def _set(self, entry: Entry, found: Reclaim | None) -> None:
         if found != entry.run.reclaim:

@@ -19,7 +19,7 @@ from deltashard_operator.api.policy_cache import policy_kinds
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.controller.status import ALL
 from deltashard_operator.fleet.report import SaveOrder
-from deltashard_operator.kube.call import ApiUnavailable
+from deltashard_operator.kube.call import ApiUnavailable, object_at
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import observed_object, watched_run
@@ -216,15 +216,13 @@ class Watches:
 
     async def _is_to_come(self, job: Workload) -> bool:
         """Whether the watch will bring this Job: it is there, with our label, and not over for long."""
-        path = f"/apis/batch/v1/namespaces/{job.namespace}/jobs/{job.name}"
-        answer = await self._books.call("GET", path)
-        if not answer.ok and answer.status != 404:
-            raise ApiUnavailable(f"cannot be read: {answer.sentence}", where=path)
-        metadata = answer.document.get("metadata") or {}
-        labels = metadata.get("labels") or {}
-        if metadata.get("uid") != job.uid or labels.get(MANAGED_BY) != MANAGED_BY_VALUE:
+        document = await object_at(self._books.call, job.path)
+        if document is None or document["metadata"]["uid"] != job.uid:
             return False
-        return not self._is_over(observed_object.job_of(answer.document))
+        labels = document["metadata"].get("labels") or {}
+        return labels.get(MANAGED_BY) == MANAGED_BY_VALUE and not self._is_over(
+            observed_object.job_of(document)
+        )
 
     def _without_job(self, uid: str) -> None:
         """The Job of this UID is not to come: its pods do not wait for it, now and for a while."""

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 from deltashard_checkpoint.errors import EnvironmentFault
 
-from deltashard_operator.kube.call import THREADS
+from deltashard_operator.kube.call import CONNECTIONS
 
 PER_S = 20.0
 BURST = 400.0
@@ -28,7 +28,7 @@ SOON_S = 1.0
 QUIET_S = 300.0
 NOTE_S = 60.0
 MAX_BACKOFF_S = 60.0
-AT_WORK = 8 * THREADS
+AT_WORK = 8 * CONNECTIONS
 """Writes under way at once: so few that what is more urgent need not wait long."""
 OUTCOMES = ("written", "failed")
 Work = Callable[[], Coroutine[Any, Any, object]]

@@ -1,8 +1,8 @@
 """Whose a token is, by the API's TokenReview.
 
 A good answer holds for the token's life: a pod that is gone meanwhile is unknown to the ledger. A bad one is not kept.
-An API that does not answer is `ReviewUnavailable`, never a refusal. At most `THREADS` reviews run at a time and
-`MAX_WAITING` wait for that, of one peer `PEER_WAITING`.
+An API that does not answer is `ReviewUnavailable`, never a refusal. At most `MAX_WAITING` reviews run or wait
+for a connection, of one peer `PEER_WAITING`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 
-from deltashard_operator.kube.call import ApiClient, ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
-THREADS = 8
 MAX_WAITING = 512
 PEER_WAITING = 8
 REVIEW_S = 10.0  # seconds for a review, waiting for its turn included
@@ -60,24 +59,20 @@ class Reviewer:
 
     def __init__(
         self,
-        api: ApiClient,
+        call: Caller,
         *,
         count: Callable[[str], None] = lambda _outcome: None,
         monotonic: Callable[[], float] = time.monotonic,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """`count` is told one of `OUTCOMES` for every answer."""
-        self._call = Caller(api, threads=THREADS)
+        self._call = call
         self._count = count
         self._monotonic = monotonic
         self._unix = unix
         self._waiting: Counter[str] = Counter()
         self._good: dict[bytes, tuple[PodIdentity, float]] = {}
         """Hash of a token -> its pod, and until when that holds (monotonic seconds)."""
-
-    def close(self) -> None:
-        """Let go of the threads; a review under way ends by its own timeout."""
-        self._call.close()
 
     async def review(self, token: str, peer: str = "") -> PodIdentity:
         """The pod of a token that this address sent.

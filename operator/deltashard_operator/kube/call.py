@@ -1,10 +1,8 @@
-"""Calls on the API by the user's `kubernetes` client: `Requester` for threads, `Caller` for the asyncio loop.
+"""Calls on the API, for coroutines.
 
-Objects are documents here: the client's model classes of the core API alone would be 80 MiB of a process.
-
-A `Caller` never blocks the loop, and nothing waits for ever: a call has a connect and a read timeout, at most `THREADS`
-run at once, and one that failed for a passing reason (429, 5xx, no connection) is tried again at most `TRIES` times
-with the pause that the server asks for, else a doubling, jittered one. What the API says otherwise is the answer.
+Nothing waits for ever: a call has a connect and a read timeout, at most so many run at once as there are connections,
+and one that failed for a passing reason (429, 5xx, no answer) is tried again at most `TRIES` times with the pause that
+the server asks for, else a doubling, jittered one. What the API says otherwise is the answer.
 """
 
 from __future__ import annotations
@@ -12,35 +10,26 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import urllib3
+import aiohttp
 from deltashard_checkpoint.errors import EnvironmentFault
-from kubernetes import client
 
-THREADS = 8
+from deltashard_operator.kube.api_access import TIMEOUT_S, ApiAccess
+
+CONNECTIONS = 8
 TRIES = 4
 PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
-CONNECT_S = 5.0
-READ_S = 30.0
 CHUNK = 500
 """Objects in a page of a list."""
 MERGE = "application/merge-patch+json"
 VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
 OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
-ApiClient = client.ApiClient
-
-
-class NoReply(EnvironmentFault):
-    """The API did not answer, or not with JSON."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}"[:300])
+UNANSWERED = (aiohttp.ClientError, OSError, ValueError)
+"""How a request ends without an answer that is JSON; a TimeoutError is an OSError."""
 
 
 class ApiUnavailable(EnvironmentFault):
@@ -69,66 +58,24 @@ class Answer:
         return f"{self.status} {self.document.get('reason', '')}: {self.document.get('message', '')}"[:500]
 
 
-class Requester:
-    """The API, for threads: one request, one reply, no second try."""
-
-    def __init__(self, api: ApiClient) -> None:
-        self._api = api
-
-    def __call__(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        content: str = "application/json",
-        timeout_s: float | tuple[float, float] = (CONNECT_S, READ_S),
-    ) -> Answer:
-        """The reply, whatever its status; raises `NoReply`. `timeout_s`: for all, or to connect and to read."""
-        try:
-            serialized = self._api.param_serialize(
-                method=method,
-                resource_path=path,
-                query_params=list((query or {}).items()),
-                header_params={"Accept": "application/json", "Content-Type": content},
-                body=body,
-                auth_settings=["BearerToken"],
-            )
-            reply = self._api.call_api(*serialized, _request_timeout=timeout_s)
-            document = json.loads(reply.read() or b"{}")  # type: ignore[no-untyped-call]
-        except (client.ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-            raise NoReply(error) from error
-        after = reply.headers.get("Retry-After", "")
-        return Answer(
-            status=int(reply.status),
-            document=document if isinstance(document, dict) else {},
-            retry_after_s=float(after) if after.isdigit() else 0.0,
-        )
-
-
 class Caller:
-    """The API, for coroutines. Close it at the end."""
+    """Make it on the loop, and close it at the end."""
 
     def __init__(
         self,
-        api: ApiClient,
+        api: ApiAccess,
         *,
         count: Callable[[str, str], None] = lambda _verb, _outcome: None,
         may_write: Callable[[], bool] = lambda: True,
-        threads: int = THREADS,
-        timeout_s: tuple[float, float] = (CONNECT_S, READ_S),
+        connections: int = CONNECTIONS,
+        timeout_s: tuple[float, float] = TIMEOUT_S,
     ) -> None:
-        self._request = Requester(api)
+        """`count` is told verb and outcome of each request; `timeout_s`: see `ApiAccess.session`."""
+        self._url = api.configuration.host
+        self._session = api.session(connections=connections, timeout_s=timeout_s)
         self._count = count
         self._may_write = may_write
-        self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="calls")
-        self._slots = asyncio.Semaphore(threads)
-
-    def close(self) -> None:
-        """Let go of the threads; a call under way ends by its own timeout."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.close = self._session.close
 
     async def __call__(
         self,
@@ -144,17 +91,14 @@ class Caller:
         if method != "GET" and not self._may_write():
             raise ApiUnavailable("this controller does not lead (any more)", where=path)
         verb = "LIST" if query and "limit" in query else method
-        request = partial(
-            self._request, method, path, body, query=query, content=content, timeout_s=self._timeout_s
-        )
+        data = None if body is None else json.dumps(body)
         pause_s, why = PAUSE_S, ""
         for left in reversed(range(tries)):
             asked_s = 0.0
             try:
-                async with self._slots:
-                    found = await asyncio.get_running_loop().run_in_executor(self._pool, request)
-            except NoReply as error:
-                why = error.what
+                found = await self._answer(method, path, data, query, content)
+            except UNANSWERED as error:
+                why = f"{type(error).__name__}: {error}"[:300]
                 self._count(verb, "unavailable")
             else:
                 self._count(verb, _outcome(found))
@@ -166,16 +110,28 @@ class Caller:
                 pause_s *= 2
         raise ApiUnavailable(f"{method} did not succeed in {tries} tries: {why}", where=path)
 
+    async def _answer(
+        self, method: str, path: str, data: str | None, query: Mapping[str, str] | None, content: str
+    ) -> Answer:
+        """Answer to one request; raises one of `UNANSWERED`."""
+        headers = {"Accept": "application/json", "Content-Type": content}
+        async with self._session.request(
+            method, self._url + path, data=data, params=query, headers=headers
+        ) as reply:
+            document = json.loads(await reply.read() or b"{}")
+        after = reply.headers.get("Retry-After", "")
+        return Answer(
+            status=reply.status,
+            document=document if isinstance(document, dict) else {},
+            retry_after_s=float(after) if after.isdigit() else 0.0,
+        )
+
     async def every(self, path: str, *, selector: str = "") -> list[dict[str, Any]]:
         """All objects of a collection, page by page; raises `ApiUnavailable`."""
         found: list[dict[str, Any]] = []
         query = {"limit": str(CHUNK)} | ({"labelSelector": selector} if selector else {})
         while True:
             page = await self("GET", path, query=query)
-            if page.status == 410 and "continue" in query:  # the pages grew too old between two of them
-                found = []
-                del query["continue"]
-                continue
             if not page.ok:
                 refused = Forbidden if page.status == 403 else ApiUnavailable
                 raise refused(f"cannot be listed: {page.sentence}", where=path)
@@ -184,6 +140,14 @@ class Caller:
             if not following:
                 return found
             query["continue"] = following
+
+
+async def object_at(call: Callable[..., Awaitable[Answer]], path: str) -> dict[str, Any] | None:
+    """The object of this path, None where there is none; raises `ApiUnavailable`."""
+    answer = await call("GET", path)
+    if not answer.ok and answer.status != 404:
+        raise ApiUnavailable(f"cannot be read: {answer.sentence}", where=path)
+    return answer.document if answer.ok else None
 
 
 def _outcome(found: Answer) -> str:

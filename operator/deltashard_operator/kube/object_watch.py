@@ -9,7 +9,6 @@ loop, and what happens to objects of one kind is told in the API's order.
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from deltashard_checkpoint.errors import EnvironmentFault
 from kopf._cogs.clients import auth, watching
 from kopf._cogs.structs.credentials import KubeContext, Vault, VaultKey
 from kopf._cogs.structs.references import NamespaceName, Resource
-from kubernetes import client
+
+from deltashard_operator.kube.api_access import ApiAccess
 
 SERVER_S = 240  # the server ends a watch after so long, and kopf goes on from where it was
 INACTIVITY_S = 75  # bookmarks come every minute: a watch without a byte for longer is dead
@@ -84,7 +84,7 @@ class ObjectWatch:
 
     def __init__(
         self,
-        api: client.ApiClient,
+        api: ApiAccess,
         kinds: Sequence[WatchedKind],
         *,
         on_list: Callable[[], None],
@@ -126,9 +126,10 @@ class ObjectWatch:
         """Watch for ever; raises a group with `WatchDeaf`."""
         self._heard_s = dict.fromkeys(self._places, time.monotonic())
         self._tried_s = self._heard_s.copy()
-        async with self._session() as session, asyncio.TaskGroup() as group:
-            host = self._api.configuration.host
-            auth.vault_var.set(_Vault({"api": kopf.AiohttpSession(server=host, aiohttp_session=session)}))
+        session = self._api.session(self._observed)
+        known = kopf.AiohttpSession(server=self._api.configuration.host, aiohttp_session=session)
+        async with session, asyncio.TaskGroup() as group:
+            auth.vault_var.set(_Vault({"api": known}))
             for path in self._places:
                 group.create_task(self._follow(path))
             while not (deaf := self._deaf()):  # noqa: ASYNC110 - of what does not happen there is no event
@@ -142,38 +143,21 @@ class ObjectWatch:
             (each for each in self._places if self._heard_s[each] < least_s > self._tried_s[each]), ""
         )
 
-    def _session(self) -> aiohttp.ClientSession:
-        """A session as the kubernetes client has one. A token is read for each request: it may rotate."""
-        configuration = self._api.configuration
-        context = ssl.create_default_context(cafile=configuration.ssl_ca_cert or None)
-        if not configuration.verify_ssl:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if configuration.cert_file:
-            context.load_cert_chain(configuration.cert_file, configuration.key_file)
-
-        async def observed(
-            request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
-        ) -> aiohttp.ClientResponse:
-            token = configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
-            if token:
-                request.headers["Authorization"] = token
-            path = request.url.path
-            self._tried_s[path] = time.monotonic()
-            response = await handler(request)
-            if response.status == 401:  # of which kopf would make a login that nobody answers
-                response.close()
-                raise aiohttp.ClientConnectionError("the API does not know the token")
-            if response.status < 400:
-                self._heard_s[path] = time.monotonic()
-                self._refused.discard(path)
-            elif response.status == 403 and self._places[path][1]:
-                self._refuse(path)
-            return response
-
-        connector = aiohttp.TCPConnector(limit=0, ssl=context)
-        return aiohttp.ClientSession(
-            connector=connector, headers=self._api.default_headers, middlewares=(observed,)
-        )
+    async def _observed(
+        self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        path = request.url.path
+        self._tried_s[path] = time.monotonic()
+        response = await handler(request)
+        if response.status == 401:  # of which kopf would make a login that nobody answers
+            response.close()
+            raise aiohttp.ClientConnectionError("the API does not know the token")
+        if response.status < 400:
+            self._heard_s[path] = time.monotonic()
+            self._refused.discard(path)
+        elif response.status == 403 and self._places[path][1]:
+            self._refuse(path)
+        return response
 
     async def _follow(self, path: str) -> None:
         """List and watch one path, for ever."""

@@ -62,6 +62,12 @@ class Workload:
         return self.kind if known or (not self.api_version and self.kind in {"Job", "Pod"}) else ""
 
     @property
+    def path(self) -> str:
+        """URL path of a native one."""
+        root, plural = ("/api/v1", "pods") if self.native == "Pod" else ("/apis/batch/v1", "jobs")
+        return f"{root}/namespaces/{self.namespace}/{plural}/{self.name}"
+
+    @property
     def called(self) -> str:
         """Name for people: kind, with its group where that is not Kubernetes' own, and name."""
         group, _ = self.group_kind
@@ -196,6 +202,11 @@ def is_over(document: Document) -> bool:
     if document.get("kind") == "Pod":
         return (document.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
     return bool(job_of(document).outcome)
+
+
+def lives(workload: Workload, document: Document | None) -> bool:
+    """Whether the object that the API has under its name is this very workload, and has not ended."""
+    return document is not None and document["metadata"]["uid"] == workload.uid and not is_over(document)
 
 
 def job_of(document: Document) -> JobView:

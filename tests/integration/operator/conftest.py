@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from deltashard_operator.fleet import token_review
-from kubernetes import client
+from deltashard_operator.kube.api_access import ApiAccess
 
 from tests.support.operator.definition import serving
 from tests.support.operator.webhook_process import WebhookProcess
@@ -30,10 +30,9 @@ def http(apiserver: ApiServer) -> Iterator[Rest]:
 
 
 @pytest.fixture
-def api(apiserver: ApiServer) -> Iterator[client.ApiClient]:
-    """A client of it with all rights."""
-    with apiserver.api() as api:
-        yield api
+def api(apiserver: ApiServer) -> ApiAccess:
+    """How it is called, with all rights."""
+    return apiserver.access()
 
 
 @pytest.fixture(autouse=True)

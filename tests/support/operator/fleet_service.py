@@ -18,6 +18,8 @@ from deltashard_operator.fleet.report import Refused, Reply, Report, Unknown
 from deltashard_operator.fleet.service import ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import cluster_name
+from deltashard_operator.kube.api_access import ApiAccess
+from deltashard_operator.kube.call import Caller
 from deltashard_operator.tls.certificate import Certificate
 from deltashard_proto.v1 import fleet_pb2 as wire
 from urllib3.util import create_urllib3_context
@@ -150,10 +152,11 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(api: Any) -> AsyncIterator[Service]:
+async def serving(api: ApiAccess) -> AsyncIterator[Service]:
     """A server that reviews tokens at this API."""
     authority, metrics, book = Authority("fleet"), FleetMetrics(), Book()
-    reviewer = Reviewer(api, count=lambda outcome: metrics.reviews.labels(outcome).inc())
+    call = Caller(api)
+    reviewer = Reviewer(call, count=lambda outcome: metrics.reviews.labels(outcome).inc())
     with TemporaryDirectory() as name:
         folder = Path(name)
         put(folder, authority.issue())
@@ -177,4 +180,4 @@ async def serving(api: Any) -> AsyncIterator[Service]:
         finally:
             closing.cancel()
             await runner.cleanup()
-            reviewer.close()
+            await call.close()

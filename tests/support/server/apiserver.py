@@ -22,6 +22,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from deltashard_operator.kube.api_access import ApiAccess, api_access
 from kubernetes import client, config
 
 from tests.support.eventually import eventually
@@ -271,6 +272,10 @@ class ApiServer:
     @property
     def pids(self) -> dict[str, int]:
         return {Path(str(process.args[0])).name: process.pid for process in self._processes}
+
+    def access(self) -> ApiAccess:
+        """It, as the operator's processes call it, with all rights."""
+        return api_access(self.kubeconfig, "tests")
 
     def api(self) -> client.ApiClient:
         configuration = client.Configuration()

@@ -18,23 +18,22 @@ from deltashard_operator.admission.webhook import Webhook
 from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.policy_cache import BUDGET_S, PolicyCache
 from deltashard_operator.kube import cluster_name
+from deltashard_operator.kube.api_access import ApiAccess
+from deltashard_operator.kube.call import Caller
 from deltashard_operator.tls.certificate import Certificate
-from kubernetes import client
 
 from tests.support.helm import render
 from tests.support.operator import sample
+from tests.support.operator.access import access_to
 
 PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[client.ApiClient]:
+def silent() -> Iterator[ApiAccess]:
     """An API that takes every request and answers none."""
-    configuration = client.Configuration()
-    with socket.create_server(("127.0.0.1", 0)) as listener, client.ApiClient(configuration) as api:
-        configuration.host = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        configuration.retries = False
-        yield api
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield access_to(listener.getsockname()[1])
 
 
 def _answer(
@@ -54,14 +53,14 @@ def _answer(
         "spec": {"template": sample.template()},
     }
 
-    async def answered(api: client.ApiClient) -> Answer:
-        cache = PolicyCache(api)
+    async def answered(call: Caller) -> Answer:
+        cache = PolicyCache(call)
         if known:
             cache._specs = {("team-a", policy): {"keepLast": 4}}
         webhook = Webhook(
             certificate=Certificate(folder, "webhook", metrics.registry),
             cache=cache,
-            holders=Holders(api),
+            holders=Holders(call),
             defaults=Defaults(folder / "policy.yaml", None),
             metrics=metrics,
             namespaces=watched,
@@ -71,7 +70,11 @@ def _answer(
 
     async def scenario() -> Answer:
         with silent() as api:
-            return await asyncio.wait_for(answered(api), PATIENCE_S)
+            call = Caller(api)
+            try:
+                return await asyncio.wait_for(answered(call), PATIENCE_S)
+            finally:
+                await call.close()
 
     answer = asyncio.run(scenario())
     return answer, metrics.registry.get_sample_value("deltashard_webhook_holders_unknown_total") or 0.0

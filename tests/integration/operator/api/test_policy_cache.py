@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 from deltashard_operator.api.policy_cache import NAMESPACED, ROOT, PolicyCache
 from deltashard_operator.api.refusal import Refusal
+from deltashard_operator.kube.api_access import ApiAccess
+from deltashard_operator.kube.call import Caller
 from deltashard_operator.kube.object_watch import ObjectWatch
-from kubernetes import client
 
 from tests.support.eventually import eventually
+from tests.support.operator.access import access_to
 from tests.support.operator.running_watch import running
 from tests.support.operator.sample import policy_object
 from tests.support.server.apiserver import ApiServer
 from tests.support.server.minio_server import free_port
 
+NEVER: Any = None
+"""To call the API of a cache that is not asked to look."""
 # asyncio leaves the socket of a TLS handshake that broke off to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-def test_the_cache_follows_the_cluster(api: client.ApiClient, apiserver: ApiServer) -> None:
+def looked(api: ApiAccess, name: str) -> Any:
+    """What the API has of a policy now."""
+
+    async def scenario() -> Any:
+        call = Caller(api)
+        try:
+            return await PolicyCache(call).look("default", name)
+        finally:
+            await call.close()
+
+    return asyncio.run(scenario())
+
+
+def test_the_cache_follows_the_cluster(api: ApiAccess, apiserver: ApiServer) -> None:
     """Created, changed, deleted: seen without being asked for; and what is not seen yet is read, past the cache."""
-    cache, merge = PolicyCache(api), "application/merge-patch+json"
+    cache, merge = PolicyCache(NEVER), "application/merge-patch+json"
     path = f"{ROOT}/namespaces/default/{NAMESPACED}/both"
     assert not cache.synced
     with running(ObjectWatch(api, cache.kinds, on_list=cache.on_list)), apiserver.http() as http:
@@ -30,10 +50,10 @@ def test_the_cache_follows_the_cluster(api: client.ApiClient, apiserver: ApiServ
             http.create({**policy_object("both", keepLast=5), "kind": "ClusterCheckpointPolicy"}).status
             == 201
         )
-        assert cache.look("default", "both") == {"keepLast": 8}
-        assert cache.look("default", "cluster/both") == {"keepLast": 5}
+        assert looked(api, "both") == {"keepLast": 8}
+        assert looked(api, "cluster/both") == {"keepLast": 5}
         for nowhere in ("nowhere", "cluster/nowhere"):
-            assert cache.look("default", nowhere) is None
+            assert looked(api, nowhere) is None
         eventually(lambda: cache.get("default", "both") == {"keepLast": 8}, what="the new policy")
         eventually(lambda: cache.get("default", "cluster/both") == {"keepLast": 5}, what="the cluster's")
         assert http("PATCH", path, {"spec": {"keepLast": 4}}, content=merge).status == 200
@@ -43,12 +63,12 @@ def test_the_cache_follows_the_cluster(api: client.ApiClient, apiserver: ApiServ
 
 
 def test_where_some_namespaces_are_watched_the_clusters_are_not_asked_for(
-    api: client.ApiClient, apiserver: ApiServer
+    api: ApiAccess, apiserver: ApiServer
 ) -> None:
     """There is no right to read them then, and the cache is whole without."""
     with apiserver.http() as http:
         http.create({**policy_object("unseen"), "kind": "ClusterCheckpointPolicy"})
-    cache = PolicyCache(api)
+    cache = PolicyCache(NEVER)
     with running(ObjectWatch(api, cache.kinds, on_list=cache.on_list, namespaces=("default",))):
         eventually(lambda: cache.synced, what="the first list")
     assert cache.get("default", "cluster/unseen") is None
@@ -56,9 +76,6 @@ def test_where_some_namespaces_are_watched_the_clusters_are_not_asked_for(
 
 def test_an_api_that_does_not_answer_is_said() -> None:
     """Not to be taken for a policy that is not there."""
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{free_port()}"
-    configuration.retries = False
-    with client.ApiClient(configuration) as api, pytest.raises(Refusal) as caught:
-        PolicyCache(api).look("default", "p")
+    with pytest.raises(Refusal) as caught:
+        looked(access_to(free_port()), "p")
     assert caught.value.code == "PolicyUnavailable"

@@ -12,8 +12,8 @@ import pytest
 from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
 from deltashard_operator.fleet import service as reports
 from deltashard_operator.fleet.report import Reply, SaveOrder
+from deltashard_operator.kube.api_access import ApiAccess
 from deltashard_proto.v1 import fleet_pb2 as wire
-from kubernetes import client
 
 from tests.support.operator.controller_process import ControllerProcess
 from tests.support.operator.fleet_service import Pod, posted, refused, request_token, serving, unknown
@@ -32,7 +32,7 @@ def token(http: Rest, pod: Pod) -> str:
     return pod.token(http)
 
 
-def test_a_report_is_taken_and_answered(api: client.ApiClient, pod: Pod, token: str) -> None:
+def test_a_report_is_taken_and_answered(api: ApiAccess, pod: Pod, token: str) -> None:
     """The ledger has the value, the sidecar its reply; one review does for both."""
     order = SaveOrder(id="r-1", reason="request", urgent=True, deadline_s=30.0, pin="best")
 
@@ -56,7 +56,7 @@ def test_a_report_is_taken_and_answered(api: client.ApiClient, pod: Pod, token: 
     asyncio.run(scenario())
 
 
-def test_what_is_not_taken_says_why(api: client.ApiClient, http: Rest, pod: Pod, token: str) -> None:
+def test_what_is_not_taken_says_why(api: ApiAccess, http: Rest, pod: Pod, token: str) -> None:
     """Each refusal has a status of its own and is counted; the ledger never hears of it."""
     other = Pod.create(http)
     unbound = request_token(http, "default", {"audiences": ["deltashard-fleet"], "expirationSeconds": 3600})
@@ -98,7 +98,7 @@ def test_what_is_not_taken_says_why(api: client.ApiClient, http: Rest, pod: Pod,
     asyncio.run(scenario())
 
 
-def test_a_deleted_pods_token_is_worth_nothing(api: client.ApiClient, http: Rest) -> None:
+def test_a_deleted_pods_token_is_worth_nothing(api: ApiAccess, http: Rest) -> None:
     """The API says so, once its own cache does."""
     gone = Pod.create(http)
     token = gone.token(http)
@@ -120,11 +120,11 @@ def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, http: Rest, pod
     other = Pod.create(http)
     theirs = other.token(http)
 
-    async def scenario(proxy: FaultyProxy, api: client.ApiClient) -> None:
+    async def scenario(proxy: FaultyProxy, api: ApiAccess) -> None:
         async with serving(api) as service:
             assert (await service.post(token, pod.report())).status == 200
             upstream, proxy.upstream_port = proxy.upstream_port, free_port()
-            api.rest_client.pool_manager.clear()
+            proxy.cut()
             found = await service.post(theirs, other.report())
             assert found.status == 503
             assert 6 <= int(found.retry_after) <= 60
@@ -132,14 +132,14 @@ def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, http: Rest, pod
             proxy.upstream_port = upstream
             assert (await service.post(theirs, other.report())).status == 200
 
-    with FaultyProxy(apiserver.port) as proxy, apiserver.api() as api:
+    with FaultyProxy(apiserver.port) as proxy:
+        api = apiserver.access()
         api.configuration.host = f"https://127.0.0.1:{proxy.port}"
-        api.configuration.retries = False
-        asyncio.run(scenario(proxy, client.ApiClient(api.configuration)))
+        asyncio.run(scenario(proxy, api))
 
 
 def test_silent_peers_are_sent_away(
-    api: client.ApiClient, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch
+    api: ApiAccess, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that says nothing is closed; a body that does not come whole is given up."""
     monkeypatch.setattr(reports, "CONNECTION_S", 0.2)

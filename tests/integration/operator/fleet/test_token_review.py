@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 from collections import Counter
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from deltashard_operator.fleet import token_review
@@ -18,10 +18,11 @@ from deltashard_operator.fleet.token_review import (
     TooManyReviews,
     said_of,
 )
+from deltashard_operator.kube.call import Caller
 from hypothesis import given
 from hypothesis import strategies as st
-from kubernetes import client
 
+from tests.support.operator.access import access_to
 from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
 
 AUDIENCE = "deltashard-fleet"
@@ -50,20 +51,38 @@ def answering(status: dict[str, Any], code: int = 201) -> FixedAnswers:
 
 
 class World:
-    """A reviewer at a port, its clock and its counts."""
+    """A reviewer at a port, its clock and its counts; a context manager."""
 
     def __init__(self, port: int) -> None:
         self.now_s = 1000.0
         self.counts: Counter[str] = Counter()
-        configuration = client.Configuration()
-        configuration.host = f"http://127.0.0.1:{port}"
-        configuration.retries = False
-        self.reviewer = Reviewer(
-            client.ApiClient(configuration),
+        self._loop = asyncio.Runner()
+        self.reviewer = self._loop.run(self._made(port))
+
+    async def _made(self, port: int) -> Reviewer:
+        self._call = Caller(access_to(port))
+        return Reviewer(
+            self._call,
             count=lambda outcome: self.counts.update([outcome]),
             monotonic=lambda: self.now_s,
             unix=lambda: self.now_s + UNIX_S,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run(self._call.close())
+        self._loop.close()
+
+    def at_once(self, *asked: tuple[str, str]) -> list[type[object]]:
+        """What becomes of these (token, peer), all at once."""
+
+        async def scenario() -> list[Any]:
+            reviews = (self.reviewer.review(*each) for each in asked)
+            return await asyncio.gather(*reviews, return_exceptions=True)
+
+        return [type(each) for each in self._loop.run(scenario())]
 
     def review(self, *tokens: str) -> list[PodIdentity | type[Exception]]:
         """What becomes of these, one after the other."""
@@ -77,7 +96,7 @@ class World:
                     found.append(type(error))
             return found
 
-        return asyncio.run(scenario())
+        return self._loop.run(scenario())
 
 
 def test_only_a_bound_token_for_us_is_believed() -> None:
@@ -111,8 +130,7 @@ def test_any_text_has_claims_or_none(text: str) -> None:
 
 @pytest.mark.parametrize(("lives_s", "holds_s"), [(60.0, 60.0), (9999.0, token_review.GOOD_S)])
 def test_good_answers_are_kept_until_the_token_expires(lives_s: float, holds_s: float) -> None:
-    with answering(GOOD) as server:
-        world = World(server.port)
+    with answering(GOOD) as server, World(server.port) as world:
         sent, begun_s = token(exp=world.now_s + UNIX_S + lives_s), world.now_s
         for at_s, asked in ((0.0, 1), (holds_s - 1, 1), (holds_s, 2)):
             world.now_s = begun_s + at_s
@@ -122,8 +140,7 @@ def test_good_answers_are_kept_until_the_token_expires(lives_s: float, holds_s: 
 
 
 def test_bad_answers_are_not_kept_and_nonsense_is_not_asked_about() -> None:
-    with answering({"authenticated": False}) as server:
-        world = World(server.port)
+    with answering({"authenticated": False}) as server, World(server.port) as world:
         assert world.review(*[token()] * 2) == [NotAuthentic] * 2
         assert server.requests == 2
         nonsense = ["", "ü", "x" * 9999, "garbage", "a.b.c", "..", "a.W10.c", token(aud="another")]
@@ -136,8 +153,8 @@ def test_bad_answers_are_not_kept_and_nonsense_is_not_asked_about() -> None:
 @pytest.mark.parametrize("code", [403, 500, 429, 404])
 def test_an_api_that_refuses_is_unavailable(code: int) -> None:
     """Without the right to review, under load, broken: nobody is refused for it, and nothing is remembered."""
-    with answering({}, code) as server:
-        assert World(server.port).review(token(), token()) == [ReviewUnavailable] * 2
+    with answering({}, code) as server, World(server.port) as world:
+        assert world.review(token(), token()) == [ReviewUnavailable] * 2
         assert server.requests == 2
 
 
@@ -145,15 +162,9 @@ def test_nobody_waits_for_ever_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch
     """While the API hangs."""
     monkeypatch.setattr(token_review, "MAX_WAITING", 3)
     monkeypatch.setattr(token_review, "REVIEW_S", 0.5)
-
-    async def scenario(world: World) -> list[Any]:
-        asked = (world.reviewer.review(token(sub=n)) for n in range(5))
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    with answering(GOOD) as server, FaultyProxy(server.port) as proxy:
+    with answering(GOOD) as server, FaultyProxy(server.port) as proxy, World(proxy.port) as world:
         proxy.hang = True
-        world = World(proxy.port)
-        found = [type(each) for each in asyncio.run(scenario(world))]
+        found = world.at_once(*((token(sub=n), "") for n in range(5)))
         assert found == [ReviewUnavailable] * 3 + [TooManyReviews] * 2
         proxy.release()
         monkeypatch.setattr(token_review, "REVIEW_S", 60.0)
@@ -162,23 +173,17 @@ def test_nobody_waits_for_ever_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch
 
 def test_of_one_peer_few_reviews_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_review, "PEER_WAITING", 2)
-
-    async def scenario(world: World) -> list[Any]:
-        asked = (world.reviewer.review(token(sub=n), "b" if n == 3 else "a") for n in range(4))
-        return [type(each) for each in await asyncio.gather(*asked, return_exceptions=True)]
-
-    with answering(GOOD) as server:
-        world = World(server.port)
+    asked = [(token(sub=n), "b" if n == 3 else "a") for n in range(4)]
+    with answering(GOOD) as server, World(server.port) as world:
         for _ in range(2):  # nobody waits for ever, nor is counted for ever
-            assert asyncio.run(scenario(world)) == [PodIdentity, PodIdentity, TooManyReviews, PodIdentity]
+            assert world.at_once(*asked) == [PodIdentity, PodIdentity, TooManyReviews, PodIdentity]
             world.now_s += token_review.GOOD_S
 
 
 def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refreshed answer is the newest."""
     monkeypatch.setattr(token_review, "MAX_ANSWERS", 3)
-    with answering(GOOD) as server:
-        world = World(server.port)
+    with answering(GOOD) as server, World(server.port) as world:
         for name, asked in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("d", 4), ("b", 4), ("a", 5)):
             world.review(token(sub=name))
             assert server.requests == asked

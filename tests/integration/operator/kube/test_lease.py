@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deltashard_operator.kube import lease as leases
+from deltashard_operator.kube.api_access import ApiAccess
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.lease import Lease, LeaseLost
-from kubernetes import client
 
 from tests.support.eventually import eventually
 from tests.support.in_a_loop import in_a_loop
+from tests.support.operator.access import access_to
 from tests.support.operator.controller_process import ControllerProcess
 from tests.support.operator.fleet_service import posted
 from tests.support.server.apiserver import ApiServer, Rest
@@ -40,7 +42,7 @@ def namespace(http: Rest) -> str:
 class World:
     """Leases of several controllers at one API, each with the same clock, which the test turns."""
 
-    def __init__(self, api: client.ApiClient, namespace: str) -> None:
+    def __init__(self, api: ApiAccess, namespace: str) -> None:
         self.now_s = 1000.0
         self.call = Caller(api)
         self.namespace = namespace
@@ -66,7 +68,7 @@ def holder(http: Rest, namespace: str) -> Any:
 
 @in_a_loop
 async def test_of_two_one_leads_until_it_is_silent_for_long(
-    api: client.ApiClient, http: Rest, namespace: str
+    api: ApiAccess, http: Rest, namespace: str
 ) -> None:
     """The first is cut off: it calls itself none before the other takes over, and ends when it sees the other's name."""
     world = World(api, namespace)
@@ -94,12 +96,12 @@ async def test_of_two_one_leads_until_it_is_silent_for_long(
     assert not first.held
     await first.release()
     assert holder(http, namespace) == "second", "nobody lets go of what is another's"
-    world.call.close()
+    await world.call.close()
 
 
 @in_a_loop
 async def test_who_stops_lets_go_and_who_starts_again_has_it(
-    api: client.ApiClient, http: Rest, namespace: str
+    api: ApiAccess, http: Rest, namespace: str
 ) -> None:
     """Neither a new pod nor a container that starts again waits."""
     world = World(api, namespace)
@@ -115,18 +117,18 @@ async def test_who_stops_lets_go_and_who_starts_again_has_it(
     await second.acquire()
     assert world.now_s == begun_s
     assert holder(http, namespace) == "second"
-    world.call.close()
+    await world.call.close()
 
 
 @in_a_loop
-async def test_of_two_that_take_it_at_once_one_has_it(api: client.ApiClient, namespace: str) -> None:
+async def test_of_two_that_take_it_at_once_one_has_it(api: ApiAccess, namespace: str) -> None:
     world = World(api, namespace)
     mine = [world.lease(f"c-{n}") for n in range(8)]
     took = await asyncio.gather(*(each._try() for each in mine))
     took = [a or b for a, b in zip(took, await asyncio.gather(*(each._try() for each in mine)), strict=True)]
     assert sum(took) == 1
     assert [each.held for each in mine] == took
-    world.call.close()
+    await world.call.close()
 
 
 def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Rest, namespace: str) -> None:
@@ -134,7 +136,7 @@ def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Res
     rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "update"]}
     http.grant("controller", namespace, rule)
 
-    async def scenario(api: client.ApiClient) -> None:
+    async def scenario(api: ApiAccess) -> None:
         world = World(api, namespace)
         both = [world.lease("first"), world.lease("second")]
 
@@ -153,41 +155,40 @@ def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Res
             pass
         assert [each.held for each in both].count(True) == 1
         assert [bool(each.refused) for each in both] == [False, False]
-        world.call.close()
+        await world.call.close()
 
-    with apiserver.api() as api:
-        api.set_default_header("Impersonate-User", "controller")
-        asyncio.run(scenario(api))
+    asyncio.run(scenario(replace(apiserver.access(), headers={"Impersonate-User": "controller"})))
 
 
 def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
     """Nothing can be written meanwhile, and nothing is."""
 
     async def scenario(server: FixedAnswers) -> None:
-        world = World(_api(server), namespace)
+        world = World(access_to(server.port), namespace)
         lease = world.lease("first")
         assert not await lease._try()
         assert not lease.held
-        guarded = Caller(_api(server), may_write=lambda: lease.held)
+        guarded = Caller(access_to(server.port), may_write=lambda: lease.held)
         before = server.requests
         with pytest.raises(ApiUnavailable, match="does not lead"):
             await guarded("PATCH", "/api/v1/x", {})
         assert server.requests == before
-        world.call.close()
-        guarded.close()
+        await world.call.close()
+        await guarded.close()
 
     with FixedAnswers(503, b"{}", {"Content-Type": "application/json"}) as server:
         asyncio.run(scenario(server))
 
 
-def test_a_connection_that_hangs_takes_no_thread_for_longer_than_a_try(
-    apiserver: ApiServer, api: client.ApiClient, http: Rest, namespace: str
+def test_a_connection_that_hangs_is_in_the_way_for_no_longer_than_a_try(
+    apiserver: ApiServer, api: ApiAccess, http: Rest, namespace: str
 ) -> None:
     """A keep-alive connection that was lost unseen: the next request is on another."""
 
     async def scenario(proxy: FaultyProxy) -> None:
         world = World(api, namespace)
-        world.call = Caller(client.ApiClient(api.configuration), threads=1, timeout_s=(60.0, 2.0))
+        await world.call.close()
+        world.call = Caller(api, connections=1, timeout_s=(60.0, 2.0))
         lease = world.lease("first")
         await lease.acquire()
         proxy.hang = True
@@ -195,10 +196,10 @@ def test_a_connection_that_hangs_takes_no_thread_for_longer_than_a_try(
             await lease._try()
         proxy.release()
         await lease.release()
-        world.call.close()
+        await world.call.close()
 
     with FaultyProxy(apiserver.port) as proxy:
-        api.configuration.host, api.configuration.retries = f"https://127.0.0.1:{proxy.port}", False
+        api.configuration.host = f"https://127.0.0.1:{proxy.port}"
         asyncio.run(scenario(proxy))
     assert not holder(http, namespace)
 
@@ -237,10 +238,3 @@ def test_a_second_controller_stands_by_for_the_first_ones_end(
 def _controller(apiserver: ApiServer, folder: Path, namespace: str) -> ControllerProcess:
     folder.mkdir()
     return ControllerProcess(apiserver, folder, namespace=namespace, identity=folder.name)
-
-
-def _api(server: FixedAnswers) -> client.ApiClient:
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{server.port}"
-    configuration.retries = False
-    return client.ApiClient(configuration)

@@ -6,11 +6,13 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import aiohttp
 import pytest
 from deltashard_operator.kube import object_watch
+from deltashard_operator.kube.api_access import ApiAccess
 from deltashard_operator.kube.object_watch import ObjectKey, ObjectWatch, WatchDeaf, WatchedKind
 from kopf._cogs.clients import errors
 from kubernetes import client
@@ -36,7 +38,7 @@ Document = dict[str, Any]
 class Watching:
     """An `ObjectWatch` on a loop of its own, and all that it tells; use as a context manager."""
 
-    def __init__(self, api: client.ApiClient, selector: str = "", namespaces: tuple[str, ...] = ()) -> None:
+    def __init__(self, api: ApiAccess, selector: str = "", namespaces: tuple[str, ...] = ()) -> None:
         self.told: list[tuple[str, str]] = []
         self.known: dict[str, int] = {}
         """Name -> size, as the newest word has it."""
@@ -134,9 +136,8 @@ def things(server: ApiServer) -> Iterator[Things]:
 
 
 @pytest.fixture
-def api(server: ApiServer) -> Iterator[client.ApiClient]:
-    with server.api() as api:
-        yield api
+def api(server: ApiServer) -> ApiAccess:
+    return server.access()
 
 
 @pytest.fixture
@@ -147,15 +148,15 @@ def proxy(server: ApiServer) -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture
-def proxied(server: ApiServer, proxy: FaultyProxy) -> Iterator[client.ApiClient]:
-    """A client by way of the proxy."""
-    with server.api() as api:
-        api.configuration.host = f"https://127.0.0.1:{proxy.port}"
-        yield api
+def proxied(server: ApiServer, proxy: FaultyProxy) -> ApiAccess:
+    """By way of the proxy."""
+    api = server.access()
+    api.configuration.host = f"https://127.0.0.1:{proxy.port}"
+    return api
 
 
 def test_what_is_there_comes_first_then_its_list_then_every_change(
-    api: client.ApiClient, things: Things, monkeypatch: pytest.MonkeyPatch
+    api: ApiAccess, things: Things, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pages, chosen by label; what is not understood stops nothing else, and nothing is written."""
     monkeypatch.setattr(object_watch, "CHUNK", 2)
@@ -180,7 +181,7 @@ def test_what_is_there_comes_first_then_its_list_then_every_change(
 
 
 def test_some_namespaces_are_watched_with_rights_in_them_alone(
-    server: ApiServer, api: client.ApiClient, things: Things
+    server: ApiServer, api: ApiAccess, things: Things
 ) -> None:
     """One of which may not be read keeps the others from nothing, and is told of when it may be."""
     names = [f"watched-{n}-{uuid.uuid4().hex[:6]}" for n in range(4)]
@@ -197,8 +198,9 @@ def test_some_namespaces_are_watched_with_rights_in_them_alone(
         things.create(name, 0, namespace=name)
     allow(names[0])
     allow(names[1])
-    api.set_default_header("Impersonate-User", "limited")
-    with Watching(api, namespaces=(names[0], names[1], names[2])) as found:
+    with Watching(
+        replace(api, headers={"Impersonate-User": "limited"}), namespaces=(names[0], names[1], names[2])
+    ) as found:
         found.learns(**{names[0]: 0, names[1]: 0})
         eventually(lambda: found.lists, what="the lists that are allowed")
         assert found.watch.heard_s() < object_watch.STALE_S
@@ -210,7 +212,7 @@ def test_some_namespaces_are_watched_with_rights_in_them_alone(
 
 
 def test_a_watch_goes_on_where_it_was_and_lists_again_when_the_api_forgot(
-    proxied: client.ApiClient, proxy: FaultyProxy, server: ApiServer, things: Things
+    proxied: ApiAccess, proxy: FaultyProxy, server: ApiServer, things: Things
 ) -> None:
     """It may begin before the API does. A fresh API server knows no older changes (410 Gone)."""
     for name in ("goes", "stays", "anew"):
@@ -246,7 +248,7 @@ def test_a_watch_goes_on_where_it_was_and_lists_again_when_the_api_forgot(
 
 
 def test_a_definition_that_comes_late_goes_and_comes_again_is_watched(
-    api: client.ApiClient, server: ApiServer
+    api: ApiAccess, server: ApiServer
 ) -> None:
     with server.http() as http, Watching(api) as found:
         things = Things(http)
@@ -260,7 +262,7 @@ def test_a_definition_that_comes_late_goes_and_comes_again_is_watched(
 
 
 def test_a_connection_that_tls_ended_oddly_ends_one_watch(
-    api: client.ApiClient, things: Things, monkeypatch: pytest.MonkeyPatch
+    api: ApiAccess, things: Things, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or kopf would close the session and wait for a login that nobody answers."""
     check = errors.check_response
@@ -280,7 +282,7 @@ def test_a_connection_that_tls_ended_oddly_ends_one_watch(
 
 
 def test_a_watch_that_nobody_tends_ends_the_process_and_an_api_that_is_away_does_not(
-    proxied: client.ApiClient, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    proxied: ApiAccess, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.upstream_port = free_port()
     monkeypatch.setattr(object_watch, "STALE_S", 2.0)

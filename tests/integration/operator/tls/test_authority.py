@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from deltashard_operator.kube.api_access import ApiAccess
 from deltashard_operator.kube.call import Caller
 from deltashard_operator.tls import authority as authorities
 from deltashard_operator.tls.authority import BUNDLE, HOOKS, SECRET, Authority
-from kubernetes import client
 from prometheus_client import CollectorRegistry
 
 from tests.support.eventually import eventually_async
@@ -28,7 +28,7 @@ class Place:
     """A namespace with the chart's empty objects, and the webhook's configuration."""
 
     rest: Rest
-    api: client.ApiClient
+    api: ApiAccess
     namespace: str = field(default_factory=lambda: f"system-{uuid.uuid4().hex[:8]}")
 
     def install(self) -> None:
@@ -54,13 +54,13 @@ class Place:
         bundles.append(base64.b64encode(published["data"]["ca.crt"].encode()).decode())
         return set(bundles) == {secret["data"]["ca.crt"]}
 
-    def authority(self) -> Authority:
+    def authority(self, call: Caller) -> Authority:
         """An issuer of this place."""
-        return Authority(Caller(self.api), self.namespace, CollectorRegistry())
+        return Authority(call, self.namespace, CollectorRegistry())
 
 
 @pytest.fixture
-def place(apiserver: ApiServer, api: client.ApiClient) -> Iterator[Place]:
+def place(apiserver: ApiServer, api: ApiAccess) -> Iterator[Place]:
     with apiserver.http() as rest:
         place = Place(rest, api)
         place.install()
@@ -73,18 +73,20 @@ def test_empty_objects_are_filled_once_and_mended(place: Place) -> None:
     place.configure()
 
     async def scenario() -> None:
-        await asyncio.gather(*(place.authority().check() for _ in range(4)), return_exceptions=True)
-        await place.authority().check()
+        call = Caller(place.api)
+        await asyncio.gather(*(place.authority(call).check() for _ in range(4)), return_exceptions=True)
+        await place.authority(call).check()
         assert place.is_whole()
         before = place.objects()
-        await place.authority().check()
+        await place.authority(call).check()
         assert place.objects() == before
         changed = {**before[1], "data": {"ca.crt": "damaged"}}
         path = f"/api/v1/namespaces/{place.namespace}/configmaps/{BUNDLE}"
         assert place.rest("PUT", path, changed).status == 200
-        await place.authority().check()
+        await place.authority(call).check()
         assert place.is_whole()
         assert place.objects()[0] == before[0]
+        await call.close()
 
     asyncio.run(scenario())
 
@@ -94,7 +96,8 @@ def test_what_is_missing_is_done_when_it_is_there(place: Place, monkeypatch: pyt
     monkeypatch.setattr(authorities, "CHECK_S", 0.05)
 
     async def scenario() -> None:
-        authority = place.authority()
+        call = Caller(place.api)
+        authority = place.authority(call)
         running = asyncio.create_task(authority.run())
         await eventually_async(lambda: authority._failures._value.get() >= 2, "two checks")
         assert not authority.checked
@@ -104,5 +107,6 @@ def test_what_is_missing_is_done_when_it_is_there(place: Place, monkeypatch: pyt
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+        await call.close()
 
     asyncio.run(scenario())
