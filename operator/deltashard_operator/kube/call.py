@@ -108,7 +108,7 @@ class Caller:
             if left:
                 await asyncio.sleep(min(MAX_PAUSE_S, max(asked_s, pause_s * random.uniform(0.5, 1.0))))  # noqa: S311
                 pause_s *= 2
-        raise ApiUnavailable(f"{method} did not succeed in {tries} tries: {why}", where=path)
+        raise ApiUnavailable(f"{method} failed: {why}", where=path)
 
     async def _answer(
         self, method: str, path: str, data: str | None, query: Mapping[str, str] | None, content: str

@@ -45,5 +45,5 @@ def test_an_installation_is_asked_until_it_works_or_the_time_is_up(
         assert "gets the sidecar ['registry.example/deltashard-sidecar:" in capfd.readouterr().out
         change({**good, "url": "https://127.0.0.1:1/mutate"})
         eventually(lambda: ask("--deadline-s=1") == 1, what="the change in force")
-        assert "not yet: the webhook did not answer: 500" in capfd.readouterr().out
+        assert "not yet: POST failed: 500" in capfd.readouterr().out
         change(good)

@@ -45,7 +45,7 @@ class Api:
             return Answer(status=404, document={})
         if method == "DELETE":
             return Answer(status=403, document={"reason": "Forbidden"})
-        return Answer(status=200, document={})
+        return Answer(status=404 if method == "GET" else 200, document={})
 
     async def every(self, path: str, **_: Any) -> list[Document]:
         assert path == ALL

@@ -317,10 +317,10 @@ def test_a_token_is_read_for_each_request(server: ApiServer, things: Things) -> 
         configuration.api_key["authorization"] = f"Bearer {token if tries else 'expired'}"
         tries.append("")
 
-    with server.api() as api:
-        api.configuration.cert_file = api.configuration.key_file = None
-        api.configuration.refresh_api_key_hook = hook
-        api.configuration.api_key["authorization"] = "Bearer expired"
-        with Watching(api) as found:
-            found.learns(there=1)
+    api = server.access()
+    api.configuration.cert_file = api.configuration.key_file = None
+    api.configuration.refresh_api_key_hook = hook
+    api.configuration.api_key["authorization"] = "Bearer expired"
+    with Watching(api) as found:
+        found.learns(there=1)
     assert things.http("DELETE", f"{bindings}/watches-things").status == 200
