@@ -105,7 +105,6 @@ class Plane:
             [
                 built("kwok"), f"--kubeconfig={folder}/kubeconfig", "--manage-all-nodes",
                 f"--config={Path(__file__).parent}/stages.yaml", "--node-lease-duration-seconds=0", "-v=WARN",
-                "--cidr=127.64.0.0/10",  # each pod has an address of loopback to itself
             ],
             folder=folder,
         )  # fmt: skip

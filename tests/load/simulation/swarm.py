@@ -115,6 +115,8 @@ class Sidecar:
         """Ids of orders, which are over as soon as they are heard."""
         self._schedule = ReportSchedule()
         self._wake = asyncio.Event()
+        self._nudged = False
+        """Whether it was since the last look: a report that is under way does not hide it."""
         self._news = False
         """Whether something changed that no report had in it."""
         self.speaks = member.index == "0"
@@ -122,7 +124,7 @@ class Sidecar:
 
     def nudge(self) -> None:
         self._world.told.nudges += 1
-        self._schedule = self._schedule.nudged(time.monotonic())
+        self._nudged = True
         self._wake.set()
 
     async def live(self, delay_s: float) -> None:
@@ -134,6 +136,9 @@ class Sidecar:
                 async with asyncio.timeout(max(0.0, self._schedule.due_s - time.monotonic())):
                     await self._wake.wait()
             self._wake.clear()
+            if self._nudged:
+                self._nudged = False
+                self._schedule = self._schedule.nudged(time.monotonic())
             if self._news:
                 self._schedule = self._schedule.changed(time.monotonic())
             if time.monotonic() >= self._schedule.due_s:
