@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from deltashard_checkpoint.process import EVERY_ADDRESS
+from deltashard_checkpoint.process import EVERY_ADDRESS, listen
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from deltashard_operator import VERSION
@@ -28,7 +28,7 @@ from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.nudge import Nudger
-from deltashard_operator.fleet.service import ReportServer
+from deltashard_operator.fleet.service import BoundedListener, ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube.api_access import ApiAccess, api_access
 from deltashard_operator.kube.call import Caller
@@ -123,7 +123,7 @@ class Process:
         self.authority: Authority | None = None
         if options.certificates == "builtin":
             self.authority = Authority(call, options.namespace, self.prometheus)
-        fleet_metrics = FleetMetrics(self.prometheus)
+        fleet_metrics = self.fleet_metrics = FleetMetrics(self.prometheus)
         self.reviewer = Reviewer(reviews, count=lambda outcome: fleet_metrics.reviews.labels(outcome).inc())
         self.certificate = Certificate(options.certificate_dir, "fleet", self.prometheus)
         self.fleet = ReportServer(
@@ -158,11 +158,11 @@ class Process:
         options, serving, front = self.options, Serving(), self.certificate.front
         try:
             plain = pages(self.prometheus, unready=self.unready)
-            await serving.listen(plain, options.host, options.metrics_port)
-            runner = await serving.listen(self.fleet.application, options.host, options.fleet_port, front)
+            await serving.listen(plain, listen(options.host, options.metrics_port))
+            reports = BoundedListener(listen(options.host, options.fleet_port), self.fleet_metrics)
+            await serving.listen(self.fleet.application, reports, front)
             _log.info("controller.serving", port=options.fleet_port, metrics_port=options.metrics_port)
             serving.start(self.certificate.watch(), "certificate")
-            serving.start(self.fleet.close_old(runner), "connections")
             serving.start(self._measure_lag(), "lag")
             leading = serving.start(self._lead(serving), "lead")
             await serving.stop.wait()

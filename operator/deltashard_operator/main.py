@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -118,14 +119,13 @@ class Serving:
             self.stop.set()
 
     async def listen(
-        self, application: web.Application, host: str, port: int, context: SSLContext | None = None
-    ) -> web.AppRunner:
-        """Serve this; raises `OSError`. Handshakes fail until the context has a certificate."""
+        self, application: web.Application, at: socket.socket, context: SSLContext | None = None
+    ) -> None:
+        """Serve this at a listening socket. Handshakes fail until the context has a certificate."""
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_S)
         self._runners.append(runner)
         await runner.setup()
-        await web.SockSite(runner, listen(host, port), ssl_context=context).start()
-        return runner
+        await web.SockSite(runner, at, ssl_context=context).start()
 
     def check(self) -> None:
         """Raise the fault of a task that ended by one."""
@@ -186,8 +186,8 @@ async def serve(options: Options, api: ApiAccess) -> None:
     try:
         serving.start(webhook.certificate.watch(), "certificate")
         serving.start(watch.run(), "watch")
-        await serving.listen(secure, options.host, options.port, webhook.certificate.front)
-        await serving.listen(plain, options.host, options.metrics_port)
+        await serving.listen(secure, listen(options.host, options.port), webhook.certificate.front)
+        await serving.listen(plain, listen(options.host, options.metrics_port))
         log.info("webhook.serving", port=options.port, metrics_port=options.metrics_port)
         await serving.stop.wait()
         serving.check()

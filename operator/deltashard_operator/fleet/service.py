@@ -9,10 +9,13 @@ the caller's loop, and nothing blocks it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
 import time
 from asyncio import sslproto
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -23,21 +26,23 @@ from google.protobuf.message import DecodeError
 from deltashard_operator.fleet import report as reports
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.report import BadReport, Ledger, Refused, Reply, Unknown
-from deltashard_operator.fleet.token_review import NotAuthentic, Reviewer, ReviewUnavailable, TooManyReviews
+from deltashard_operator.fleet.token_review import NotAuthentic, Reviewer, ReviewUnavailable
 from deltashard_operator.tls.certificate import Certificate
 
 PATH = "/v1/report"
 CONTENT_TYPE = "application/x-protobuf"
 MAX_BODY_BYTES = 128 << 10  # a report with 64 incidents of 1,024 characters has 70 KiB
 BODY_S = 10.0  # seconds that a body may take
-CONNECTION_S = 30.0  # seconds that a connection may last: up to twice as long
-RETRY_S = {429: 10, 503: 60}  # seconds to come again in, at most; who speaks for a run is nudged besides
+CONNECTIONS, PEER_CONNECTIONS = 512, 16  # at once: with TLS 100 KiB each
+CONNECTION_S = 60.0  # seconds that one may last while others come
+RETRY_S = 60  # seconds to come again in after a 503, at most; who speaks for a run is nudged besides
+CROWDED = "too_many_connections"
+"""Outcome of those that are not let in."""
 OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
     "starting": 503,
     "no_token": 401,
     "not_authentic": 401,
-    "too_many_reviews": 429,
     "review_unavailable": 503,
     "incomplete": 408,
     "too_large": 413,
@@ -51,7 +56,6 @@ OUTCOMES: Mapping[str, int] = {
 """Status of each refusal, by its outcome in the metrics."""
 ERRORS: Mapping[type[Exception], str] = {
     NotAuthentic: "not_authentic",
-    TooManyReviews: "too_many_reviews",
     ReviewUnavailable: "review_unavailable",
     BadReport: "bad_report",
     Unknown: "unknown_pod",
@@ -63,7 +67,7 @@ ERRORS: Mapping[type[Exception], str] = {
     DecodeError: "bad_report",
 }
 """Outcome of the errors that others raise."""
-# asyncio reads TLS into a buffer of 256 KiB per connection: a crowd of a thousand would be 300 MiB for a moment.
+# asyncio reads TLS into a buffer of 256 KiB per connection: a crowd would be 150 MiB for a moment.
 sslproto.SSLProtocol.max_size = 16 << 10
 _log = structlog.get_logger("deltashard.fleet")
 
@@ -72,8 +76,37 @@ class _Rejection(Exception):
     """A report that is not taken; `args` are the outcome and the sentence for the sidecar."""
 
 
+class BoundedListener(socket.socket):
+    """A listening socket: connections beyond `CONNECTIONS`, or `PEER_CONNECTIONS` of an address, are closed at once.
+
+    So a crowd costs no handshakes, and comes back when the pauses of its sidecars say. Old connections make room.
+    """
+
+    def __init__(self, listening: socket.socket, metrics: FleetMetrics) -> None:
+        super().__init__(fileno=listening.detach())
+        self._refused = metrics.reports.labels(CROWDED)
+        self._open: list[tuple[float, str, socket.socket]] = []
+        """When each came, from where."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection; raises `ConnectionAbortedError` when it is one too many."""
+        (connection, address), now_s = super().accept(), time.monotonic()
+        self._open = [each for each in self._open if each[2].fileno() >= 0]
+        for since_s, _, each in self._open:
+            if now_s - since_s > CONNECTION_S:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+        of_peer = sum(peer == address[0] for _, peer, _ in self._open)
+        if len(self._open) >= CONNECTIONS or of_peer >= PEER_CONNECTIONS:
+            connection.close()
+            self._refused.inc()
+            raise ConnectionAbortedError
+        self._open.append((now_s, address[0], connection))
+        return connection, address
+
+
 class ReportServer:
-    """Takes reports. Serve its `application` with the certificate, and run `close_old` as a task."""
+    """Takes reports. Serve its `application` at a `BoundedListener`, with the certificate."""
 
     def __init__(
         self,
@@ -92,19 +125,8 @@ class ReportServer:
         self.application = web.Application(client_max_size=MAX_BODY_BYTES)
         self.application.router.add_post(PATH, self._report)
         metrics.serving.set_function(lambda: int(leads() and synced() and certificate.loaded is not None))
-        for outcome in ("taken", *OUTCOMES):
+        for outcome in ("taken", CROWDED, *OUTCOMES):
             metrics.reports.labels(outcome)
-
-    async def close_old(self, runner: web.AppRunner) -> None:
-        """Close connections that last longer than any report needs, for ever."""
-        before: set[object] = set()
-        while True:
-            await asyncio.sleep(CONNECTION_S)
-            connections = runner.server.connections if runner.server is not None else []
-            for each in connections:
-                if each in before:
-                    each.force_close()
-            before = set(connections)
 
     async def _report(self, request: web.Request) -> web.Response:
         begun_s = time.perf_counter()
@@ -117,8 +139,8 @@ class ReportServer:
             if outcome == "failed":
                 _log.exception("fleet.report_failed", peer=request.remote)
             response = web.Response(status=OUTCOMES[outcome], text=sentence)
-            if (longest_s := RETRY_S.get(response.status, 0)) > 0:
-                after_s = random.randint(longest_s // 10, longest_s)  # noqa: S311 - spread, not secret
+            if response.status == 503:
+                after_s = random.randint(RETRY_S // 10, RETRY_S)  # noqa: S311 - spread, not secret
                 response.headers["Retry-After"] = str(after_s)
         response.force_close()
         self._metrics.reports.labels(outcome).inc()
@@ -134,7 +156,7 @@ class ReportServer:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise _Rejection("no_token", "send the pod's token as `authorization: Bearer TOKEN`")
-        identity = await self._reviewer.review(token, request.remote or "")
+        identity = await self._reviewer.review(token)
         async with asyncio.timeout(BODY_S):
             message = wire.ReportRequest.FromString(await request.read())
         least, most = FLEET_PROTOCOL

@@ -1,8 +1,8 @@
 """Whose a token is, by the API's TokenReview.
 
 A good answer holds for the token's life: a pod that is gone meanwhile is unknown to the ledger. A bad one is not kept.
-An API that does not answer is `ReviewUnavailable`, never a refusal. At most `MAX_WAITING` reviews run or wait
-for a connection, of one peer `PEER_WAITING`.
+An API that does not answer is `ReviewUnavailable`, never a refusal.
+Each that waits is a connection of the server's, which bounds them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,13 +22,11 @@ from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
-MAX_WAITING = 512
-PEER_WAITING = 8
 REVIEW_S = 10.0  # seconds for a review, waiting for its turn included
 GOOD_S = 3600.0  # a good answer holds at most so long; a pod's token lives as long by default
 MAX_ANSWERS = 65536  # answers that are kept: about 400 bytes each. The oldest goes first
 MAX_TOKEN = 8192  # characters of a token; a projected one has about 1,200
-OUTCOMES = ("authentic", "refused", "cached", "unavailable", "too_many")
+OUTCOMES = ("authentic", "refused", "cached", "unavailable")
 PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
 _ACCOUNT = re.compile(r"system:serviceaccount:([^:]+):[^:]+")
 
@@ -40,10 +37,6 @@ class NotAuthentic(UserError):
 
 class ReviewUnavailable(EnvironmentFault):
     """The API could not be asked."""
-
-
-class TooManyReviews(EnvironmentFault):
-    """There is no room for another review at the moment."""
 
 
 class PodIdentity(NamedTuple):
@@ -70,22 +63,18 @@ class Reviewer:
         self._count = count
         self._monotonic = monotonic
         self._unix = unix
-        self._waiting: Counter[str] = Counter()
         self._good: dict[bytes, tuple[PodIdentity, float]] = {}
         """Hash of a token -> its pod, and until when that holds (monotonic seconds)."""
 
-    async def review(self, token: str, peer: str = "") -> PodIdentity:
-        """The pod of a token that this address sent.
-
-        Raises `NotAuthentic`, and `ReviewUnavailable` or `TooManyReviews` to be tried again.
-        """
+    async def review(self, token: str) -> PodIdentity:
+        """The pod of a token; raises `NotAuthentic`, and `ReviewUnavailable` to be tried again."""
         key = hashlib.sha256(token.encode(errors="replace")).digest()
         known = self._good.get(key)
         if known is not None and self._monotonic() < known[1]:
             self._count("cached")
             return known[0]
         claims = _claims(token)
-        said = await self._asked(token, claims, peer)
+        said = await self._asked(token, claims)
         self._count("refused" if isinstance(said, str) else "authentic")
         if isinstance(said, str):
             remedy = f"project a token of the pod with audience {FLEET_AUDIENCE}"
@@ -98,16 +87,12 @@ class Reviewer:
         self._good[key] = said, self._monotonic() + min(GOOD_S, left_s)
         return said
 
-    async def _asked(self, token: str, claims: Mapping[str, Any], peer: str) -> PodIdentity | str:
+    async def _asked(self, token: str, claims: Mapping[str, Any]) -> PodIdentity | str:
         """The API's answer about a token."""
         bound = claims.get("kubernetes.io")
         is_ours = FLEET_AUDIENCE in str(claims.get("aud")) and isinstance(bound, dict) and bound.get("pod")
         if len(token) > MAX_TOKEN or not is_ours:
             return "this is no token for us"  # it takes no room from those that are reviewed
-        if self._waiting.total() >= MAX_WAITING or self._waiting[peer] >= PEER_WAITING:
-            self._count("too_many")
-            raise TooManyReviews("too many token reviews are waiting", remedy="try again")
-        self._waiting[peer] += 1
         spec = {"token": token, "audiences": [FLEET_AUDIENCE]}
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": spec}
         try:
@@ -116,9 +101,6 @@ class Reviewer:
             why = "" if found.ok else found.sentence
         except (ApiUnavailable, TimeoutError) as error:
             why = f"no answer: {error}"
-        finally:
-            self._waiting[peer] -= 1
-            self._waiting += Counter()  # without those at 0
         if why:
             self._count("unavailable")
             raise ReviewUnavailable(why[:500], where="TokenReview", remedy="try again")

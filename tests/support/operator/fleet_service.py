@@ -13,9 +13,10 @@ from typing import Any, Self
 
 import urllib3
 from aiohttp import web
+from deltashard_checkpoint.process import listen
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.report import Refused, Reply, Report, Unknown
-from deltashard_operator.fleet.service import ReportServer
+from deltashard_operator.fleet.service import BoundedListener, ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.kube.api_access import ApiAccess
@@ -172,12 +173,11 @@ async def serving(api: ApiAccess) -> AsyncIterator[Service]:
         )
         runner = web.AppRunner(server.application, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certificate.front).start()
+        listener = BoundedListener(listen("127.0.0.1", 0), metrics)
+        await web.SockSite(runner, listener, ssl_context=certificate.front).start()
         service = Service(book, authority, metrics, reviewer, port=runner.addresses[0][1])
-        closing = asyncio.create_task(server.close_old(runner))
         try:
             yield service
         finally:
-            closing.cancel()
             await runner.cleanup()
             await call.close()

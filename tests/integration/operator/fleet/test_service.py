@@ -141,15 +141,18 @@ def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, http: Rest, pod
 def test_silent_peers_are_sent_away(
     api: ApiAccess, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that says nothing is closed; a body that does not come whole is given up."""
-    monkeypatch.setattr(reports, "CONNECTION_S", 0.2)
+    """One that says nothing, before its handshake or after, goes when another comes; half a body is given up."""
 
     async def scenario() -> None:
         async with serving(api) as service:
             context = ssl.create_default_context(cadata=service.authority.pem.decode())
-            reader, writer = await asyncio.open_connection("localhost", service.port, ssl=context)
-            assert await reader.read() == b""
-            writer.close()
+            mute = await asyncio.open_connection("127.0.0.1", service.port)
+            idle = await asyncio.open_connection("localhost", service.port, ssl=context)
+            monkeypatch.setattr(reports, "CONNECTION_S", 0.0)
+            assert (await service.post(token, pod.report())).status == 200
+            for reader, writer in (mute, idle):
+                assert await reader.read() == b""
+                writer.close()
         monkeypatch.setattr(reports, "CONNECTION_S", 60.0)
         monkeypatch.setattr(reports, "BODY_S", 0.2)
         async with serving(api) as service:
@@ -159,6 +162,29 @@ def test_silent_peers_are_sent_away(
             writer.write(head.encode())
             assert b" 408 " in await reader.readline()
             writer.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("limit", ["CONNECTIONS", "PEER_CONNECTIONS"])
+def test_connections_are_bounded(
+    api: ApiAccess, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Only so many are open at once, of all and of an address; the next is closed, and those that go make room."""
+    monkeypatch.setattr(reports, limit, 3)
+
+    async def scenario() -> None:
+        async with serving(api) as service:
+            held = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(3)]
+            late, writer = await asyncio.open_connection("127.0.0.1", service.port)
+            assert await late.read() == b""
+            writer.close()
+            assert service.value("reports_total", outcome=reports.CROWDED) == 1
+            for reader, writer in held:
+                writer.write_eof()
+                assert await reader.read() == b""  # the server has closed it
+                writer.close()
+            assert (await service.post(token, pod.report())).status == 200
 
     asyncio.run(scenario())
 

@@ -15,7 +15,6 @@ from deltashard_operator.fleet.token_review import (
     PodIdentity,
     Reviewer,
     ReviewUnavailable,
-    TooManyReviews,
     said_of,
 )
 from deltashard_operator.kube.call import Caller
@@ -75,15 +74,6 @@ class World:
         self._loop.run(self._call.close())
         self._loop.close()
 
-    def at_once(self, *asked: tuple[str, str]) -> list[type[object]]:
-        """What becomes of these (token, peer), all at once."""
-
-        async def scenario() -> list[Any]:
-            reviews = (self.reviewer.review(*each) for each in asked)
-            return await asyncio.gather(*reviews, return_exceptions=True)
-
-        return [type(each) for each in self._loop.run(scenario())]
-
     def review(self, *tokens: str) -> list[PodIdentity | type[Exception]]:
         """What becomes of these, one after the other."""
 
@@ -92,7 +82,7 @@ class World:
             for each in tokens:
                 try:
                     found.append(await self.reviewer.review(each))
-                except (NotAuthentic, ReviewUnavailable, TooManyReviews) as error:
+                except (NotAuthentic, ReviewUnavailable) as error:
                     found.append(type(error))
             return found
 
@@ -158,26 +148,15 @@ def test_an_api_that_refuses_is_unavailable(code: int) -> None:
         assert server.requests == 2
 
 
-def test_nobody_waits_for_ever_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the API hangs."""
-    monkeypatch.setattr(token_review, "MAX_WAITING", 3)
     monkeypatch.setattr(token_review, "REVIEW_S", 0.5)
     with answering(GOOD) as server, FaultyProxy(server.port) as proxy, World(proxy.port) as world:
         proxy.hang = True
-        found = world.at_once(*((token(sub=n), "") for n in range(5)))
-        assert found == [ReviewUnavailable] * 3 + [TooManyReviews] * 2
+        assert world.review(token(), token()) == [ReviewUnavailable] * 2
         proxy.release()
         monkeypatch.setattr(token_review, "REVIEW_S", 60.0)
         assert world.review(token()) == [("team-a", "train-0", "u-1")]
-
-
-def test_of_one_peer_few_reviews_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_review, "PEER_WAITING", 2)
-    asked = [(token(sub=n), "b" if n == 3 else "a") for n in range(4)]
-    with answering(GOOD) as server, World(server.port) as world:
-        for _ in range(2):  # nobody waits for ever, nor is counted for ever
-            assert world.at_once(*asked) == [PodIdentity, PodIdentity, TooManyReviews, PodIdentity]
-            world.now_s += token_review.GOOD_S
 
 
 def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
