@@ -79,7 +79,7 @@ class _Rejection(Exception):
 class BoundedListener(socket.socket):
     """A listening socket: connections beyond `CONNECTIONS`, or `PEER_CONNECTIONS` of an address, are closed at once.
 
-    So a crowd costs no handshakes, and comes back when the pauses of its sidecars say. Old connections make room.
+    So a crowd costs no handshakes, and its sidecars back off. Connections that are too old make room.
     """
 
     def __init__(self, listening: socket.socket, metrics: FleetMetrics) -> None:
@@ -89,20 +89,20 @@ class BoundedListener(socket.socket):
         """When each came, from where."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection; raises `ConnectionAbortedError` when it is one too many."""
-        (connection, address), now_s = super().accept(), time.monotonic()
-        self._open = [each for each in self._open if each[2].fileno() >= 0]
-        for since_s, _, each in self._open:
-            if now_s - since_s > CONNECTION_S:
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-        of_peer = sum(peer == address[0] for _, peer, _ in self._open)
-        if len(self._open) >= CONNECTIONS or of_peer >= PEER_CONNECTIONS:
+        """The next connection that there is room for; raises `BlockingIOError` when no other waits."""
+        while True:
+            (connection, address), now_s = super().accept(), time.monotonic()
+            self._open = [each for each in self._open if each[2].fileno() >= 0]
+            for since_s, _, each in self._open:
+                if now_s - since_s > CONNECTION_S:
+                    with contextlib.suppress(OSError):
+                        each.shutdown(socket.SHUT_RDWR)
+            of_peer = sum(peer == address[0] for _, peer, _ in self._open)
+            if len(self._open) < CONNECTIONS and of_peer < PEER_CONNECTIONS:
+                self._open.append((now_s, address[0], connection))
+                return connection, address
             connection.close()
             self._refused.inc()
-            raise ConnectionAbortedError
-        self._open.append((now_s, address[0], connection))
-        return connection, address
 
 
 class ReportServer:
