@@ -122,7 +122,9 @@ class Serving:
         self, application: web.Application, at: socket.socket, context: SSLContext | None = None
     ) -> None:
         """Serve this at a listening socket. Handshakes fail until the context has a certificate."""
-        runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_S)
+        runner = web.AppRunner(
+            application, access_log=None, shutdown_timeout=STOP_S, handler_cancellation=True
+        )
         self._runners.append(runner)
         await runner.setup()
         await web.SockSite(runner, at, ssl_context=context).start()

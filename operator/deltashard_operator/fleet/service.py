@@ -36,8 +36,7 @@ BODY_S = 10.0  # seconds that a body may take
 CONNECTIONS, PEER_CONNECTIONS = 512, 16  # at once: with TLS 100 KiB each
 CONNECTION_S = 60.0  # seconds that one may last while others come
 RETRY_S = 60  # seconds to come again in after a 503, at most; who speaks for a run is nudged besides
-CROWDED = "too_many_connections"
-"""Outcome of those that are not let in."""
+CROWDED = "too_many_connections"  # outcome of one that is closed as it comes
 OUTCOMES: Mapping[str, int] = {
     "not_leading": 421,
     "starting": 503,
@@ -85,8 +84,7 @@ class BoundedListener(socket.socket):
     def __init__(self, listening: socket.socket, metrics: FleetMetrics) -> None:
         super().__init__(fileno=listening.detach())
         self._refused = metrics.reports.labels(CROWDED)
-        self._open: list[tuple[float, str, socket.socket]] = []
-        """When each came, from where."""
+        self._open: list[tuple[float, str, socket.socket]] = []  # when each came, and from where
 
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection that there is room for; raises `BlockingIOError` when no other waits."""

@@ -2,7 +2,7 @@
 
 A good answer holds for the token's life: a pod that is gone meanwhile is unknown to the ledger. A bad one is not kept.
 An API that does not answer is `ReviewUnavailable`, never a refusal.
-Each that waits is a connection of the server's, which bounds them.
+A review ends with the connection that it is for, so the server's bound of connections is one of reviews, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PodIdentity(NamedTuple):
 
 
 class Reviewer:
-    """Reviews of tokens. Use it on one asyncio loop, and `close` it."""
+    """Reviews of tokens. Use it on one asyncio loop."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Reviewer:
         bound = claims.get("kubernetes.io")
         is_ours = FLEET_AUDIENCE in str(claims.get("aud")) and isinstance(bound, dict) and bound.get("pod")
         if len(token) > MAX_TOKEN or not is_ours:
-            return "this is no token for us"  # it takes no room from those that are reviewed
+            return "this is no token for us"  # and costs no review
         spec = {"token": token, "audiences": [FLEET_AUDIENCE]}
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": spec}
         try:

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import urllib3
-from aiohttp import web
 from deltashard_checkpoint.process import listen
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.report import Refused, Reply, Report, Unknown
@@ -21,6 +20,7 @@ from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.kube.api_access import ApiAccess
 from deltashard_operator.kube.call import Caller
+from deltashard_operator.main import Serving
 from deltashard_operator.tls.certificate import Certificate
 from deltashard_proto.v1 import fleet_pb2 as wire
 from urllib3.util import create_urllib3_context
@@ -171,13 +171,11 @@ async def serving(api: ApiAccess) -> AsyncIterator[Service]:
             leads=lambda: service.leads,
             synced=lambda: service.synced,
         )
-        runner = web.AppRunner(server.application, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        listener = BoundedListener(listen("127.0.0.1", 0), metrics)
-        await web.SockSite(runner, listener, ssl_context=certificate.front).start()
-        service = Service(book, authority, metrics, reviewer, port=runner.addresses[0][1])
+        program, listener = Serving(), BoundedListener(listen("127.0.0.1", 0), metrics)
+        await program.listen(server.application, listener, certificate.front)
+        service = Service(book, authority, metrics, reviewer, port=listener.getsockname()[1])
         try:
             yield service
         finally:
-            await runner.cleanup()
+            await program.close()
             await call.close()

@@ -189,6 +189,33 @@ def test_connections_are_bounded(
     asyncio.run(scenario())
 
 
+def test_a_review_ends_with_its_connection(api: ApiAccess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So as many run or wait at most as there are connections."""
+
+    async def scenario() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def hanging(_token: str) -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async with serving(api) as service, asyncio.timeout(60):
+            monkeypatch.setattr(service.reviewer, "review", hanging)
+            context = ssl.create_default_context(cadata=service.authority.pem.decode())
+            _, writer = await asyncio.open_connection("localhost", service.port, ssl=context)
+            writer.write(
+                b"POST /v1/report HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Length: 9\r\n\r\n"
+            )
+            await begun.wait()
+            writer.close()
+            await ended.wait()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_where_there_is_only_ipv6(apiserver: ApiServer, tmp_path: Path) -> None:
     """The controller's pages and its port, on an address of IPv6 alone."""

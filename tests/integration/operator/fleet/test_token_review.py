@@ -148,7 +148,7 @@ def test_an_api_that_refuses_is_unavailable(code: int) -> None:
         assert server.requests == 2
 
 
-def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_review_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the API hangs."""
     monkeypatch.setattr(token_review, "REVIEW_S", 0.5)
     with answering(GOOD) as server, FaultyProxy(server.port) as proxy, World(proxy.port) as world:
