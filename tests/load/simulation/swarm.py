@@ -39,6 +39,8 @@ from deltashard_sidecar.fleet.report_schedule import ReportSchedule
 NAME = "deltashard-fleet.deltashard-system.svc"
 """Of the controller's certificate."""
 DEADLINE_S = 10.0
+CONNECTIONS = 1024
+"""At once, of all of them: real ones have a processor of their own. More than the controller takes at a time."""
 RESTORING_S = 1.0
 SAVING_S = 2.0
 STEPS_PER_S = 10.0
@@ -149,11 +151,12 @@ class Sidecar:
         self._wake.set()
 
     async def _report(self) -> None:
-        told, begun_s = self._world.told, time.monotonic()
+        told = self._world.told
         self._sequence += 1
         before, self._news = self._news, False
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with self._world.connections, asyncio.timeout(DEADLINE_S):
+                begun_s = time.monotonic()
                 status, retry_after_s, body = await self._posted(self._request().SerializeToString())
         except (OSError, ValueError, IndexError):  # the last two: it broke off
             status, retry_after_s, body = 0, 0.0, b""
@@ -282,6 +285,7 @@ class World:
     context: ssl.SSLContext
     pace: Pace
     told: Told = field(default_factory=Told)
+    connections: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONNECTIONS))
     reopened: Counter[str] = field(default_factory=Counter)
     """How often the group of each workload, by UID, has opened its run once more."""
     living: dict[str, tuple[Sidecar, asyncio.Task[None]]] = field(default_factory=dict)

@@ -18,6 +18,8 @@ from tests.load.simulation.workload import Pod
 from tests.support.eventually import eventually
 
 NAMESPACES = tuple(f"team-{number}" for number in range(5))
+ARRIVALS_PER_S = 100
+"""Sidecars that begin, when all of them come at first."""
 
 
 class System:
@@ -68,7 +70,7 @@ class System:
                 members = workload.members(self.plane, workload.living(self.plane), self.sizes)
             assert len(members) == self.pods
             with self._timed("sidecars heard"):
-                self.swarm.add(members, within_s=self.pods / 250)
+                self.swarm.add(members, within_s=self.pods / ARRIVALS_PER_S)
                 self.wait_taken(self.pods)
             with self._timed("runs training"):
                 self.view.wait_training(self.runs, timeout_s=control_plane.PATIENCE_S + self.pods / 20)
