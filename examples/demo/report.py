@@ -229,7 +229,7 @@ def _title(kill: Kill) -> str:
 def _source_name(source: str) -> str:
     return {
         "cache": "the local cache; the sidecar had outlived it.",
-        "store": "the store; the new sidecar reads ahead while the new trainer starts.",
+        "store": "the store: nothing was left on the machine.",
     }.get(source, source)
 
 
