@@ -19,7 +19,7 @@ TORCH_TESTS = tests/unit/trainer/loader tests/unit/trainer/optimizer tests/unit/
 	$(RESUME)::test_restored_state_is_decode_encode_of_the_cut $(RESUME)::test_pins_seqs_and_steps_can_be_restored \
 	$(RESUME)::test_a_trainer_that_builds_on_synthetic_baselines_resumes_exactly
 
-.PHONY: venv servers charts demo test test-fast test-torch test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-cuda bench-fleet bench-group bench-ranks papers clean
+.PHONY: venv servers charts demo docs coverage test test-fast test-torch test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-cuda bench-fleet bench-group bench-ranks papers clean
 venv: .venv/.synced
 
 $(UV):
@@ -82,11 +82,20 @@ test-cluster-full: venv servers
 test-troubles: venv servers
 	DELTASHARD_TEST_TROUBLES_S=3600 $(RUN) -m pytest tests/crash/test_s3_troubles.py -s
 
+# The documentation site, out/site. A warning is an error: a dead link, a page that the navigation does not list.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
+
+# Unit tests with branch coverage; pyproject.toml has the floor.
+coverage: venv
+	$(RUN) -m pytest tests/unit -m 'not slow' --numprocesses 2 --dist loadfile --cov --cov-report=term:skip-covered
+
 lint: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff check --preview --select PLR0904 checkpoint trainer sidecar cli operator
 	.venv/bin/ruff format --check .
 	$(RUN) tools/budget.py
+	.venv/bin/codespell
 	.venv/bin/hadolint images/Dockerfile
 
 types: venv
