@@ -28,7 +28,7 @@ from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import Committed, commit_parts
-from deltashard_checkpoint.write.commit_wait import CommitPace
+from deltashard_checkpoint.write.commit_wait import CommitLatency
 from deltashard_checkpoint.write.cut_reports import LIST_PAGE
 from deltashard_checkpoint.write.report import PartReport, ReportBodyCache
 
@@ -362,7 +362,7 @@ class Group:
         self.opened_s = time.monotonic() - begun_s
         self.logs = [first.fork() for _ in range(scale.pods)]
         self.bodies = [ReportBodyCache() for _ in range(scale.pods)]
-        self.paces = [CommitPace() for _ in range(scale.pods)]
+        self.paces = [CommitLatency() for _ in range(scale.pods)]
         self._shapes: dict[tuple[bool, bool, bool], tuple[int, int, int]] = {}
         self.index_bytes: dict[int, int] = {}
         """Of the first rank that is read, by cut."""
@@ -437,7 +437,7 @@ class Group:
                 reports=self.reports(number_, cut),
                 layout=self.digest,
                 bodies=self.bodies[number_],
-                pace=self.paces[number_],
+                latency=self.paces[number_],
                 since_s=ends[number_],
             )
             cut.seq = done.seq

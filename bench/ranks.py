@@ -192,7 +192,7 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
     pod = list(range(middle, middle + scale.per_pod))
     other = scale.other_ranks // 3
     probe = scale.layout()
-    met = probe.ranks_meeting(scale.boxes_of(other, scale.other_ranks))
+    met = probe.ranks_overlapping(scale.boxes_of(other, scale.other_ranks))
     boxes = len(probe)
     del probe
     group = Group(scale, {*pod, *met, *owners(scale)})

@@ -40,9 +40,9 @@ from deltashard_checkpoint.deciding.precision import (
     BUDGET,
     LARGE_SHARE,
     LAST_SHARE,
-    Outlook,
-    TableFacts,
-    chosen_bits,
+    RestoreForecast,
+    TableStats,
+    choose_bits,
     large_tables,
 )
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS
@@ -71,11 +71,11 @@ class Past:
     """Of each table the rows that changed since the last restore (before the first: all)."""
     spent: Sequence[float]
     """Of each table the sum of the squared relative errors of past restores."""
-    happened: int
+    restores_so_far: int
     """Restores so far."""
     to_come: int
     """Planned restores from here on."""
-    ending: bool
+    near_end: bool
     """In the last tenth of the pass."""
 
 
@@ -96,7 +96,7 @@ def small_at_8(bits: int) -> Rule:
     def rule(past: Past) -> list[int]:
         large = large_tables(
             {
-                name: TableFacts(raw_bytes=table.nbytes)
+                name: TableStats(raw_bytes=table.nbytes)
                 for name, table in zip(TABLES, past.tables, strict=True)
             }
         )
@@ -108,16 +108,16 @@ def small_at_8(bits: int) -> Rule:
 def budgeted(past: Past) -> list[int]:
     """The product's rule, that knows how many restores will come."""
     facts = {
-        name: TableFacts(raw_bytes=table.nbytes, errors=sampled_errors(rows), spent=spent)
+        name: TableStats(raw_bytes=table.nbytes, errors=sampled_errors(rows), spent=spent)
         for name, table, rows, spent in zip(TABLES, past.tables, past.changed, past.spent, strict=True)
     }
-    outlook = Outlook(
+    forecast = RestoreForecast(
         restores=past.to_come,
-        expected=past.happened + past.to_come,
-        happened=past.happened,
-        ending=past.ending,
+        expected=past.restores_so_far + past.to_come,
+        restores_so_far=past.restores_so_far,
+        near_end=past.near_end,
     )
-    encodings = chosen_bits("budget", facts, outlook, {}).encodings
+    encodings = choose_bits("budget", facts, forecast, {}).encodings
     return [ENCODINGS[encodings[name]].bits for name in TABLES]
 
 
@@ -220,9 +220,9 @@ def _interrupted(
             tables=tables,
             changed=changed,
             spent=[float(v) for v in spent],
-            happened=i,
+            restores_so_far=i,
             to_come=len(at) - i,
-            ending=step > (1 - LAST_SHARE) * steps,
+            near_end=step > (1 - LAST_SHARE) * steps,
         )
         bits.append(list(rule(past)))
         for t, b in enumerate(bits[-1]):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import recovery
 import simulation
-from deltashard_checkpoint.deciding.interval import pls_interval_s, young
+from deltashard_checkpoint.deciding.interval import pls_interval_s, young_interval_s
 
 MINUTE, HOUR = 60.0, 3600.0
 MTBF_S = 20 * HOUR
@@ -59,7 +59,7 @@ def overheads(of: recovery.Costs, pls: float = PLS, shards: int = SHARDS) -> dic
         "full": 100 * judged.full,
         "partial": 100 * judged.partial,
         "kind": judged.kind,
-        "full_every_h": young(of.save_s, of.mtbf_s) / HOUR,
+        "full_every_h": young_interval_s(of.save_s, of.mtbf_s) / HOUR,
         "partial_every_h": pls_interval_s(pls, of.mtbf_s, shards) / HOUR,
     }
 
@@ -131,7 +131,7 @@ def portions(generator: np.random.Generator, runs: int) -> list[dict[str, Any]]:
 def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any]]:
     """The simulator against the exact forms; the first order beside them. Percent."""
     base = costs()
-    full_s = young(base.save_s, MTBF_S)
+    full_s = young_interval_s(base.save_s, MTBF_S)
     partial_s = pls_interval_s(PLS, MTBF_S, SHARDS)
     found = []
     for kind, interval_s in (
@@ -167,7 +167,9 @@ def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any
 def spread(generator: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
     """How far full recovery's overhead of so many failures lies from its mean: what a measurement can show at all."""
     base = costs()
-    run = simulation.Run(interval_s=young(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s)
+    run = simulation.Run(
+        interval_s=young_interval_s(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s
+    )
     found = []
     for failures in (10, 100, 1_000, 10_000):
         # A fixed number of failures each; a job of fixed length, which CPR ran, differs more still.
@@ -216,7 +218,9 @@ def one_job(
 def other_gaps(generator: np.random.Generator, failures: int) -> list[dict[str, Any]]:
     """Full recovery where failures cluster or come regularly, at the same rate."""
     base = costs()
-    run = simulation.Run(interval_s=young(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s)
+    run = simulation.Run(
+        interval_s=young_interval_s(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.recover_s
+    )
     found = []
     for name, draw in (("Gamma", simulation.gamma_gaps), ("Weibull", simulation.weibull_gaps)):
         for shape in (0.5, 0.7, 1.0, 2.0):

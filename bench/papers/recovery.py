@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from deltashard_checkpoint.deciding.interval import pls_interval_s, share, young
+from deltashard_checkpoint.deciding.interval import overhead_share, pls_interval_s, young_interval_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class Recovery:
 
 def full_overhead(costs: Costs, interval_s: float | None = None) -> float:
     """Share of training time under full recovery; without an interval, at the best one."""
-    interval_s = young(costs.save_s, costs.mtbf_s) if interval_s is None else interval_s
-    return share(interval_s, costs.save_s, costs.mtbf_s) + costs.recover_s / costs.mtbf_s
+    interval_s = young_interval_s(costs.save_s, costs.mtbf_s) if interval_s is None else interval_s
+    return overhead_share(interval_s, costs.save_s, costs.mtbf_s) + costs.recover_s / costs.mtbf_s
 
 
 def partial_overhead(costs: Costs, interval_s: float) -> float:
@@ -60,4 +60,6 @@ def cheaper(costs: Costs, *, pls: float, shards: int) -> Recovery:
     full, partial = full_overhead(costs), partial_overhead(costs, partial_s)
     if partial < full:
         return Recovery(kind="partial", full=full, partial=partial, interval_s=partial_s)
-    return Recovery(kind="full", full=full, partial=partial, interval_s=young(costs.save_s, costs.mtbf_s))
+    return Recovery(
+        kind="full", full=full, partial=partial, interval_s=young_interval_s(costs.save_s, costs.mtbf_s)
+    )

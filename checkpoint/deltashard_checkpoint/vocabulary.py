@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 from deltashard_checkpoint.errors import UserError
 
 
-class UnknownWord(UserError):
+class UnknownName(UserError):
     """A name that stands for nothing here: an encoding, a differential."""
 
 
@@ -79,10 +79,10 @@ DEFAULT_ENCODING = "q8"
 
 
 def encoding_named(name: str) -> Encoding:
-    """The `Encoding` of that name; raises `UnknownWord`."""
+    """The `Encoding` of that name; raises `UnknownName`."""
     encoding = ENCODINGS.get(name)
     if encoding is None:
-        raise UnknownWord(f"unknown encoding {name!r}", remedy=f"one of {', '.join(ENCODINGS)}")
+        raise UnknownName(f"unknown encoding {name!r}", remedy=f"one of {', '.join(ENCODINGS)}")
     return encoding
 
 
@@ -101,9 +101,9 @@ DEFAULT_STATE_ENCODING: StateEncoding = "fp32"
 
 
 def stored_state_dtype(state_encoding: str, *, pointwise: bool, dtype: str) -> str:
-    """The dtype a field of optimizer state is stored in; raises `UnknownWord`."""
+    """The dtype a field of optimizer state is stored in; raises `UnknownName`."""
     if state_encoding not in STATE_ENCODINGS:
-        raise UnknownWord(
+        raise UnknownName(
             f"unknown state encoding {state_encoding!r}", remedy=f"one of {', '.join(STATE_ENCODINGS)}"
         )
     return "bfloat16" if state_encoding == "bf16" and pointwise and dtype == "float32" else dtype
@@ -114,16 +114,16 @@ def stored_state_dtype(state_encoding: str, *, pointwise: bool, dtype: str) -> s
 Differential = Literal["full", "one-shot", "consecutive", "intermittent"]
 DIFFERENTIALS: tuple[Differential, ...] = get_args(Differential)
 DEFAULT_DIFFERENTIAL: Differential = "intermittent"
-OVER_NEWEST: frozenset[str] = frozenset(("consecutive", "full"))
+COVERS_NEWEST: frozenset[str] = frozenset(("consecutive", "full"))
 """Under these the next delta, if any, covers the newest checkpoint."""
 
 
 def differential_named(name: str) -> Differential:
-    """The differential of that name; raises `UnknownWord`."""
+    """The differential of that name; raises `UnknownName`."""
     for differential in DIFFERENTIALS:
         if differential == name:
             return differential
-    raise UnknownWord(f"unknown differential policy {name!r}", remedy=f"one of {', '.join(DIFFERENTIALS)}")
+    raise UnknownName(f"unknown differential policy {name!r}", remedy=f"one of {', '.join(DIFFERENTIALS)}")
 
 
 # Rules by which bits are chosen

@@ -11,7 +11,7 @@ from deltashard_checkpoint.format.index import Index
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, settled
+from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, read_consistent
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 from deltashard_checkpoint.stores.abc import Store
 
@@ -58,7 +58,7 @@ def using(target: Target, which: str, use: Callable[[OpenCheckpoint], T]) -> T:
             warn(damage)
         return use(open_checkpoint(target, which, state=state))
 
-    return settled(RunLog(target.store, target.run), turn, deadline_s=POLICY.deadline_s)
+    return read_consistent(RunLog(target.store, target.run), turn, deadline_s=POLICY.deadline_s)
 
 
 def compaction_indexes(store: Store, state: RunState) -> Mapping[str, Index]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.maintenance.holder import RunHeld, check_ended
+from deltashard_checkpoint.maintenance.holder import RunInUse, check_ended
 from deltashard_checkpoint.whole_run import removal, run_copy
-from deltashard_checkpoint.whole_run.remains import Remains, remains
+from deltashard_checkpoint.whole_run.incomplete_state import IncompleteState, incomplete_state
 
 from deltashard_cli import verification
 from deltashard_cli.checkpoint_choice import followed
@@ -58,7 +58,7 @@ def cp(
             done = run_copy.copy_run(
                 source,
                 target,
-                sized=lambda total: bars.enter_context(progress("copying", total)),
+                open_progress=lambda total: bars.enter_context(progress("copying", total)),
                 deadline_s=POLICY.deadline_s,
             )
     else:
@@ -79,7 +79,7 @@ def cp(
             f"{'is made' if done.entries else 'is up to date'}: {plural(done.checkpoints, 'checkpoint')}{newest}"
         )
         out.print(
-            f"{plural(done.objects, 'object')} put ({size(done.bytes)}), {done.passed_over} there already; the source "
+            f"{plural(done.objects, 'object')} put ({size(done.bytes)}), {done.skipped} there already; the source "
             f"as of its log entry {done.through}; contents were hashed on the way, `deltashard verify --deep` reads "
             "the copy back",
             style="dim",
@@ -141,14 +141,14 @@ def _removable(url: str, run: str | None) -> Target:
 def _look(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
     """What is about to be removed, for people, and up to which slot it was seen that nobody holds it.
 
-    None: it was not looked at for that. Raises `RunHeld`.
+    None: it was not looked at for that. Raises `RunInUse`.
     """
-    left = remains(log.store, log.key(""))
-    if left is Remains.REMOVING:
+    left = incomplete_state(log.store, log.key(""))
+    if left is IncompleteState.REMOVING:
         return "its removal was begun", None
-    if left is Remains.COPYING:
+    if left is IncompleteState.COPYING:
         if log.listed().seqs and not ended:
-            raise RunHeld(
+            raise RunInUse(
                 "a copy was cut short, and what is there of its log does not say whether a trainer holds the run",
                 where="rm",
                 remedy="end its trainers, if there are any, and say --ended",
@@ -158,7 +158,7 @@ def _look(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
     if state is None and ended:
         return f"its log is damaged ({damage})", None
     if state is None:
-        raise RunHeld(
+        raise RunInUse(
             f"its log is damaged, and does not say whether a trainer holds the run: {damage}",
             where="rm",
             remedy="end its trainers, and say --ended",

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 import click
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Retired
-from deltashard_checkpoint.maintenance.garbage_collection import DEFAULT_GRACE_S, Collected, collect, debris
-from deltashard_checkpoint.maintenance.inventory import Fate, Item, inventory
+from deltashard_checkpoint.maintenance.garbage_collection import (
+    DEFAULT_GRACE_S,
+    CollectResult,
+    collect,
+    orphaned_prefixes,
+)
+from deltashard_checkpoint.maintenance.inventory import GcStatus, Item, inventory
 from deltashard_checkpoint.maintenance.retention import (
-    EVERYTHING,
+    KEEP_ALL,
     Retention,
     Retirement,
     append_retirement,
@@ -23,14 +28,14 @@ from deltashard_cli.option import Finite, run_options
 from deltashard_cli.output import console, number, plural, print_json, show, size
 from deltashard_cli.target import POLICY, find_run
 
-_ORDER = (Fate.GOES, Fate.WAITS, Fate.KEPT)
+_ORDER = (GcStatus.DELETABLE, GcStatus.IN_GRACE, GcStatus.KEPT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
     """Objects that share a fate, and the reason of it."""
 
-    fate: Fate
+    status: GcStatus
     reason: str
     objects: int
     bytes: int
@@ -38,31 +43,33 @@ class Reason:
 
 def by_reason(items: Iterable[Item]) -> list[Reason]:
     """What goes first, then what waits, then what is kept; the largest first."""
-    sums: dict[tuple[Fate, str], tuple[int, int]] = {}
+    sums: dict[tuple[GcStatus, str], tuple[int, int]] = {}
     for item in items:
-        objects, count = sums.get((item.fate, item.reason), (0, 0))
-        sums[item.fate, item.reason] = (objects + 1, count + item.bytes)
+        objects, count = sums.get((item.status, item.reason), (0, 0))
+        sums[item.status, item.reason] = (objects + 1, count + item.bytes)
     found = [
-        Reason(fate=fate, reason=reason, objects=objects, bytes=count)
-        for (fate, reason), (objects, count) in sums.items()
+        Reason(status=status, reason=reason, objects=objects, bytes=count)
+        for (status, reason), (objects, count) in sums.items()
     ]
-    return sorted(found, key=lambda one: (_ORDER.index(one.fate), -one.bytes, one.reason))
+    return sorted(found, key=lambda one: (_ORDER.index(one.status), -one.bytes, one.reason))
 
 
 def _show_reasons(items: Sequence[Item], *, verbose: bool) -> None:
     out = console()
     out.print()
     if verbose:
-        rows = [(item.fate, size(item.bytes), item.key, item.reason) for item in items]
-        show(out, "every object, and why", ["fate", ">bytes", "~object", "~reason"], rows)
+        rows = [(item.status, size(item.bytes), item.key, item.reason) for item in items]
+        show(out, "every object, and why", ["status", ">bytes", "~object", "~reason"], rows)
         out.print()
     groups = by_reason(items)
-    rows = [(one.fate, number(one.objects), size(one.bytes), one.reason) for one in groups]
-    show(out, "objects by reason", ["fate", ">objects", ">bytes", "~reason"], rows)
-    for fate in _ORDER:
-        held = [one for one in groups if one.fate is fate]
+    rows = [(one.status, number(one.objects), size(one.bytes), one.reason) for one in groups]
+    show(out, "objects by reason", ["status", ">objects", ">bytes", "~reason"], rows)
+    for status in _ORDER:
+        held = [one for one in groups if one.status is status]
         total = sum(one.bytes for one in held)
-        out.print(f"{fate}: {plural(sum(one.objects for one in held), 'object')}, {size(total)}", style="dim")
+        out.print(
+            f"{status}: {plural(sum(one.objects for one in held), 'object')}, {size(total)}", style="dim"
+        )
 
 
 @click.command()
@@ -116,28 +123,28 @@ def gc(  # noqa: C901, PLR0913
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
     retention = Retention(
-        keep_last=keep_last or EVERYTHING,
+        keep_last=keep_last or KEEP_ALL,
         every_steps=every_steps,
         every_s=None if every_hours is None else every_hours * 3600,
     )
     state = log.refresh(deadline_s=POLICY.deadline_s)
-    dead = debris(log, state, read_only=dry_run)
-    freed: Collected | None = None
+    dead = orphaned_prefixes(log, state, read_only=dry_run)
+    freed: CollectResult | None = None
     entry: Retirement | Retired | None
     if dry_run:
         entry = retire(state, retention, dead)
     else:
         try:
-            entry = append_retirement(log, retention, debris=dead)
+            entry = append_retirement(log, retention, orphaned_prefixes=dead)
         except StoreFull:
             # The store is full: what needs no entry to be deleted makes room for one.
-            freed = collect(log, grace_s=grace_s, unnamed=dead)
-            entry = append_retirement(log, retention, debris=dead)
+            freed = collect(log, grace_s=grace_s, unretired=dead)
+            entry = append_retirement(log, retention, orphaned_prefixes=dead)
     retired, prefixes = ((), ()) if entry is None else (entry.checkpoints, entry.prefixes)
     # Of what is retired, debris of cuts that were never committed is the rest of a failed save; all else was whole.
     given_up = sorted(set(prefixes) & set(dead) - state.superseded.keys())
     found = collect(log, grace_s=grace_s, dry_run=dry_run)
-    found = found if freed is None else freed.and_then(found)
+    found = found if freed is None else freed.merged_with(found)
     items = list(inventory(log, state, retention, dead, grace_s=grace_s)) if dry_run else []
     if as_json:
         document = {

@@ -10,7 +10,7 @@ from deltashard_checkpoint.format.blob_name import common_blobs, parse_blob_name
 from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
-from deltashard_checkpoint.whole_run.remains import remains
+from deltashard_checkpoint.whole_run.incomplete_state import incomplete_state
 from rich.text import Text
 
 from deltashard_cli import verification
@@ -141,7 +141,7 @@ def _summarize(target: Target) -> RunSummary:
         state = read_state(target)
     except LogGap as gap:
         what = gap.what
-    if state.tip < 0 and (left := remains(target.store, f"{target.run}/")) is not None:
+    if state.tip < 0 and (left := incomplete_state(target.store, f"{target.run}/")) is not None:
         what = what or "there is no log entry"
         warn(f"{target.run}: {left}: {left.remedy}")
         return replace(summarize_run(empty), stopped=what, state=left.value)

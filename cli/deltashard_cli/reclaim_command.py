@@ -18,10 +18,10 @@ from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.format.object_key import validate_run
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.log_error import LogGap
-from deltashard_checkpoint.maintenance.holder import not_left_by
+from deltashard_checkpoint.maintenance.holder import not_last_trained_by
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.whole_run import removal
-from deltashard_checkpoint.whole_run.remains import Remains, remains
+from deltashard_checkpoint.whole_run.incomplete_state import IncompleteState, incomplete_state
 
 from deltashard_cli.checkpoint_choice import followed
 from deltashard_cli.option import json_option
@@ -72,7 +72,7 @@ def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bo
         log = RunLog(store, name)
         try:
             gone = removal.remove(log, through=_through(log, workload))
-        except (Stays, removal.WentOn) as why:
+        except (Stays, removal.RunAdvanced) as why:
             if name == run or _was_ever(log, workload):
                 kept.append(Kept(run=name, why=why.what))
             continue
@@ -126,15 +126,15 @@ class Stays(UserError):
 
 def _through(log: RunLog, workload: str) -> int | None:
     """The slot up to which a run was seen to be the workload's; None: its removal was begun. Raises `Stays`."""
-    left = remains(log.store, log.key(""))
-    if left is Remains.REMOVING:
+    left = incomplete_state(log.store, log.key(""))
+    if left is IncompleteState.REMOVING:
         return None  # it was ours when that was begun
     if left is not None:
         raise Stays(f"{left}: `deltashard ls` says more")
     state, damage = followed(log)
     if state is None:
         raise Stays(f"its log is damaged: {damage}")
-    if (why := not_left_by(log, state, workload)) is not None:
+    if (why := not_last_trained_by(log, state, workload)) is not None:
         raise Stays(why)
     if state.pinned:
         raise Stays(f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it")

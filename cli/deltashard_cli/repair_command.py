@@ -16,7 +16,7 @@ from deltashard_checkpoint.log.repair import repair as repair_log
 from deltashard_checkpoint.log.repair import salvage
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import Store, StoreUnavailable
-from deltashard_checkpoint.whole_run.remains import Remains, remains
+from deltashard_checkpoint.whole_run.incomplete_state import IncompleteState, incomplete_state
 from rich.text import Text
 
 from deltashard_cli.option import run_options
@@ -166,7 +166,10 @@ def repair(url: str, run: str | None, *, dry_run: bool, even_newer: bool, as_jso
     target = named_run(url, run)
     log = RunLog(target.store, target.run)
     # What is left of it would be a run, and a wrong one: older, and without what people said of it.
-    if (left := remains(target.store, log.key(""))) in {Remains.REMOVING, Remains.COPYING}:
+    if (left := incomplete_state(target.store, log.key(""))) in {
+        IncompleteState.REMOVING,
+        IncompleteState.COPYING,
+    }:
         raise Unfinished(f"{target.run} is no run: {left}", where=target.store.url, remedy=left.remedy)
     found = salvage(log, even_newer=even_newer, deadline_s=POLICY.deadline_s)
     seq = None if dry_run else repair_log(log, found)

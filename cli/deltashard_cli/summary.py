@@ -33,7 +33,7 @@ class RunSummary:
     stopped: str | None
     """Why the log cannot be followed to its end; None in a healthy run."""
     state: str
-    """ok, damaged, or what is left of a copy or a removal that was cut short (`Remains`)."""
+    """ok, damaged, or what is left of a copy or a removal that was cut short (`IncompleteState`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def summarize_checkpoint(
         cut_at_s=entry.cut_at_s or None,
         encodings=entry.encodings if compaction is None else compaction.encodings,
         pins=state.pins_of(entry.seq),
-        aside=entry.seq in state.aside,
+        aside=entry.seq in state.detached,
         directive=entry.directive,
     )
 

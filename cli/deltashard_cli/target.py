@@ -22,7 +22,7 @@ from deltashard_checkpoint.log.entry import entry_key, seq_of
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 from deltashard_checkpoint.stores.retry import RetryPolicy
 from deltashard_checkpoint.stores.url import local_path, open_store
-from deltashard_checkpoint.whole_run.remains import belongs, remains
+from deltashard_checkpoint.whole_run.incomplete_state import incomplete_state, is_run_key
 
 _INSIDE_RUN = re.compile(r"/(?:cache|closing|data|log|probe)/")
 POLICY = RetryPolicy(deadline_s=15.0)
@@ -97,7 +97,7 @@ def find_run(url: str, run: str | None) -> Target:
 
 def _unfinished(store: Store, root: str, name: str) -> Unfinished | None:
     """The error of what is left under `root`; None: nothing is, or a whole run."""
-    if (found := remains(store, root)) is None:
+    if (found := incomplete_state(store, root)) is None:
         return None
     return Unfinished(f"{name} is no run: {found}", where=store.url, remedy=found.remedy)
 
@@ -169,7 +169,7 @@ def run_of_url(url: str, run: str | None = None) -> Target:
 def runs_of(store: Store, *, patience: float = math.inf, unfinished: bool = False) -> Iterator[str]:
     """Names of the runs on a store, in order; one listing request or two for each, and one for many other objects.
 
-    `unfinished`: also of what has no log (`Remains`), or not yet.
+    `unfinished`: also of what has no log (`IncompleteState`), or not yet.
     Raises `TooMuchElse` after `patience` other objects.
     """
     after, others, more = "", 0, True
@@ -199,7 +199,7 @@ def _run_of(store: Store, key: str, none: set[str], *, unfinished: bool) -> str 
             if _is_run(store, run):
                 return run
             none.add(run)
-        if unfinished and belongs(key[match.start() + 1 :]):
+        if unfinished and is_run_key(key[match.start() + 1 :]):
             return run
     return None
 

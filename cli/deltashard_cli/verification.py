@@ -34,7 +34,7 @@ from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
-from deltashard_checkpoint.maintenance.garbage_collection import debris
+from deltashard_checkpoint.maintenance.garbage_collection import orphaned_prefixes
 from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, load_indexes
 from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
@@ -134,7 +134,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
         frames=frames,
         bytes=sum(packs.values()),
         restored=tuple(restored),
-        garbage_prefixes=0 if state.stopped else len(debris(log, state, read_only=True)),
+        garbage_prefixes=0 if state.stopped else len(orphaned_prefixes(log, state, read_only=True)),
         problems=tuple(problems),
     )
 

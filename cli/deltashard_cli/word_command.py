@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.maintenance import word
-from deltashard_checkpoint.maintenance.retention import retire_these
+from deltashard_checkpoint.maintenance import user_entry
+from deltashard_checkpoint.maintenance.retention import retire_selected
 
 from deltashard_cli.checkpoint_choice import open_checkpoint
 from deltashard_cli.option import ended_option, named_option, run_options, which_option
@@ -26,7 +26,7 @@ def pin(url: str, name: str, run: str | None, which: str, *, as_json: bool) -> N
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
     before = log.refresh().pinned.get(name)
-    entry = word.pin(log, name, which)
+    entry = user_entry.pin(log, name, which)
     seq = log.state.pinned[name]
     tell(
         f"checkpoint {seq} (step {number(log.state.checkpoints[seq].step)}) is pinned {name}"
@@ -49,7 +49,7 @@ def unpin(url: str, name: str, run: str | None, *, as_json: bool) -> None:
     target = find_run(url, run)
     log = RunLog(target.store, target.run)
     before = log.refresh().pinned.get(name)
-    entry = word.pin(log, name, None)
+    entry = user_entry.pin(log, name, None)
     tell(
         f"checkpoint {before} is not pinned {name} any more",
         as_json=as_json,
@@ -81,9 +81,9 @@ def retire(url: str, run: str | None, every: tuple[str, ...], *, as_json: bool) 
     log = RunLog(target.store, target.run)
 
     def choose(state: RunState) -> list[int]:
-        return [word.chosen(state, which).seq for which in every]
+        return [user_entry.resolve_checkpoint(state, which).seq for which in every]
 
-    entry = retire_these(log, choose)
+    entry = retire_selected(log, choose)
     gone = () if entry is None else entry.checkpoints
     tell(
         f"{plural(len(gone), 'checkpoint')} retired: {', '.join(map(str, gone))}; `deltashard gc` deletes what "
@@ -110,11 +110,11 @@ def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool)
     target = named_run(url, run)
     open_checkpoint(target, which)  # whose indexes are there: nothing else would be left to fall back to
     log = RunLog(target.store, target.run)
-    entry = word.rewind(log, which, ended=ended)
+    entry = user_entry.rewind(log, which, ended=ended)
     state = log.state
     newest = state.newest()
     assert newest is not None
-    aside = sorted(state.aside)
+    aside = sorted(state.detached)
     said = f"the run goes on from checkpoint {newest.seq} (step {number(newest.step)})"
     if entry is None:
         said += " already"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from deltashard_checkpoint.process import EVERY_ADDRESS, listen
+from deltashard_checkpoint.process import ANY_ADDRESS, listen
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from deltashard_operator import VERSION
@@ -50,7 +50,7 @@ _log = structlog.get_logger("deltashard.controller")
 class Options:
     """What can be set on the controller."""
 
-    host: str = EVERY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
+    host: str = ANY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
     fleet_port: int = 9443  # TLS port that sidecars report to
     metrics_port: int = 9090  # plain port of /healthz, /livez and /metrics
     certificates: str = "builtin"

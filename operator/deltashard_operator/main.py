@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import structlog
 from aiohttp import web
 from deltashard_checkpoint.errors import DeltashardError, UserError
-from deltashard_checkpoint.process import EVERY_ADDRESS, listen, raise_open_files
+from deltashard_checkpoint.process import ANY_ADDRESS, listen, raise_open_file_limit
 from kubernetes import config
 
 from deltashard_operator import VERSION
@@ -49,7 +49,7 @@ T = TypeVar("T")
 class Options:
     """What can be set on the webhook."""
 
-    host: str = EVERY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
+    host: str = ANY_ADDRESS  # address both ports bind; `::` is every one of IPv4 and IPv6
     port: int = 9443  # TLS port of /mutate
     metrics_port: int = 9090  # plain port of /healthz, /livez and /metrics
     certificate_dir: Path = Path("/etc/deltashard/tls")
@@ -159,7 +159,7 @@ def run(program: str, log_level: str, work: Coroutine[Any, Any, None]) -> int:
     )
     for name in ("kopf", "aiohttp"):  # kopf tells of every watch
         logging.getLogger(name).setLevel(logging.WARNING)
-    raise_open_files()
+    raise_open_file_limit()
     try:
         asyncio.run(work)
     except (DeltashardError, config.ConfigException, OSError) as error:

@@ -15,24 +15,24 @@ class BlockReason(StrEnum):
     STEPPED = "stepped"
     ACCUMULATING = "accumulating"
     MOVED = "moved on"
-    FLIGHT = "in flight"
-    AWAY = "sidecar away"
+    IN_FLIGHT = "in flight"
+    SIDECAR_DISCONNECTED = "sidecar disconnected"
     BACK_OFF = "backing off"
     RANKS = "ranks differ"
     VETOED = "vetoed"
-    NOT_ASKED = "not asked for"
+    NOT_REQUESTED = "not requested"
     UNOPENED = "attempt not open"
 
 
 _ALL = tuple(BlockReason)
 
 
-def word_of(reason: BlockReason, rank: int | None = None) -> int:
+def encode_block_reason(reason: BlockReason, rank: int | None = None) -> int:
     """The word of a control line that says it; `rank`: the one that blocks the save."""
     return 1 + _ALL.index(reason) + (0 if rank is None else (1 + rank) << 8)
 
 
-def text_of(word: int) -> str:
+def format_block_reason(word: int) -> str:
     """What a word of a control line says, for people; empty: nothing, or of a newer trainer."""
     number, rank = (word & 0xFF) - 1, (word >> 8) - 1
     if not 0 <= number < len(_ALL):

@@ -56,7 +56,7 @@ class Cause(enum.StrEnum):
 _BY_WORD: dict[str, Cause] = {cause.value: cause for cause in Cause}
 
 
-def heard(word: str) -> str:
+def parse_cause(word: str) -> str:
     """Cause of a message: a `Cause` where it is known here, else the peer's word; empty where it states none."""
     return _BY_WORD.get(word, word)
 
@@ -74,5 +74,5 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
     for key, value in metadata or ():
         if key == METADATA and isinstance(value, bytes):
-            return heard(Refusal.FromString(value).cause)
+            return parse_cause(Refusal.FromString(value).cause)
     return ""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.private_file import open_private, write_private
-from deltashard_checkpoint.process import raise_open_files
+from deltashard_checkpoint.process import raise_open_file_limit
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
@@ -107,7 +107,7 @@ def owns(directory: Path, fd: int) -> bool:
 def serve(argv: Sequence[str]) -> int:
     """Run the sidecar until a signal, or until it lingered long enough without a trainer."""
     os.umask(0o007)
-    raise_open_files()
+    raise_open_file_limit()
     config = settings.load(argv, os.environ)
     from deltashard_sidecar.telemetry.structured_logging import configure, explain
 
@@ -207,13 +207,13 @@ def _judge_kernels(config: settings.Settings, log: Logger) -> None:
     """Warn where numpy encodes; `UserError` in a pod, whose limits were chosen for the native kernels."""
     from deltashard_checkpoint.codecs import kernel_choice
 
-    if not kernel_choice.slow():
+    if not kernel_choice.is_slow():
         return
     if config.workload_uid:
         what = "the native kernels were not built, and numpy is too slow for a pod"
         remedy = "take the published image, or install a wheel into yours"
         raise UserError(what, where=kernel_choice.__name__, remedy=remedy)
-    log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW)
+    log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW_MESSAGE)
 
 
 def _reports(sidecar: Sidecar) -> ReportClient | None:

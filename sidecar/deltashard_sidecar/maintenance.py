@@ -21,7 +21,7 @@ from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.maintenance.compaction import compact
-from deltashard_checkpoint.maintenance.garbage_collection import collect, debris
+from deltashard_checkpoint.maintenance.garbage_collection import collect, orphaned_prefixes
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.stores.abc import StoreFull
@@ -127,14 +127,19 @@ class MaintenanceLoop:
         state = log.refresh(deadline_s=ROUND_DEADLINE_S)
         if state.attempt != attempt:
             return None
-        dead, retention = debris(log, state), Retention(keep_last=self._settings.keep_last)
+        dead, retention = orphaned_prefixes(log, state), Retention(keep_last=self._settings.keep_last)
         append = functools.partial(
-            append_retirement, log, retention, debris=dead, attempt=attempt, deadline_s=ROUND_DEADLINE_S
+            append_retirement,
+            log,
+            retention,
+            orphaned_prefixes=dead,
+            attempt=attempt,
+            deadline_s=ROUND_DEADLINE_S,
         )
         try:
             entry = append()
         except StoreFull:
-            collect(log, grace_s=self._settings.gc_grace_s, unnamed=dead, deadline_s=ROUND_DEADLINE_S)
+            collect(log, grace_s=self._settings.gc_grace_s, unretired=dead, deadline_s=ROUND_DEADLINE_S)
             entry = append()
         return f"{len(entry.checkpoints)} checkpoints, {len(entry.prefixes)} prefixes" if entry else None
 
@@ -155,11 +160,11 @@ class MaintenanceLoop:
         newest = self._newest(log, attempt)
         if newest is None:
             return None
-        found = self._run.synthetic.at_rest(log.state, newest.seq, self._policy())
+        found = self._run.synthetic.between_cuts(log.state, newest.seq, self._policy())
         if found is None:
             return None
         seq, verdict = found
-        move = mover(self._run.cache, give_way=self._give_way)
+        move = mover(self._run.cache, throttle=self._give_way)
         entry = compact(log, seq, move, deadline_s=ROUND_DEADLINE_S)
         if entry is None:
             return None

@@ -25,7 +25,7 @@ from deltashard_checkpoint.format.index import box_message, box_of
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.restore.checkpoint_reader import plan_restore, went_on
+from deltashard_checkpoint.restore.checkpoint_reader import has_advanced, plan_restore
 from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.plan import IncompletePlan, Plan, RangeRequest, Want
 from deltashard_proto.arena_layout import ALIGN
@@ -199,7 +199,7 @@ class Restore:
             return False
         log, state = self._other
         try:
-            return went_on(log, state, deadline_s=self._run.settings.restore_deadline_s)
+            return has_advanced(log, state, deadline_s=self._run.settings.restore_deadline_s)
         except DeltashardError as error:
             self._log.info("restore.unsure", **explain(error))
             return False

@@ -16,7 +16,7 @@ from typing import Any
 
 from deltashard_checkpoint.cache.pack_spool import MAX_PACK_BYTES
 from deltashard_checkpoint.deciding.goal import goal as goal_of
-from deltashard_checkpoint.deciding.precision import encodings_of
+from deltashard_checkpoint.deciding.precision import parse_encodings
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.object_key import validate_run
 from deltashard_checkpoint.vocabulary import (
@@ -232,7 +232,7 @@ def check(name: str, value: Any, *, where: str) -> None:
     if name == "goal" and value:
         goal_of(value, where=where)
     if name == "tables":
-        encodings_of(value, where=where)
+        parse_encodings(value, where=where)
 
 
 def number(name: str, text: str, *, where: str) -> float:

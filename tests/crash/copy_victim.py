@@ -24,7 +24,7 @@ def target_of(directory: Path, action: str) -> RunLog:
     return log_of(directory)
 
 
-def act(directory: Path, action: str) -> run_copy.Copied | removal.Content:
+def act(directory: Path, action: str) -> run_copy.CopyResult | removal.Content:
     """Do one thing; a crash point may end it."""
     target = target_of(directory, action)
     if action == "rm":

@@ -23,7 +23,7 @@ from deltashard_checkpoint.errors import DeltashardError, InvalidCheckpoint
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.repair import NothingToRepair, salvage
-from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover, word
+from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover, user_entry
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 
@@ -129,8 +129,8 @@ def stories(directory: Path) -> Iterator[Story]:
                 retention.append_retirement(log, retention.Retention(keep_last=2))
                 if life == 2:
                     yield Story("ends in a retirement", _objects(store), dict(expected))
-                garbage_collection.collect(log, grace_s=0.0, forget_at=1)
-        word.pin(log, "kept", f"{covers}")
+                garbage_collection.collect(log, grace_s=0.0, min_reclaim_prefixes=1)
+        user_entry.pin(log, "kept", f"{covers}")
     yield Story("ends in a pin", _objects(store), dict(expected))
     store = MemoryStore()
     log = _log(store)

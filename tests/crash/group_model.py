@@ -599,9 +599,9 @@ class Member:
 
         def why_not(urgent: bool) -> str:
             if self.outcomes.in_flight:
-                return MESSAGE[BlockReason.FLIGHT]
+                return MESSAGE[BlockReason.IN_FLIGHT]
             if attachment.link is None:
-                return MESSAGE[BlockReason.AWAY]
+                return MESSAGE[BlockReason.SIDECAR_DISCONNECTED]
             return MESSAGE[BlockReason.BACK_OFF] if self.setbacks.backing_off and not urgent else ""
 
         conductor_type = type(

@@ -56,16 +56,16 @@ from deltashard_checkpoint.log.entry_codec import parse
 from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.log_error import LogGap
 from deltashard_checkpoint.log.manifest import Manifests
-from deltashard_checkpoint.log.replay import kept_back, over
+from deltashard_checkpoint.log.replay import is_protected, is_uncommittable
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.maintenance import compaction, garbage_collection, word
+from deltashard_checkpoint.maintenance import compaction, garbage_collection, user_entry
 from deltashard_checkpoint.maintenance import retention as retentions
 from deltashard_checkpoint.stores import probe
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectInfo, ObjectNotFound, Store, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.commit import commit_parts
-from deltashard_checkpoint.write.cut_reports import Abandoned
+from deltashard_checkpoint.write.cut_reports import CutAbandoned
 from deltashard_checkpoint.write.fencing import FencedError
 from deltashard_checkpoint.write.report import PartReport
 
@@ -264,7 +264,7 @@ class Gang:
     """The trainer processes of one attempt."""
 
     def __init__(
-        self, world: World, opened: attempts.Opened, weights: dict[Cell, int], split: str, size: int, layout: Layout | None
+        self, world: World, opened: attempts.OpenedAttempt, weights: dict[Cell, int], split: str, size: int, layout: Layout | None
     ) -> None:  # fmt: skip
         self.world = world
         self.attempt = opened.attempt
@@ -520,7 +520,7 @@ class World:
                     except StoreUnavailable:
                         if (tries := tries - 1) == 0:
                             raise
-                    except attempts.Overtaken:
+                    except attempts.StaleRestore:
                         self.counts["overtaken"] += 1
                         return
                 if basis is not None:
@@ -621,7 +621,7 @@ class World:
                 gang.fenced = True
                 self.counts["fenced"] += 1
                 return
-            except Abandoned as error:
+            except CutAbandoned as error:
                 self.counts["abandoned"] += 1
                 if "covers" in str(error):
                     rank.forget()
@@ -653,10 +653,10 @@ class World:
 
         def work() -> None:
             log = self.log(state)
-            litter = garbage_collection.debris(
-                log, log.refresh(deadline_s=20.0), compaction_patience_s=patience_s
+            litter = garbage_collection.orphaned_prefixes(
+                log, log.refresh(deadline_s=20.0), compaction_timeout_s=patience_s
             )
-            entry = retentions.append_retirement(log, retention, debris=litter, deadline_s=20.0)
+            entry = retentions.append_retirement(log, retention, orphaned_prefixes=litter, deadline_s=20.0)
             self.counts["retired"] += 0 if entry is None else len(entry.checkpoints)
 
         return self.spawn("retire", work)
@@ -668,7 +668,7 @@ class World:
         def work() -> None:
             log = self.log(state)
             self.counts["deleted"] += garbage_collection.collect(
-                log, grace_s=grace_s, forget_at=1, deadline_s=20.0
+                log, grace_s=grace_s, min_reclaim_prefixes=1, deadline_s=20.0
             ).objects
 
         return self.spawn("gc", work)
@@ -725,7 +725,7 @@ class World:
         name, state = self.random.choice(["best", "paper"]), self.last_state()
 
         def work() -> None:
-            word.pin(self.log(state), name, which, deadline_s=20.0)
+            user_entry.pin(self.log(state), name, which, deadline_s=20.0)
 
         return self.spawn("pin", work)
 
@@ -742,7 +742,7 @@ class World:
         seq, state = self.random.choice(live[-4:]), self.last_state()
 
         def work() -> None:
-            word.rewind(self.log(state), f"seq:{seq}", ended=True, deadline_s=20.0)
+            user_entry.rewind(self.log(state), f"seq:{seq}", ended=True, deadline_s=20.0)
 
         return self.spawn("rewind", work)
 
@@ -788,7 +788,7 @@ class World:
         if newest is None or self.broken:
             return
         chain = lineages.closure(state, [newest.seq])
-        current = state.checkpoints.keys() - state.aside
+        current = state.checkpoints.keys() - state.detached
         if all(lineages.closure(state, [seq]) & chain for seq in current):
             return
         if any(task.name == "rewind" for task in self.tasks):  # a person looks where the run is to go on
@@ -919,7 +919,7 @@ class World:
         if said is None and newest is not None:
             raise Violation(f"attempt {entry.seq} starts from nothing, {newest.seq} was there")
         excluded = self.excluding.get(entry.seq, frozenset())
-        for seq in sorted(state.checkpoints.keys() - state.aside, reverse=True):
+        for seq in sorted(state.checkpoints.keys() - state.detached, reverse=True):
             if seq == said:
                 return
             if not lineages.closure(state, [seq]) & excluded and entry.seq in self.excluding:
@@ -971,16 +971,16 @@ class World:
     def tidy(self) -> None:
         """One round without grace: what is left is live, or of a cut that may still come; nothing else is remembered."""
         log = self.log()
-        litter = garbage_collection.debris(log, log.refresh(), compaction_patience_s=0.0)
-        retentions.append_retirement(log, retentions.Retention(keep_last=1), debris=litter)
-        garbage_collection.collect(log, grace_s=0.0, forget_at=1)
+        litter = garbage_collection.orphaned_prefixes(log, log.refresh(), compaction_timeout_s=0.0)
+        retentions.append_retirement(log, retentions.Retention(keep_last=1), orphaned_prefixes=litter)
+        garbage_collection.collect(log, grace_s=0.0, min_reclaim_prefixes=1)
         state = self.truth()
         live = lineages.live_prefixes(state)
         for prefix, _ in garbage_collection.data_objects(log):
             place = cut_of(prefix)
-            if kept_back(state, prefix):
+            if is_protected(state, prefix):
                 continue  # an entry may name it that the attempt before this one gave up
-            if prefix not in live and (place is None or over(state, *place)):
+            if prefix not in live and (place is None or is_uncommittable(state, *place)):
                 raise Violation(f"{prefix} lies there for ever: nobody needs it, nobody deletes it")
         if state.retired:
             raise Violation(f"{min(state.retired)} is gone, and remembered all the same")

@@ -55,31 +55,31 @@ def hunt(mutant: Mutant) -> tuple[int, str] | None:
 # The log
 
 
-def _overwrite(self: commit_log.RunLog, sealed: Any, patience: Any) -> bool:
+def _overwrite(self: commit_log.RunLog, sealed: Any, retry_budget: Any) -> bool:
     while True:
         try:
             self.store.put(self.key(entry_key(sealed.entry.seq)), sealed.data)
         except StoreUnavailable:
-            if not patience.pause():
+            if not retry_budget.pause():
                 raise
             continue
         return True
 
 
-def _overwrite_on_retry(self: commit_log.RunLog, sealed: Any, patience: Any) -> bool:
+def _overwrite_on_retry(self: commit_log.RunLog, sealed: Any, retry_budget: Any) -> bool:
     try:
         self.store.put_if_absent(self.key(entry_key(sealed.entry.seq)), sealed.data)
     except ObjectExists:
-        return bool(self._settle(sealed))
+        return bool(self._resolve_slot(sealed))
     except StoreUnavailable:
-        return _overwrite(self, sealed, patience)
+        return _overwrite(self, sealed, retry_budget)
     return True
 
 
 _collect = garbage_collection.collect
 
 
-def _collect_and_trim(log: commit_log.RunLog, **options: Any) -> garbage_collection.Collected:
+def _collect_and_trim(log: commit_log.RunLog, **options: Any) -> garbage_collection.CollectResult:
     done = _collect(log, **options)
     live = [*log.state.checkpoints, log.state.tip]
     log.store.delete([log.key(entry_key(seq)) for seq in range(1, min(live))])
@@ -89,7 +89,7 @@ def _collect_and_trim(log: commit_log.RunLog, **options: Any) -> garbage_collect
 def _begin_at_hint(self: commit_log.RunLog, known: int) -> run_state.RunState:
     tip = max(self.hint().seq, known)
     if tip < 0 or self._exists(tip + 1):
-        return _begin(self, known)
+        return _cold_read(self, known)
     return replay.fold(run_state.RunState(run=self.run), self._read(range(tip + 1)))
 
 
@@ -106,7 +106,7 @@ def _listed_to_the_gap(self: commit_log.RunLog, first: int) -> Listing:
     return replace(seen, seqs=seqs)
 
 
-_begin, _listed = commit_log.RunLog._begin, commit_log.RunLog.listed
+_cold_read, _listed = commit_log.RunLog._cold_read, commit_log.RunLog.listed
 
 # Covers
 
@@ -206,14 +206,14 @@ def _covers_of_rank_0(self: Rank, cut: int, step: int, mode: str) -> Any:
 # Fencing, committing, deleting
 
 
-_judge_checkpoint = replay._judge_checkpoint
+_validate_checkpoint = replay._validate_checkpoint
 
 
 def _judge_without_fence(state: run_state.RunState, entry: Any) -> None:
-    _judge_checkpoint(replace(state, attempt=entry.attempt), entry)
+    _validate_checkpoint(replace(state, attempt=entry.attempt), entry)
 
 
-_settled = commit._settled
+_existing_commit = commit._existing_commit
 
 
 def _settled_in_any_order(cut: Any, state: run_state.RunState) -> Any:
@@ -226,7 +226,7 @@ def _settled_in_any_order(cut: Any, state: run_state.RunState) -> Any:
 
 def _judge_in_any_order(state: run_state.RunState, entry: Any) -> None:
     opened = replace(state.attempts[entry.attempt], last_cut=None, last_step=None)
-    _judge_checkpoint(replace(state, attempts={**state.attempts, entry.attempt: opened}), entry)
+    _validate_checkpoint(replace(state, attempts={**state.attempts, entry.attempt: opened}), entry)
 
 
 _append = commit_log.RunLog.append
@@ -244,7 +244,7 @@ def _closure_is_itself(state: run_state.RunState, seqs: Any) -> frozenset[int]:
     return frozenset(seq for seq in seqs if seq in state.checkpoints)
 
 
-def _collect_unnamed(log: commit_log.RunLog, **options: Any) -> garbage_collection.Collected:
+def _collect_unnamed(log: commit_log.RunLog, **options: Any) -> garbage_collection.CollectResult:
     """Deletes what no live checkpoint reads, named or not."""
     done = _collect(log, **options)
     live = lineages.live_prefixes(log.state)
@@ -254,7 +254,7 @@ def _collect_unnamed(log: commit_log.RunLog, **options: Any) -> garbage_collecti
     return done
 
 
-_debris = garbage_collection.debris
+_debris = garbage_collection.orphaned_prefixes
 
 
 def _debris_named_once(log: commit_log.RunLog, state: run_state.RunState, **options: Any) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ def _debris_named_once(log: commit_log.RunLog, state: run_state.RunState, **opti
 # A person's word
 
 
-_rewound = replay._rewound
+_apply_rewind = replay._apply_rewind
 
 
 _committed_pins = property(
@@ -295,7 +295,7 @@ class _AnyStep(int):
 
 
 _report_named = cut_reports.parse_report_name
-_object_put = commit.put_own
+_object_put = commit.put_idempotent
 _manifest_listed: Any = Manifest.listed
 _layout_boxes_of = Layout.boxes_of
 
@@ -305,9 +305,9 @@ def _named_at_any_step(text: str) -> Any:
     return None if found is None else replace(found, step=_AnyStep(found.step))
 
 
-def _put_no_manifest(log: Any, key: str, data: bytes, patience: Any) -> None:
+def _put_no_manifest(log: Any, key: str, data: bytes, retry_budget: Any) -> None:
     if not key.endswith(".manifest"):
-        _object_put(log, key, data, patience)
+        _object_put(log, key, data, retry_budget)
 
 
 _listed_as_baseline = property(lambda self: replace(_manifest_listed.fget(self), covers=(None,)))
@@ -319,7 +319,7 @@ MUTANTS = (
     Mutant("log entries are never deleted", (garbage_collection, "collect", _collect_and_trim)),
     Mutant(
         "HINT is only the start-after of a LIST: the tip is what a LIST shows",
-        (commit_log.RunLog, "_begin", _begin_at_hint), hide=3, hint=5,
+        (commit_log.RunLog, "_cold_read", _begin_at_hint), hide=3, hint=5,
     ),
     Mutant(
         "a 404 never proves the tip", (commit_log.RunLog, "listed", _listed_by_get),
@@ -338,7 +338,7 @@ MUTANTS = (
     Mutant("restore follows covers box by box", (lineages, "chain", _same_rank)),
     Mutant(
         "a commit whose covers is not live in its lineage at its slot is abandoned",
-        (replay, "_judge_covers", _no_check),
+        (replay, "_validate_covers", _no_check),
     ),
     Mutant(
         "a consecutive delta drops its bits when its own commit is known", (Rank, "staged", _drop_at_upload)
@@ -366,15 +366,15 @@ MUTANTS = (
     ),
     Mutant(
         "an older attempt that tries to commit gets FencedError",
-        (replay, "_judge_checkpoint", _judge_without_fence), (commit, "_settled", lambda cut, state: _settled(cut, replace(state, attempt=cut.attempt))),
+        (replay, "_validate_checkpoint", _judge_without_fence), (commit, "_existing_commit", lambda cut, state: _existing_commit(cut, replace(state, attempt=cut.attempt))),
     ),
     Mutant(
         "an opener that loses the slot to a zombie's commit resumes from that commit",
         (commit_log.RunLog, "append", _append_chosen_early), open=10,
     ),
     Mutant(
-        "cuts commit in increasing order", (replay, "_judge_checkpoint", _judge_in_any_order),
-        (commit, "_settled", _settled_in_any_order),
+        "cuts commit in increasing order", (replay, "_validate_checkpoint", _judge_in_any_order),
+        (commit, "_existing_commit", _settled_in_any_order),
     ),
     Mutant(
         "the live set is closed over covers", (retention, "closure", _closure_is_itself),
@@ -382,44 +382,44 @@ MUTANTS = (
     ),
     Mutant(
         "the newest attempt's resume point is not retired before that attempt's first commit",
-        (run_state.RunState, "loading", _no_check), open=8, janitor=20, stall=0,
+        (run_state.RunState, "resuming_from", _no_check), open=8, janitor=20, stall=0,
     ),
     Mutant(
         "an uncommitted cut is named only when a higher attempt or an equal or later cut is in the log, "
         "and an entry that references a retired prefix is refused",
-        (replay, "over", lambda *_: True),
-        (retention, "over", lambda *_: True),
-        (garbage_collection, "over", lambda *_: True),
-        (replay, "_judge_prefixes", _no_check),
+        (replay, "is_uncommittable", lambda *_: True),
+        (retention, "is_uncommittable", lambda *_: True),
+        (garbage_collection, "is_uncommittable", lambda *_: True),
+        (replay, "_validate_prefixes", _no_check),
     ),
     Mutant(
         "gc deletes only prefixes named by a retire entry", (garbage_collection, "collect", _collect_unnamed)
     ),
     Mutant(
-        "a compaction that began before a forgotten one is refused", (replay, "_judge_begun", _no_check),
+        "a compaction that began before a forgotten one is refused", (replay, "_validate_start_slot", _no_check),
         stall=5,
     ),
     Mutant(
         "what lies under a forgotten prefix is debris, and named anew",
-        (garbage_collection, "debris", _debris_named_once),
+        (garbage_collection, "orphaned_prefixes", _debris_named_once),
     ),
     Mutant(
-        "a rewind fences every attempt before it", (replay, "_rewound", lambda state, entry: replace(_rewound(state, entry), attempt=state.attempt, attempts=state.attempts)), rewind=4
+        "a rewind fences every attempt before it", (replay, "_apply_rewind", lambda state, entry: replace(_apply_rewind(state, entry), attempt=state.attempt, attempts=state.attempts)), rewind=4
     ),
     Mutant(
         "what came after the checkpoint of a rewind is set aside",
-        (replay, "_rewound", lambda state, entry: replace(_rewound(state, entry), aside=frozenset())),
+        (replay, "_apply_rewind", lambda state, entry: replace(_apply_rewind(state, entry), detached=frozenset())),
     ),
     Mutant(
         "a rewind to what was set aside brings it back, with its own line",
-        (replay, "_rewound", lambda state, entry: replace(_rewound(state, entry), aside=_rewound(state, entry).aside | state.aside)), rewind=4,
+        (replay, "_apply_rewind", lambda state, entry: replace(_apply_rewind(state, entry), detached=_apply_rewind(state, entry).detached | state.detached)), rewind=4,
     ),
     Mutant(
         "of a pinned name the newest commit or word counts, and retention keeps who has it",
         (run_state.RunState, "pinned", _committed_pins),
     ),
     Mutant(
-        "a folded state has what people said", (folded_state, "dump", lambda state: _dump(replace(state, words={}, aside=frozenset()))), pin=4, rewind=2
+        "a folded state has what people said", (folded_state, "dump", lambda state: _dump(replace(state, user_entries={}, detached=frozenset()))), pin=4, rewind=2
     ),
     Mutant(
         "ranks that cut at different steps make no checkpoint",
@@ -435,7 +435,7 @@ MUTANTS = (
     ),
     Mutant(
         "an entry names only what is durable: a manifest is put before its checkpoint",
-        (commit, "put_own", _put_no_manifest),
+        (commit, "put_idempotent", _put_no_manifest),
     ),
     Mutant(
         "an entry says what its parts cover, so that the law is judged without a manifest",

@@ -15,7 +15,7 @@ from deltashard_checkpoint.format.object_key import new_token, pack_key
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover, word
+from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover, user_entry
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write import attempt as attempts
@@ -112,17 +112,19 @@ def act(directory: Path, action: str) -> None:
             attempts.open_attempt(log, owner="me")
         case "retire":
             retention.append_retirement(
-                log, retention.Retention(keep_last=1), debris=garbage_collection.debris(log, state)
+                log,
+                retention.Retention(keep_last=1),
+                orphaned_prefixes=garbage_collection.orphaned_prefixes(log, state),
             )
         case "retire these":
             gone = min(state.checkpoints)
-            retention.retire_these(log, lambda _state: [gone])
+            retention.retire_selected(log, lambda _state: [gone])
         case "pin":
-            word.pin(log, "paper", "step:3")
+            user_entry.pin(log, "paper", "step:3")
         case "rewind":
-            word.rewind(log, "step:3", ended=True)
+            user_entry.rewind(log, "step:3", ended=True)
         case "gc":
-            garbage_collection.collect(log, grace_s=0.0, forget_at=1)
+            garbage_collection.collect(log, grace_s=0.0, min_reclaim_prefixes=1)
         case "ranks":
             save_two_ranks(directory, log)
         case "compact":

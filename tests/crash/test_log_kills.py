@@ -27,7 +27,7 @@ POINTS = [
     ("retire.before_put", "retire these", 4), ("retire.after_put", "retire these", 4),
     ("pin.before_put", "pin", 4), ("pin.after_put", "pin", 4), ("rewind.before_put", "rewind", 4),
     ("rewind.after_put", "rewind", 3), ("gc.during_delete", "gc", 4), ("gc.after_delete", "gc", 4),
-    ("gc.before_forget", "gc", 4), ("gc.after_forget", "gc", 4), ("compact.after_packs", "compact", 4),
+    ("gc.before_reclaim", "gc", 4), ("gc.after_reclaim", "gc", 4), ("compact.after_packs", "compact", 4),
     ("compact.after_index", "compact", 4), ("compact.before_log_put", "compact", 4),
     ("compact.after_log_put", "compact", 4),
 ]  # fmt: skip
@@ -83,7 +83,9 @@ def test_killed_at(prepared, tmp_path, point, action, step):
     np.testing.assert_array_equal(restored(directory)[1], whole)
 
     retention.append_retirement(
-        log, retention.Retention(keep_last=1), debris=garbage_collection.debris(log, log.refresh())
+        log,
+        retention.Retention(keep_last=1),
+        orphaned_prefixes=garbage_collection.orphaned_prefixes(log, log.refresh()),
     )
     garbage_collection.collect(log, grace_s=0.0)
     np.testing.assert_array_equal(restored(directory)[1], whole)

@@ -28,7 +28,7 @@ from deltashard_checkpoint.format.object_key import validate_run
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, settled
+from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, read_consistent
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 from deltashard_checkpoint.stores.retry import RetryPolicy
 from deltashard_checkpoint.stores.url import open_store
@@ -195,7 +195,7 @@ def open_checkpoint(url: str | os.PathLike[str], run: str, which: str | int = "l
     """
     store = open_store(normal_url(url), policy=RetryPolicy(deadline_s=DEADLINE_S), create=False)
     try:
-        return settled(
+        return read_consistent(
             RunLog(store, validate_run(run)),
             lambda state: CheckpointReader(OpenCheckpoint.of(store, state, choose(state, str(which)))),
             deadline_s=DEADLINE_S,

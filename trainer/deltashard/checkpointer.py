@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from deltashard_checkpoint.deciding.ending import reason_of
+from deltashard_checkpoint.deciding.shutdown_reason import user_reason
 
 from deltashard.attach.launcher import ChildLauncher
 from deltashard.attach.retry import DEADLINE_S
@@ -258,7 +258,7 @@ class Checkpointer:
             )
         check_pin(pin)
         handle = SaveHandle(
-            reason=reason_of(reason), pin=pin, metadata=texts_of(metadata), waiter=self._loop.wait
+            reason=user_reason(reason), pin=pin, metadata=texts_of(metadata), waiter=self._loop.wait
         )
         self._loop.ask(handle)
         return handle

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from deltashard_checkpoint.deciding.goal import goal as goal_of
-from deltashard_checkpoint.deciding.precision import by_table, text_of
+from deltashard_checkpoint.deciding.precision import format_encodings, match_tables
 from deltashard_checkpoint.vocabulary import BITS_RULES, ENCODING_CHOICES
 from torch import nn
 
@@ -114,13 +114,13 @@ class CheckpointConfig:
     def sidecar_settings(self) -> dict[str, object]:
         """Settings of a sidecar that is started for this run, by name; None: its default."""
         settings: dict[str, object] = {name: getattr(self, name) for name in _ALIKE}
-        settings |= {"bits_goal": self.bits, "tables": text_of(self.tables) if self.tables else None}
+        settings |= {"bits_goal": self.bits, "tables": format_encodings(self.tables) if self.tables else None}
         return settings | {"linger_s": 30.0} | dict(self.sidecar or {})
 
     def check_tables(self, known: Iterable[str]) -> None:
         """Raises `UserError` if `tables=` names one that is not among `known`, all tables of the program."""
         names = sorted(known)
-        _, unknown = by_table(self.tables or {}, names)
+        _, unknown = match_tables(self.tables or {}, names)
         if unknown:
             near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.3) or names[:3]
             raise UserError(

@@ -158,7 +158,7 @@ def diagnose(
         missing=tuple(_missing(program, loaders)),
         timer="" if policy is None else timer_of(policy),
         blocked="" if blocked is None else str(blocked),
-        kernels=kernel_choice.SLOW if kernel_choice.slow() else "",
+        kernels=kernel_choice.SLOW_MESSAGE if kernel_choice.is_slow() else "",
     )
 
 

@@ -233,9 +233,9 @@ class Wiring:
         if self.conductor is not None and self.conductor.sums:
             return "what every rank holds whole is not the same on all"
         if self.outcomes.in_flight:
-            return MESSAGE[BlockReason.FLIGHT]
+            return MESSAGE[BlockReason.IN_FLIGHT]
         if self.attachment.link is None:
-            return MESSAGE[BlockReason.AWAY]
+            return MESSAGE[BlockReason.SIDECAR_DISCONNECTED]
         return MESSAGE[BlockReason.BACK_OFF] if self.records.setbacks.backing_off and not urgent else ""
 
     def close(self, until_s: float) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from deltashard_checkpoint.cache.pack_spool import CacheUnusable, disk_error
 
-OWN_WAIT_S = 5.0
+ACQUIRE_WAIT_S = 5.0
 """So long a new owner waits for one that is about to let go, a sweeper for instance."""
 _LOCK = "LOCK"
 SUFFIXES = (".pack", ".spool")
@@ -33,24 +33,24 @@ _owned_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class SweepResult:
     """What one sweep did."""
 
     runs: int
     bytes: int
 
 
-def own(directory: Path, *, wait_s: float = OWN_WAIT_S) -> int:
-    """Take a directory, created if missing: the descriptor that `disown` closes; raises `CacheUnusable`."""
+def acquire(directory: Path, *, wait_s: float = ACQUIRE_WAIT_S) -> int:
+    """Take a directory, created if missing: the descriptor that `release_lock` closes; raises `CacheUnusable`."""
     until = time.monotonic() + wait_s
-    while (fd := _take(directory)) is None:
+    while (fd := _try_acquire(directory)) is None:
         if time.monotonic() >= until:
-            raise _taken(directory)
+            raise _owned_elsewhere(directory)
         time.sleep(0.02)
     return fd
 
 
-def disown(directory: Path, fd: int) -> None:
+def release_lock(directory: Path, fd: int) -> None:
     """Give it up; its packs stay for the next owner. Without effect when `fd` is -1."""
     with _owned_lock:
         if fd >= 0:
@@ -58,7 +58,7 @@ def disown(directory: Path, fd: int) -> None:
         _owned.discard(directory.resolve())
 
 
-def holds(directory: Path, fd: int) -> bool:
+def is_held(directory: Path, fd: int) -> bool:
     """Whether `fd` is the lock of the directory that is there now."""
     try:
         return os.path.samestat((directory / _LOCK).lstat(), os.fstat(fd))
@@ -66,7 +66,7 @@ def holds(directory: Path, fd: int) -> bool:
         return False
 
 
-def sweep(mine: Path, *, budget_bytes: int) -> Swept:
+def sweep(mine: Path, *, budget_bytes: int) -> SweepResult:
     """Remove caches beside `mine`, least recently used runs first, until all keep to the budget or are in use."""
     found: list[tuple[float, Path, int]] = []
     total_bytes = runs = freed_bytes = 0
@@ -86,10 +86,10 @@ def sweep(mine: Path, *, budget_bytes: int) -> Swept:
             total_bytes -= size_bytes
             freed_bytes += size_bytes
             runs += 1
-    return Swept(runs=runs, bytes=freed_bytes)
+    return SweepResult(runs=runs, bytes=freed_bytes)
 
 
-def _taken(directory: Path) -> CacheUnusable:
+def _owned_elsewhere(directory: Path) -> CacheUnusable:
     return CacheUnusable(
         "the cache directory belongs to another running process",
         where=str(directory),
@@ -97,13 +97,13 @@ def _taken(directory: Path) -> CacheUnusable:
     )
 
 
-def _take(directory: Path) -> int | None:
+def _try_acquire(directory: Path) -> int | None:
     """The descriptor of the held lock; None when another process holds it just now."""
     path = directory / _LOCK
     with _owned_lock:
         # Looked at before the file is opened: closing any descriptor of it would drop the first owner's lock.
         if directory.resolve() in _owned:
-            raise _taken(directory)
+            raise _owned_elsewhere(directory)
         try:
             with suppress(FileExistsError):  # `exist_ok` looks again, and raises when it was swept meanwhile
                 directory.mkdir(parents=True)

@@ -56,7 +56,7 @@ class PackCache:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # oldest first
         self._used_bytes = 0
         self._changed = threading.Condition()  # re-entrant
-        self._lock_fd = cache_dir.own(directory)
+        self._lock_fd = cache_dir.acquire(directory)
         try:
             self._load()
         except OSError as error:
@@ -122,7 +122,7 @@ class PackCache:
             try:
                 fd = os.open(path, flags, 0o640)
             except FileNotFoundError:
-                self._take_again()
+                self._reacquire()
                 fd = os.open(path, flags, 0o640)
         except OSError as error:
             raise disk_error(error, path) from error
@@ -233,7 +233,7 @@ class PackCache:
 
     def close(self) -> None:
         if self._lock_fd >= 0:
-            cache_dir.disown(self.directory, self._lock_fd)
+            cache_dir.release_lock(self.directory, self._lock_fd)
             self._lock_fd = -1
 
     def __enter__(self) -> Self:
@@ -258,14 +258,14 @@ class PackCache:
                 self._used_bytes += size
             self._evict(self.budget_bytes)
 
-    def _take_again(self) -> None:
+    def _reacquire(self) -> None:
         """The directory was removed: make and own it again; of its packs only those in use are still counted."""
         with self._changed:
-            if cache_dir.holds(self.directory, self._lock_fd):
+            if cache_dir.is_held(self.directory, self._lock_fd):
                 return  # another thread was faster
-            cache_dir.disown(self.directory, self._lock_fd)
+            cache_dir.release_lock(self.directory, self._lock_fd)
             self._lock_fd = -1
-            self._lock_fd = cache_dir.own(self.directory)
+            self._lock_fd = cache_dir.acquire(self.directory)
             for name in [name for name, entry in self._entries.items() if not entry.pins]:
                 self._used_bytes -= self._entries.pop(name).bytes
             self._changed.notify_all()

@@ -24,7 +24,7 @@ MAX_PACK_BYTES = 1 << 32
 """What a reader accepts: far above what is written, far below overflow."""
 ALIGN = 64
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_SPACE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CacheFull(EnvironmentFault):
@@ -39,7 +39,7 @@ class CacheUnusable(EnvironmentFault):
 
 def disk_error(error: OSError, path: Path) -> EnvironmentFault:
     """The named error for a failed file operation in the cache directory."""
-    if error.errno in _NO_ROOM:
+    if error.errno in _NO_SPACE_ERRNOS:
         return CacheFull(
             f"no room on the cache disk ({error.strerror})",
             where=str(path),
@@ -88,7 +88,7 @@ class PackSpool:
             try:
                 written = os.pwrite(self._fd, view, offset)
             except OSError as error:
-                if error.errno in _NO_ROOM and self._make_room():
+                if error.errno in _NO_SPACE_ERRNOS and self._make_room():
                     continue
                 raise disk_error(error, self.path) from error
             view = view[written:]

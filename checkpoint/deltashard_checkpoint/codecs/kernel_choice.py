@@ -13,7 +13,7 @@ from types import ModuleType
 from deltashard_checkpoint.errors import UserError
 
 VARIABLE = "DELTASHARD_KERNELS"
-SLOW = (
+SLOW_MESSAGE = (
     "numpy encodes and decodes rows here, about 100 times slower than the native kernels, which were not built: "
     "install a wheel, or install from source with GCC"
 )
@@ -47,6 +47,6 @@ def active() -> ModuleType:
     return numpy_kernel
 
 
-def slow() -> bool:
-    """Whether numpy serves; `SLOW` is what to warn of. Raises like `active`."""
+def is_slow() -> bool:
+    """Whether numpy serves; `SLOW_MESSAGE` is what to warn of. Raises like `active`."""
     return active().__name__.endswith(".numpy_kernel")

@@ -9,12 +9,12 @@ from typing import Any
 
 from deltashard_checkpoint.errors import UserError
 
-TAIL = 20
+TAIL_SAMPLES = 20
 """Newest samples kept for the tail."""
 KEY = "deltashard/profile"
 """Name of the profile in a commit's metadata."""
 MAX_TEXT = 4096
-MOST = 1e12
+MAX_NUMBER = 1e12
 """No recorded count or number of seconds is larger."""
 
 
@@ -32,7 +32,7 @@ class Measure:
     """Sum of squared deviations from the mean."""
     newest: tuple[float, ...] = ()
 
-    def sampled(self, value: float) -> Measure:
+    def with_sample(self, value: float) -> Measure:
         """After one more sample; what is not finite is none."""
         if not math.isfinite(value):
             return self
@@ -43,7 +43,7 @@ class Measure:
             n=n,
             mean=mean,
             squares=self.squares + delta * (value - mean),
-            newest=(*self.newest, value)[-TAIL:],
+            newest=(*self.newest, value)[-TAIL_SAMPLES:],
         )
 
     def within(self, most: int) -> Measure:
@@ -87,7 +87,7 @@ class Profile:
     reschedule: Measure = field(default_factory=Measure)
     """From the end of one trainer to the Attach of the next."""
 
-    def restarted(self) -> Profile:
+    def with_cost_reset(self) -> Profile:
         """History of the cost begins anew: the interval, or what saves cost, has changed."""
         return replace(self, save=Measure(newest=self.save.newest[-1:]))
 
@@ -95,7 +95,7 @@ class Profile:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
 
-def recorded(text: str) -> Profile:
+def parse_metadata(text: str) -> Profile:
     """The profile in a commit's metadata; raises `BadProfile`: whoever can write the bucket wrote it."""
     try:
         found: Any = json.loads(text[: MAX_TEXT + 1])  # what is longer was cut, and is no JSON
@@ -103,8 +103,8 @@ def recorded(text: str) -> Profile:
             name: Measure(
                 n=_count(each["n"]),
                 mean=number(each["mean"]),
-                squares=not_negative(each["squares"], most=MOST**2),
-                newest=tuple(map(number, each["newest"]))[-TAIL:],
+                squares=not_negative(each["squares"], most=MAX_NUMBER**2),
+                newest=tuple(map(number, each["newest"]))[-TAIL_SAMPLES:],
             )
             for name in ("save", "stall", "durable", "restore", "reschedule")
             for each in (found[name],)
@@ -114,14 +114,14 @@ def recorded(text: str) -> Profile:
         raise BadProfile("the recorded profile cannot be read", where=KEY) from None
 
 
-def number(value: object, most: float = MOST) -> float:
+def number(value: object, most: float = MAX_NUMBER) -> float:
     """A number of a recorded document; raises `ValueError` for anything else, and for one beyond `most`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= most:  # nor is NaN
         raise ValueError(value)
     return float(value)
 
 
-def not_negative(value: object, most: float = MOST) -> float:
+def not_negative(value: object, most: float = MAX_NUMBER) -> float:
     """The same, 0 or more."""
     if (found := number(value, most)) < 0:
         raise ValueError(value)
@@ -129,6 +129,6 @@ def not_negative(value: object, most: float = MOST) -> float:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= MOST:
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
         raise ValueError(value)
     return value

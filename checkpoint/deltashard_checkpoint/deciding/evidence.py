@@ -25,7 +25,7 @@ LOSSY_WEIGHT_S = 84 * 3600.0
 RESTORE_MEAN_S = 86400.0
 RESTORE_SHAPE = 0.5
 QUANTILE = 0.95
-LONGEST_COUNT = 100_000
+MAX_RESTORE_COUNT = 100_000
 """Restores that a quantile looks for at most."""
 
 
@@ -38,7 +38,7 @@ class Evidence:
     lossy: float = 0.0
     restores: float = 0.0
 
-    def trained(self, seconds: float) -> Evidence:
+    def after_training(self, seconds: float) -> Evidence:
         kept = 2.0 ** (-max(seconds, 0.0) / HALF_LIFE_S)
         added_s = HALF_LIFE_S / math.log(2) * (1 - kept)
         return Evidence(
@@ -47,7 +47,7 @@ class Evidence:
             restores=self.restores * kept,
         )
 
-    def incident(self, *, lossy: bool) -> Evidence:
+    def with_incident(self, *, lossy: bool) -> Evidence:
         """After one more incident: a restore, and steps lost with it or not."""
         return replace(self, lossy=self.lossy + int(lossy), restores=self.restores + 1)
 
@@ -69,7 +69,7 @@ class Gamma:
     shape: float
     rate_s: float
 
-    def after(self, count: float, exposure_s: float) -> Gamma:
+    def posterior(self, count: float, exposure_s: float) -> Gamma:
         return Gamma(shape=self.shape + count, rate_s=self.rate_s + exposure_s)
 
     @property
@@ -82,11 +82,11 @@ class Gamma:
         if seconds <= 0:
             return 0
         if math.isinf(seconds):
-            return LONGEST_COUNT
+            return MAX_RESTORE_COUNT
         p = self.rate_s / (self.rate_s + seconds)
         log_mass = self.shape * math.log(p)
         total, n = math.exp(log_mass), 0
-        while total < q and n < LONGEST_COUNT:
+        while total < q and n < MAX_RESTORE_COUNT:
             n += 1
             log_mass += math.log((self.shape + n - 1) / n) + math.log1p(-p)
             total += math.exp(log_mass)
@@ -106,7 +106,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class RunEstimate:
     """What is believed of a run now."""
 
     rates: Rates
@@ -126,6 +126,6 @@ def lossy_prior(pods: int) -> Gamma:
 def rates(seen: Evidence, *, pods: int) -> Rates:
     restores = Gamma(shape=RESTORE_SHAPE, rate_s=RESTORE_SHAPE * RESTORE_MEAN_S)
     return Rates(
-        lossy=lossy_prior(pods).after(seen.lossy, seen.exposure_s),
-        restores=restores.after(seen.restores, seen.exposure_s),
+        lossy=lossy_prior(pods).posterior(seen.lossy, seen.exposure_s),
+        restores=restores.posterior(seen.restores, seen.exposure_s),
     )

@@ -37,10 +37,10 @@ IN_FLIGHT_SHARE = 0.2
 FEWEST_STEPS = 10
 PLS_SHARE = 0.1
 """Of the time that is left, which an interval chosen for a PLS may be."""
-ENOUGH = 8
+MIN_SAVES = 8
 """Saves before a choice, and between two."""
 BAND = (0.8, 1.25)
-ERRORS = 3.0
+STANDARD_ERRORS = 3.0
 EVIDENCE_RATIO = 2.0
 """By so much failures' rate must have changed to count as news."""
 
@@ -53,7 +53,7 @@ class Bounds(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class IntervalInputs:
     """What an interval is chosen from. Seconds."""
 
     cost_s: float
@@ -64,7 +64,7 @@ class Situation:
     """0: not known."""
     mtbf_s: float
     shards: int = 1
-    """Of the rows, lost one at a time (`failing_apart`); for `pls`."""
+    """Of the rows, lost one at a time (`failure_shards`); for `pls`."""
     partial: bool = False
     """Whether recovery is partial."""
     left_s: float = math.inf
@@ -94,12 +94,12 @@ class Interval:
     """Why the goal cannot be had; empty: it can."""
 
 
-def young(cost_s: float, mtbf_s: float) -> float:
+def young_interval_s(cost_s: float, mtbf_s: float) -> float:
     """The interval of least overhead, first order (Young 1974)."""
     return math.sqrt(2 * max(cost_s, 0.0) * mtbf_s)
 
 
-def share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
+def overhead_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
     """J(T): the share of training time that saves and lost work cost, first order."""
     return cost_s / interval_s + interval_s / (2 * mtbf_s)
 
@@ -116,7 +116,7 @@ def checkfreq_steps(cost_s: float, durable_s: float, step_s: float, overhead: fl
     return max(math.ceil(durable_s / step_s), math.ceil(max(cost_s, 0.0) / (overhead * step_s)), 1)
 
 
-def failing_apart(ranks: int, pods: int) -> int:
+def failure_shards(ranks: int, pods: int) -> int:
     """CPR's N: into how many shards failures divide the rows.
 
     A pod takes all its ranks along. In a run of one pod there is only a rank to lose: with the pod goes all.
@@ -129,16 +129,16 @@ def pls_interval_s(pls: float, mtbf_s: float, shards: int) -> float:
     return 2 * pls * shards * mtbf_s
 
 
-def within(bounds: Bounds, seconds: float) -> float:
+def clamp(bounds: Bounds, seconds: float) -> float:
     return min(max(seconds, bounds.least_s), bounds.most_s or math.inf)
 
 
-def chosen_under(goal: Goal, bounds: Bounds) -> str:
+def choice_key(goal: Goal, bounds: Bounds) -> str:
     """Name of goal and bounds: an interval that was chosen under others is chosen again."""
     return f"{goal} {bounds.least_s:g} {bounds.most_s or math.inf:g}"
 
 
-def chosen(goal: Goal, now: Situation) -> Interval:
+def choose_interval(goal: Goal, now: IntervalInputs) -> Interval:
     """The interval for a goal; `fixed` has none to choose, and raises `ValueError`."""
     match goal.aim:
         case "auto":
@@ -152,9 +152,9 @@ def chosen(goal: Goal, now: Situation) -> Interval:
     raise ValueError(goal)
 
 
-def _auto(now: Situation) -> Interval:
+def _auto(now: IntervalInputs) -> Interval:
     free_s = fewest_saves(now.cost_s, now.mtbf_s)
-    best_s = young(now.cost_s, now.mtbf_s)
+    best_s = young_interval_s(now.cost_s, now.mtbf_s)
     why = (
         f"a save costs {duration(max(now.cost_s, 0.0))} and steps are lost once in {duration(now.mtbf_s)}: the fewest "
         f"saves within {100 * SLACK:g} % of training of the best (every {duration(best_s)})"
@@ -174,7 +174,7 @@ def _auto(now: Situation) -> Interval:
     )
 
 
-def _overhead(goal: Goal, now: Situation) -> Interval:
+def _overhead(goal: Goal, now: IntervalInputs) -> Interval:
     if now.step_s <= 0:
         asked_s, durable_s = max(now.cost_s, 0.0) / goal.amount, now.durable_s
     else:
@@ -188,7 +188,7 @@ def _overhead(goal: Goal, now: Situation) -> Interval:
     return _bounded(asked_s, now, why, floors=[(durable_s, _in_flight(now)), *_floors(now)])
 
 
-def _lost_work(goal: Goal, now: Situation) -> Interval:
+def _lost_work(goal: Goal, now: IntervalInputs) -> Interval:
     asked_s = goal.amount - now.durable_s
     most, lag = duration(goal.amount), duration(now.durable_s)
     why = f"a failure loses at most {most}, {lag} of them until a save is durable"
@@ -207,7 +207,7 @@ def _lost_work(goal: Goal, now: Situation) -> Interval:
     )
 
 
-def _pls(goal: Goal, now: Situation) -> Interval:
+def _pls(goal: Goal, now: IntervalInputs) -> Interval:
     asked_s = pls_interval_s(goal.amount, now.mtbf_s, now.shards)
     shards = f"{now.shards} shard{'s' * (now.shards != 1)}"
     why = f"expected PLS {goal.amount:g} with {shards} and a failure in {duration(now.mtbf_s)}"
@@ -229,11 +229,11 @@ def _pls(goal: Goal, now: Situation) -> Interval:
     )
 
 
-def _in_flight(now: Situation) -> str:
+def _in_flight(now: IntervalInputs) -> str:
     return f"a save takes {duration(now.durable_s)} to be durable"
 
 
-def _floors(now: Situation) -> list[tuple[float, str]]:
+def _floors(now: IntervalInputs) -> list[tuple[float, str]]:
     return [
         (now.durable_s, _in_flight(now)),
         (now.step_s, "one step"),
@@ -243,7 +243,7 @@ def _floors(now: Situation) -> list[tuple[float, str]]:
 
 def _bounded(
     asked_s: float,
-    now: Situation,
+    now: IntervalInputs,
     why: str,
     *,
     floors: list[tuple[float, str]],
@@ -268,18 +268,18 @@ class Basis:
     mtbf_s: float
 
 
-def worth_changing(basis: Basis, found: Interval, costs: Measure, now: Situation) -> bool:
+def should_replace(basis: Basis, found: Interval, costs: Measure, now: IntervalInputs) -> bool:
     """Whether the choice `found` is to replace the one in force.
 
-    Only after `ENOUGH` saves, when it differs by more than a fifth, and when what it follows from is no chance: the
+    Only after `MIN_SAVES` saves, when it differs by more than a fifth, and when what it follows from is no chance: the
     mean cost differs from the one it was chosen by, by more than three standard errors, or failures' rate has doubled
     or halved, or the interval is shorter than a save needs. A mere threshold flaps a hundred times a day (simulated).
     """
-    if costs.n < ENOUGH:
+    if costs.n < MIN_SAVES:
         return False
     ratio = found.seconds / basis.seconds
     if BAND[0] <= ratio <= BAND[1]:
         return False
-    costly = abs(costs.mean - basis.cost_s) > ERRORS * costs.error
+    costly = abs(costs.mean - basis.cost_s) > STANDARD_ERRORS * costs.error
     news = now.mtbf_s / basis.mtbf_s
     return costly or not 1 / EVIDENCE_RATIO < news < EVIDENCE_RATIO or basis.seconds < now.durable_s

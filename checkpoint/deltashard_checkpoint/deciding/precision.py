@@ -27,7 +27,7 @@ from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODING_CHOICES
 
 BUDGET = 0.03
 BITS = (2, 3, 4, 8)
-SAFE = 8
+SAFE_BITS = 8
 LARGE_SHARE = 0.9
 """Of all bytes that the tables hold which may go below 8 bit."""
 LAST_SHARE = 0.1
@@ -36,14 +36,14 @@ GAUSSIAN_ERRORS: Mapping[int, float] = {2: 0.322, 3: 0.166, 4: 0.0814, 8: 0.0052
 """Bits -> relative L2 error of Gaussian rows of 64 columns under our codecs, where no table can be sampled yet."""
 MAX_TABLES = 3072
 """Characters of the encodings of single tables; more do not fit beside the rest into a commit's metadata."""
-PAPER = ((1.0, 2), (3.0, 3), (20.0, 4))
+CHECK_N_RUN_LEVELS = ((1.0, 2), (3.0, 3), (20.0, 4))
 
 
 class BadTables(UserError):
     """A user's encodings of tables that cannot be read."""
 
 
-def encodings_of(text: str, *, where: str) -> Mapping[str, str]:
+def parse_encodings(text: str, *, where: str) -> Mapping[str, str]:
     """Encodings by table of a text such as `emb.user=q8,emb.item=q4`; raises `BadTables`."""
     found: dict[str, str] = {}
     for each in filter(None, (part.strip() for part in text.split(","))):
@@ -60,7 +60,7 @@ def encodings_of(text: str, *, where: str) -> Mapping[str, str]:
     return found
 
 
-def by_table(said: Mapping[str, str], tables: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def match_tables(said: Mapping[str, str], tables: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """(encodings by the tables' own names, names that are no table's); tables are named with or without `.weight`."""
     found, used = {}, set()
     for table in tables:
@@ -72,12 +72,12 @@ def by_table(said: Mapping[str, str], tables: Iterable[str]) -> tuple[dict[str, 
     return found, tuple(sorted(said.keys() - used))
 
 
-def text_of(encodings: Mapping[str, str]) -> str:
+def format_encodings(encodings: Mapping[str, str]) -> str:
     return ",".join(f"{table}={encoding}" for table, encoding in sorted(encodings.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableFacts:
+class TableStats:
     """One table."""
 
     raw_bytes: int
@@ -89,16 +89,16 @@ class TableFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class RestoreForecast:
     """The run."""
 
     restores: int
     """N95: restores still to come, 95 times of 100 no more."""
     expected: float
     """The same as a mean, for the whole run (check-n-run)."""
-    happened: int = 0
+    restores_so_far: int = 0
     """Restores so far."""
-    ending: bool = False
+    near_end: bool = False
     """In the last tenth of the planned steps, or for the last checkpoint."""
     least_bits: int = 2
 
@@ -112,25 +112,25 @@ class ChosenBits:
     why: str
 
 
-def chosen_bits(
-    goal: str, tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]
+def choose_bits(
+    goal: str, tables: Mapping[str, TableStats], forecast: RestoreForecast, fixed: Mapping[str, str]
 ) -> ChosenBits:
     """Bits by table for a goal, `budget` or `check-n-run`; `fixed`: the user's own encodings of tables."""
-    bits = dict.fromkeys(tables, SAFE)
-    if outlook.ending:
+    bits = dict.fromkeys(tables, SAFE_BITS)
+    if forecast.near_end:
         why = "the run is near its end: what it leaves behind is stored with 8 bit"
     elif goal == "check-n-run":
-        least = max(check_n_run_bits(outlook.expected, outlook.happened), outlook.least_bits)
-        bits = dict.fromkeys(tables, next((b for b in BITS if b >= least), SAFE))
-        why = f"Check-N-Run: {outlook.expected:.2g} restores are expected"
-        if outlook.happened > outlook.expected:
-            why = f"Check-N-Run: {outlook.happened} restores came, and {outlook.expected:.2g} were expected"
+        least = max(check_n_run_bits(forecast.expected, forecast.restores_so_far), forecast.least_bits)
+        bits = dict.fromkeys(tables, next((b for b in BITS if b >= least), SAFE_BITS))
+        why = f"Check-N-Run: {forecast.expected:.2g} restores are expected"
+        if forecast.restores_so_far > forecast.expected:
+            why = f"Check-N-Run: {forecast.restores_so_far} restores came, and {forecast.expected:.2g} were expected"
     else:
         # A checkpoint matters only where it is restored: one that bears no restore is none.
-        count = max(outlook.restores, 1)
+        count = max(forecast.restores, 1)
         for name in large_tables(tables):
-            cheap = (b for b in BITS if b >= outlook.least_bits and _affordable(tables[name], b, count))
-            bits[name] = next(cheap, SAFE)
+            cheap = (b for b in BITS if b >= forecast.least_bits and _affordable(tables[name], b, count))
+            bits[name] = next(cheap, SAFE_BITS)
         why = (
             f"at most {count} restore{'s' * (count != 1)} to come (95 %), each adding its squared error to a budget of "
             f"{BUDGET:g}; tables of the smallest {100 * (1 - LARGE_SHARE):.0f} % of bytes keep 8 bit"
@@ -140,12 +140,12 @@ def chosen_bits(
     )
 
 
-def _affordable(facts: TableFacts, bits: int, restores: int) -> bool:
+def _affordable(facts: TableStats, bits: int, restores: int) -> bool:
     error = facts.errors.get(bits)
     return error is not None and facts.spent + restores * error**2 <= BUDGET
 
 
-def large_tables(tables: Mapping[str, TableFacts]) -> frozenset[str]:
+def large_tables(tables: Mapping[str, TableStats]) -> frozenset[str]:
     """The largest tables that hold at most 90 % of all bytes together with the one that passes it.
 
     Of a model whose one table holds more than that, this one.
@@ -160,8 +160,8 @@ def large_tables(tables: Mapping[str, TableFacts]) -> frozenset[str]:
     return frozenset(found)
 
 
-def check_n_run_bits(expected: float, happened: int) -> int:
+def check_n_run_bits(expected: float, restores_so_far: int) -> int:
     """The paper's bits for so many expected restores of the whole run, after so many that happened."""
-    if happened > expected:
-        return SAFE
-    return next((bits for most, bits in PAPER if expected <= most), SAFE)
+    if restores_so_far > expected:
+        return SAFE_BITS
+    return next((bits for most, bits in CHECK_N_RUN_LEVELS if expected <= most), SAFE_BITS)

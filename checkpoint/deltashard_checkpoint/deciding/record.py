@@ -14,11 +14,11 @@ from typing import Any
 from deltashard_checkpoint.deciding import cost
 from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, BadProfile, Profile, not_negative, number
 from deltashard_checkpoint.deciding.evidence import Evidence
-from deltashard_checkpoint.deciding.interval import ENOUGH, Basis
+from deltashard_checkpoint.deciding.interval import MIN_SAVES, Basis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class CurrentChoice:
     """A choice in force."""
 
     basis: Basis
@@ -26,9 +26,9 @@ class Held:
     """Name of the terms that it was chosen under."""
 
 
-def cost_of(profile: Profile, held: Held | None) -> float:
+def cost_of(profile: Profile, held: CurrentChoice | None) -> float:
     """What a save costs, in trainer seconds: as measured, and right after a change as it was measured for that."""
-    if held is not None and profile.save.n < ENOUGH:
+    if held is not None and profile.save.n < MIN_SAVES:
         return held.basis.cost_s
     return profile.save.mean
 
@@ -38,7 +38,7 @@ class Record:
     """As of one commit."""
 
     profile: Profile
-    held: Held | None = None
+    held: CurrentChoice | None = None
     """The newest choice; None: none yet."""
     evidence: Evidence = field(default_factory=Evidence)
     closing: bool = False
@@ -59,9 +59,9 @@ class Record:
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def recorded(text: str) -> Record:
+def parse_metadata(text: str) -> Record:
     """The record in a commit's metadata; raises `BadProfile`: whoever can write the bucket wrote it."""
-    profile = cost.recorded(text)
+    profile = cost.parse_metadata(text)
     try:
         found: Any = json.loads(text[: MAX_TEXT + 1])
         said = found["held"]
@@ -72,7 +72,7 @@ def recorded(text: str) -> Record:
                 cost_s=number(said["cost_s"]),
                 mtbf_s=_positive(said["mtbf_s"]),
             )
-            held = Held(basis=basis, goal=str(said["goal"]))
+            held = CurrentChoice(basis=basis, goal=str(said["goal"]))
         counts = {name: not_negative(found["evidence"][name]) for name in ("exposure_s", "lossy", "restores")}
         return Record(
             profile=profile,

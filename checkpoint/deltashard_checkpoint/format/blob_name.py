@@ -47,7 +47,7 @@ def optimizer_parts(blobs: Mapping[str, T]) -> dict[int, list[T]]:
     return parts
 
 
-def read_by(rank: int, world_size: int | None, saved: int) -> range:
+def ranks_read_by(rank: int, world_size: int | None, saved: int) -> range:
     """The ranks of `saved` of whom this one, of `world_size`, reads something: itself, and some that are gone.
 
     `world_size` None: as many as saved.
@@ -63,7 +63,9 @@ def is_read_by(rank: int | None, world_size: int | None, stored: str) -> bool:
     owner, name = parse_blob_name(stored)
     if owner is None or rank is None or owner == rank:
         return owner is None or owner == rank
-    return name == _POSITIONS and world_size is not None and owner in read_by(rank, world_size, owner + 1)
+    return (
+        name == _POSITIONS and world_size is not None and owner in ranks_read_by(rank, world_size, owner + 1)
+    )
 
 
 def common_blobs(blobs: Mapping[str, T]) -> dict[str, T]:

@@ -42,7 +42,7 @@ from deltashard_checkpoint.format.frame_layout import (
 )
 from deltashard_checkpoint.format.row_block import (
     EncodeOptions,
-    FrameUnfit,
+    FrameEncodeError,
     RowBlock,
     raw_row_bytes,
     weight_row_bytes,
@@ -95,9 +95,9 @@ def encode_rows(
 ) -> EncodedFrame:
     """One frame of the rows of `block`, which are of `step`, and its tail if they have state.
 
-    Both lie in `out` (`frame_bound` bytes suffice), or in fresh buffers. Raises `FrameUnfit` for more rows than fit one
+    Both lie in `out` (`frame_bound` bytes suffice), or in fresh buffers. Raises `FrameEncodeError` for more rows than fit one
     frame, for rows that do not ascend, for names the format cannot hold and for a buffer that is too small;
-    `UnknownWord` for a state encoding that is none.
+    `UnknownName` for a state encoding that is none.
     """
     table, n = block.schema, len(block)
     ids_kind, id_bytes = row_id.encode_ids(block.ids)
@@ -108,15 +108,15 @@ def encode_rows(
         out = memoryview(out).cast("B")[tail.length :]
     meta = _rows_meta(table, columns, (row_min, row_max), tail)
     weights = _encode_weights(block, options, [len(meta), len(id_bytes)], out)
-    parts, end = weights.layout.views(weights.room), weights.end
+    parts, end = weights.layout.views(weights.buffer), weights.end
     parts[0][:] = meta
     parts[1][:] = id_bytes
-    weights.layout.clear_padding(weights.room)
+    weights.layout.clear_padding(weights.buffer)
     exceptions = weights.encoded.exceptions
-    last = weights.room[weights.layout.end : end]
+    last = weights.buffer[weights.layout.end : end]
     last[: len(exceptions)] = exceptions
     last[len(exceptions) :] = bytes(len(last) - len(exceptions))
-    view = weights.room[:end]
+    view = weights.buffer[:end]
     digest = _seal(
         view, kind=FrameKind.ROWS, encoding=weights.encoding.code, ids_kind=ids_kind,
         exponent=weights.encoded.exponent, meta=len(meta), ids=len(id_bytes), exceptions=len(exceptions), rows=n,
@@ -133,7 +133,7 @@ def encode_rows(
 def _encode_tail(
     block: RowBlock, state_encoding: str, step: int, out: bytearray | memoryview | None
 ) -> tuple[TailInfo, memoryview]:
-    """The optimizer state of the rows, at the start of `out` or in a fresh buffer; raises `FrameUnfit`."""
+    """The optimizer state of the rows, at the start of `out` or in a fresh buffer; raises `FrameEncodeError`."""
     table, n, width = block.schema, len(block), len(block.columns)
     stored = [
         stored_state_dtype(state_encoding, pointwise=spec.kind == "pointwise", dtype=spec.dtype)
@@ -146,7 +146,7 @@ def _encode_tail(
     ]
     layout = _Layout([len(meta), *sizes])
     _check_length(layout.end, n, table.fqn)
-    view = _room(out, layout.end, layout.end, table.fqn)[: layout.end]
+    view = _frame_buffer(out, layout.end, layout.end, table.fqn)[: layout.end]
     parts = layout.views(view)
     parts[0][:] = meta
     for spec, dtype, part in zip(table.fields, stored, parts[1:], strict=True):
@@ -166,7 +166,7 @@ class _EncodedWeights(NamedTuple):
     encoded: quantizer.Encoded
     layout: _Layout
     """Of all sections but the exceptions, which follow it."""
-    room: memoryview
+    buffer: memoryview
     end: int
     """Of the whole frame."""
 
@@ -176,7 +176,7 @@ def _encode_weights(
 ) -> _EncodedWeights:
     """The weights under the chosen encoding, or raw where that would not be smaller or cannot hold them.
 
-    `before` are the bytes of the sections before theirs. Raises `FrameUnfit`.
+    `before` are the bytes of the sections before theirs. Raises `FrameEncodeError`.
     """
     table, n, width = block.schema, len(block), len(block.columns)
     raw = raw_encoding(table.dtype)
@@ -187,21 +187,21 @@ def _encode_weights(
         sizes = section_bytes(encoding, n, width)
         layout = _Layout([*before, *sizes])
         spare = max(raw_bytes - sum(sizes), 0)  # the side list may take what the encoding saves
-        room = _room(out, layout.end + aligned(spare), layout.end, table.fqn)
-        scales, biases, codes = layout.views(room)[2:5]
+        buffer = _frame_buffer(out, layout.end + aligned(spare), layout.end, table.fqn)
+        scales, biases, codes = layout.views(buffer)[2:5]
         encoded = quantizer.encode_rows(
             encoding, rows, scales, biases, codes, dtype=table.dtype, search=options.search
         )
         end = layout.end + aligned(len(encoded.exceptions))
-        if encoding is raw or (encoded.fits and end <= min(MAX_FRAME_BYTES, len(room))):
+        if encoding is raw or (encoded.fits and end <= min(MAX_FRAME_BYTES, len(buffer))):
             break
     _check_length(end, n, table.fqn)
-    return _EncodedWeights(encoding=encoding, encoded=encoded, layout=layout, room=room, end=end)
+    return _EncodedWeights(encoding=encoding, encoded=encoded, layout=layout, buffer=buffer, end=end)
 
 
 def _check_length(end: int, rows: int, where: str) -> None:
     if end > MAX_FRAME_BYTES:
-        raise FrameUnfit(
+        raise FrameEncodeError(
             f"{rows} rows make a frame of {end} bytes, at most {MAX_FRAME_BYTES} are allowed",
             where=where,
             remedy="split them: encode_row_frames",
@@ -239,7 +239,7 @@ def take_rows(frame: Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
     columns, span = (info.col_start, info.col_stop), (int(kept[0]), int(kept[-1]))
     tail, tail_data = _take_state(frame, keep, columns, span) if frame.fields else (None, None)
     meta = _rows_meta(table, columns, span, tail)
-    sections = [_taken(data, info.rows, keep) for data in (frame.scales, frame.biases, frame.codes)]
+    sections = [_select_rows(data, info.rows, keep) for data in (frame.scales, frame.biases, frame.codes)]
     exceptions = b""
     if len(frame.exceptions):
         positions, values = read_exceptions(np.frombuffer(frame.exceptions, np.uint8), info.rows, width)
@@ -264,12 +264,12 @@ def _take_state(
 ) -> tuple[TailInfo, memoryview]:
     assert frame.table is not None
     meta = _tail_meta(frame.table, [section.stored_dtype for section in frame.fields], columns, span)
-    sections = [_taken(section.data, frame.info.rows, keep) for section in frame.fields]
+    sections = [_select_rows(section.data, frame.info.rows, keep) for section in frame.fields]
     view = _filled([memoryview(meta), *sections])
     return _seal_tail(view, len(meta), int(keep.sum()), frame.info.step), view
 
 
-def _taken(section: memoryview, rows: int, keep: npt.NDArray[np.bool_]) -> memoryview:
+def _select_rows(section: memoryview, rows: int, keep: npt.NDArray[np.bool_]) -> memoryview:
     return memoryview(np.frombuffer(section, np.uint8).reshape(rows, -1)[keep].reshape(-1).data)
 
 
@@ -297,23 +297,23 @@ def encode_blob(
     step: int,
     out: bytearray | memoryview | None = None,
 ) -> EncodedFrame:
-    """One frame with bytes [offset, offset + len(chunk)) of a blob of `blob_bytes`; raises `FrameUnfit`.
+    """One frame with bytes [offset, offset + len(chunk)) of a blob of `blob_bytes`; raises `FrameEncodeError`.
 
     An empty blob is one frame with an empty chunk.
     """
     data = memoryview(chunk).cast("B")
     encoded_name = name.encode()
     if not 0 < len(encoded_name) <= MAX_NAME_BYTES:
-        raise FrameUnfit(f"a blob's name of {len(encoded_name)} bytes", where=name[:80])
+        raise FrameEncodeError(f"a blob's name of {len(encoded_name)} bytes", where=name[:80])
     if not 0 <= offset <= offset + len(data) <= blob_bytes <= MAX_BLOB_BYTES:
-        raise FrameUnfit(f"chunk [{offset}, +{len(data)}) of a blob of {blob_bytes} bytes", where=name)
+        raise FrameEncodeError(f"chunk [{offset}, +{len(data)}) of a blob of {blob_bytes} bytes", where=name)
     meta = struct.pack("<H", len(encoded_name)) + encoded_name + BLOB_META.pack(offset, blob_bytes, len(data))
     layout = _Layout([len(meta), len(data)])
     if layout.end > MAX_FRAME_BYTES:
-        raise FrameUnfit(
+        raise FrameEncodeError(
             f"a chunk of {len(data)} bytes", where=name, remedy=f"use chunks of {BLOB_CHUNK_BYTES} bytes"
         )
-    view = _room(out, layout.end, layout.end, name)[: layout.end]
+    view = _frame_buffer(out, layout.end, layout.end, name)[: layout.end]
     parts = layout.views(view)
     parts[0][:] = meta
     parts[1][:] = data
@@ -356,12 +356,12 @@ class _Layout:
                 buffer[stop:end] = bytes(end - stop)
 
 
-def _room(out: bytearray | memoryview | None, wanted: int, needed: int, where: str) -> memoryview:
+def _frame_buffer(out: bytearray | memoryview | None, wanted: int, needed: int, where: str) -> memoryview:
     if out is None:
         return memoryview(np.empty(wanted, np.uint8).data)
     view = memoryview(out).cast("B")
     if len(view) < needed or view.readonly:
-        raise FrameUnfit(
+        raise FrameEncodeError(
             f"{len(view)} bytes for a frame of {needed}", where=where, remedy="frame_bound gives a size"
         )
     return view
@@ -405,7 +405,7 @@ def _meta_bound(table: TableSchema) -> int:
 def _table_meta(table: TableSchema, columns: tuple[int, int], rows: tuple[int, int]) -> bytes:
     fqn = table.fqn.encode()
     if not 0 < len(fqn) <= MAX_NAME_BYTES or len(table.fields) > 255 or table.rows > MAX_TABLE_ROWS:
-        raise FrameUnfit(
+        raise FrameEncodeError(
             "a table's name, number of fields or rows exceed the format's limits", where=table.fqn[:80]
         )
     dtype = element_type.by_name(table.dtype).code
@@ -429,7 +429,9 @@ def _tail_meta(
     for spec, dtype in zip(table.fields, stored, strict=True):
         name = spec.name.encode()
         if not 0 < len(name) < 256:
-            raise FrameUnfit("a field's name must have 1 to 255 bytes", where=f"{table.fqn}.{spec.name[:80]}")
+            raise FrameEncodeError(
+                "a field's name must have 1 to 255 bytes", where=f"{table.fqn}.{spec.name[:80]}"
+            )
         codes = (
             spec.kind == "pointwise",
             element_type.by_name(spec.dtype).code,

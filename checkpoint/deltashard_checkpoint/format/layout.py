@@ -42,7 +42,7 @@ _COLUMNS = (
     ("col_start", np.dtype("<u4")),
     ("col_stop", np.dtype("<u4")),
 )
-_MOST_CELLS = 1 << 23
+_MAX_CELLS = 1 << 23
 """Boxes cut into the bands of rows between all edges of their table: more is no sharding of anybody's."""
 
 _SLICE = 1 << 16
@@ -195,7 +195,7 @@ class Layout:
             )
         )
 
-    def ranks_meeting(self, boxes: Iterable[Box]) -> tuple[int, ...]:
+    def ranks_overlapping(self, boxes: Iterable[Box]) -> tuple[int, ...]:
         """The ranks that hold some cell of `boxes`, ascending."""
         position = {table.fqn: i for i, table in enumerate(self.tables)}
         by_table: dict[int, list[Box]] = {}
@@ -281,7 +281,7 @@ class Layout:
         edges = np.unique(np.concatenate(([0, table.rows], row_start, row_stop)))
         first = np.searchsorted(edges, row_start)
         bands = np.searchsorted(edges, row_stop) - first
-        if int(bands.sum()) > _MOST_CELLS:
+        if int(bands.sum()) > _MAX_CELLS:
             raise NotTiled(f"{len(at)} boxes cut the table's rows too finely", where=table.fqn)
         box = np.repeat(np.arange(len(at)), bands)
         band = np.arange(len(box)) - np.repeat(np.cumsum(bands) - bands, bands) + np.repeat(first, bands)

@@ -42,7 +42,7 @@ def text(pattern: re.Pattern[str] | None = None, *, omit_empty: bool = False) ->
     return Field(lambda r, key: r.text(key, pattern), omit_empty=omit_empty)
 
 
-def several(read: Callable[[Reader, Any], Any], write: Callable[[Any], Any]) -> Field:
+def list_of(read: Callable[[Reader, Any], Any], write: Callable[[Any], Any]) -> Field:
     """A list of records, by how one is read and written."""
     return Field(
         lambda r, key: tuple(read(r, item) for item in r.items(key)),

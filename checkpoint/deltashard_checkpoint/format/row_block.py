@@ -22,7 +22,7 @@ from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, Encoding, s
 Array = npt.NDArray[np.generic]
 
 
-class FrameUnfit(UserError):
+class FrameEncodeError(UserError):
     """Rows, fields or a buffer that cannot become a frame."""
 
 
@@ -52,7 +52,7 @@ def stored_row_bytes(table: TableSchema, columns: int, encoding: Encoding, state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowBlock:
-    """Rows of one table shard. Making one raises `FrameUnfit` for arrays that are not the schema's.
+    """Rows of one table shard. Making one raises `FrameEncodeError` for arrays that are not the schema's.
 
     Its arrays are views of the maker's; nothing is copied.
     """
@@ -72,24 +72,26 @@ class RowBlock:
         table, columns = self.schema, self.columns
         n, width = len(self.ids), len(columns)
         if not 0 <= columns.start < columns.stop <= table.columns or columns.step != 1:
-            raise FrameUnfit(f"columns {columns.start}:{columns.stop} of {table.columns}", where=table.fqn)
+            raise FrameEncodeError(
+                f"columns {columns.start}:{columns.stop} of {table.columns}", where=table.fqn
+            )
         if n == 0 or self.weights.shape != (n, width) or self.weights.dtype != _carrier(table.dtype):
-            raise FrameUnfit(
+            raise FrameEncodeError(
                 f"weights {self.weights.dtype}{list(self.weights.shape)} for {n} rows of {width} {table.dtype}",
                 where=table.fqn,
             )
         row_min, row_max = self.row_span
         if row_min < 0 or row_max >= table.rows:
-            raise FrameUnfit(f"rows {row_min} to {row_max} of {table.rows}", where=table.fqn)
+            raise FrameEncodeError(f"rows {row_min} to {row_max} of {table.rows}", where=table.fqn)
         if set(self.fields) != {spec.name for spec in table.fields}:
-            raise FrameUnfit(
+            raise FrameEncodeError(
                 f"fields {sorted(self.fields)} given, the schema has {sorted(s.name for s in table.fields)}",
                 where=table.fqn,
             )
         for spec in table.fields:
             values, shape = self.fields[spec.name], spec.shape(n, width)
             if values.shape != shape or values.dtype != _carrier(spec.dtype):
-                raise FrameUnfit(
+                raise FrameEncodeError(
                     f"field {values.dtype}{list(values.shape)}, {spec.dtype}{list(shape)} expected",
                     where=f"{table.fqn}.{spec.name}",
                 )

@@ -28,7 +28,7 @@ from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.part_list import PartList
 from deltashard_checkpoint.log.run_state import RunState
 
-SAID = 16
+MAX_LISTED = 16
 """So many checkpoints are named to people; the rest are counted."""
 
 
@@ -77,7 +77,7 @@ def _parts_of(state: RunState, seq: int) -> tuple[Part, ...] | PartList:
         raise CheckpointNotFound(
             f"no live checkpoint {seq}",
             where=f"run {state.run}",
-            remedy=those_live(state.checkpoints.values()),
+            remedy=describe_live(state.checkpoints.values()),
         )
     if (compact := state.compactions.get(seq)) is not None:
         return compact.parts
@@ -182,7 +182,7 @@ def _shares(
     for (layout, _), boxes in pieces.held.items():
         if layout != digest:
             pieces.add(None, boxes)
-    meeting = parts.layout.ranks_meeting(box for held in pieces.loose.values() for box in held)
+    meeting = parts.layout.ranks_overlapping(box for held in pieces.loose.values() for box in held)
     for rank in sorted({*known, *meeting}):
         part = parts.part(rank)
         mine = [*known.get(rank, ()), *_take(pieces.loose, part.boxes)]
@@ -318,9 +318,9 @@ def describe(boxes: Sequence[Box]) -> str:
     return ", ".join(texts) + (f" and {len(boxes) - 3} more" if len(boxes) > 3 else "")
 
 
-def those_live(checkpoints: Iterable[Checkpoint]) -> str:
+def describe_live(checkpoints: Iterable[Checkpoint]) -> str:
     """For people who asked for one that is not there: the newest of these live ones, and how many there are."""
     every = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
-    newest = every[-SAID:]
+    newest = every[-MAX_LISTED:]
     some = f", the newest {len(newest)} of {len(every)}" if len(newest) < len(every) else ""
     return f"live{some}: " + (", ".join(f"seq {each.seq} (step {each.step})" for each in newest) or "none")

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from deltashard_checkpoint.backoff import Clocks, Patience
+from deltashard_checkpoint.backoff import Clocks, RetryBudget
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import FormatError, UnsupportedVersion
 from deltashard_checkpoint.format.object_key import new_token, run_key, validate_run
@@ -39,10 +39,10 @@ from deltashard_checkpoint.log.entry import (
     folding_writer,
 )
 from deltashard_checkpoint.log.entry_codec import parse, seal
-from deltashard_checkpoint.log.folded_state import BEST_EFFORT_S, READS, FoldedStates, vouched_fold
+from deltashard_checkpoint.log.folded_state import BEST_EFFORT_S, READS, FoldedStates, fold_named_by
 from deltashard_checkpoint.log.listing import REMOVAL, Hint, Listing, listing
-from deltashard_checkpoint.log.log_error import AppendUnknown, LogGap, LogRemoved, LogWentBack, stopped
-from deltashard_checkpoint.log.replay import EntryRefused, VoidedBehind, advance, fold, void_slots
+from deltashard_checkpoint.log.log_error import AppendUnknown, LogGap, LogRemoved, LogRolledBack, stopped
+from deltashard_checkpoint.log.replay import EntryRefused, VoidedAfterFold, advance, fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import (
     ObjectExists,
@@ -52,14 +52,14 @@ from deltashard_checkpoint.stores.abc import (
     StoreUnavailable,
 )
 from deltashard_checkpoint.stores.deadline import deadline
-from deltashard_checkpoint.stores.probe import probe, proven
+from deltashard_checkpoint.stores.probe import is_probed, probe
 
 DEFAULT_DEADLINE_S = 120.0
 _DROP_EVERY = 8
 """Slots between looks for folded states that are not needed any more."""
 _LISTINGS = 5
 """A listing with a gap is asked for again so many times before the gap is believed."""
-_CUT_SHORT = "where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again"
+_INTERRUPTED = "where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again"
 
 Build = Callable[[RunState, int, str], Entry | None]
 """(state, seq, writer token) -> the entry to append on top of that state, or None when there is nothing to do any more.
@@ -110,59 +110,59 @@ class RunLog:
         """As last seen; `refresh` brings it up to date."""
         return self._state
 
-    def patience(self, deadline_s: float) -> Patience:
-        return Patience(clocks=self.clocks, deadline_s=deadline_s)
+    def retry_budget(self, deadline_s: float) -> RetryBudget:
+        return RetryBudget(clocks=self.clocks, deadline_s=deadline_s)
 
     # Reading
 
-    def refresh(self, *, deadline_s: float = DEFAULT_DEADLINE_S, heed_hint: bool = False) -> RunState:
+    def refresh(self, *, deadline_s: float = DEFAULT_DEADLINE_S, use_hint: bool = False) -> RunState:
         """The state at the tip that a LIST shows now.
 
-        `heed_hint`: HINT is read by who knows the run already, too (who does not always reads it): one request more,
+        `use_hint`: HINT is read by who knows the run already, too (who does not always reads it): one request more,
         for whoever is about to build on what may lie far behind, or be the rest of a log that lost its newest entries.
         Raises `LogGap` (`LogRemoved` who knew the run), `StoreUnavailable` past the deadline, and whatever the store
         answers. Unreadable entries do not raise: they stop the fold (`RunState.stopped`).
         """
         with self._lock:
-            patience = self.patience(deadline_s)
+            retry_budget = self.retry_budget(deadline_s)
             gaps = 0
             while True:
                 try:
-                    return self._refresh_once(heed_hint=heed_hint)
+                    return self._refresh_once(use_hint=use_hint)
                 except LogGap as gap:
                     gaps += 1
-                    if gaps >= _LISTINGS or not patience.pause():
+                    if gaps >= _LISTINGS or not retry_budget.pause():
                         if self._state.tip >= 0 and self._is_removed():
                             raise self.removed() from gap
                         raise
                 except StoreUnavailable:
-                    if not patience.pause():
+                    if not retry_budget.pause():
                         raise
 
-    def _refresh_once(self, *, heed_hint: bool) -> RunState:
+    def _refresh_once(self, *, use_hint: bool) -> RunState:
         state = self._state
         if state.tip < 0 or state.stopped is not None:  # what stopped the fold may have been mended meanwhile
-            self._state = self._begin(max(state.tip, -1))
+            self._state = self._cold_read(max(state.tip, -1))
             return self._state
-        hint = self.hint() if heed_hint else Hint()
+        hint = self.hint() if use_hint else Hint()
         if hint.fold > state.tip:  # what lies between need not be read
-            self._state = self._begin(state.tip)
+            self._state = self._cold_read(state.tip)
             return self._state
         slots = self._read(range(state.tip + 1, self._list(state.tip, hint.seq).tip + 1))
         try:
             state = fold(state, slots)
-        except VoidedBehind:
+        except VoidedAfterFold:
             # Only an attempt that voids an unreadable slot leads here: rare, so everything is simply read again.
-            state = self._begin(state.tip)
+            state = self._cold_read(state.tip)
         if state.stopped is not None:
             # IMPORTANT: what this handle knew may be of a log that is no more (a store restored from an older copy,
             # and gone on). Only what the log alone shows may be called rot: the next attempt leaves that behind.
-            state = self._begin(state.tip)
+            state = self._cold_read(state.tip)
         self._state = state
         self.folds.learn(slots)
         return state
 
-    def _begin(self, known: int) -> RunState:
+    def _cold_read(self, known: int) -> RunState:
         """The state for whoever knows nothing (`known`: but that this slot exists).
 
         From the newest fold that the log vouches for, else from genesis. HINT says where the listing may begin, and how
@@ -177,8 +177,8 @@ class RunLog:
         whole = self._list(-1, floor, from_fold=True)
         if (state := self._from_fold(whole)) is not None:
             return state
-        if (hole := whole.hole(-1)) is not None:
-            raise self._gap(hole, whole.tip)
+        if (missing_slot := whole.missing_slot(-1)) is not None:
+            raise self._gap(missing_slot, whole.tip)
         slots = self._read(range(whole.tip + 1))
         self.folds.learn(slots)
         return fold(RunState(run=self.run), slots)
@@ -187,7 +187,7 @@ class RunLog:
         """The state from the newest fold that an entry behind it vouches for; None when there is none."""
         read: dict[int, Slot] = {}
         for name in seen.folds:
-            if not seen.first - 1 <= name.seq < seen.tip or seen.hole(name.seq) is not None:
+            if not seen.first - 1 <= name.seq < seen.tip or seen.missing_slot(name.seq) is not None:
                 continue
             wanted = range(name.seq + 1, seen.tip + 1)
             try:
@@ -195,12 +195,12 @@ class RunLog:
                 read |= _by_number(self._read([seq for seq in wanted if seq not in read]))
                 slots = [read[seq] for seq in wanted]
                 state = fold(state, slots)
-            except FormatError:  # VoidedBehind is one
+            except FormatError:  # VoidedAfterFold is one
                 continue
             # IMPORTANT: only the log makes a fold more than a file: an entry that counts, and that was reached from it.
             end = seen.tip + 1 if state.stopped is None else state.stopped.seq
             counts = set(range(name.seq + 1, end)) - void_slots(slots)
-            if any(vouched_fold(read[seq]) == name for seq in counts):
+            if any(fold_named_by(read[seq]) == name for seq in counts):
                 self.folds.learn(slots)
                 return state
         return None
@@ -219,8 +219,8 @@ class RunLog:
         that took either for the tip would build its entry on a log that is not the run's.
         """
         seen = self.listed(max(known, 0))
-        if not from_fold and (hole := seen.hole(known - 1)) is not None:
-            raise self._gap(hole, seen.tip)
+        if not from_fold and (missing_slot := seen.missing_slot(known - 1)) is not None:
+            raise self._gap(missing_slot, seen.tip)
         if seen.tip < known:
             raise LogGap(
                 f"the listing ends before log entry {known}, which exists",
@@ -238,7 +238,7 @@ class RunLog:
                 f"the log ends at entry {seen.tip}, and {floor} was written ({self.key('log/HINT')} says so): the "
                 "newest entries are gone",
                 where=f"{self.store.url}/{self.key('log/')}",
-                remedy=f"{_CUT_SHORT}. Else restore the objects from a copy or a version; `deltashard repair` goes on "
+                remedy=f"{_INTERRUPTED}. Else restore the objects from a copy or a version; `deltashard repair` goes on "
                 "without them",
             )
         return seen
@@ -253,7 +253,7 @@ class RunLog:
         return LogGap(
             f"log entry {missing} is missing, {tip} is there",
             where=f"{self.store.url}/{self.key('log/')}",
-            remedy=f"{_CUT_SHORT}. Else entries are never deleted by deltashard: restore the object from a copy or a "
+            remedy=f"{_INTERRUPTED}. Else entries are never deleted by deltashard: restore the object from a copy or a "
             "version; `deltashard repair` goes on without it",
         )
 
@@ -317,7 +317,7 @@ class RunLog:
 
         `before` and `after` name the crash points around the put. `voiding` lets an entry follow a stopped log.
         `frees`: the entry only frees space, so no probe is written before it.
-        Raises `LogStopped`, `LogWentBack`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, `StoreFull`
+        Raises `LogStopped`, `LogRolledBack`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, `StoreFull`
         when no room could be made, and what `build` and `refresh` raise.
         """
         with self._lock:
@@ -341,11 +341,11 @@ class RunLog:
         folds: bool,
     ) -> Sealed | None:
         """`folds`: a folded state may be put, which the entry names."""
-        patience = self.patience(deadline_s)
+        retry_budget = self.retry_budget(deadline_s)
         if not frees:
-            self._probe(patience)
+            self._probe(retry_budget)
         if self._state.tip < 0:
-            self.refresh(deadline_s=patience.left_s)
+            self.refresh(deadline_s=retry_budget.left_s)
         while True:
             state = self._state
             if state.stopped is not None and not voiding:
@@ -353,7 +353,7 @@ class RunLog:
             entry = build(state, state.tip + 1, new_token())
             if entry is None:
                 return None
-            self._check_tip(state, patience)
+            self._check_tip(state, retry_budget)
             entry = replace(entry, previous=state.tip_hash, at_s=round(self.clocks.wall_s(), 3))
             if folds and (name := self.folds.put(state)) is not None:
                 entry = replace(entry, writer=folding_writer(entry.writer, name))
@@ -362,23 +362,23 @@ class RunLog:
                 following = advance(replace(state, stopped=None), sealed)
             except EntryRefused:
                 # Perhaps only because this state is old: what counts is the state at the slot.
-                if self.refresh(deadline_s=patience.left_s).tip > state.tip:
+                if self.refresh(deadline_s=retry_budget.left_s).tip > state.tip:
                     continue
                 raise
             crash_point(before)
-            if self._create(sealed, patience):
+            if self._create(sealed, retry_budget):
                 crash_point(after)
                 self._state = following
-                self._leave_hint(sealed)
+                self._update_hint(sealed)
                 return sealed
-            if self.refresh(deadline_s=patience.left_s).tip <= state.tip and not patience.pause():
+            if self.refresh(deadline_s=retry_budget.left_s).tip <= state.tip and not retry_budget.pause():
                 raise StoreUnavailable(
                     f"log entry {sealed.entry.seq} exists, but no listing shows it",
                     where=self.key("log/"),
                 )
 
-    def _check_tip(self, state: RunState, patience: Patience) -> None:
-        """Whether the entry that the next one follows is still there, and the one we know; else `LogWentBack`.
+    def _check_tip(self, state: RunState, retry_budget: RetryBudget) -> None:
+        """Whether the entry that the next one follows is still there, and the one we know; else `LogRolledBack`.
 
         IMPORTANT: a store that was emptied, or went back in time, takes an entry like any other. Only this look tells a
         living writer that what it calls durable is behind a hole, or hangs on a log that is not there any more.
@@ -388,20 +388,22 @@ class RunLog:
                 slot = self.read_slot(state.tip)
             except StoreUnavailable:
                 try:  # a 404 proves nothing, a listing does
-                    self.refresh(deadline_s=patience.left_s)
+                    self.refresh(deadline_s=retry_budget.left_s)
                 except LogRemoved:
                     raise
                 except LogGap as gap:
-                    raise self._went_back(gap.what) from gap
-                if not patience.pause():
+                    raise self._rolled_back(gap.what) from gap
+                if not retry_budget.pause():
                     raise
                 continue
             if slot.hash != state.tip_hash:
-                raise self._went_back(f"log entry {state.tip} is another one than was written or read before")
+                raise self._rolled_back(
+                    f"log entry {state.tip} is another one than was written or read before"
+                )
             return
 
-    def _went_back(self, what: str) -> LogWentBack:
-        return LogWentBack(
+    def _rolled_back(self, what: str) -> LogRolledBack:
+        return LogRolledBack(
             f"the log is not what it was while this writer lived: {what}",
             where=f"{self.store.url}/{self.key('log/')}",
             remedy="the store was emptied, restored from an older copy, or damaged: mend it, or end training and "
@@ -422,7 +424,7 @@ class RunLog:
             f"put that was under way is left below data/: `deltashard rm {place}` removes it",
         )
 
-    def _create(self, sealed: Sealed, patience: Patience) -> bool:
+    def _create(self, sealed: Sealed, retry_budget: RetryBudget) -> bool:
         """Whether the slot is ours: True, False (another entry has it) or `AppendUnknown`.
 
         IMPORTANT: a slot is created only if absent, with the same bytes at every retry; after any answer but plain
@@ -434,11 +436,11 @@ class RunLog:
             try:
                 self.store.put_if_absent(key, sealed.data)
             except ObjectExists:
-                won = self._settle(sealed)
+                won = self._resolve_slot(sealed)
                 if won is not None:
                     return won
             except StoreUnavailable as error:
-                if patience.left_s <= 0:
+                if retry_budget.left_s <= 0:
                     raise AppendUnknown(
                         f"log entry {sealed.entry.seq} may or may not have been created: {error.what}",
                         where=key,
@@ -446,10 +448,10 @@ class RunLog:
                     ) from error
             else:
                 return True
-            if not patience.pause():
+            if not retry_budget.pause():
                 raise AppendUnknown(f"log entry {sealed.entry.seq} could not be read back in time", where=key)
 
-    def _settle(self, sealed: Sealed) -> bool | None:
+    def _resolve_slot(self, sealed: Sealed) -> bool | None:
         """After "exists": ours, another's (or nobody's: bad bytes), or (None) not to be read just now."""
         try:
             slot = self.read_slot(sealed.entry.seq)
@@ -457,13 +459,13 @@ class RunLog:
             return None
         return isinstance(slot, Sealed) and slot.data == sealed.data
 
-    def _leave_hint(self, sealed: Sealed) -> None:
+    def _update_hint(self, sealed: Sealed) -> None:
         """Best effort: HINT, and folds that are not needed any more go. Losing either costs a cold reader time."""
         seq = sealed.entry.seq
         self.folds.learn([sealed])
         # IMPORTANT: the entry is durable. Whatever goes wrong from here on must not look as if it were not.
         with suppress(Exception), deadline(BEST_EFFORT_S):
-            self.leave_hint(Hint(fold=self.folds.newest_seq, seq=seq))
+            self.put_hint(Hint(fold=self.folds.newest_seq, seq=seq))
             if seq % _DROP_EVERY == 0:
                 self.folds.drop_old()
 
@@ -478,7 +480,7 @@ class RunLog:
         self.store.delete(spare)
         return bool(spare)
 
-    def leave_hint(self, hint: Hint) -> None:
+    def put_hint(self, hint: Hint) -> None:
         """Put `log/HINT`; store errors are raised."""
         self.store.put(self.key("log/HINT"), hint.data)
 
@@ -487,11 +489,11 @@ class RunLog:
 
         Raises `ConditionalPutUnsupported`, `StoreUnavailable` past the deadline, and whatever the store answers.
         """
-        self._probe(self.patience(deadline_s))
+        self._probe(self.retry_budget(deadline_s))
 
-    def _probe(self, patience: Patience) -> None:
-        if not proven(self.store):
-            probe(self.store, self.key(f"probe/{new_token()}"), pause=patience.pause)
+    def _probe(self, retry_budget: RetryBudget) -> None:
+        if not is_probed(self.store):
+            probe(self.store, self.key(f"probe/{new_token()}"), pause=retry_budget.pause)
 
 
 def _by_number(slots: Iterable[Slot]) -> dict[int, Slot]:

@@ -95,7 +95,7 @@ class AttemptOpened(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class ManifestRef:
     """What an entry says of the parts of many ranks, all that the law asks of them: the rest is in a manifest."""
 
     layout: str
@@ -104,7 +104,7 @@ class Listed:
     manifest: str
     """The first 32 hexadecimal digits of the SHA-256 of the manifest's bytes (`log.manifest`)."""
     covers: tuple[int | None, ...]
-    """What the parts cover, see `in_order`."""
+    """What the parts cover, see `sorted_covers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class Checkpoint(Entry):
     metadata: Mapping[str, str] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
     """Names under which retention keeps it, until a newer checkpoint or a `Pinned` takes the name."""
-    listed: Listed | None = None
+    listed: ManifestRef | None = None
     """What the entry says of parts that a manifest lists; None: they stand in the entry itself."""
 
     @property
@@ -150,7 +150,7 @@ class Checkpoint(Entry):
         """What its parts cover: distinct, None first, ascending."""
         if self.listed is not None:
             return self.listed.covers
-        return in_order({part.covers for part in self.parts})
+        return sorted_covers({part.covers for part in self.parts})
 
     @property
     def covered(self) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class Checkpoint(Entry):
         return self.covers == (None,)
 
 
-def in_order(covers: Iterable[int | None]) -> tuple[int | None, ...]:
+def sorted_covers(covers: Iterable[int | None]) -> tuple[int | None, ...]:
     """Distinct values that parts cover, as an entry says them: None first, ascending."""
     return tuple(sorted(set(covers), key=lambda seq: -1 if seq is None else seq))
 

@@ -34,7 +34,7 @@ from deltashard_checkpoint.format.record_codec import (
     Field,
     Fields,
     document,
-    several,
+    list_of,
     text,
     values,
 )
@@ -46,7 +46,7 @@ from deltashard_checkpoint.log.entry import (
     Entry,
     Genesis,
     Ignored,
-    Listed,
+    ManifestRef,
     Part,
     Pinned,
     Reclaimed,
@@ -56,8 +56,8 @@ from deltashard_checkpoint.log.entry import (
     Sealed,
     cut_of,
     entry_key,
-    in_order,
     is_prefix,
+    sorted_covers,
 )
 
 FORMAT = 1
@@ -129,12 +129,12 @@ def _encodings(r: Reader, key: str) -> dict[str, tuple[str, ...]]:
 
 def _covers(r: Reader, key: str) -> tuple[int | None, ...]:
     found = tuple(None if c is None else r.as_integer(c, key) for c in r.items(key))
-    if not found or found != in_order(found):
+    if not found or found != sorted_covers(found):
         r.fail("covers are not distinct and in order")
     return found
 
 
-BOXES = several(_box, _box_document)
+BOXES = list_of(_box, _box_document)
 _PART = {
     "rank": INTEGER,
     "index_key": Field(_index_key),
@@ -147,7 +147,7 @@ _TABLE = {
     "rows": INTEGER,
     "columns": INTEGER,
     "dtype": text(_WORD),
-    "fields": several(_field, lambda spec: [spec.name, spec.kind, spec.dtype]),
+    "fields": list_of(_field, lambda spec: [spec.name, spec.kind, spec.dtype]),
 }
 
 
@@ -159,7 +159,7 @@ def _record(kind: type[R], fields: Fields) -> Field:
         inner.end()
         return found
 
-    return several(read, lambda record: document(record, fields))
+    return list_of(read, lambda record: document(record, fields))
 
 
 PARTS = _record(Part, _PART)
@@ -304,7 +304,7 @@ def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
     if KINDS[kind] is Checkpoint:
         # Its parts stand in it, or in a manifest.
         said |= (
-            {"listed": Listed(**values(reader, _LISTED))}
+            {"listed": ManifestRef(**values(reader, _LISTED))}
             if reader.has("manifest")
             else {"parts": PARTS.read(reader, "parts")}
         )

@@ -77,9 +77,9 @@ def dump(state: RunState) -> bytes:
         "retired": [[prefix, seq] for prefix, seq in sorted(state.retired.items())],
         "compactions_from": state.compactions_from,
         "committed": state.committed,
-        "keeps": state.keeps,
-        "pins": [[name, *word] for name, word in sorted(state.words.items())],
-        "aside": sorted(state.aside),
+        "keeps": state.abandoned_at,
+        "pins": [[name, *word] for name, word in sorted(state.user_entries.items())],
+        "aside": sorted(state.detached),
     }
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
 
@@ -114,10 +114,10 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
     superseded, retired = _prefixes(r, "superseded"), _prefixes(r, "retired")
     if not all(is_prefix(prefix) for prefix in (*superseded, *retired)):
         r.fail("a prefix is neither a cut's nor a compaction's")
-    words = {}
+    user_entries = {}
     for item in r.items("pins"):
         pin, slot, held = r.as_list(item, "pin", 3)
-        words[r.as_text(pin, "pin")] = UserEntry(
+        user_entries[r.as_text(pin, "pin")] = UserEntry(
             r.as_integer(slot, "pin"), None if held is None else r.as_integer(held, "pin")
         )
     state = RunState(
@@ -133,9 +133,9 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
         retired=retired,
         compactions_from=r.integer("compactions_from"),
         committed=r.integer("committed"),
-        keeps=r.nullable("keeps"),
-        words=words,
-        aside=frozenset(r.as_integer(item, "aside") for item in r.items("aside")),
+        abandoned_at=r.nullable("keeps"),
+        user_entries=user_entries,
+        detached=frozenset(r.as_integer(item, "aside") for item in r.items("aside")),
     )
     r.end()
     if (why := _contradiction(state)) is not None:
@@ -177,8 +177,8 @@ def _contradiction(state: RunState) -> str | None:
         return "a checkpoint covers what came after it"
     if not all(live.keys() >= set(c.covered) for seq, c in live.items() if seq not in state.compactions):
         return "a checkpoint covers one that is not live"
-    said = {word.checkpoint for word in state.words.values()} - {None}
-    if not live.keys() >= state.compactions.keys() | state.aside | said:
+    said = {word.checkpoint for word in state.user_entries.values()} - {None}
+    if not live.keys() >= state.compactions.keys() | state.detached | said:
         return "it speaks of a checkpoint that is not live"
     return None
 
@@ -199,7 +199,7 @@ def _entry(r: Reader, document: Any, kind: type[E]) -> E:
     return sealed.entry
 
 
-def vouched_fold(slot: Slot) -> FoldName | None:
+def fold_named_by(slot: Slot) -> FoldName | None:
     return named_fold(slot.entry) if isinstance(slot, Sealed) else None
 
 
@@ -225,7 +225,7 @@ class FoldedStates:
         return self._names[-1].seq if self._names else -1
 
     def learn(self, slots: Iterable[Slot]) -> None:
-        found = {name for slot in slots if (name := vouched_fold(slot)) is not None}
+        found = {name for slot in slots if (name := fold_named_by(slot)) is not None}
         if found:
             self._names = tuple(sorted({*self._names, *found})[-2:])
 

@@ -65,7 +65,7 @@ class Listing:
         """The highest slot; `first - 1` when there is none."""
         return self.seqs[-1] if self.seqs else self.first - 1
 
-    def hole(self, after: int) -> int | None:
+    def missing_slot(self, after: int) -> int | None:
         """The highest slot from `after` + 1 on that is missing below the tip; None when they are all there."""
         expected = self.tip
         for seq in reversed(self.seqs):

@@ -15,14 +15,14 @@ class LogGap(EnvironmentFault):
     cause = Cause.LOG_LOST
 
 
-class LogWentBack(LogGap):
+class LogRolledBack(LogGap):
     """The log is not the one that this writer wrote into: emptied, restored from an older copy, or its tip has rotted.
 
     An entry put on top of that would be durable, and no reader would ever come to it.
     """
 
 
-class LogRemoved(LogWentBack):
+class LogRemoved(LogRolledBack):
     """The run was removed, or is being removed, while this writer lived: nothing it puts will ever count."""
 
     cause = Cause.REMOVED

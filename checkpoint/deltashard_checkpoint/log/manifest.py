@@ -22,7 +22,7 @@ from deltashard_checkpoint.format.index import ROWS_AND_BLOBS
 from deltashard_checkpoint.format.layout import Layout, layout_key
 from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, run_key
 from deltashard_checkpoint.format.record_codec import INTEGER, TEXT, document, text, values
-from deltashard_checkpoint.log.entry import Checkpoint, Listed, in_order
+from deltashard_checkpoint.log.entry import Checkpoint, ManifestRef, sorted_covers
 from deltashard_checkpoint.log.part_list import ListedPart, PartList
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
@@ -60,12 +60,12 @@ class Manifest:
         )
 
     @property
-    def listed(self) -> Listed:
-        return Listed(
+    def listed(self) -> ManifestRef:
+        return ManifestRef(
             layout=self.layout,
             world_size=len(self.parts),
             manifest=content_digest(self.data),
-            covers=in_order(part.covers for part in self.parts),
+            covers=sorted_covers(part.covers for part in self.parts),
         )
 
     @classmethod
@@ -115,14 +115,14 @@ class Manifests:
         self._store = store
         self._run = run
         self._lock = threading.Lock()  # guards what is held; never held while the store is asked
-        self._turn = threading.RLock()
+        self._read_lock = threading.RLock()
         """Of whoever reads: the ranks of a pod want the same at once, and a layout may be 100 MB."""
         self._layouts: dict[str, Layout] = {}
         self._parts: dict[str, PartList] = {}
 
     def layout(self, digest: str) -> Layout:
         """The layout of that name; raises `InvalidCheckpoint` for one that is wrong or gone, and `StoreUnavailable`."""
-        with self._turn:
+        with self._read_lock:
             with self._lock:
                 found = self._layouts.get(digest)
             if found is None:
@@ -138,7 +138,7 @@ class Manifests:
         """
         listed = entry.listed
         assert listed is not None
-        with self._turn:
+        with self._read_lock:
             with self._lock:
                 found = self._parts.get(listed.manifest)
             if found is None:
@@ -147,7 +147,7 @@ class Manifests:
                     self._parts[listed.manifest] = found
         return found
 
-    def _parts_of(self, entry: Checkpoint, listed: Listed) -> PartList:
+    def _parts_of(self, entry: Checkpoint, listed: ManifestRef) -> PartList:
         key = manifest_key(entry.attempt, entry.cut, listed.manifest)
         manifest = self._read(key, lambda data: Manifest.decode(data, digest=listed.manifest))
         said = (manifest.run, manifest.attempt, manifest.cut, manifest.step, manifest.listed)

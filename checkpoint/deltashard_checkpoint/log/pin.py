@@ -22,29 +22,31 @@ class UserEntry(NamedTuple):
     """A live checkpoint; None: nobody."""
 
 
-def bearers(
-    checkpoints: Mapping[int, Checkpoint], words: Mapping[str, UserEntry], name: str
+def pinned_as(
+    checkpoints: Mapping[int, Checkpoint], user_entries: Mapping[str, UserEntry], name: str
 ) -> tuple[int, ...]:
     """The live checkpoints that bear `name`, the one that counts last."""
-    word = words.get(name)
+    word = user_entries.get(name)
     after = -1 if word is None else word.slot
     newer = tuple(seq for seq, entry in checkpoints.items() if seq > after and name in entry.pins)
     return newer if word is None or word.checkpoint is None else (word.checkpoint, *newer)
 
 
-def names(checkpoints: Iterable[Checkpoint], words: Mapping[str, UserEntry]) -> frozenset[str]:
+def names(checkpoints: Iterable[Checkpoint], user_entries: Mapping[str, UserEntry]) -> frozenset[str]:
     """Every name that some live checkpoint bears or bore."""
-    return frozenset(name for entry in checkpoints for name in entry.pins) | words.keys()
+    return frozenset(name for entry in checkpoints for name in entry.pins) | user_entries.keys()
 
 
-def standing(checkpoints: Mapping[int, Checkpoint], words: Mapping[str, UserEntry]) -> dict[str, UserEntry]:
+def live_user_entries(
+    checkpoints: Mapping[int, Checkpoint], user_entries: Mapping[str, UserEntry]
+) -> dict[str, UserEntry]:
     """The words that still say something of these live checkpoints.
 
     Of a checkpoint that is no more the name is nobody's; and a word that takes a name away is forgotten with the last
     checkpoint that it was taken from.
     """
     found = {}
-    for name, (slot, seq) in words.items():
+    for name, (slot, seq) in user_entries.items():
         left = seq if seq in checkpoints else None
         if left is not None or any(at < slot and name in c.pins for at, c in checkpoints.items()):
             found[name] = UserEntry(slot, left)

@@ -39,7 +39,7 @@ from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.log_error import LogGap, stopped
 from deltashard_checkpoint.log.manifest import Manifests
-from deltashard_checkpoint.log.pin import standing
+from deltashard_checkpoint.log.pin import live_user_entries
 from deltashard_checkpoint.log.replay import EntryRefused, advance, void_slots
 from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import ObjectExists
@@ -49,7 +49,7 @@ class NothingToRepair(UserError):
     """The log is healthy, or holds nothing that could be kept."""
 
 
-class LogMovedOn(EnvironmentFault):
+class LogChanged(EnvironmentFault):
     """Somebody appended to the log that was to be repaired: what was salvaged is not all of it."""
 
 
@@ -112,7 +112,7 @@ def salvage(log: RunLog, *, even_newer: bool = False, deadline_s: float = DEFAUL
 def repair(log: RunLog, found: Salvage, *, deadline_s: float = DEFAULT_DEADLINE_S) -> int:
     """Make what was salvaged the run's state; the seq of the entry that says so. May be killed and run again.
 
-    Raises `LogMovedOn` when somebody wrote into the log meanwhile, and store errors.
+    Raises `LogChanged` when somebody wrote into the log meanwhile, and store errors.
     """
     log.probe(deadline_s=deadline_s)
     state = found.state
@@ -135,15 +135,15 @@ def repair(log: RunLog, found: Salvage, *, deadline_s: float = DEFAULT_DEADLINE_
         if (
             log.store.get(log.key(entry_key(seq))) != sealed.data
         ):  # else: a retry after a lost acknowledgement
-            raise LogMovedOn(
+            raise LogChanged(
                 f"log entry {seq} was written meanwhile",
                 where=f"run {log.run}",
                 remedy="end the trainers of this run, then repair again",
             ) from None
     # The old one may name entries that are gone: it would keep the run shut.
-    log.leave_hint(Hint(fold=name.seq, seq=seq))
+    log.put_hint(Hint(fold=name.seq, seq=seq))
     again = RunLog(log.store, log.run, clocks=log.clocks).refresh(deadline_s=deadline_s)
-    if again.tip == seq and again != replace(state, tip=seq, tip_hash=sealed.hash, keeps=seq):
+    if again.tip == seq and again != replace(state, tip=seq, tip_hash=sealed.hash, abandoned_at=seq):
         raise InternalBug("the repaired log does not read as it was written", where=f"run {log.run}")
     return seq
 
@@ -229,8 +229,8 @@ def _with_objects(log: RunLog, state: RunState) -> tuple[RunState, tuple[int, ..
     kept = replace(
         state,
         checkpoints=checkpoints,
-        words=standing(checkpoints, state.words),
-        aside=state.aside - gone,
+        user_entries=live_user_entries(checkpoints, state.user_entries),
+        detached=state.detached - gone,
         compactions={seq: c for seq, c in state.compactions.items() if seq not in gone},
     )
     return kept, tuple(sorted(gone))

@@ -1,7 +1,7 @@
 """The state of a run: a pure fold over the entries of its log.
 
 `fold` takes slots in order and gives a `RunState`, an immutable value. Each entry is judged against the state before
-it (`judge`): an older attempt is fenced, cuts increase, what a part covers is live in its lineage, nothing names a
+it (`validate_entry`): an older attempt is fenced, cuts increase, what a part covers is live in its lineage, nothing names a
 retired prefix, a retire entry leaves every remaining chain whole. Writers judge their own entry against the state at
 its slot before they put it, and a slot is won create-only on top of the very entry it names as `previous`; so the
 judgement of the writer and that of every reader is one and the same, and a healthy log breaks no rule.
@@ -43,7 +43,7 @@ from deltashard_checkpoint.log.entry import (
     Sealed,
     cut_of,
 )
-from deltashard_checkpoint.log.pin import UserEntry, standing
+from deltashard_checkpoint.log.pin import UserEntry, live_user_entries
 from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot, Unreadable
 
 
@@ -51,7 +51,7 @@ class EntryRefused(FormatError):
     """An entry breaks a rule of the log given the entries before it."""
 
 
-class VoidedBehind(FormatError):
+class VoidedAfterFold(FormatError):
     """Slots that were folded already are void now: fold again from before them."""
 
 
@@ -59,14 +59,14 @@ def fold(state: RunState, slots: Sequence[Slot]) -> RunState:
     """`state` after `slots`, which follow its tip without a gap (the caller sees to that). Pure.
 
     A slot that is void according to a later attempt among `slots` counts for nothing. When an attempt voids a slot
-    that `state` already holds, `VoidedBehind` asks the caller to fold again from before it.
+    that `state` already holds, `VoidedAfterFold` asks the caller to fold again from before it.
     """
     if not slots:
         return state
     base = state.tip + 1
     void = void_slots(slots)
     if void and min(void) < base:
-        raise VoidedBehind(
+        raise VoidedAfterFold(
             f"slots from {min(void)} were made void after they were folded", where=f"run {state.run}"
         )
     for position, slot in enumerate(slots):
@@ -102,7 +102,7 @@ def void_slots(slots: Iterable[Slot]) -> frozenset[int]:
 def advance(state: RunState, sealed: Sealed) -> RunState:
     """`state` after one more entry; raises `EntryRefused` when the entry breaks a rule. Pure."""
     entry = sealed.entry
-    judge(state, entry)
+    validate_entry(state, entry)
     state = replace(state, tip=entry.seq, tip_hash=sealed.hash)
     match entry:
         case Genesis():
@@ -123,7 +123,7 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 owner=entry.owner,
                 attempt=entry.seq,
                 attempts={**state.attempts, entry.seq: opened},
-                keeps=entry.seq if entry.voids is not None else _still_kept(state),
+                abandoned_at=entry.seq if entry.voids is not None else _next_abandoned_at(state),
             )
         case Checkpoint():
             opened = replace(
@@ -148,8 +148,8 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
             return replace(
                 state,
                 checkpoints=kept,
-                words=standing(kept, state.words),
-                aside=state.aside - gone,
+                user_entries=live_user_entries(kept, state.user_entries),
+                detached=state.detached - gone,
                 compactions={seq: c for seq, c in state.compactions.items() if seq not in gone},
                 superseded={p: seq for p, seq in state.superseded.items() if p not in prefixes},
                 retired={
@@ -158,12 +158,12 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 },
             )
         case Pinned():
-            words = {**state.words, entry.name: UserEntry(entry.seq, entry.checkpoint)}
-            return replace(state, words=standing(state.checkpoints, words))
+            user_entries = {**state.user_entries, entry.name: UserEntry(entry.seq, entry.checkpoint)}
+            return replace(state, user_entries=live_user_entries(state.checkpoints, user_entries))
         case Rewound():
-            return _rewound(state, entry)
+            return _apply_rewind(state, entry)
         case Reclaimed():
-            forgotten = forgettable(state, entry.through)
+            forgotten = reclaimable(state, entry.through)
             begun = [slot for prefix in forgotten if (slot := compaction_slot(prefix)) is not None]
             return replace(
                 state,
@@ -171,18 +171,22 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 compactions_from=max([state.compactions_from, *(slot + 1 for slot in begun)]),
             )
         case Repaired():
-            return replace(state, keeps=entry.seq)
+            return replace(state, abandoned_at=entry.seq)
     return state
 
 
-def _still_kept(state: RunState) -> int | None:
-    """`keeps` behind one more attempt: restarts that never committed do not count."""
+def _next_abandoned_at(state: RunState) -> int | None:
+    """`abandoned_at` behind one more attempt: restarts that never committed do not count."""
     newest = -1 if state.attempt is None else state.attempt
     committed = newest >= 0 and state.attempts[newest].last_seq is not None
-    return None if state.keeps is not None and newest >= state.keeps and committed else state.keeps
+    return (
+        None
+        if state.abandoned_at is not None and newest >= state.abandoned_at and committed
+        else state.abandoned_at
+    )
 
 
-def _rewound(state: RunState, entry: Rewound) -> RunState:
+def _apply_rewind(state: RunState, entry: Rewound) -> RunState:
     """`state` after a rewind: it stands like an attempt of no ranks that resumes from there: nothing commits under it.
 
     Set aside is what came after the checkpoint, and stays what was aside before it on another branch: a rewind to a
@@ -194,11 +198,11 @@ def _rewound(state: RunState, entry: Rewound) -> RunState:
     )
     attempts = {**state.attempts, entry.seq: opened}
     line = frozenset(chain.lineage(replace(state, attempts=attempts), entry.seq))
-    aside = {seq for seq in state.checkpoints if seq > entry.to} | (state.aside - line)
-    return replace(state, attempt=entry.seq, attempts=attempts, aside=frozenset(aside))
+    detached = {seq for seq in state.checkpoints if seq > entry.to} | (state.detached - line)
+    return replace(state, attempt=entry.seq, attempts=attempts, detached=frozenset(detached))
 
 
-def judge(state: RunState, entry: Entry) -> None:  # noqa: C901
+def validate_entry(state: RunState, entry: Entry) -> None:  # noqa: C901
     """Raise `EntryRefused` if `entry` may not follow `state`. Pure.
 
     IMPORTANT: this is the law of the log. Writers call it before they put (through `commit_log.RunLog.append`), readers
@@ -211,17 +215,17 @@ def judge(state: RunState, entry: Entry) -> None:  # noqa: C901
         raise _refused(entry, "it does not follow the entry before it: `previous` is another hash")
     match entry:
         case Genesis():
-            _judge_genesis(state, entry)
+            _validate_genesis(state, entry)
         case _ if state.tip < 0:
             raise _refused(entry, "a log begins with genesis")
         case AttemptOpened():
-            _judge_attempt(state, entry)
+            _validate_attempt(state, entry)
         case Checkpoint():
-            _judge_checkpoint(state, entry)
+            _validate_checkpoint(state, entry)
         case Compacted():
-            _judge_compact(state, entry)
+            _validate_compact(state, entry)
         case Retired():
-            _judge_retire(state, entry)
+            _validate_retire(state, entry)
         case Pinned():
             if entry.checkpoint is not None and entry.checkpoint not in state.checkpoints:
                 raise _refused(entry, f"it pins {entry.checkpoint}, which is not live")
@@ -239,21 +243,21 @@ def _refused(entry: Entry, why: str) -> EntryRefused:
     return EntryRefused(f"log entry {entry.seq} breaks a rule: {why}", where=f"log slot {entry.seq}")
 
 
-def _judge_genesis(state: RunState, entry: Genesis) -> None:
+def _validate_genesis(state: RunState, entry: Genesis) -> None:
     if state.tip >= 0:
         raise _refused(entry, "only slot 0 is genesis")
     if entry.run != state.run:
         raise _refused(entry, f"it is of run {entry.run!r}, not {state.run!r}")
 
 
-def _judge_attempt(state: RunState, entry: AttemptOpened) -> None:
+def _validate_attempt(state: RunState, entry: AttemptOpened) -> None:
     if entry.owner != state.owner and not entry.takeover:
         raise _refused(entry, f"{entry.owner!r} opens an attempt of {state.owner!r} without takeover")
     if entry.resumes_from is not None and entry.resumes_from not in state.checkpoints:
         raise _refused(entry, f"it resumes from {entry.resumes_from}, which is not live")
 
 
-def _judge_checkpoint(state: RunState, entry: Checkpoint) -> None:
+def _validate_checkpoint(state: RunState, entry: Checkpoint) -> None:
     opened = state.attempts.get(entry.attempt)
     if opened is None:
         raise _refused(entry, f"attempt {entry.attempt} was never opened")
@@ -267,11 +271,11 @@ def _judge_checkpoint(state: RunState, entry: Checkpoint) -> None:
         raise _refused(entry, f"{entry.world_size} parts of {opened.world_size} ranks")
     if entry.layout != opened.layout:
         raise _refused(entry, f"its layout {entry.layout or 'none'} is not its attempt's")
-    _judge_covers(state, entry)
-    _judge_prefixes(state, entry, entry.prefixes)
+    _validate_covers(state, entry)
+    _validate_prefixes(state, entry, entry.prefixes)
 
 
-def _judge_covers(state: RunState, entry: Checkpoint) -> None:
+def _validate_covers(state: RunState, entry: Checkpoint) -> None:
     """What a part covers must be live, in the lineage, at this very slot: or its other rows come from nowhere."""
     for covers in entry.covered:
         if not chain.in_lineage(state, entry.attempt, covers):
@@ -282,12 +286,12 @@ def _judge_covers(state: RunState, entry: Checkpoint) -> None:
             raise _refused(entry, f"it covers {covers}, which has another layout")
 
 
-def _judge_prefixes(state: RunState, entry: Entry, prefixes: AbstractSet[str]) -> None:
+def _validate_prefixes(state: RunState, entry: Entry, prefixes: AbstractSet[str]) -> None:
     if dead := sorted(prefixes & state.retired.keys()):
         raise _refused(entry, f"it references {dead[0]}, which is retired and may be deleted")
 
 
-def _judge_compact(state: RunState, entry: Compacted) -> None:
+def _validate_compact(state: RunState, entry: Compacted) -> None:
     replaced = state.checkpoints.get(entry.replaces)
     if replaced is None:
         raise _refused(entry, f"it replaces {entry.replaces}, which is not live")
@@ -304,11 +308,11 @@ def _judge_compact(state: RunState, entry: Compacted) -> None:
     prefixes = {part.prefix for part in entry.parts}
     if prefixes & chain.live_prefixes(state):
         raise _refused(entry, "it re-uses the prefix of another compaction")
-    _judge_prefixes(state, entry, prefixes)
-    _judge_begun(state, entry, prefixes)
+    _validate_prefixes(state, entry, prefixes)
+    _validate_start_slot(state, entry, prefixes)
 
 
-def _judge_begun(state: RunState, entry: Compacted, prefixes: set[str]) -> None:
+def _validate_start_slot(state: RunState, entry: Compacted, prefixes: set[str]) -> None:
     """A compaction that is as old as a forgotten one may be that one: retired, deleted, and nobody remembers."""
     for prefix in sorted(prefixes):
         slot = compaction_slot(prefix)
@@ -319,22 +323,23 @@ def _judge_begun(state: RunState, entry: Compacted, prefixes: set[str]) -> None:
             )
 
 
-def _judge_retire(state: RunState, entry: Retired) -> None:
+def _validate_retire(state: RunState, entry: Retired) -> None:
     gone = frozenset(entry.checkpoints)
     if strangers := sorted(gone - state.checkpoints.keys()):
         raise _refused(entry, f"it retires {strangers[0]}, which is not live")
     kept = state.checkpoints.keys() - gone
-    current = state.checkpoints.keys() - state.aside or state.checkpoints.keys()
+    current = state.checkpoints.keys() - state.detached or state.checkpoints.keys()
     if current and current <= gone:
         raise _refused(entry, "it retires every checkpoint")
     if torn := sorted(chain.closure(state, kept) & gone):
         raise _refused(entry, f"it retires {torn[0]}, which a remaining checkpoint's chain reads")
-    if (loading := state.loading()) is not None:
+    if (resuming_from := state.resuming_from()) is not None:
         # Its trainers may be reading it this moment, by a plan made before any compaction since.
-        reading = chain.closure(state, (loading,), written=True)
+        reading = chain.closure(state, (resuming_from,), written=True)
         if torn := sorted(reading & gone):
             raise _refused(
-                entry, f"it retires {torn[0]}, which the newest attempt, resuming from {loading}, may read"
+                entry,
+                f"it retires {torn[0]}, which the newest attempt, resuming from {resuming_from}, may read",
             )
         if named := sorted(p for p in entry.prefixes if state.superseded.get(p) in reading):
             raise _refused(entry, f"it names {named[0]}, which the newest attempt may still read")
@@ -343,22 +348,22 @@ def _judge_retire(state: RunState, entry: Retired) -> None:
         if prefix in live:
             raise _refused(entry, f"it names {prefix}, which a live checkpoint reads")
         place = cut_of(prefix)
-        if place is not None and not over(state, *place):
+        if place is not None and not is_uncommittable(state, *place):
             raise _refused(entry, f"it names {prefix}, whose cut may still be committed")
-        if kept_back(state, prefix):
+        if is_protected(state, prefix):
             raise _refused(entry, f"it names {prefix}, which may be of an entry that was given up")
 
 
-def kept_back(state: RunState, prefix: str) -> bool:
+def is_protected(state: RunState, prefix: str) -> bool:
     """Whether a prefix may be of an entry that the newest attempt, or a repair before it, gave up.
 
     A person who finds the entry in a copy, or mends it, must find its data, too.
     """
-    if state.keeps is None or prefix in state.superseded:
+    if state.abandoned_at is None or prefix in state.superseded:
         return False
     place = cut_of(prefix)
     begun = compaction_slot(prefix) if place is None else place[0]
-    if begun is not None and begun >= state.keeps:
+    if begun is not None and begun >= state.abandoned_at:
         return False
     return all(
         prefix not in state.checkpoints[seq].prefixes and prefix not in chain.prefixes_of(state, seq)
@@ -366,7 +371,7 @@ def kept_back(state: RunState, prefix: str) -> bool:
     )
 
 
-def forgettable(state: RunState, through: int) -> frozenset[str]:
+def reclaimable(state: RunState, through: int) -> frozenset[str]:
     """Retired prefixes, named by entries up to slot `through`, that nothing depends on any more once they are empty.
 
     All but those of compactions whose names do not say when they began (of a version before this rule): only memory
@@ -379,7 +384,7 @@ def forgettable(state: RunState, through: int) -> frozenset[str]:
     )
 
 
-def over(state: RunState, attempt: int, cut: int) -> bool:
+def is_uncommittable(state: RunState, attempt: int, cut: int) -> bool:
     """Whether this cut can never be committed any more: a higher attempt, or an equal or later cut, is in the log."""
     opened = state.attempts.get(attempt)
     if state.attempt is None or attempt > state.attempt:

@@ -74,14 +74,14 @@ class RunState:
     """A compaction must have begun at this slot or later: prefixes of older ones may have been forgotten."""
     committed: int = 0
     """Checkpoints ever committed."""
-    words: Mapping[str, pin.UserEntry] = field(default_factory=dict)
+    user_entries: Mapping[str, pin.UserEntry] = field(default_factory=dict)
     """What people said of pinned names, as far as it still counts."""
-    aside: frozenset[int] = frozenset()
+    detached: frozenset[int] = frozenset()
     """Live checkpoints that a rewind has set aside: none of them is the newest, or what a restore falls back to."""
-    keeps: int | None = None
+    abandoned_at: int | None = None
     """Slot of the attempt or repair that gave entries up, until another attempt is opened behind its first commit.
 
-    Until then nothing older that may be of those entries is named by a retire entry (`replay.kept_back`)."""
+    Until then nothing older that may be of those entries is named by a retire entry (`replay.is_protected`)."""
     listings: Mapping[int, PartList] = field(default_factory=dict, compare=False)
     """Parts of live checkpoints that a manifest lists, by seq, as far as they were read (`log.manifest`).
 
@@ -89,7 +89,7 @@ class RunState:
     stopped: Unreadable | None = None
     """Where the fold had to stop; None in a healthy log."""
 
-    def said(self, key: str, checkpoint: Checkpoint) -> str | None:
+    def inherited_metadata(self, key: str, checkpoint: Checkpoint) -> str | None:
         """Metadata of a checkpoint; where it says nothing under `key`, of the newest before it that does.
 
         Looked at are its attempt's, and those of the attempt that this one resumed.
@@ -105,26 +105,27 @@ class RunState:
 
     def newest(self) -> Checkpoint | None:
         """The newest live checkpoint that no rewind has set aside."""
-        seq = max((seq for seq in self.checkpoints if seq not in self.aside), default=None)
+        seq = max((seq for seq in self.checkpoints if seq not in self.detached), default=None)
         return None if seq is None else self.checkpoints[seq]
 
-    def bearers(self, name: str) -> tuple[int, ...]:
+    def pinned_as(self, name: str) -> tuple[int, ...]:
         """The live checkpoints that bear a pinned name; the last one is kept under it."""
-        return pin.bearers(self.checkpoints, self.words, name)
+        return pin.pinned_as(self.checkpoints, self.user_entries, name)
 
     @property
     def pinned(self) -> Mapping[str, int]:
         every = {
-            name: self.bearers(name) for name in sorted(pin.names(self.checkpoints.values(), self.words))
+            name: self.pinned_as(name)
+            for name in sorted(pin.names(self.checkpoints.values(), self.user_entries))
         }
         return {name: seqs[-1] for name, seqs in every.items() if seqs}
 
     def pins_of(self, seq: int) -> tuple[str, ...]:
         said = {
             *self.checkpoints[seq].pins,
-            *(name for name, word in self.words.items() if word.checkpoint == seq),
+            *(name for name, word in self.user_entries.items() if word.checkpoint == seq),
         }
-        return tuple(sorted(name for name in said if seq in self.bearers(name)))
+        return tuple(sorted(name for name in said if seq in self.pinned_as(name)))
 
     def damage(self) -> str | None:
         """What to tell whoever reads this run, when its log cannot be followed to its end; None in a healthy one."""
@@ -142,7 +143,7 @@ class RunState:
             f"checkpoints may be lost, {before}"
         )
 
-    def loading(self) -> int | None:
+    def resuming_from(self) -> int | None:
         """Seq of the checkpoint that the newest attempt resumed from, while it has not committed anything itself."""
         if self.attempt is None or self.attempts[self.attempt].last_seq is not None:
             return None

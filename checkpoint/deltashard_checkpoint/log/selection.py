@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
-from deltashard_checkpoint.log.chain import CheckpointNotFound, closure, those_live
+from deltashard_checkpoint.log.chain import CheckpointNotFound, closure, describe_live
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
 
@@ -28,28 +28,30 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
     usable = [c for seq, c in sorted(state.checkpoints.items()) if not closure(state, (seq,)) & excluded]
     kind, _, value = which.partition(":")
     if which == "latest":
-        if current := [c for c in usable if c.seq not in state.aside]:
+        if current := [c for c in usable if c.seq not in state.detached]:
             return current[-1]
         if not state.committed:
             return None
         raise NothingRestorable(
             f"{state.committed} checkpoints were committed, none of the "
-            f"{len(state.checkpoints.keys() - state.aside)} live ones is valid",
+            f"{len(state.checkpoints.keys() - state.detached)} live ones is valid",
             where=where,
             remedy="`deltashard verify` tells what is broken; restore(fresh=True) starts anew"
             + (f"; {usable[-1].seq} is valid, but set aside by a rewind: rewind to it" if usable else ""),
         )
     if kind == "pin":
-        bearers = state.bearers(value)
-        found = sorted((c for c in usable if c.seq in bearers), key=lambda c: bearers.index(c.seq))
+        pinned_as = state.pinned_as(value)
+        found = sorted((c for c in usable if c.seq in pinned_as), key=lambda c: pinned_as.index(c.seq))
     elif kind in {"seq", "step"} and value.isascii() and value.isdigit():
         found = [c for c in usable if (c.seq if kind == "seq" else c.step) == int(value)]
         # Of one step there may be several: the one of the line that continues, before those that a rewind set aside.
-        found.sort(key=lambda c: (c.seq not in state.aside, c.seq))
+        found.sort(key=lambda c: (c.seq not in state.detached, c.seq))
     else:
         raise UserError(
             f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
         )
     if not found:
-        raise CheckpointNotFound(f"no live, valid checkpoint {which}", where=where, remedy=those_live(usable))
+        raise CheckpointNotFound(
+            f"no live, valid checkpoint {which}", where=where, remedy=describe_live(usable)
+        )
     return found[-1]

@@ -7,13 +7,13 @@ be killed and run again, run twice at once, and run on an old state. The grace i
 checkpoint which was live when they began.
 
 When enough of what was named is gone, gc says so in the log (`reclaim`), and nobody remembers those prefixes any
-longer: what a run has retired in its life must not add up in every reader. That is one entry for `FORGET_AT` prefixes.
+longer: what a run has retired in its life must not add up in every reader. That is one entry for `MIN_RECLAIM_PREFIXES` prefixes.
 
 Markers of saves that pods had on their way when they ended (`closing/`) go when they are old or their attempt is; and
 what writers that were killed left half written (a sidecar, a copy), where the store is a directory.
 
 On a full store nothing can be named, and naming is a write. There gc begins with what is safe to delete without one
-(`unnamed`): parts of cuts that can never be committed any more. No reader reads them, and no entry may reference them.
+(`unretired`): parts of cuts that can never be committed any more. No reader reads them, and no entry may reference them.
 
 A dry run writes nothing at all, not even what some stores need to be asked for their time: it goes by our clock.
 
@@ -32,21 +32,21 @@ from deltashard_checkpoint.log.chain import live_prefixes
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Entry, Reclaimed, cut_of, entry_key, prefix_of
 from deltashard_checkpoint.log.log_error import stopped
-from deltashard_checkpoint.log.replay import forgettable, kept_back, over
+from deltashard_checkpoint.log.replay import is_protected, is_uncommittable, reclaimable
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
-from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, marked_attempt
+from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, attempt_of_marker
 
 DEFAULT_GRACE_S = 600.0
-COMPACTION_PATIENCE_S = 24 * 3600.0
+COMPACTION_TIMEOUT_S = 24 * 3600.0
 """A compaction that has not been committed for so long is given up (its entry would be refused from then on)."""
-FORGET_AT = 64
+MIN_RECLAIM_PREFIXES = 64
 """So many retired prefixes whose objects are gone make a reclaim entry worth its slot."""
 _BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
+class CollectResult:
     """What one collection did, or would do."""
 
     objects: int
@@ -59,7 +59,7 @@ class Collected:
     unfinished: int = 0
     """Files that writers which died left half written (of a directory; no other store has any)."""
 
-    def and_then(self, later: Collected) -> Collected:
+    def merged_with(self, later: CollectResult) -> CollectResult:
         return replace(
             later,
             objects=self.objects + later.objects,
@@ -73,22 +73,22 @@ def collect(
     log: RunLog,
     *,
     grace_s: float = DEFAULT_GRACE_S,
-    forget_at: int = FORGET_AT,
+    min_reclaim_prefixes: int = MIN_RECLAIM_PREFIXES,
     dry_run: bool = False,
-    unnamed: Collection[str] = (),
+    unretired: Collection[str] = (),
     deadline_s: float = DEFAULT_DEADLINE_S,
-) -> Collected:
+) -> CollectResult:
     """Delete the objects under retired prefixes whose grace is over, and forget those that are empty. Idempotent.
 
-    `unnamed`: debris (see `debris`) that goes at once although no entry names it, as far as it is of cuts.
+    `unretired`: debris (see `orphaned_prefixes`) that goes at once although no entry names it, as far as it is of cuts.
     Raises `LogStopped` when an entry is unreadable, `LogGap`, `StoreUnavailable`.
     """
     state = log.refresh(deadline_s=deadline_s)
     if state.stopped is not None:
         raise stopped(state)
     now_s = log.clocks.wall_s() if dry_run else log.store.now_s()
-    graces = Graces(log, state, now_s=now_s, grace_s=grace_s)
-    never = _never_committed(state, unnamed)
+    graces = GracePeriods(log, state, now_s=now_s, grace_s=grace_s)
+    never = _uncommittable_prefixes(state, unretired)
     doomed: list[str] = []
     prefixes: set[str] = set()
     waiting: set[str] = set()
@@ -112,12 +112,12 @@ def collect(
     _delete(log, doomed, dry_run=dry_run)
     unfinished = 0
     if not dry_run:
-        log.store.delete(spent_markers(log, state, now_s=now_s))
+        log.store.delete(expired_markers(log, state, now_s=now_s))
         unfinished = log.store.sweep(log.key(""))
         # What waits must be remembered, or it would be named anew, and its grace begin anew, again and again.
         still = min((state.retired[prefix] for prefix in waiting), default=state.tip + 1)
-        _forget(log, still - 1, forget_at=forget_at, deadline_s=deadline_s)
-    return Collected(
+        _append_reclaim(log, still - 1, min_reclaim_prefixes=min_reclaim_prefixes, deadline_s=deadline_s)
+    return CollectResult(
         objects=objects,
         bytes=size_bytes,
         prefixes=tuple(sorted(prefixes)),
@@ -127,14 +127,16 @@ def collect(
     )
 
 
-def _never_committed(state: RunState, prefixes: Collection[str]) -> frozenset[str]:
+def _uncommittable_prefixes(state: RunState, prefixes: Collection[str]) -> frozenset[str]:
     """Those of them that are of cuts which no checkpoint reads, and which can never be committed any more."""
     cuts = {prefix: cut_of(prefix) for prefix in prefixes}
-    found = {prefix for prefix, place in cuts.items() if place is not None and over(state, *place)}
+    found = {
+        prefix for prefix, place in cuts.items() if place is not None and is_uncommittable(state, *place)
+    }
     return frozenset(found - live_prefixes(state) if found else found)
 
 
-class Graces:
+class GracePeriods:
     """How long what retire entries named must still wait; each entry is asked for once."""
 
     def __init__(self, log: RunLog, state: RunState, *, now_s: float, grace_s: float) -> None:
@@ -161,17 +163,17 @@ def _written_at_s(log: RunLog, seq: int, tip: int) -> float:
     return log.store.head(log.key(entry_key(tip))).modified_at_s
 
 
-def _forget(log: RunLog, through: int, *, forget_at: int, deadline_s: float) -> None:
+def _append_reclaim(log: RunLog, through: int, *, min_reclaim_prefixes: int, deadline_s: float) -> None:
     """Say that what was retired up to slot `through` is gone, when that is worth an entry."""
-    if len(forgettable(log.state, through)) < forget_at:
+    if len(reclaimable(log.state, through)) < min_reclaim_prefixes:
         return
 
     def build(state: RunState, seq: int, writer: str) -> Entry | None:
-        if len(forgettable(state, through)) < forget_at:
+        if len(reclaimable(state, through)) < min_reclaim_prefixes:
             return None
         return Reclaimed(seq=seq, previous="", writer=writer, at_s=0.0, through=through)
 
-    log.append(build, before="gc.before_forget", after="gc.after_forget", deadline_s=deadline_s, frees=True)
+    log.append(build, before="gc.before_reclaim", after="gc.after_reclaim", deadline_s=deadline_s, frees=True)
 
 
 def _delete(log: RunLog, keys: list[str], *, dry_run: bool) -> None:
@@ -192,34 +194,34 @@ def data_objects(log: RunLog) -> Iterator[tuple[str, ObjectInfo]]:
             continue
 
 
-def spent_markers(log: RunLog, state: RunState, *, now_s: float) -> list[str]:
+def expired_markers(log: RunLog, state: RunState, *, now_s: float) -> list[str]:
     """Store keys of the markers that no opener waits for any more: their attempt is fenced, or they are old.
 
     `now_s` by the store's clock. An opener looks at a marker for `CLOSING_WAIT_S`; what is older was left by a pod that
     was killed. Nothing but a marker is named, whatever else lies there.
     """
-    spent = []
+    expired = []
     for info in log.store.list(log.key("closing/")):
-        attempt = marked_attempt(info.key[len(log.run) + 1 :])
+        attempt = attempt_of_marker(info.key[len(log.run) + 1 :])
         if attempt is None:
             continue
         fenced = state.attempt is not None and attempt < state.attempt
         if fenced or now_s - info.modified_at_s >= CLOSING_WAIT_S:
-            spent.append(info.key)
-    return spent
+            expired.append(info.key)
+    return expired
 
 
-def debris(
+def orphaned_prefixes(
     log: RunLog,
     state: RunState,
     *,
-    compaction_patience_s: float = COMPACTION_PATIENCE_S,
+    compaction_timeout_s: float = COMPACTION_TIMEOUT_S,
     read_only: bool = False,
 ) -> tuple[str, ...]:
     """Prefixes in the store that no live checkpoint reads and no retire entry names yet, and that may be named.
 
     Of cuts: those that can never be committed any more. Of compactions: those whose youngest object is older
-    than `compaction_patience_s` by the store's clock; by ours when `read_only`: to ask a directory for its time is to
+    than `compaction_timeout_s` by the store's clock; by ours when `read_only`: to ask a directory for its time is to
     write into it.
     """
     youngest_s: dict[str, float] = {}
@@ -232,27 +234,27 @@ def debris(
         if prefix in live or prefix in state.retired:
             continue
         if (
-            why_not_debris(state, prefix, quiet_s=now_s - modified_at_s, patience_s=compaction_patience_s)
+            not_orphaned_reason(state, prefix, quiet_s=now_s - modified_at_s, timeout_s=compaction_timeout_s)
             is None
         ):
             found.append(prefix)
     return tuple(found)
 
 
-def why_not_debris(
-    state: RunState, prefix: str, *, quiet_s: float, patience_s: float = COMPACTION_PATIENCE_S
+def not_orphaned_reason(
+    state: RunState, prefix: str, *, quiet_s: float, timeout_s: float = COMPACTION_TIMEOUT_S
 ) -> str | None:
     """Why a prefix that nothing live reads may not be named: it may yet be committed; None: it may be named. Pure.
 
     `quiet_s`: seconds since the last object was put there, of a compaction.
     """
-    if kept_back(state, prefix):
+    if is_protected(state, prefix):
         return "it may be of a log entry that was given up: kept until the next attempt"
     place = cut_of(prefix)
     if place is None:
-        if quiet_s >= patience_s:
+        if quiet_s >= timeout_s:
             return None
-        return f"a compaction that may be under way: given up {patience_s:.0f} s after its last object"
-    if over(state, *place):
+        return f"a compaction that may be under way: given up {timeout_s:.0f} s after its last object"
+    if is_uncommittable(state, *place):
         return None
     return f"attempt {place[0]} may still commit cut {place[1]}"

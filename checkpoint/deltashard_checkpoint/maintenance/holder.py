@@ -2,7 +2,7 @@
 
 There is no lease: a trainer that is cut off, asleep or between two saves says nothing, and silence proves nothing.
 What the log does say is how an attempt ended: its last commit names what asked for it, and a close is an end, as is
-the eviction of a trainer without peers (`deciding.ending`). An attempt that no trainer ever had (a rewind's)
+the eviction of a trainer without peers (`deciding.shutdown_reason`). An attempt that no trainer ever had (a rewind's)
 has no holder either. Everything else may be alive, until a person who knows says that it has ended. Nothing
 rests on that word but peace: the log fences a trainer that lives on all the same.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deltashard_checkpoint.deciding.ending import has_ended
+from deltashard_checkpoint.deciding.shutdown_reason import has_ended
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import AttemptOpened, Sealed
@@ -32,7 +32,7 @@ class Holder:
     """A save of it is still uploading while its pod ends."""
 
 
-class RunHeld(UserError):
+class RunInUse(UserError):
     """The run may be held by a living trainer."""
 
 
@@ -64,18 +64,18 @@ def holder(log: RunLog, state: RunState) -> Holder | None:
 
 
 def check_ended(log: RunLog, state: RunState, *, ended: bool, what: str) -> None:
-    """Refuse `what` while a trainer may hold the run; `ended`: a person says that it does not. Raises `RunHeld`."""
+    """Refuse `what` while a trainer may hold the run; `ended`: a person says that it does not. Raises `RunInUse`."""
     if ended or (found := holder(log, state)) is None:
         return
-    raise RunHeld(
-        f"{what} is refused while a trainer may hold the run: attempt {found.attempt}{_of(found)} has not said that "
+    raise RunInUse(
+        f"{what} is refused while a trainer may hold the run: attempt {found.attempt}{_workload_suffix(found)} has not said that "
         + ("it ended: a save of it is still uploading" if found.closing else "it ended"),
         where=f"run {state.run}",
         remedy="end it (a trainer that closes says so in its last save); if it is gone without a word, say --ended",
     )
 
 
-def not_left_by(log: RunLog, state: RunState, workload: str) -> str | None:
+def not_last_trained_by(log: RunLog, state: RunState, workload: str) -> str | None:
     """Why the run is not what this workload, which has ended, left; None: it is. Raises store errors."""
     if state.attempt is None:
         return "nobody has trained it yet"
@@ -86,7 +86,7 @@ def not_left_by(log: RunLog, state: RunState, workload: str) -> str | None:
     return "a save of it is still uploading" if _closing(log, state.attempt) else None
 
 
-def _of(found: Holder) -> str:
+def _workload_suffix(found: Holder) -> str:
     return f" of workload {found.workload}" if found.workload else ""
 
 

@@ -7,7 +7,7 @@ a second chain that shares nothing with the newest one's, once there is one (a s
 every checkpoint with it). All of that closed over the chains. Everything else is named in one entry, with the prefixes
 its objects lie under; gc deletes them later.
 
-A person may also say which are to go (`retire_these`): then everything else is kept.
+A person may also say which are to go (`retire_selected`): then everything else is kept.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.chain import closure, prefixes_of
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Entry, Retired, cut_of
-from deltashard_checkpoint.log.replay import kept_back, over
+from deltashard_checkpoint.log.replay import is_protected, is_uncommittable
 from deltashard_checkpoint.log.run_state import RunState
 
-EVERYTHING = 1 << 62
+KEEP_ALL = 1 << 62
 """As `keep_last`: nothing is retired for its age."""
 
 
@@ -58,11 +58,11 @@ class Retirement:
 
 def kept(state: RunState, retention: Retention) -> frozenset[int]:
     """Seqs of the checkpoints to keep, closed over their chains. Pure."""
-    return closure(state, _asked(state, retention))
+    return closure(state, _keep_reasons(state, retention))
 
 
-def reasons(state: RunState, retention: Retention) -> dict[int, tuple[str, ...]]:
-    asked = _asked(state, retention)
+def keep_reasons(state: RunState, retention: Retention) -> dict[int, tuple[str, ...]]:
+    asked = _keep_reasons(state, retention)
     why = {seq: list(said) for seq, said in asked.items()}
     based: set[int] = set()
     for seq in sorted(asked, reverse=True):
@@ -72,7 +72,7 @@ def reasons(state: RunState, retention: Retention) -> dict[int, tuple[str, ...]]
     return {seq: tuple(said) for seq, said in sorted(why.items())}
 
 
-def _asked(state: RunState, retention: Retention) -> dict[int, list[str]]:  # noqa: C901
+def _keep_reasons(state: RunState, retention: Retention) -> dict[int, list[str]]:  # noqa: C901
     """The rule: what is to be kept for its own sake, and why."""
     every = sorted(state.checkpoints)
     newest = state.newest()
@@ -85,10 +85,10 @@ def _asked(state: RunState, retention: Retention) -> dict[int, list[str]]:  # no
 
     keep(newest.seq, "the newest")
     # What a rewind has set aside counts for nothing here: where checkpoints are retired for their age, these go first.
-    seqs = [seq for seq in every if seq not in state.aside]
-    if retention.keep_last >= EVERYTHING:
+    seqs = [seq for seq in every if seq not in state.detached]
+    if retention.keep_last >= KEEP_ALL:
         for seq in every:
-            keep(seq, "live, set aside by a rewind" if seq in state.aside else "live")
+            keep(seq, "live, set aside by a rewind" if seq in state.detached else "live")
     else:
         for seq in seqs[-retention.keep_last :]:
             keep(seq, f"one of the newest {retention.keep_last}")
@@ -110,9 +110,9 @@ def _asked(state: RunState, retention: Retention) -> dict[int, list[str]]:  # no
             keep(seq, f"pinned {name}")
     # IMPORTANT: a trainer may still be loading what its attempt resumed from; until it has committed for itself, that
     # checkpoint is the only one it can come back to, read by whatever plan it made when it opened.
-    if (loading := state.loading()) is not None:
-        for seq in closure(state, (loading,), written=True):
-            said = "" if seq == loading else f", read with {loading}"
+    if (resuming_from := state.resuming_from()) is not None:
+        for seq in closure(state, (resuming_from,), written=True):
+            said = "" if seq == resuming_from else f", read with {resuming_from}"
             keep(seq, f"resume point of attempt {state.attempt}, which has not committed yet{said}")
     chain = closure(state, (newest.seq,))
     second = (seq for seq in reversed(seqs) if not closure(state, (seq,)) & chain)
@@ -121,28 +121,30 @@ def _asked(state: RunState, retention: Retention) -> dict[int, list[str]]:  # no
     return why
 
 
-def retire(state: RunState, retention: Retention, debris: Iterable[str] = ()) -> Retirement | None:
+def retire(state: RunState, retention: Retention, orphaned_prefixes: Iterable[str] = ()) -> Retirement | None:
     """What may go now; None when nothing may. Pure.
 
-    `debris` are prefixes that lie in the store; those of cuts which can never be committed any more, and of compactions
+    `orphaned_prefixes` are prefixes that lie in the store; those of cuts which can never be committed any more, and of compactions
     that no checkpoint reads, go too. The caller passes a compaction's only when it is old enough to be given up.
     """
-    return _retirement(state, kept(state, retention), debris)
+    return _retirement(state, kept(state, retention), orphaned_prefixes)
 
 
-def _retirement(state: RunState, keep: AbstractSet[int], debris: Iterable[str]) -> Retirement | None:
+def _retirement(
+    state: RunState, keep: AbstractSet[int], orphaned_prefixes: Iterable[str]
+) -> Retirement | None:
     gone = tuple(sorted(state.checkpoints.keys() - keep))
     live = {prefix for seq in keep for prefix in prefixes_of(state, seq)}
-    loading = state.loading()
-    reading = frozenset[int]() if loading is None else closure(state, (loading,), written=True)
+    resuming_from = state.resuming_from()
+    reading = frozenset[int]() if resuming_from is None else closure(state, (resuming_from,), written=True)
     prefixes = set(state.superseded)
     for seq in gone:
         prefixes |= state.checkpoints[seq].prefixes
         if seq in state.compactions:
             prefixes |= {part.prefix for part in state.compactions[seq].parts}
-    for prefix in debris:
+    for prefix in orphaned_prefixes:
         place = cut_of(prefix)
-        if (place is None or over(state, *place)) and not kept_back(state, prefix):
+        if (place is None or is_uncommittable(state, *place)) and not is_protected(state, prefix):
             prefixes.add(prefix)
     prefixes -= live
     prefixes -= {prefix for prefix, seq in state.superseded.items() if seq in reading}
@@ -156,7 +158,7 @@ def append_retirement(
     log: RunLog,
     retention: Retention,
     *,
-    debris: Iterable[str] = (),
+    orphaned_prefixes: Iterable[str] = (),
     attempt: int | None = None,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Retired | None:
@@ -164,7 +166,7 @@ def append_retirement(
 
     `attempt`: retire as its trainer, so nothing once another one is the newest. Raises what `RunLog.append` raises.
     """
-    listed = tuple(debris)
+    listed = tuple(orphaned_prefixes)
 
     def plan(state: RunState) -> Retirement | None:
         return retire(state, retention, listed) if attempt in (None, state.attempt) else None
@@ -172,43 +174,43 @@ def append_retirement(
     return _append(log, plan, deadline_s)
 
 
-def retire_these(log: RunLog, choose: Callable[[RunState], Iterable[int]]) -> Retired | None:
+def retire_selected(log: RunLog, choose: Callable[[RunState], Iterable[int]]) -> Retired | None:
     """Retire exactly the checkpoints that `choose` names of the state at the entry's slot.
 
-    Raises `Needed` for one that something else needs, and what `choose` and `RunLog.append` raise.
+    Raises `RetireBlocked` for one that something else needs, and what `choose` and `RunLog.append` raise.
     """
 
     def plan(state: RunState) -> Retirement | None:
         gone = frozenset(choose(state))
-        if needed := needs(state, gone):
-            raise Needed(needed, where=f"run {state.run}")
+        if blockers := retire_blockers(state, gone):
+            raise RetireBlocked(blockers, where=f"run {state.run}")
         return _retirement(state, state.checkpoints.keys() - gone, ())
 
     return _append(log, plan, DEFAULT_DEADLINE_S)
 
 
-class Needed(UserError):
+class RetireBlocked(UserError):
     """A checkpoint that is to be retired is needed."""
 
-    def __init__(self, needed: Mapping[int, str], *, where: str) -> None:
-        self.needed = needed
+    def __init__(self, blockers: Mapping[int, str], *, where: str) -> None:
+        self.blockers = blockers
         super().__init__(
-            "; ".join(f"checkpoint {seq} stays: {why}" for seq, why in sorted(needed.items())),
+            "; ".join(f"checkpoint {seq} stays: {why}" for seq, why in sorted(blockers.items())),
             where=where,
             remedy="retire what builds on it, too; unpin it first; or wait until the run has a newer one",
         )
 
 
-def needs(state: RunState, gone: AbstractSet[int]) -> dict[int, str]:
+def retire_blockers(state: RunState, gone: AbstractSet[int]) -> dict[int, str]:
     """Why some of these may not be retired together; empty: all may. Pure."""
     found: dict[int, str] = {}
     for name, seq in state.pinned.items():
         if seq in gone:
             found.setdefault(seq, f"it is pinned {name}")
-    if (loading := state.loading()) is not None:
-        for seq in closure(state, (loading,), written=True) & gone:
+    if (resuming_from := state.resuming_from()) is not None:
+        for seq in closure(state, (resuming_from,), written=True) & gone:
             found.setdefault(
-                seq, f"attempt {state.attempt} resumes from {loading}, and has not committed yet"
+                seq, f"attempt {state.attempt} resumes from {resuming_from}, and has not committed yet"
             )
     newest = state.newest()
     if newest is not None:

@@ -6,7 +6,7 @@ survive, still encoded. So a restore of the compaction reads, row by row, the ve
 have read before. Blobs are the checkpoint's own and are copied.
 
 What is provided is tracked per table and column range, one byte a row. Chains whose column shards of a row changed in
-between are refused (`CompactionUnfit`): an encoded row cannot be cut along columns without encoding it anew; the next
+between are refused (`CompactionUnsupported`): an encoded row cannot be cut along columns without encoding it anew; the next
 baseline ends such a chain anyway. So are chains with tombstones, unless the target is a compaction: in no other
 baseline do tombstones count as rows.
 """
@@ -40,12 +40,12 @@ from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 DEADLINE_S = 3600.0
 
 
-class CompactionUnfit(EnvironmentFault):
+class CompactionUnsupported(EnvironmentFault):
     """The rows of this chain cannot be moved; it restores as before."""
 
 
 @dataclass(slots=True)
-class _Provided:
+class _ProvidedRows:
     """Which rows of the tables newer frames have provided already, per column range."""
 
     ranges: dict[str, dict[tuple[int, int], npt.NDArray[np.bool_]]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class _Provided:
         for (first, end), others in held.items():
             overlaps = first < columns[1] and columns[0] < end and (first, end) != columns
             if overlaps and others[ids[ids < len(others)]].any():
-                raise CompactionUnfit(
+                raise CompactionUnsupported(
                     f"column ranges of {info.table} changed within the chain",
                     remedy="the next baseline ends this chain",
                 )
@@ -71,9 +71,9 @@ class _Provided:
         return mine
 
 
-def mover(cache: PackCache, *, give_way: Callable[[], None] = lambda: None) -> Mover:
-    """A `Mover` that spools packs in `cache`; before each frame it calls `give_way`, which may wait a moment."""
-    return partial(move_rows, cache=cache, give_way=give_way)
+def mover(cache: PackCache, *, throttle: Callable[[], None] = lambda: None) -> Mover:
+    """A `Mover` that spools packs in `cache`; before each frame it calls `throttle`, which may wait a moment."""
+    return partial(move_rows, cache=cache, throttle=throttle)
 
 
 def move_rows(
@@ -84,7 +84,7 @@ def move_rows(
     token: str,
     *,
     cache: PackCache,
-    give_way: Callable[[], None] = lambda: None,
+    throttle: Callable[[], None] = lambda: None,
 ) -> MovedRows:
     """Write the synthetic baseline of checkpoint `seq` under `data/compact-{token}/`; one part with all its boxes.
 
@@ -103,7 +103,7 @@ def move_rows(
         covers=None,
         compaction=True,
     )
-    part, index = move_checkpoint(log, state, seq, links, log.store, target, cache=cache, give_way=give_way)
+    part, index = move_checkpoint(log, state, seq, links, log.store, target, cache=cache, throttle=throttle)
     return MovedRows(
         parts=(part,), encodings=index.encodings, rows=index.rows, stored_bytes=part.stored_bytes
     )
@@ -118,11 +118,11 @@ def move_checkpoint(
     target: PartTarget,
     *,
     cache: PackCache,
-    give_way: Callable[[], None] = lambda: None,
+    throttle: Callable[[], None] = lambda: None,
 ) -> tuple[Part, Index]:
     """Write all rows and blobs that checkpoint `seq` of `log` reads as one part of `target` on `store`.
 
-    Raises `CompactionUnfit`, `InvalidCheckpoint` (retired meanwhile, or broken), `UploadFailed`, `StoreUnavailable`.
+    Raises `CompactionUnsupported`, `InvalidCheckpoint` (retired meanwhile, or broken), `UploadFailed`, `StoreUnavailable`.
     """
     entry, parts = state.checkpoints[seq], parts_of(state, seq)
     indexes = load_indexes(
@@ -130,10 +130,10 @@ def move_checkpoint(
     )
     blobs = {name for part in parts for name in indexes[part.index_key].blobs}
     plan = restore_plan(links, indexes, whole_tables(entry.tables), seq=seq, blob_parts=parts, blobs=blobs)
-    provided = _Provided()
+    provided = _ProvidedRows()
     with PartWriter(store, target, cache, deadline_s=DEADLINE_S) as writer:
         for fetched in Fetcher(log.store, log.run, cache=cache, deadline_s=DEADLINE_S).fetch(plan):
-            give_way()
+            throttle()
             frame = fetched.frame
             moved: EncodedFrame | None
             if frame.info.kind is FrameKind.BLOB:
@@ -141,7 +141,7 @@ def move_checkpoint(
             else:
                 moved = _survivors(fetched, provided.claim(frame))
                 if moved is not None and frame.info.kind is FrameKind.TOMBSTONE and not target.compaction:
-                    raise CompactionUnfit(
+                    raise CompactionUnsupported(
                         f"rows of {frame.info.table} are tombstones within the chain",
                         remedy="the next baseline ends this chain",
                     )

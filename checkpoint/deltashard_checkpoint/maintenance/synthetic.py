@@ -8,7 +8,7 @@ encoded anew. What both cost is counted in seconds of training, for that is what
     compaction    BUSY_SHARE * (fetch what is not cached + move + upload)
 
 Compacted is the checkpoint that the next cuts build on. At a cut (`at_cut`) that is the newest commit: the cut covers
-it and is a delta, and the trainer counts from there on. Between cuts (`at_rest`) it is what the log shows: for deltas
+it and is a delta, and the trainer counts from there on. Between cuts (`between_cuts`) it is what the log shows: for deltas
 on deltas the newest itself, else what the newest one covers.
 """
 
@@ -25,7 +25,7 @@ BUSY_SHARE = 0.05
 READ_BYTES_PER_S, WRITE_BYTES_PER_S, MOVE_BYTES_PER_S = 200e6, 100e6, 1e9
 ENCODE_S_PER_BYTE = 3e-9
 """Assumed, of rows before encoding; the rates above are, too."""
-NARROWER = 0.75
+MAX_SIZE_RATIO = 0.75
 """A baseline at the encoding in force that is smaller than so much of the compacted rows is worth its stall."""
 
 
@@ -40,7 +40,7 @@ class FullCut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
+class CompactionInputs:
     """What a compaction of one checkpoint would read, and make."""
 
     checkpoints: int
@@ -55,7 +55,7 @@ class Material:
 class BaselineVerdict:
     """Compact, and why; the figures are for people."""
 
-    why: Literal["cheaper", "length", "owed"]
+    why: Literal["cheaper", "length", "deferred"]
     text: str
 
 
@@ -64,11 +64,11 @@ def checkpoints_of(state: RunState, seq: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(link.seq for link in chain(state, seq)))
 
 
-def material(state: RunState, seq: int, cached_bytes: int) -> Material:
+def compaction_inputs(state: RunState, seq: int, cached_bytes: int) -> CompactionInputs:
     """What compacting `seq` takes, if `cached_bytes` of its chain are in the local cache."""
     seqs = checkpoints_of(state, seq)
     total = sum(held_bytes(state, at) for at in seqs)
-    return Material(
+    return CompactionInputs(
         checkpoints=len(seqs),
         chain_bytes=total,
         fetch_bytes=max(0, total - cached_bytes),
@@ -82,7 +82,7 @@ def full_cut_s(cut: FullCut) -> float:
     )
 
 
-def compaction_s(found: Material) -> float:
+def compaction_s(found: CompactionInputs) -> float:
     return BUSY_SHARE * (
         found.fetch_bytes / READ_BYTES_PER_S
         + found.chain_bytes / MOVE_BYTES_PER_S
@@ -90,28 +90,28 @@ def compaction_s(found: Material) -> float:
     )
 
 
-def at_cut(found: Material, full: FullCut) -> BaselineVerdict | None:
+def at_cut(found: CompactionInputs, full: FullCut) -> BaselineVerdict | None:
     """Whether the next cut, of which a baseline is asked for, covers what is compacted then, and is none."""
     compaction, cut = compaction_s(found), full_cut_s(full)
-    if full.stored_bytes < NARROWER * found.base_bytes or compaction >= cut:
+    if full.stored_bytes < MAX_SIZE_RATIO * found.base_bytes or compaction >= cut:
         return None
     return BaselineVerdict(why="cheaper", text=f"{compaction:.3f} s of training, a full cut {cut:.3f} s")
 
 
-def target(state: RunState, seq: int, *, consecutive: bool) -> int:
+def compaction_target(state: RunState, seq: int, *, consecutive: bool) -> int:
     """Which checkpoint would be compacted while `seq` is the newest: what the next cuts build on."""
     covered = state.checkpoints[seq].covered
     return seq if consecutive or not covered else max(covered)
 
 
-def at_rest(checkpoints: int, *, owes: bool, longest: int) -> BaselineVerdict | None:
-    """Whether a `target` of so many checkpoints is compacted now; `longest` 0: no chain is too long.
+def between_cuts(checkpoints: int, *, deferred: bool, longest: int) -> BaselineVerdict | None:
+    """Whether a `compaction_target` of so many checkpoints is compacted now; `longest` 0: no chain is too long.
 
-    `owes`: deltas do not build on deltas, so a target that is one was made so at a cut, by `at_cut`, and is owed. The
+    `deferred`: deltas do not build on deltas, so a target that is one was made so at a cut, by `at_cut`, and is owed. The
     log alone says it, and a sidecar that starts anew sees it there.
     """
-    if owes:
-        return BaselineVerdict(why="owed", text=f"{checkpoints} checkpoints under the newest cut")
+    if deferred:
+        return BaselineVerdict(why="deferred", text=f"{checkpoints} checkpoints under the newest cut")
     if 0 < longest < checkpoints:
         return BaselineVerdict(why="length", text=f"{checkpoints} checkpoints, at most {longest} are wanted")
     return None

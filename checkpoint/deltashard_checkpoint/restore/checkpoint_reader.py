@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from deltashard_checkpoint.errors import FormatError, InvalidCheckpoint, UnsupportedVersion
 from deltashard_checkpoint.format import element_type
-from deltashard_checkpoint.format.blob_name import parse_blob_name, read_by
+from deltashard_checkpoint.format.blob_name import parse_blob_name, ranks_read_by
 from deltashard_checkpoint.format.index import Index, decode_index
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
@@ -33,7 +33,7 @@ from deltashard_checkpoint.stores.deadline import deadline
 
 Array = npt.NDArray[np.generic]
 T = TypeVar("T")
-_TURNS = 3
+_MAX_READS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def plan_restore(  # noqa: PLR0913
     named = () if isinstance(blobs, bool) else blobs
     owners = {owner for owner in (parse_blob_name(name)[0] for name in named) if owner is not None}
     if rank is not None:
-        owners.update(read_by(rank, world_size, state.checkpoints[seq].world_size))
+        owners.update(ranks_read_by(rank, world_size, state.checkpoints[seq].world_size))
     blob_parts = blob_parts_of(state, seq, owners) if blobs is not False else ()
     held = dict(indexes or {})
     parts = [part for part in (*(link.part for link in links), *blob_parts) if part.index_key not in held]
@@ -136,25 +136,25 @@ def plan_restore(  # noqa: PLR0913
     )
 
 
-def settled(log: RunLog, read: Callable[[RunState], T], *, deadline_s: float) -> T:
+def read_consistent(log: RunLog, read: Callable[[RunState], T], *, deadline_s: float) -> T:
     """`read` of the run at the tip of its log, again when the run went on meanwhile.
 
     A reader without an attempt holds nothing back: retention, compaction and gc may take what it has chosen while it
     reads. So what it finds gone or wrong is condemned only if the log still ends where it did, or in the last of
-    `_TURNS` turns. Raises what `read` and the log raise.
+    `_MAX_READS` turns. Raises what `read` and the log raise.
     """
-    turn = 1
+    reads = 1
     while True:
         state = log.refresh(deadline_s=deadline_s)
         try:
             return read(state)
         except InvalidCheckpoint:
-            if turn == _TURNS or not went_on(log, state, deadline_s=deadline_s):
+            if reads == _MAX_READS or not has_advanced(log, state, deadline_s=deadline_s):
                 raise
-        turn += 1
+        reads += 1
 
 
-def went_on(log: RunLog, state: RunState, *, deadline_s: float) -> bool:
+def has_advanced(log: RunLog, state: RunState, *, deadline_s: float) -> bool:
     """Whether the log has entries behind those that `state` was folded from; raises what reading the log does."""
     tip = state.tip
     return log.refresh(deadline_s=deadline_s).tip != tip

@@ -148,7 +148,7 @@ class Fetcher:
         """
         until = time.monotonic() + self._deadline_s
         todo = deque(plan.requests)
-        arrivals = _Arrivals()
+        matcher = _TailMatcher()
         under_way: deque[tuple[RangeRequest, memoryview, Future[_Parsed]]] = deque()
         ahead = 0
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="fetch")
@@ -165,20 +165,20 @@ class Fetcher:
                 try:
                     parsed = future.result(max(0.0, until - time.monotonic()) + _GRACE_S)
                 except FutureTimeout:
-                    raise self._too_late(request) from None
+                    raise self._timeout_error(request) from None
                 ahead -= request.length
-                yield from arrivals.take(request, memory, parsed)
+                yield from matcher.take(request, memory, parsed)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, request: RangeRequest, memory: memoryview, until: float) -> _Parsed:
         """Fill the memory with the request's bytes; its frames, or tails, each one checked."""
         if time.monotonic() >= until:
-            raise self._too_late(request)
+            raise self._timeout_error(request)
         key = object_key.run_key(self._run, request.key)
         cached = self._cache is not None and self._cache.read_into(key, request.offset, memory)
         if not cached:
-            cached = self._from_store_once(key, request, memory, until)
+            cached = self._from_shared_or_store(key, request, memory, until)
         with self._lock:
             if cached:
                 self._cache_bytes += request.length
@@ -232,7 +232,7 @@ class Fetcher:
                 self._store_bytes += len(place)
                 self._reread_bytes += len(place)
 
-    def _from_store_once(self, key: str, request: RangeRequest, out: memoryview, until: float) -> bool:
+    def _from_shared_or_store(self, key: str, request: RangeRequest, out: memoryview, until: float) -> bool:
         """Fill `out`; whether that was with what another rank had read. Rows are no other rank's."""
         if self._shared is None or request.tails or any(each.table is not None for each in request.frames):
             self._from_store(key, request.offset, out, until)
@@ -272,7 +272,7 @@ class Fetcher:
                     remedy="an older checkpoint may be whole",
                 ) from error
 
-    def _too_late(self, request: RangeRequest) -> StoreUnavailable:
+    def _timeout_error(self, request: RangeRequest) -> StoreUnavailable:
         return StoreUnavailable(
             f"the checkpoint was not read within {self._deadline_s:g} s",
             where=object_key.run_key(self._run, request.key),
@@ -280,7 +280,7 @@ class Fetcher:
         )
 
 
-class _Arrivals:
+class _TailMatcher:
     """Frames that await their tails, in order."""
 
     def __init__(self) -> None:

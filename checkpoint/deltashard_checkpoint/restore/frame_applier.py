@@ -36,7 +36,7 @@ from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.chain import describe, difference
-from deltashard_checkpoint.restore.plan import SchemaMismatch, field_differences, meets
+from deltashard_checkpoint.restore.plan import SchemaMismatch, field_differences, overlaps
 from deltashard_checkpoint.vocabulary import encoding_named
 
 Array = npt.NDArray[np.generic]
@@ -120,7 +120,7 @@ class FrameApplier:
         ids: Rows | None = None
         applied = []
         for table in tables:
-            if not meets(frame.info, table.target.box):
+            if not overlaps(frame.info, table.target.box):
                 continue
             if ids is None:
                 ids = frame.row_ids()
@@ -263,7 +263,7 @@ class _Table:
         self.specs = [specs[name] for name in target.fields]
         # Column intervals [start, stop) in the box's coordinates, each with one flag a row; together all columns.
         self.intervals: list[tuple[int, int, Mask]] = [(0, self.width, np.zeros(self.rows, np.bool_))]
-        self._joins: dict[str, _Join] = {}
+        self._merges: dict[str, _RowwiseMerge] = {}
 
     def needs(self, frame: Frame, ids: Rows) -> bool:
         box, info = self.target.box, frame.info
@@ -407,14 +407,14 @@ class _Table:
             elif alone is None or alone.any():
                 decoder.scatter(values, out=out, rows=rows, take=alone, values_dtype=dtype, dtype=spec.dtype)
             if filled is not None and len(joins):
-                said = np.empty(len(joins), out.dtype)
-                order = np.arange(len(said), dtype=np.int64)
+                new_values = np.empty(len(joins), out.dtype)
+                order = np.arange(len(new_values), dtype=np.int64)
                 part = np.ascontiguousarray(values[joins])
-                decoder.scatter(part, out=said, rows=order, values_dtype=dtype, dtype=spec.dtype)
-                join = self._joins.get(spec.name)
+                decoder.scatter(part, out=new_values, rows=order, values_dtype=dtype, dtype=spec.dtype)
+                join = self._merges.get(spec.name)
                 if join is None:
-                    join = self._joins[spec.name] = _Join(self.target.schema.fqn, spec, self.rows)
-                join.add(rows[joins], said, filled[joins], self.width, out)
+                    join = self._merges[spec.name] = _RowwiseMerge(self.target.schema.fqn, spec, self.rows)
+                join.add(rows[joins], new_values, filled[joins], self.width, out)
 
 
 def _span(frame: Frame, positions: Rows) -> slice | Rows:
@@ -425,30 +425,30 @@ def _span(frame: Frame, positions: Rows) -> slice | Rows:
     return slice(first, first + len(positions))
 
 
-class _Join:
+class _RowwiseMerge:
     """One row-wise field of one target, in rows that several frames provide, some columns each."""
 
     def __init__(self, table: str, spec: FieldSpec, rows: int) -> None:
         self._table = table
         self._spec = spec
         self._sums = np.zeros(rows, np.float64)
-        self._begun = np.zeros(rows, np.bool_)
-        self._mixed = np.zeros(rows, np.bool_)
+        self._initialized = np.zeros(rows, np.bool_)
+        self._differing = np.zeros(rows, np.bool_)
 
-    def add(self, at: Rows, said: Array, filled: Rows, width: int, out: Array) -> None:
-        """A frame says `said` [n] (of the field's type) of rows `at`, of which it fills `filled` of `width` columns.
+    def add(self, at: Rows, new_values: Array, filled: Rows, width: int, out: Array) -> None:
+        """A frame says `new_values` [n] (of the field's type) of rows `at`, of which it fills `filled` of `width` columns.
 
         Raises `SchemaMismatch` for float8, which has no sums, where frames say different things.
         """
-        fresh = ~self._begun[at]
-        out[at[fresh]] = said[fresh]
-        self._begun[at] = True
+        fresh = ~self._initialized[at]
+        out[at[fresh]] = new_values[fresh]
+        self._initialized[at] = True
         kind = element_type.by_name(self._spec.dtype)
         if not kind.floating:
             return
         bits = np.dtype(f"u{out.dtype.itemsize}")
-        differ = out[at].view(bits) != said.view(bits)
-        self._mixed[at[differ]] = True
+        differ = out[at].view(bits) != new_values.view(bits)
+        self._differing[at[differ]] = True
         if self._spec.dtype not in element_type.WEIGHT_DTYPES:
             if differ.any():
                 raise SchemaMismatch(
@@ -458,8 +458,10 @@ class _Join:
                     remedy="restore with the sharding of columns that it was saved with",
                 )
             return
-        self._sums[at] += quantizer.widened(said, self._spec.dtype).astype(np.float64) * (filled / width)
-        mixed = at[self._mixed[at]]
+        self._sums[at] += quantizer.widened(new_values, self._spec.dtype).astype(np.float64) * (
+            filled / width
+        )
+        mixed = at[self._differing[at]]
         out[mixed] = quantizer.narrowed_once(self._sums[mixed], self._spec.dtype)
 
 

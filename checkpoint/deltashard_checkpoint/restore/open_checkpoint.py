@@ -40,11 +40,11 @@ Advance = Callable[[int], None]
 
 _NEAR_ROWS = 64
 """Rows apart by no more than this are read as one range."""
-_MOST_RANGES = 64
+_MAX_RANGES = 64
 """Every frame is looked at once for each range."""
 
 
-def _quiet(_bytes: int) -> None:
+def _no_progress(_bytes: int) -> None:
     pass
 
 
@@ -110,14 +110,20 @@ class OpenCheckpoint:
         schemas: Collection[TableSchema] | None = None,
         *,
         fields: bool = True,
-        advance: Advance = _quiet,
+        advance: Advance = _no_progress,
     ) -> Iterator[TableArrays]:
         """Whole tables, one after the other."""
         for schema in self.entry.tables if schemas is None else schemas:
             yield self.span(schema, 0, schema.rows, fields=fields, advance=advance)
 
     def span(
-        self, schema: TableSchema, start: int, stop: int, *, fields: bool = True, advance: Advance = _quiet
+        self,
+        schema: TableSchema,
+        start: int,
+        stop: int,
+        *,
+        fields: bool = True,
+        advance: Advance = _no_progress,
     ) -> TableArrays:
         """Rows [start, stop) of one table, which must lie within it, in order."""
         (target,) = self._targets(schema, [(start, stop)], fields=fields, advance=advance)
@@ -153,7 +159,7 @@ class OpenCheckpoint:
                 remedy=f"the table has rows 0 to {schema.rows - 1}",
             )
         spans = _ranges(np.unique(wanted).astype(np.int64))
-        targets = self._targets(schema, spans, fields=fields, advance=_quiet) if spans else []
+        targets = self._targets(schema, spans, fields=fields, advance=_no_progress) if spans else []
         held = target_of(schema, _rows_of(schema, 0, len(wanted)), fields=fields)
         for target in targets:
             box = target.box
@@ -165,7 +171,7 @@ class OpenCheckpoint:
         return TableArrays(schema=schema, weights=held.weights, fields=held.fields)
 
     def blobs(
-        self, names: Collection[str] | None = None, *, advance: Advance = _quiet
+        self, names: Collection[str] | None = None, *, advance: Advance = _no_progress
     ) -> Mapping[str, memoryview]:
         """The blobs for all ranks, or these, by name."""
         applier = FrameApplier([])
@@ -201,8 +207,8 @@ def _ranges(ids: Rows) -> list[tuple[int, int]]:
         return []
     gaps = np.diff(ids)
     splits = np.flatnonzero(gaps > _NEAR_ROWS)
-    if len(splits) >= _MOST_RANGES:
-        splits = np.sort(splits[np.argsort(gaps[splits], kind="stable")[-(_MOST_RANGES - 1) :]])
+    if len(splits) >= _MAX_RANGES:
+        splits = np.sort(splits[np.argsort(gaps[splits], kind="stable")[-(_MAX_RANGES - 1) :]])
     starts: list[Any] = [ids[0], *ids[splits + 1]]
     stops: list[Any] = [*ids[splits], ids[-1]]
     return [(int(a), int(b) + 1) for a, b in zip(starts, stops, strict=True)]

@@ -157,7 +157,7 @@ def restore_plan(  # noqa: PLR0913
     missing: list[Box] = []
     wanted: list[Box] = []  # stored names
     stored = _newest_schemas(links, indexes)
-    reached = _reached(links)
+    reached = _baseline_boxes(links)
     for want in wants:
         name = (mapping or {}).get(want.schema.fqn, want.schema.fqn)
         if name not in stored:
@@ -173,7 +173,7 @@ def restore_plan(  # noqa: PLR0913
             common = intersection(renamed, whole)
             if common is not None:
                 wanted.append(common)
-                missing += [replace(piece, table=want.schema.fqn) for piece in _without(common, reached)]
+                missing += [replace(piece, table=want.schema.fqn) for piece in _subtract(common, reached)]
     if missing or (initial and strict):
         absent = tuple(missing or initial)
         raise IncompletePlan(
@@ -239,7 +239,7 @@ class _Range:
     start: int
     end: int
 
-    def takes(self, key: str, offset: int, length: int) -> bool:
+    def try_extend(self, key: str, offset: int, length: int) -> bool:
         """Whether bytes of a pack are read with these; the range has them then."""
         gap = offset - self.end
         if (
@@ -268,7 +268,7 @@ class _Requests:
         key, info = index.packs[place.pack].key, place.info
         self.bytes += info.length
         self.frames += 1
-        if not self._range.takes(key, place.offset, info.length):
+        if not self._range.try_extend(key, place.offset, info.length):
             self._close()
             self._range = _Range(key, place.offset, place.offset + info.length)
         planned = PlannedFrame(
@@ -295,7 +295,7 @@ class _Requests:
             assert planned.info.tail is not None
             length = planned.info.tail.length
             self.bytes += length
-            if not joined or not joined[-1][0].takes(key, offset, length):
+            if not joined or not joined[-1][0].try_extend(key, offset, length):
                 joined.append((_Range(key, offset, offset + length), []))
             at, tails = joined[-1]
             tails.append(replace(planned, offset=offset - at.start, tail=True))
@@ -368,7 +368,7 @@ def field_differences(model: Iterable[FieldSpec], stored: Iterable[FieldSpec]) -
     return faults, fatal
 
 
-def _reached(links: Iterable[ChainLink]) -> dict[str, list[Box]]:
+def _baseline_boxes(links: Iterable[ChainLink]) -> dict[str, list[Box]]:
     """What the baselines of the chain speak for, by table."""
     found: dict[str, list[Box]] = {}
     for link in links:
@@ -378,7 +378,7 @@ def _reached(links: Iterable[ChainLink]) -> dict[str, list[Box]]:
     return found
 
 
-def _without(box: Box, reached: Mapping[str, Iterable[Box]]) -> list[Box]:
+def _subtract(box: Box, reached: Mapping[str, Iterable[Box]]) -> list[Box]:
     rest = [box]
     for held in reached.get(box.table, ()):
         rest = [piece for each in rest for piece in difference(each, held)]
@@ -446,13 +446,13 @@ def _ordered(
             place
             for place in index.places
             if place.info.kind is not FrameKind.BLOB
-            and any(meets(place.info, box) for box in pieces.get(place.info.table, ()))
+            and any(overlaps(place.info, box) for box in pieces.get(place.info.table, ()))
         ]
         chosen.sort(key=lambda place: place.application_order)
         for place in chosen:
             yield link, place, tables[place.info.table]
 
 
-def meets(info: FrameInfo, box: Box) -> bool:
+def overlaps(info: FrameInfo, box: Box) -> bool:
     rows = info.row_min < box.row_stop and info.row_max >= box.row_start
     return rows and info.col_start < box.col_stop and info.col_stop > box.col_start

@@ -21,10 +21,10 @@ _LONGEST_WAIT_S = 3600.0
 
 
 @dataclass(slots=True, eq=False)
-class _UnderWay:
-    over: threading.Event = field(default_factory=threading.Event)
+class _PendingRead:
+    done: threading.Event = field(default_factory=threading.Event)
     data: Bytes | None = None
-    """None after `over`: it failed."""
+    """None after `done`: it failed."""
 
 
 class SharedReads:
@@ -33,10 +33,10 @@ class SharedReads:
     def __init__(self, *, budget_bytes: int = BUDGET_BYTES) -> None:
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()  # never held while something is read
-        self._held: dict[Hashable, Bytes] = {}
+        self._cached: dict[Hashable, Bytes] = {}
         """The one that was used last is last."""
-        self._held_bytes = 0
-        self._under_way: dict[Hashable, _UnderWay] = {}
+        self._cached_bytes = 0
+        self._pending: dict[Hashable, _PendingRead] = {}
         self._used_s = 0.0
 
     def read(self, key: Hashable, fetch: Callable[[], Bytes]) -> Bytes:
@@ -48,14 +48,14 @@ class SharedReads:
         while True:
             with self._lock:
                 self._used_s = time.monotonic()
-                if (data := self._held.pop(key, None)) is not None:
-                    self._held[key] = data
+                if (data := self._cached.pop(key, None)) is not None:
+                    self._cached[key] = data
                     return data
-                other = self._under_way.get(key)
+                other = self._pending.get(key)
                 if other is None:
-                    mine = self._under_way[key] = _UnderWay()
+                    mine = self._pending[key] = _PendingRead()
                     break
-            if not other.over.wait(remaining_s(_LONGEST_WAIT_S)):
+            if not other.done.wait(remaining_s(_LONGEST_WAIT_S)):
                 raise StoreUnavailable("another reader waits for the same bytes in vain", where=str(key))
             if other.data is not None:
                 return other.data
@@ -65,25 +65,25 @@ class SharedReads:
             return mine.data
         finally:
             with self._lock:
-                del self._under_way[key]
-            mine.over.set()
+                del self._pending[key]
+            mine.done.set()
 
     def forget(self, key: Hashable) -> None:
         """These bytes were wrong: the next reader asks anew."""
         with self._lock:
-            if (data := self._held.pop(key, None)) is not None:
-                self._held_bytes -= len(data)
+            if (data := self._cached.pop(key, None)) is not None:
+                self._cached_bytes -= len(data)
 
-    def let_go(self, *, idle_s: float) -> None:
+    def release_idle(self, *, idle_s: float) -> None:
         """Free all memory when nobody has read anything for so long."""
         with self._lock:
             if time.monotonic() - self._used_s >= idle_s:
-                self._held.clear()
-                self._held_bytes = 0
+                self._cached.clear()
+                self._cached_bytes = 0
 
     def _keep(self, key: Hashable, data: Bytes) -> None:
         with self._lock:
-            self._held[key] = data
-            self._held_bytes += len(data)
-            while self._held_bytes > self._budget_bytes:
-                self._held_bytes -= len(self._held.pop(next(iter(self._held))))
+            self._cached[key] = data
+            self._cached_bytes += len(data)
+            while self._cached_bytes > self._budget_bytes:
+                self._cached_bytes -= len(self._cached.pop(next(iter(self._cached))))

@@ -3,10 +3,10 @@
 `RetryingStore` promises an overall deadline per call. A back-end's own timeouts bound one silence, not one call: a
 server that sends a byte a second would keep it for ever. So the promise travels down in a context variable.
 
-A read is also told how long the store may be silent within it (`silence`): asking again mends a hung connection sooner
+A read is also told how long the store may be silent within it (`idle_timeout`): asking again mends a hung connection sooner
 than waiting does.
 
-A caller that may lose interest (an aborted part) lays `until(given_up)` around its calls: from the moment that is true
+A caller that may lose interest (an aborted part) lays `abandon_when(predicate)` around its calls: from the moment that is true
 no time remains, so nothing is retried and whoever moves bytes stops at the next slice.
 """
 
@@ -17,28 +17,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-SILENCE_S = 20.0
+IDLE_TIMEOUT_S = 20.0
 """Longest silence of a store: after it an attempt is given up."""
 _deadline_at_s: ContextVar[float | None] = ContextVar("deltashard_store_deadline", default=None)
-_silence_s: ContextVar[float | None] = ContextVar("deltashard_store_silence", default=None)
-_given_up: ContextVar[Callable[[], bool] | None] = ContextVar("deltashard_store_given_up", default=None)
+_idle_timeout_s: ContextVar[float | None] = ContextVar("deltashard_store_silence", default=None)
+_predicate: ContextVar[Callable[[], bool] | None] = ContextVar("deltashard_store_abandoned", default=None)
 
 
 @contextmanager
-def until(given_up: Callable[[], bool]) -> Iterator[None]:
-    """Within: no time remains once `given_up()`, or an outer one; it is asked often and must not wait."""
-    outer = _given_up.get()
-    token = _given_up.set(given_up if outer is None else lambda: given_up() or outer())
+def abandon_when(predicate: Callable[[], bool]) -> Iterator[None]:
+    """Within: no time remains once `predicate()`, or an outer one; it is asked often and must not wait."""
+    outer = _predicate.get()
+    token = _predicate.set(predicate if outer is None else lambda: predicate() or outer())
     try:
         yield
     finally:
-        _given_up.reset(token)
+        _predicate.reset(token)
 
 
-def abandoned() -> bool:
-    """Whether the caller who laid `until` around this gave up."""
-    given_up = _given_up.get()
-    return given_up is not None and given_up()
+def is_abandoned() -> bool:
+    """Whether the caller who laid `abandon_when` around this gave up."""
+    predicate = _predicate.get()
+    return predicate is not None and predicate()
 
 
 @contextmanager
@@ -54,24 +54,24 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def remaining_s(default: float = float("inf")) -> float:
-    """Seconds left, never negative, 0 when `abandoned`; `default` where no deadline was laid."""
-    if abandoned():
+    """Seconds left, never negative, 0 when `is_abandoned`; `default` where no deadline was laid."""
+    if is_abandoned():
         return 0.0
     at = _deadline_at_s.get()
     return default if at is None else max(0.0, at - time.monotonic())
 
 
 @contextmanager
-def silence(seconds: float) -> Iterator[None]:
-    """Within: a store that is silent for so long is given up (`silence_s`)."""
-    token = _silence_s.set(seconds)
+def idle_timeout(seconds: float) -> Iterator[None]:
+    """Within: a store that is silent for so long is given up (`idle_timeout_s`)."""
+    token = _idle_timeout_s.set(seconds)
     try:
         yield
     finally:
-        _silence_s.reset(token)
+        _idle_timeout_s.reset(token)
 
 
-def silence_s(longest_s: float) -> float:
+def idle_timeout_s(longest_s: float) -> float:
     """How long to listen to a silent store: `longest_s` at most, and never beyond the deadline."""
-    allowed_s = _silence_s.get()
+    allowed_s = _idle_timeout_s.get()
     return min(longest_s, remaining_s(), longest_s if allowed_s is None else allowed_s)

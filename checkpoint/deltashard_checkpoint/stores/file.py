@@ -41,7 +41,7 @@ from deltashard_checkpoint.stores.key_rule import TEMPORARY, BadKey, check_key, 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-_RACES = 16
+_MAX_RACES = 16
 """How often a put makes its directory again because a deleter found it empty and removed it."""
 
 
@@ -55,7 +55,7 @@ class FileStore(Store):
     def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
         self.root = Path(root).absolute()
         self.url = f"file://{self.root}"
-        self._unmade = create
+        self._root_pending = create
         if create:
             with suppress(AccessDenied, StoreFull, StoreUnavailable):
                 self._make_root()
@@ -73,7 +73,7 @@ class FileStore(Store):
 
     def _make_root(self) -> None:
         """Make the root where it was asked for and is still to be made."""
-        if not self._unmade:
+        if not self._root_pending:
             return
         try:
             _make_directories(self.root)
@@ -85,7 +85,7 @@ class FileStore(Store):
             ) from error
         except OSError as error:
             raise self._translated(error, "") from error
-        self._unmade = False
+        self._root_pending = False
 
     def put(self, key: str, data: Buffer) -> None:
         self._write(key, data, create_only=False)
@@ -126,7 +126,7 @@ class FileStore(Store):
             raise self._translated(error, key) from error
 
     def _open_new(self, path: Path) -> int:
-        for _ in range(_RACES):
+        for _ in range(_MAX_RACES):
             with suppress(FileNotFoundError):
                 return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
             # IMPORTANT: the root is made once, for whoever opens the store, and never later. One that vanished under a

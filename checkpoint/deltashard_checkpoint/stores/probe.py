@@ -23,7 +23,7 @@ _FIRST, _SECOND = b"first", b"second"
 _probed: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
-def proven(store: Store) -> bool:
+def is_probed(store: Store) -> bool:
     """Whether this process has tried that the store creates only what is absent."""
     return store in _probed
 
@@ -37,7 +37,7 @@ def probe(store: Store, key: str, *, pause: Callable[[], bool] = lambda: False) 
     try:
         while True:
             try:
-                _once(store, key)
+                _probe_once(store, key)
             except ObjectNotFound as error:
                 if not pause():
                     raise StoreUnavailable("the store loses what it acknowledged", where=store.url) from error
@@ -53,7 +53,7 @@ def probe(store: Store, key: str, *, pause: Callable[[], bool] = lambda: False) 
             store.delete([key])
 
 
-def _once(store: Store, key: str) -> None:
+def _probe_once(store: Store, key: str) -> None:
     for data in (_FIRST, _SECOND):
         with suppress(ObjectExists):  # of the first one, too: its acknowledgement was lost
             store.put_if_absent(key, data)

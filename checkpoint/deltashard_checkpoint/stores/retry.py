@@ -9,8 +9,8 @@ and is raised at once.
 whether that means won or lost only the content tells, and only the log knows its own content. A listing that
 breaks off goes on after the last key it gave.
 
-A read (`get`, `get_into`) is patient for `RetryPolicy.silence_s` only, and twice as long after each try that silence
-ended, up to `deadline.SILENCE_S`: a hung connection costs two seconds. The store remembers which silence was needed,
+A read (`get`, `get_into`) is patient for `RetryPolicy.idle_timeout_s` only, and twice as long after each try that silence
+ended, up to `deadline.IDLE_TIMEOUT_S`: a hung connection costs two seconds. The store remembers which silence was needed,
 or what a read that failed came to, so one that is slow as a whole is asked again once, not at every read; each read
 that needs no second try takes 2 % off what is remembered.
 """
@@ -32,11 +32,17 @@ from deltashard_checkpoint.stores.abc import (
     Store,
     StoreUnavailable,
 )
-from deltashard_checkpoint.stores.deadline import SILENCE_S, abandoned, deadline, remaining_s, silence
+from deltashard_checkpoint.stores.deadline import (
+    IDLE_TIMEOUT_S,
+    deadline,
+    idle_timeout,
+    is_abandoned,
+    remaining_s,
+)
 
 Result = TypeVar("Result")
 BACKOFF = Backoff(first_s=0.1, longest_s=5.0)
-_FORGETTING = 0.98
+_IDLE_TIMEOUT_DECAY = 0.98
 """Of the remembered silence, by each read that needed no more."""
 DELETE_BATCH = 1000
 """Keys in one delete request: what S3 takes."""
@@ -54,7 +60,7 @@ class RetryPolicy:
     """At most so many tries a call."""
     backoff: Backoff = BACKOFF
     """Pauses between tries."""
-    silence_s: float = 2.0
+    idle_timeout_s: float = 2.0
     """A read that hears nothing for so long is tried again, with twice the patience."""
 
     def allowance_s(self, size_bytes: int) -> float:
@@ -88,7 +94,7 @@ class RetryingStore(Store):
         self.policy = policy or RetryPolicy()
         self.observer = observer or StoreObserver()
         self._clocks = clocks or Clocks()
-        self._patience_s = self.policy.silence_s
+        self._idle_timeout_s = self.policy.idle_timeout_s
         """The silence that reads needed lately."""
 
     def put(self, key: str, data: Buffer) -> None:
@@ -100,10 +106,15 @@ class RetryingStore(Store):
         self._call("put_if_absent", key, size_bytes, lambda: self.inner.put_if_absent(key, data), attempts=1)
 
     def get(self, key: str) -> bytes:
-        return self._call("get", key, 0, self._patient(lambda: self.inner.get(key)), sized=len)
+        return self._call("get", key, 0, self._with_idle_timeout(lambda: self.inner.get(key)), sized=len)
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
-        self._call("get_into", key, out.nbytes, self._patient(lambda: self.inner.get_into(key, offset, out)))
+        self._call(
+            "get_into",
+            key,
+            out.nbytes,
+            self._with_idle_timeout(lambda: self.inner.get_into(key, offset, out)),
+        )
 
     def head(self, key: str) -> ObjectInfo:
         return self._call("head", key, 0, lambda: self.inner.head(key))
@@ -128,25 +139,29 @@ class RetryingStore(Store):
     def close(self) -> None:
         self.inner.close()
 
-    def _patient(self, read: Callable[[], Result]) -> Callable[[], Result]:
+    def _with_idle_timeout(self, read: Callable[[], Result]) -> Callable[[], Result]:
         """`read` with a bounded silence, for one call: each try that silence ended doubles the next one's."""
-        silence_s = self._patience_s
+        idle_timeout_s = self._idle_timeout_s
         grown = False
 
         def attempt() -> Result:
-            nonlocal silence_s, grown
+            nonlocal idle_timeout_s, grown
             begun_s = self._clocks.monotonic_s()
             try:
-                with silence(silence_s):
+                with idle_timeout(idle_timeout_s):
                     result = read()
             except StoreUnavailable:
-                if self._clocks.monotonic_s() - begun_s >= 0.95 * silence_s:  # timers fire a moment early
-                    silence_s, grown = min(2 * silence_s, SILENCE_S), True
+                if (
+                    self._clocks.monotonic_s() - begun_s >= 0.95 * idle_timeout_s
+                ):  # timers fire a moment early
+                    idle_timeout_s, grown = min(2 * idle_timeout_s, IDLE_TIMEOUT_S), True
                     # At once, not when a try succeeds: the deadline may end this call before one does.
-                    self._patience_s = max(self._patience_s, silence_s)
+                    self._idle_timeout_s = max(self._idle_timeout_s, idle_timeout_s)
                 raise
             if not grown:
-                self._patience_s = max(self.policy.silence_s, self._patience_s * _FORGETTING)
+                self._idle_timeout_s = max(
+                    self.policy.idle_timeout_s, self._idle_timeout_s * _IDLE_TIMEOUT_DECAY
+                )
             return result
 
         return attempt
@@ -165,7 +180,7 @@ class RetryingStore(Store):
         begun_s = self._clocks.monotonic_s()
         allowance_s = min(self.policy.allowance_s(size_bytes), remaining_s())
         failures = 0
-        said: StoreUnavailable | None = None
+        last_error: StoreUnavailable | None = None
         while True:
             try_begun_s = self._clocks.monotonic_s()
             left_s = allowance_s - (try_begun_s - begun_s)
@@ -178,20 +193,20 @@ class RetryingStore(Store):
                 failures += 1
                 delay_s = self.policy.backoff.delay_s(failures, self._clocks.uniform)
                 spent_s = now_s - begun_s
-                if said is None or spent_s < allowance_s:
-                    said = error  # one that the deadline cut off knows nothing of the store
-                if failures < limit and spent_s + delay_s < allowance_s and not abandoned():
+                if last_error is None or spent_s < allowance_s:
+                    last_error = error  # one that the deadline cut off knows nothing of the store
+                if failures < limit and spent_s + delay_s < allowance_s and not is_abandoned():
                     self._clocks.sleep(delay_s)
-                    if not abandoned():
+                    if not is_abandoned():
                         continue
                 self.observer.finished(operation, spent_s, size_bytes, error)
                 if limit == 1:
                     raise
                 raise StoreUnavailable(
-                    f"{operation} failed {failures} times in {spent_s:.1f} s, last: {said.what}",
-                    where=said.where or f"{self.url}/{key}",
-                    remedy=said.remedy or "is the store up and reachable?",
-                ) from said
+                    f"{operation} failed {failures} times in {spent_s:.1f} s, last: {last_error.what}",
+                    where=last_error.where or f"{self.url}/{key}",
+                    remedy=last_error.remedy or "is the store up and reachable?",
+                ) from last_error
             except Exception as error:
                 now_s = self._clocks.monotonic_s()
                 self.observer.attempted(operation, now_s - try_begun_s, error)

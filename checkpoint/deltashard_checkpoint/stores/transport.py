@@ -101,25 +101,27 @@ def proxy_of(url: str) -> str | None:
     if not usable:
         name = f"{parts.scheme.upper()}_PROXY"
         raise BadTransport(
-            f"{name} names no proxy", where=shown(found.geturl()), remedy="it takes http://host:port"
+            f"{name} names no proxy",
+            where=without_credentials(found.geturl()),
+            remedy="it takes http://host:port",
         )
     return found.geturl()
 
 
-def shown(proxy: str) -> str:
+def without_credentials(proxy: str) -> str:
     """A proxy's URL without the credentials in it."""
     parts = urlsplit(proxy)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, "", "", ""))
 
 
-def way(url: str) -> str:
+def via_proxy(url: str) -> str:
     """` through the proxy http://host:port`, for messages; nothing where requests to `url` go straight."""
     proxy = proxy_of(url)
-    return f" through the proxy {shown(proxy)}" if proxy else ""
+    return f" through the proxy {without_credentials(proxy)}" if proxy else ""
 
 
-def warn_if_open(endpoint: str) -> None:
+def warn_if_plaintext(endpoint: str) -> None:
     """Say once that checkpoints go to `endpoint` unencrypted, unless it is on this machine."""
     parts = urlsplit(endpoint)
     host = parts.hostname or ""

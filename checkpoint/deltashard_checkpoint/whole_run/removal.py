@@ -46,16 +46,16 @@ class Content:
 def content(log: RunLog) -> Content:
     """Everything that a removal would delete; reads only."""
     objects = size = 0
-    for info in _every(log):
+    for info in _all_objects(log):
         objects, size = objects + 1, size + info.size_bytes
     return Content(objects=objects, bytes=size)
 
 
-def removing(log: RunLog) -> bool:
+def is_being_removed(log: RunLog) -> bool:
     return log.hint() == REMOVAL
 
 
-class WentOn(UserError):
+class RunAdvanced(UserError):
     """The log went on while it was being looked at: the run is somebody's."""
 
 
@@ -67,18 +67,18 @@ def remove(
     The caller has asked whether anyone holds the run (`holder`), by the log up to slot `through`: whoever wrote behind
     it meanwhile keeps the run. None: whoever writes is not to be minded.
 
-    Raises `WentOn`, with nothing removed, and store errors.
+    Raises `RunAdvanced`, with nothing removed, and store errors.
     """
     hint = None if through is None else _hint(log)
     # IMPORTANT: before anything goes. From here on nobody takes what is left for a run.
-    _shut(log)
+    _put_barrier(log)
     crash_point("rm.after_barrier")
-    if through is not None and (newer := _behind(log, through)) is not None:
+    if through is not None and (newer := _first_after(log, through)) is not None:
         if hint is not None:
             log.store.put(log.key("log/HINT"), hint)
         else:
             log.store.delete([log.key("log/HINT")])
-        raise WentOn(
+        raise RunAdvanced(
             f"entry {newer} was written while it was looked at: it goes on",
             where=f"run {log.run}",
             remedy="end its trainers, and call again",
@@ -99,30 +99,30 @@ def remove(
     crash_point("rm.after_log")
     for _ in range(_ROUNDS):
         # IMPORTANT: the barrier stands while data goes. A writer that read the log before it may have put its own HINT.
-        if not removing(log):
-            _shut(log)
-        if not drop(_but_hint(log)):
+        if not is_being_removed(log):
+            _put_barrier(log)
+        if not drop(_all_but_hint(log)):
             break
     for folder in RESERVED:
         log.store.sweep(log.key(f"{folder}/"), quiet_s=0.0)
-    left = sum(1 for _ in _but_hint(log))
+    left = sum(1 for _ in _all_but_hint(log))
     if not left:
         crash_point("rm.before_hint")
         log.store.delete([log.key("log/HINT")])
         crash_point("rm.after_hint")
         gone.append(len(REMOVAL.data))
-        left = sum(1 for _ in _every(log))
+        left = sum(1 for _ in _all_objects(log))
     return Content(objects=len(gone), bytes=sum(gone), left=left)
 
 
-def _shut(log: RunLog) -> None:
+def _put_barrier(log: RunLog) -> None:
     """Put the barrier; raises `StoreFull` when there is no room even without the copies."""
     try:
-        log.leave_hint(REMOVAL)
+        log.put_hint(REMOVAL)
     except StoreFull:
         log.store.delete([info.key for info in log.store.list(log.key("log/fold-"))])
         log.store.delete([log.key("log/HINT")])
-        log.leave_hint(REMOVAL)
+        log.put_hint(REMOVAL)
 
 
 def _hint(log: RunLog) -> bytes | None:
@@ -132,7 +132,7 @@ def _hint(log: RunLog) -> bytes | None:
         return None
 
 
-def _behind(log: RunLog, through: int) -> int | None:
+def _first_after(log: RunLog, through: int) -> int | None:
     """The first entry of the log behind a slot; None: there is none."""
     after = log.key(entry_key(through)) if through >= 0 else ""
     found = (
@@ -152,11 +152,11 @@ def _delete(log: RunLog, batch: list[ObjectInfo], advance: Callable[[int], None]
     advance(sum(info.size_bytes for info in batch))
 
 
-def _every(log: RunLog) -> Iterator[ObjectInfo]:
+def _all_objects(log: RunLog) -> Iterator[ObjectInfo]:
     """Of the log first: should HINT be lost, entries without data are worse than data without entries."""
     for folder in sorted(RESERVED, key=lambda name: (name != "log", name)):
         yield from log.store.list(log.key(f"{folder}/"))
 
 
-def _but_hint(log: RunLog) -> Iterator[ObjectInfo]:
-    return (info for info in _every(log) if info.key != log.key("log/HINT"))
+def _all_but_hint(log: RunLog) -> Iterator[ObjectInfo]:
+    return (info for info in _all_objects(log) if info.key != log.key("log/HINT"))

@@ -48,10 +48,10 @@ from deltashard_checkpoint.log.manifest import Manifests, manifest_key
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.row_mover import move_checkpoint
-from deltashard_checkpoint.maintenance.word import chosen
-from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, settled
+from deltashard_checkpoint.maintenance.user_entry import resolve_checkpoint
+from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, read_consistent
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
-from deltashard_checkpoint.whole_run.remains import Remains
+from deltashard_checkpoint.whole_run.incomplete_state import IncompleteState
 from deltashard_checkpoint.write.part_writer import PartTarget
 
 WORKERS = 8
@@ -67,7 +67,7 @@ class TargetTaken(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class CopyResult:
     """What a copy did."""
 
     run: str
@@ -82,7 +82,7 @@ class Copied:
     objects: int
     """Data objects put."""
     bytes: int
-    passed_over: int
+    skipped: int
     """Data objects that were there already, and whole."""
     entries: int
     """Log entries put; 0: the copy was whole already."""
@@ -92,12 +92,12 @@ def copy_run(
     source: RunLog,
     target: RunLog,
     *,
-    sized: Callable[[int], Callable[[int], None]] = lambda _total: lambda _bytes: None,
+    open_progress: Callable[[int], Callable[[int], None]] = lambda _total: lambda _bytes: None,
     deadline_s: float = DEFAULT_DEADLINE_S,
-) -> Copied:
+) -> CopyResult:
     """Copy the run, or continue a copy, or bring it up to date. May be killed at any instant and begun again.
 
-    `sized` takes the bytes of all packs and returns the function that is called with the bytes of each one done.
+    `open_progress` takes the bytes of all packs and returns the function that is called with the bytes of each one done.
     Raises `TargetTaken`, `LogStopped`, `InvalidCheckpoint` for an object of the source that is not whole, and store
     errors.
     """
@@ -108,7 +108,9 @@ def copy_run(
             remedy="name another store, or a checkpoint (-c) and another name (--as)",
         )
     validate_new_run(target.run)
-    return settled(source, lambda state: _copy(source, target, state, sized), deadline_s=deadline_s)
+    return read_consistent(
+        source, lambda state: _copy(source, target, state, open_progress), deadline_s=deadline_s
+    )
 
 
 def start_run(
@@ -118,35 +120,37 @@ def start_run(
     cache: PackCache,
     *,
     owner: str | None = None,
-    goes_on: bool = False,
+    resume: bool = False,
     deadline_s: float = DEFAULT_DEADLINE_S,
-) -> Copied:
+) -> CopyResult:
     """Begin the run `target` with one checkpoint of the source, which holds all its rows there.
 
-    `cache` holds packs on their way. `owner` has the new run; None: the source's. `goes_on`: a copy that was cut short
+    `cache` holds packs on their way. `owner` has the new run; None: the source's. `resume`: a copy that was cut short
     goes on with the checkpoint that it began with, whatever `which` means by now.
     May be killed at any instant and begun again.
-    Raises `TargetTaken`, `CompactionUnfit` for a chain whose column shards changed or that holds tombstones,
-    `InvalidCheckpoint`, what `chosen` raises, and store errors.
+    Raises `TargetTaken`, `CompactionUnsupported` for a chain whose column shards changed or that holds tombstones,
+    `InvalidCheckpoint`, what `resolve_checkpoint` raises, and store errors.
     """
     validate_new_run(target.run)
 
-    def start(state: RunState) -> Copied:
-        begun = _begun(target, state) if goes_on and not target.hint().whole else None
-        return _start(source, target, state, which if begun is None else f"seq:{begun}", cache, owner)
+    def start(state: RunState) -> CopyResult:
+        started_from = _started_from(target, state) if resume and not target.hint().whole else None
+        return _start(
+            source, target, state, which if started_from is None else f"seq:{started_from}", cache, owner
+        )
 
-    return settled(source, start, deadline_s=deadline_s)
+    return read_consistent(source, start, deadline_s=deadline_s)
 
 
 # A whole run
 
 
 def _copy(
-    source: RunLog, target: RunLog, state: RunState, sized: Callable[[int], Callable[[int], None]]
-) -> Copied:
+    source: RunLog, target: RunLog, state: RunState, open_progress: Callable[[int], Callable[[int], None]]
+) -> CopyResult:
     if state.stopped is not None:
         raise stopped(state)
-    _check_door(target, target.hint(), state.tip)
+    _check_barrier(target, target.hint(), state.tip)
     listed = source.listed()
     slots = [seq for seq in listed.seqs if seq <= state.tip]
 
@@ -156,22 +160,22 @@ def _copy(
     live = Manifests(source.store, source.run).listing(state, state.checkpoints)
     parts = [part for seq in sorted(live.checkpoints) for part in parts_of(live, seq)]
     indexes = load_indexes(source.store, source.run, parts)
-    put = _Put(source, target)
-    put.advance = sized(sum(pack.bytes for index in indexes.values() for pack in index.packs))
+    put = _DataWriter(source, target)
+    put.advance = open_progress(sum(pack.bytes for index in indexes.values() for pack in index.packs))
     put.packs(indexes)
     crash_point("cp.after_packs")
     for key, digest in _small_objects(live, indexes):
-        put.small(key, digest)
+        put.put_small(key, digest)
     for name in listed.folds:
         with suppress(InvalidCheckpoint):  # one that is gone or rotten counts for nothing, here as there
-            put.small(fold_key(name), _fits(content_digest, name.digest))
+            put.put_small(fold_key(name), _hash_matches(content_digest, name.digest))
     crash_point("cp.after_data")
     if missing or not target.hint().whole:
         _put_log(
             target, entries, missing, Hint(fold=max((n.seq for n in listed.folds), default=-1), seq=state.tip)
         )
     newest = state.newest()
-    return Copied(
+    return CopyResult(
         run=target.run,
         seq=None if newest is None else newest.seq,
         source_seq=None if newest is None else newest.seq,
@@ -180,12 +184,12 @@ def _copy(
         through=state.tip,
         objects=put.objects,
         bytes=put.bytes,
-        passed_over=put.passed_over,
+        skipped=put.skipped,
         entries=len(missing),
     )
 
 
-def _fits(hashed: Callable[[bytes], str], digest: str) -> Callable[[bytes], bool]:
+def _hash_matches(hashed: Callable[[bytes], str], digest: str) -> Callable[[bytes], bool]:
     return lambda data: hashed(data) == digest
 
 
@@ -194,23 +198,23 @@ def _small_objects(
 ) -> Iterator[tuple[str, Callable[[bytes], bool]]]:
     """(key, whether bytes are its) of all indexes, manifests and layouts that live checkpoints need."""
     for key in indexes:
-        yield key, _fits(digest_hex, parse_index_key(key).xxh3)
+        yield key, _hash_matches(digest_hex, parse_index_key(key).xxh3)
     layouts = {each.layout for each in state.attempts.values() if each.layout}
     for entry in state.checkpoints.values():
         if (listed := entry.listed) is not None and entry.seq not in state.compactions:
             key = manifest_key(entry.attempt, entry.cut, listed.manifest)
-            yield key, _fits(content_digest, listed.manifest)
+            yield key, _hash_matches(content_digest, listed.manifest)
     for digest in sorted(layouts):
-        yield layout_key(digest), _fits(digest_hex, digest)
+        yield layout_key(digest), _hash_matches(digest_hex, digest)
 
 
-class _Put:
+class _DataWriter:
     """Puts the data objects of a copy, each once it was checked."""
 
     def __init__(self, source: RunLog, target: RunLog) -> None:
         self._source = source
         self._target = target
-        self._there = {
+        self._existing = {
             info.key[len(target.run) + 1 :]: info.size_bytes
             for space in ("data/", "layout/", "log/fold-")
             for info in target.store.list(target.key(space))
@@ -219,7 +223,7 @@ class _Put:
         self._in_flight = 0
         self.advance: Callable[[int], None] = lambda _bytes: None
         self.objects = 0
-        self.passed_over = 0
+        self.skipped = 0
         self.bytes = 0
 
     def packs(self, indexes: Mapping[str, Index]) -> None:
@@ -232,12 +236,12 @@ class _Put:
                 pass
 
     def _pack(self, key: str, size: int, pieces: Sequence[Piece]) -> None:
-        with self._room(size):
+        with self._reserve_memory(size):
             buffer = bytearray(size)
-            if self._there.get(key) == size and self._holds(self._target, key, buffer, pieces):
+            if self._existing.get(key) == size and self._read_verified(self._target, key, buffer, pieces):
                 self._count(size, put=False)
                 return
-            if not self._holds(self._source, key, buffer, pieces, strict=True):
+            if not self._read_verified(self._source, key, buffer, pieces, strict=True):
                 raise InvalidCheckpoint(
                     f"{key} is not what its index says: a frame does not match its hash",
                     where=self._source.key(key),
@@ -246,7 +250,7 @@ class _Put:
             self._target.store.put(self._target.key(key), buffer)
         self._count(size, put=True)
 
-    def _holds(
+    def _read_verified(
         self, log: RunLog, key: str, buffer: bytearray, pieces: Sequence[Piece], *, strict: bool = False
     ) -> bool:
         """Read a pack into `buffer`; whether all in it is as its index says. `strict`: it must be there."""
@@ -265,22 +269,22 @@ class _Put:
             return True
         return False
 
-    def small(self, key: str, fits: Callable[[bytes], bool]) -> None:
+    def put_small(self, key: str, matches: Callable[[bytes], bool]) -> None:
         """An object whose name has its hash. Raises `InvalidCheckpoint` and store errors."""
-        if key in self._there and fits(self._target.store.get(self._target.key(key))):
+        if key in self._existing and matches(self._target.store.get(self._target.key(key))):
             self._count(0, put=False)
             return
         try:
             data = self._source.store.get(self._source.key(key))
         except ObjectNotFound as error:
             raise InvalidCheckpoint(f"{key} does not exist", where=self._source.key(key)) from error
-        if not fits(data):
+        if not matches(data):
             raise InvalidCheckpoint(f"{key} does not match the hash in its name", where=self._source.key(key))
         self._target.store.put(self._target.key(key), data)
         self._count(0, put=True)
 
     @contextmanager
-    def _room(self, size: int) -> Iterator[None]:
+    def _reserve_memory(self, size: int) -> Iterator[None]:
         """Wait until `size` bytes more may be in memory."""
         with self._lock:
             self._lock.wait_for(lambda: not self._in_flight or self._in_flight + size <= IN_FLIGHT_BYTES)
@@ -296,7 +300,7 @@ class _Put:
         with self._lock:
             self.objects += put
             self.bytes += size if put else 0
-            self.passed_over += not put
+            self.skipped += not put
         self.advance(size)
 
 
@@ -305,20 +309,20 @@ class _Put:
 
 def _start(
     source: RunLog, target: RunLog, state: RunState, which: str, cache: PackCache, owner: str | None
-) -> Copied:
-    seq = chosen(state, which).seq
+) -> CopyResult:
+    seq = resolve_checkpoint(state, which).seq
     entry = state.checkpoints[seq]
     token = _token(entry)
-    _check_door(target, target.hint(), 2)
+    _check_barrier(target, target.hint(), 2)
     done = partial(
-        Copied, run=target.run, seq=2, source_seq=seq, step=entry.step, checkpoints=1, through=state.tip, passed_over=0
+        CopyResult, run=target.run, seq=2, source_seq=seq, step=entry.step, checkpoints=1, through=state.tip, skipped=0
     )  # fmt: skip
     if there := target.listed().seqs:
-        _check_begun(target, state, seq)
+        _check_started_from(target, state, seq)
         if there[-1] >= 2:  # before any row is moved
             if there != (0, 1, 2) or _writer(target, 2) != token:
-                raise _taken(target)
-            _leave_whole(target, Hint(seq=2))
+                raise _target_taken(target)
+            _put_whole_hint(target, Hint(seq=2))
             return done(objects=0, bytes=0, entries=0)
     state = Manifests(source.store, source.run).listing(state, closure(state, (seq,)))
     part, index = move_checkpoint(
@@ -341,16 +345,16 @@ def _start(
         cache=cache,
     )
     crash_point("cp.after_data")
-    said: dict[str, Any] = {"previous": "", "writer": token, "at_s": entry.at_s}
+    common: dict[str, Any] = {"previous": "", "writer": token, "at_s": entry.at_s}
     owner = state.owner if owner is None else owner
-    genesis = Genesis(seq=0, run=target.run, owner=owner, **said)
-    opened = AttemptOpened(seq=FIRST_ATTEMPT, world_size=1, resumes_from=None, owner=owner, **said)
+    genesis = Genesis(seq=0, run=target.run, owner=owner, **common)
+    opened = AttemptOpened(seq=FIRST_ATTEMPT, world_size=1, resumes_from=None, owner=owner, **common)
     first = replace(
         entry, seq=2, attempt=FIRST_ATTEMPT, cut=FIRST_CUT, parts=(part,), listed=None, writer=token,
         encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes, stored_bytes=part.stored_bytes,
         directive="close", pins=state.pins_of(seq),
     )  # fmt: skip
-    entries = _chained(target.run, (genesis, opened, first))
+    entries = _sealed_log(target.run, (genesis, opened, first))
     missing = _missing(target, entries)
     _put_log(target, entries, missing, Hint(seq=first.seq))
     return done(objects=len(index.packs) + 1, bytes=part.stored_bytes, entries=len(missing))
@@ -361,20 +365,20 @@ def _token(entry: Checkpoint) -> str:
     return content_digest(canonical(document_of(entry)))[:16]
 
 
-def _check_begun(target: RunLog, state: RunState, seq: int) -> None:
+def _check_started_from(target: RunLog, state: RunState, seq: int) -> None:
     """Raises `TargetTaken` unless what is there was begun with this checkpoint, and was cut short."""
-    begun = _begun(target, state)
-    if begun is None or target.hint().whole:
-        raise _taken(target)
-    if begun != seq:
+    started_from = _started_from(target, state)
+    if started_from is None or target.hint().whole:
+        raise _target_taken(target)
+    if started_from != seq:
         raise TargetTaken(
-            f"run {target.run!r} was begun there with checkpoint {begun}, and cut short",
+            f"run {target.run!r} was begun there with checkpoint {started_from}, and cut short",
             where=target.store.url,
-            remedy=f"say -c seq:{begun} to continue; `deltashard rm --ended` removes it",
+            remedy=f"say -c seq:{started_from} to continue; `deltashard rm --ended` removes it",
         )
 
 
-def _begun(target: RunLog, state: RunState) -> int | None:
+def _started_from(target: RunLog, state: RunState) -> int | None:
     """The checkpoint of the source that what is there was begun with."""
     return {_token(entry): each for each, entry in state.checkpoints.items()}.get(_writer(target, 0))
 
@@ -384,7 +388,7 @@ def _writer(target: RunLog, seq: int) -> str:
     return slot.entry.writer if isinstance(slot, Sealed) else ""
 
 
-def _chained(run: str, entries: Sequence[Entry]) -> dict[int, bytes]:
+def _sealed_log(run: str, entries: Sequence[Entry]) -> dict[int, bytes]:
     """The bytes of a log of these entries, judged by the law."""
     sealed, previous = [], ""
     for entry in entries:
@@ -409,13 +413,13 @@ def _missing(target: RunLog, entries: Mapping[int, bytes], first: int = 0) -> li
         return seq in entries and _is_ours(target, seq, entries)
 
     with ThreadPoolExecutor(LOG_WORKERS) as pool:
-        for fits in pool.map(same, there):
-            if not fits:
-                raise _taken(target)
+        for matches in pool.map(same, there):
+            if not matches:
+                raise _target_taken(target)
     return sorted({seq for seq in entries if seq >= first} - frozenset(there))
 
 
-def _taken(target: RunLog) -> TargetTaken:
+def _target_taken(target: RunLog) -> TargetTaken:
     return TargetTaken(
         f"run {target.run!r} is there, and is no copy of this",
         where=target.store.url,
@@ -426,12 +430,12 @@ def _taken(target: RunLog) -> TargetTaken:
 def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int], whole: Hint) -> None:
     target.probe()
     before = _hint(target)
-    _check_door(target, Hint.of(before), whole.seq)
+    _check_barrier(target, Hint.of(before), whole.seq)
     if missing:  # putting data took its time: somebody may have begun a run, or gone on with it
         missing = _missing(target, entries, missing[0])
     # IMPORTANT: HINT first. It keeps everyone away from a log that is not whole yet.
     mark = replace(whole, whole=False)
-    target.leave_hint(mark)
+    target.put_hint(mark)
     crash_point("cp.after_hint")
 
     def put(seq: int) -> None:
@@ -439,7 +443,7 @@ def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int
             target.store.put_if_absent(target.key(entry_key(seq)), entries[seq])
         except ObjectExists:
             if not _is_ours(target, seq, entries):
-                raise _taken(target) from None
+                raise _target_taken(target) from None
 
     try:
         for seq in missing[:1]:
@@ -459,13 +463,13 @@ def _put_log(target: RunLog, entries: Mapping[int, bytes], missing: Sequence[int
             target.store.put(target.key("log/HINT"), before)
         raise
     crash_point("cp.after_last_entry")
-    _leave_whole(target, whole)
+    _put_whole_hint(target, whole)
 
 
-def _leave_whole(target: RunLog, whole: Hint) -> None:
+def _put_whole_hint(target: RunLog, whole: Hint) -> None:
     """Leave HINT of a log that is whole now, unless a longer copy or a trainer has left its own."""
     if target.hint() == replace(whole, whole=False):
-        target.leave_hint(whole)
+        target.put_hint(whole)
 
 
 def _is_ours(target: RunLog, seq: int, entries: Mapping[int, bytes], *, absent: bool = False) -> bool:
@@ -476,11 +480,11 @@ def _is_ours(target: RunLog, seq: int, entries: Mapping[int, bytes], *, absent: 
         return absent
 
 
-def _check_door(target: RunLog, hint: Hint, seq: int) -> None:
+def _check_barrier(target: RunLog, hint: Hint, seq: int) -> None:
     """Refuse what ends at slot `seq` beside a removal, or a copy that goes further: its HINT must stand."""
     if hint.whole or hint.seq <= seq:
         return
-    left = Remains.REMOVING if hint == REMOVAL else Remains.COPYING
+    left = IncompleteState.REMOVING if hint == REMOVAL else IncompleteState.COPYING
     raise TargetTaken(
         f"run {target.run!r} is {left} there, by somebody else", where=target.store.url, remedy=left.remedy
     )

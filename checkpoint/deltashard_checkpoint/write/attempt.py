@@ -16,7 +16,7 @@ A full or read-only store takes no entry, but it can be read: a trainer that is 
 (`read_unopened`), trains on, and opens its attempt late, with the entry that it would have had (`ResumeBasis`). Until
 then nothing of it counts. The entry is written only if the run stands where it was read: no attempt was opened since,
 and the same checkpoint would be chosen. So of two that restored from one full store the first to find room goes on,
-and the other one is `Overtaken`, as is one whose predecessor lived on and committed.
+and the other one is `StaleRestore`, as is one whose predecessor lived on and committed.
 
 What could not be loaded is excluded, loudly, by the caller who tried: `exclude` takes away every checkpoint whose
 chain reads an excluded one, and another attempt is opened that names what was really loaded.
@@ -45,15 +45,15 @@ from deltashard_checkpoint.log.entry import (
     voiding_writer,
 )
 from deltashard_checkpoint.log.log_error import LogGap, LogRemoved, LogStopped, stopped
-from deltashard_checkpoint.log.repair import LogMovedOn, NothingToRepair, Salvage, repair, salvage
+from deltashard_checkpoint.log.repair import LogChanged, NothingToRepair, Salvage, repair, salvage
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.log.selection import NothingRestorable, select
 from deltashard_checkpoint.stores.abc import ObjectNotFound, StoreUnavailable
-from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, closing, wait_for_closing
+from deltashard_checkpoint.write.closing import CLOSING_WAIT_S, has_recent_marker, wait_for_closing
 from deltashard_checkpoint.write.fencing import FencedError, displacement
 
 
-class Overtaken(FencedError):
+class StaleRestore(FencedError):
     """The run went on since this trainer restored it from a store that took no entry."""
 
     def __init__(self, what: str, run: str) -> None:
@@ -76,12 +76,12 @@ class ResumeBasis:
     """Writer of the entry to come: one whose answer was lost is found by it."""
 
     def check(self, now: RunState, resume: Checkpoint | None) -> None:
-        """Raise `Overtaken` unless the run stands where it was read. Pure."""
+        """Raise `StaleRestore` unless the run stands where it was read. Pure."""
         if (now.attempt or 0) != self.attempt:
-            raise Overtaken(f"attempt {now.attempt} was opened", now.run)
+            raise StaleRestore(f"attempt {now.attempt} was opened", now.run)
         if (None if resume is None else resume.seq) != self.resume:
             newer = "nothing" if resume is None else f"checkpoint {resume.seq}"
-            raise Overtaken(
+            raise StaleRestore(
                 f"{newer} is what a restore would load now, and {self.resume} was loaded", now.run
             )
 
@@ -91,7 +91,7 @@ class OwnerMismatch(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedAttempt:
     """An attempt that is ours."""
 
     attempt: int
@@ -125,14 +125,14 @@ def open_attempt(  # noqa: PLR0913
     closing_wait_s: float = CLOSING_WAIT_S,
     deadline_s: float = DEFAULT_DEADLINE_S,
     basis: ResumeBasis | None = None,
-) -> Opened:
+) -> OpenedAttempt:
     """Open the next attempt of the run, creating the run if it does not exist.
 
     `layout` are the bytes of the layout (`format.layout`) that `world_size` ranks keep; None: one rank holds every
     table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster; `took_part` is the
     newest attempt in which the pod is known to have been, whoever opened it. `basis`: what the trainer has
     loaded already.
-    Raises `OwnerMismatch`, `FencedError` (`Overtaken`), what `select` raises, `LogStopped` when the log holds an entry
+    Raises `OwnerMismatch`, `FencedError` (`StaleRestore`), what `select` raises, `LogStopped` when the log holds an entry
     of a newer version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run
     of a name that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its
     tables.
@@ -142,7 +142,7 @@ def open_attempt(  # noqa: PLR0913
         owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=world_size, which=which,
         excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest,
     )  # fmt: skip
-    state, marked, mended = _look(log, opener, closing_wait_s, deadline_s)
+    state, marked, repaired = _load_state(log, opener, closing_wait_s, deadline_s)
     if basis is not None and (ours := _opened_before(log, state, basis)) is not None:
         return ours
     if state.tip < 0:
@@ -177,9 +177,9 @@ def open_attempt(  # noqa: PLR0913
     before, resume = chosen[0]
     newest = before.newest()
     voided = None if before.stopped is None else (before.stopped.seq, sealed.entry.seq)
-    if mended is not None:
-        voided = (min(mended.lost, default=mended.state.tip + 1), mended.state.tip + 1)
-    return Opened(
+    if repaired is not None:
+        voided = (min(repaired.lost, default=repaired.state.tip + 1), repaired.state.tip + 1)
+    return OpenedAttempt(
         attempt=sealed.entry.seq,
         resume=resume,
         state=log.state,
@@ -187,16 +187,16 @@ def open_attempt(  # noqa: PLR0913
         fell_back=(bool(opener.excluded) and newest is not None and newest != resume)
         or (voided is not None and which == "latest"),
         voided=voided,
-        damage=(before.damage() or "") if mended is None else _told(mended),
+        damage=(before.damage() or "") if repaired is None else _repair_summary(repaired),
     )
 
 
-def _told(mended: Salvage) -> str:
+def _repair_summary(repaired: Salvage) -> str:
     """What to say of a log that this attempt has repaired."""
-    lost = ", ".join(map(str, mended.lost)) or "the newest"
-    newest = mended.state.newest()
+    lost = ", ".join(map(str, repaired.lost)) or "the newest"
+    newest = repaired.state.newest()
     return (
-        f"{mended.damage}; it was repaired: log entry {mended.state.tip + 1} continues without {lost}, "
+        f"{repaired.damage}; it was repaired: log entry {repaired.state.tip + 1} continues without {lost}, "
         + (
             "without any checkpoint"
             if newest is None
@@ -225,7 +225,7 @@ def read_unopened(  # noqa: PLR0913
         owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=1, which=which,
         excluded=tuple(exclude), takeover=takeover, layout="",
     )  # fmt: skip
-    state = log.refresh(deadline_s=deadline_s, heed_hint=True)
+    state = log.refresh(deadline_s=deadline_s, use_hint=True)
     if state.tip >= 0:
         opener.check(state)
     resume = opener.resume_point(state)
@@ -233,14 +233,14 @@ def read_unopened(  # noqa: PLR0913
     return state, resume, ResumeBasis(attempt=state.attempt or 0, resume=seq, token=new_token())
 
 
-def _opened_before(log: RunLog, state: RunState, basis: ResumeBasis) -> Opened | None:
+def _opened_before(log: RunLog, state: RunState, basis: ResumeBasis) -> OpenedAttempt | None:
     """The attempt that an earlier try with this basis opened, and whose answer was lost; None: none did."""
     if (state.attempt or 0) <= basis.attempt:
         return None
     slot = log.read_slot(state.attempt or 0)
     if not isinstance(slot, Sealed) or not slot.entry.writer.startswith(basis.token):
         return None
-    return Opened(
+    return OpenedAttempt(
         attempt=slot.entry.seq,
         resume=None if basis.resume is None else state.checkpoints.get(basis.resume),
         state=state,
@@ -334,7 +334,7 @@ def _layout_of(data: bytes, world_size: int) -> Layout:
 
 def _put_layout(log: RunLog, layout: Layout, deadline_s: float) -> None:
     """Put the layout unless it is there, and whole: every checkpoint of its ranks needs it."""
-    patience = log.patience(deadline_s)
+    retry_budget = log.retry_budget(deadline_s)
     crash_point("layout.before_put")
     while True:
         try:
@@ -343,7 +343,7 @@ def _put_layout(log: RunLog, layout: Layout, deadline_s: float) -> None:
                     break
             log.store.put(log.key(layout.key), layout.data)
         except StoreUnavailable:
-            if not patience.pause():
+            if not retry_budget.pause():
                 raise
             continue
         break
@@ -354,7 +354,7 @@ def _genesis(state: RunState, seq: int, writer: str, owner: str) -> Genesis:
     return Genesis(seq=seq, previous="", writer=writer, at_s=0.0, run=state.run, owner=owner)
 
 
-def _look(
+def _load_state(
     log: RunLog, opener: _Opener, closing_wait_s: float, deadline_s: float
 ) -> tuple[RunState, bool, Salvage | None]:
     """(the log's state, whether a save of a terminating pod may still upload, what the log was repaired to).
@@ -363,15 +363,15 @@ def _look(
     slot that the opener tries for.
     """
     if not log.concurrent:
-        state, mended = _mended(log, opener, deadline_s)
-        return state, closing(log, closing_wait_s), mended
+        state, repaired = _load_or_repair(log, opener, deadline_s)
+        return state, has_recent_marker(log, closing_wait_s), repaired
     with ThreadPoolExecutor(1, thread_name_prefix="closing") as pool:
-        marked = pool.submit(copy_context().run, closing, log, closing_wait_s)
-        state, mended = _mended(log, opener, deadline_s)
-        return state, marked.result(), mended
+        marked = pool.submit(copy_context().run, has_recent_marker, log, closing_wait_s)
+        state, repaired = _load_or_repair(log, opener, deadline_s)
+        return state, marked.result(), repaired
 
 
-def _mended(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[RunState, Salvage | None]:
+def _load_or_repair(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[RunState, Salvage | None]:
     """The log's state, and what the log was repaired to if it had to be: it is as damaged as any other one's.
 
     IMPORTANT: before slots are made void. A repair reads on behind what is bad; where it keeps a newer checkpoint than
@@ -380,12 +380,12 @@ def _mended(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[RunState, 
     Raises `LogGap` where nothing is left, and where a copy or a removal is under way; and what `_Opener.check` and
     `_Opener.resume_point` raise.
     """
-    patience = log.patience(deadline_s)
+    retry_budget = log.retry_budget(deadline_s)
     while True:
         gap: LogGap | None = None
         newest: Checkpoint | None = None
         try:
-            state = log.refresh(deadline_s=patience.left_s, heed_hint=True)
+            state = log.refresh(deadline_s=retry_budget.left_s, use_hint=True)
         except LogGap as error:
             if isinstance(error, LogRemoved) or not log.hint().whole:
                 raise
@@ -395,7 +395,7 @@ def _mended(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[RunState, 
                 return state, None
             newest = state.newest()
         try:
-            found = salvage(log, deadline_s=patience.left_s)
+            found = salvage(log, deadline_s=retry_budget.left_s)
         except NothingToRepair:
             if gap is not None:
                 raise gap from None
@@ -408,10 +408,10 @@ def _mended(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[RunState, 
         opener.check(found.state)
         opener.resume_point(found.state)
         try:
-            repair(log, found, deadline_s=patience.left_s)
-        except LogMovedOn:
-            if patience.pause():
+            repair(log, found, deadline_s=retry_budget.left_s)
+        except LogChanged:
+            if retry_budget.pause():
                 continue
             raise
         log.forget()
-        return log.refresh(deadline_s=patience.left_s), found
+        return log.refresh(deadline_s=retry_budget.left_s), found

@@ -20,7 +20,7 @@ def closing_key(attempt: int, name: str) -> str:
     return f"closing/{attempt:020d}/{name}"
 
 
-def marked_attempt(key: str) -> int | None:
+def attempt_of_marker(key: str) -> int | None:
     """The attempt a marker's key (relative to the run's root) speaks of; None for any other key."""
     match = _MARKER.fullmatch(key)
     return int(match[1]) if match else None
@@ -41,14 +41,14 @@ def wait_for_closing(log: RunLog, *, bound_s: float) -> float:
 
     Only a courtesy: nothing but the waiting depends on markers, so a store that does not answer here is passed over.
     """
-    patience = log.patience(bound_s)
-    while closing(log, bound_s):
-        if not patience.pause():
+    retry_budget = log.retry_budget(bound_s)
+    while has_recent_marker(log, bound_s):
+        if not retry_budget.pause():
             break
-    return patience.spent_s
+    return retry_budget.spent_s
 
 
-def closing(log: RunLog, bound_s: float) -> bool:
+def has_recent_marker(log: RunLog, bound_s: float) -> bool:
     """Whether a young marker is there, or may be for all that the store says."""
     try:
         marks = list(log.store.list(log.key("closing/")))

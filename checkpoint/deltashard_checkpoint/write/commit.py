@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from deltashard_proto.cause import Cause
 
-from deltashard_checkpoint.backoff import Patience
+from deltashard_checkpoint.backoff import RetryBudget
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.format.index import all_encodings
@@ -38,8 +38,8 @@ from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.vocabulary import PRECISION_KEY
-from deltashard_checkpoint.write.commit_wait import CommitPace, CommitWait
-from deltashard_checkpoint.write.cut_reports import Abandoned, CutReports, put_own
+from deltashard_checkpoint.write.commit_wait import CommitLatency, CommitWait
+from deltashard_checkpoint.write.cut_reports import CutAbandoned, CutReports, put_idempotent
 from deltashard_checkpoint.write.fencing import fencing
 from deltashard_checkpoint.write.precision import coarsest
 from deltashard_checkpoint.write.report import PartReport, ReportBody, ReportBodyCache, ReportName
@@ -81,20 +81,20 @@ def commit_parts(  # noqa: PLR0913
     reports: Sequence[PartReport],
     layout: str = "",
     bodies: ReportBodyCache | None = None,
-    pace: CommitPace | None = None,
+    latency: CommitLatency | None = None,
     since_s: float = 0.0,
     deadline_s: float = COMMIT_DEADLINE_S,
 ) -> Committed:
     """Commit the parts of this process's ranks, whose packs and indexes are durable; returns when the cut is logged.
 
     `layout` is the digest of the attempt's layout, empty where the parts say their boxes themselves. The cut began
-    `since_s` ago, at one step and so nearly at one time on all ranks; `pace` remembers how long cuts take; None: this
+    `since_s` ago, at one step and so nearly at one time on all ranks; `latency` remembers how long cuts take; None: this
     one is looked for often, because somebody waits for it.
 
-    Raises `FencedError`, `Abandoned` (`GivenUp`), `PartsMissing` past the deadline, `AppendUnknown` or
+    Raises `FencedError`, `CutAbandoned` (`PartAbandoned`), `PartsMissing` past the deadline, `AppendUnknown` or
     `StoreUnavailable` when the store does not answer until then, `LogStopped`, `LogGap` (`LogRemoved`).
     """
-    patience = log.patience(deadline_s)
+    retry_budget = log.retry_budget(deadline_s)
     found = CutReports(
         log,
         attempt=attempt,
@@ -107,53 +107,53 @@ def commit_parts(  # noqa: PLR0913
     if world_size == 1 and not layout:
         crash_point("commit.after_list")
         found.add(reports[0])
-        return _create(found, patience)
+        return _create(found, retry_budget)
     wait = CommitWait(
-        patience,
-        pace or CommitPace(),
-        leads=any(report.part.rank == 0 for report in reports),
+        retry_budget,
+        latency or CommitLatency(),
+        is_leader=any(report.part.rank == 0 for report in reports),
         baseline=all(report.part.covers is None for report in reports),
         since_s=since_s,
     )
     crash_point("report.before_put")
     for report in reports:
-        found.put(report, patience)
+        found.put(report, retry_budget)
         crash_point("report.after_put")
-    done = _agreed(found, wait, patience)
-    wait.ended(log.clocks.wall_s() - done.entry.at_s)
+    done = _wait_for_commit(found, wait, retry_budget)
+    wait.record_commit(log.clocks.wall_s() - done.entry.at_s)
     return done
 
 
-def _agreed(found: CutReports, wait: CommitWait, patience: Patience) -> Committed:
+def _wait_for_commit(found: CutReports, wait: CommitWait, retry_budget: RetryBudget) -> Committed:
     """The commit of a cut whose reports of this process are there, by whoever makes it."""
     log = found.log
     wait.begin()
     while True:
         try:
-            if done := _settled(found, log.refresh(deadline_s=patience.left_s)):
+            if done := _existing_commit(found, log.refresh(deadline_s=retry_budget.left_s)):
                 return done
             try:
-                missing = found.missing() if (lists := wait.lists()) else ()
-                if lists and not missing:
+                missing = found.missing() if (should_list := wait.should_list()) else ()
+                if should_list and not missing:
                     crash_point("commit.after_list")
-                    return _create(found, patience)
-            except Abandoned:
+                    return _create(found, retry_budget)
+            except CutAbandoned:
                 # It may be in the log all the same: of a rank that reported twice, or gave up and then came, a peer
                 # may have seen the one and not the other.
-                if done := _settled(found, log.refresh(deadline_s=patience.left_s)):
+                if done := _existing_commit(found, log.refresh(deadline_s=retry_budget.left_s)):
                     return done
                 raise
         except StoreUnavailable:
-            if not patience.pause():
+            if not retry_budget.pause():
                 raise
             continue
-        if lists and not patience.left_s:
+        if should_list and not retry_budget.left_s:
             raise PartsMissing(missing, found.where)
         wait.pause()
 
 
-def _settled(cut: CutReports, state: RunState) -> Committed | None:
-    """What the log has of this cut already; raises `FencedError`, `Abandoned`, or, of no log, `LogRemoved`."""
+def _existing_commit(cut: CutReports, state: RunState) -> Committed | None:
+    """What the log has of this cut already; raises `FencedError`, `CutAbandoned`, or, of no log, `LogRemoved`."""
     if state.tip < 0:  # this attempt was opened in it
         raise cut.log.removed()
     if entry := state.commit_of(cut.attempt, cut.cut):
@@ -163,11 +163,11 @@ def _settled(cut: CutReports, state: RunState) -> Committed | None:
         raise fenced
     opened = state.attempts.get(cut.attempt)
     if opened is not None and opened.last_cut is not None and cut.cut <= opened.last_cut:
-        raise Abandoned(f"cut {opened.last_cut} was committed before cut {cut.cut}", where=cut.where)
+        raise CutAbandoned(f"cut {opened.last_cut} was committed before cut {cut.cut}", where=cut.where)
     return None
 
 
-def _create(cut: CutReports, patience: Patience) -> Committed:
+def _create(cut: CutReports, retry_budget: RetryBudget) -> Committed:
     """Create the entry of a cut of which no report is missing, or find that a peer did."""
     # IMPORTANT: nothing is visible before this entry, and everything it names is durable before it is put: packs, then
     # index, then (with more than one rank) report and manifest, then the entry. A death in between leaves garbage only.
@@ -177,14 +177,14 @@ def _create(cut: CutReports, patience: Patience) -> Committed:
         manifest = _manifest(cut, reports)
         entry = replace(entry, listed=manifest.listed)
         crash_point("manifest.before_put")
-        put_own(
-            cut.log, manifest_key(cut.attempt, cut.cut, manifest.listed.manifest), manifest.data, patience
+        put_idempotent(
+            cut.log, manifest_key(cut.attempt, cut.cut, manifest.listed.manifest), manifest.data, retry_budget
         )
         crash_point("manifest.after_put")
     found: list[Committed] = []
 
     def build(state: RunState, seq: int, writer: str) -> Entry | None:
-        if done := _settled(cut, state):
+        if done := _existing_commit(cut, state):
             found[:] = [done]
             return None
         return replace(entry, seq=seq, writer=writer)
@@ -194,10 +194,10 @@ def _create(cut: CutReports, patience: Patience) -> Committed:
             build,
             before="commit.before_log_put",
             after="commit.after_log_put",
-            deadline_s=patience.left_s,
+            deadline_s=retry_budget.left_s,
         )
     except EntryRefused as error:
-        raise Abandoned(f"the log refuses it: {error.what}", where=cut.where) from error
+        raise CutAbandoned(f"the log refuses it: {error.what}", where=cut.where) from error
     if sealed is None:
         return found[0]
     assert isinstance(sealed.entry, Checkpoint)
@@ -211,7 +211,7 @@ def _checkpoint_of(cut: CutReports, reports: Sequence[tuple[ReportName, ReportBo
     tables: dict[str, TableSchema] = {}
     for table in (table for body in bodies for table in body.tables):
         if tables.setdefault(table.fqn, table) != table:
-            raise Abandoned(f"ranks disagree about table {table.fqn}", where=cut.where)
+            raise CutAbandoned(f"ranks disagree about table {table.fqn}", where=cut.where)
     names = [name for name, _ in reports]
     first = reports[0][1]
     return Checkpoint(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from deltashard_proto.cause import Cause
 
-from deltashard_checkpoint.backoff import Patience
+from deltashard_checkpoint.backoff import RetryBudget
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.format.canonical_json import content_digest
 from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix
@@ -33,13 +33,13 @@ LIST_PAGE = 1000
 _FAILED = re.compile(rf"([0-9]{{5}})-({TOKEN_PATTERN})-failed", re.ASCII)
 
 
-class Abandoned(EnvironmentFault):
+class CutAbandoned(EnvironmentFault):
     """This cut will never be committed; its rows are still marked and the next cut holds them."""
 
     cause = Cause.ABANDONED
 
 
-class GivenUp(Abandoned):
+class PartAbandoned(CutAbandoned):
     """Some rank abandoned its part of this cut: it will not come."""
 
 
@@ -73,18 +73,18 @@ class CutReports:
         """By rank; each is of a whole part, so it counts from when it was seen."""
         self._first_missing = 0
 
-    def put(self, report: PartReport, patience: Patience) -> None:
+    def put(self, report: PartReport, retry_budget: RetryBudget) -> None:
         body = ReportBody.of(report, layout=self.layout)
         data = body.encode(self.log.run, self.world_size)
-        name = self._named(report, body, content_digest(data))
-        put_own(self.log, f"{self._prefix}{name.text}", data, patience)
+        name = self._report_name(report, body, content_digest(data))
+        put_idempotent(self.log, f"{self._prefix}{name.text}", data, retry_budget)
 
     def add(self, report: PartReport) -> None:
         """Count the only report of a cut, which no other process has to see: it needs no bytes, and so no hash."""
-        name = self._named(report, ReportBody.of(report, layout=self.layout), "")
+        name = self._report_name(report, ReportBody.of(report, layout=self.layout), "")
         self._found[name.rank] = name
 
-    def _named(self, report: PartReport, body: ReportBody, digest: str) -> ReportName:
+    def _report_name(self, report: PartReport, body: ReportBody, digest: str) -> ReportName:
         self._own[digest] = body
         return ReportName.of(report, step=self.step, layout=self.layout, body=digest)
 
@@ -98,8 +98,8 @@ class CutReports:
         From the first missing rank on, whose name sorts before those of later ranks, and no further than the page that
         shows that it is still missing (the first, for all waits for it): a look that is too early is one request.
         A rank that reported twice (its sidecar died and was restarted in between) has two whole parts: the one that was
-        seen first is taken, of those the first by name. Raises `Abandoned` when ranks cut at different steps or keep
-        different layouts, and `GivenUp`.
+        seen first is taken, of those the first by name. Raises `CutAbandoned` when ranks cut at different steps or keep
+        different layouts, and `PartAbandoned`.
         """
         failed: set[int] = set()
         # IMPORTANT: not after the names that were seen, but before those of the first rank that was not: a report may
@@ -107,13 +107,13 @@ class CutReports:
         prefix = self.log.key(self._prefix)
         first = f"{prefix}{self._first_missing:05d}"
         for count, info in enumerate(self.log.store.list(prefix, start_after=first), 1):
-            rank = self._see(info.key[len(prefix) :], failed)
+            rank = self._record_name(info.key[len(prefix) :], failed)
             if rank is not None and count % LIST_PAGE == 0 and rank > self._advance():
                 failed.discard(rank)  # its report may be the next name
                 break
         self._advance()
         if abandoned := sorted(failed - self._found.keys()):
-            raise GivenUp(f"rank {abandoned[0]} gave this cut up", where=self.where)
+            raise PartAbandoned(f"rank {abandoned[0]} gave this cut up", where=self.where)
         return [rank for rank in range(self._first_missing, self.world_size) if rank not in self._found]
 
     def _advance(self) -> int:
@@ -122,7 +122,7 @@ class CutReports:
             self._first_missing += 1
         return self._first_missing
 
-    def _see(self, text: str, failed: set[int]) -> int | None:
+    def _record_name(self, text: str, failed: set[int]) -> int | None:
         """Take note of a name under `part/`; the rank that it is of, None for what is no rank's."""
         if (gone := _FAILED.fullmatch(text)) is not None:
             failed.add(rank := int(gone[1]))
@@ -134,11 +134,11 @@ class CutReports:
             return name.rank
         # IMPORTANT: one cut, one step, one layout. Ranks that cut at different steps never make one checkpoint.
         if name.step != self.step:
-            raise Abandoned(
+            raise CutAbandoned(
                 f"rank {name.rank} cut at step {name.step}, this one at step {self.step}", where=self.where
             )
         if name.layout != self.layout:
-            raise Abandoned(f"rank {name.rank} keeps another layout", where=self.where)
+            raise CutAbandoned(f"rank {name.rank} keeps another layout", where=self.where)
         self._found[name.rank] = name
         return name.rank
 
@@ -166,10 +166,10 @@ def abandon_part(log: RunLog, *, attempt: int, cut: int, rank: int, token: str, 
     Raises `StoreUnavailable` past the deadline.
     """
     key = f"{cut_prefix(attempt, cut)}part/{rank:05d}-{token}-failed"
-    put_own(log, key, b"", log.patience(deadline_s))
+    put_idempotent(log, key, b"", log.retry_budget(deadline_s))
 
 
-def put_own(log: RunLog, key: str, data: bytes, patience: Patience) -> None:
+def put_idempotent(log: RunLog, key: str, data: bytes, retry_budget: RetryBudget) -> None:
     """Put an object that is ours, or equal, if it is there already: its name holds our token or its hash."""
     while True:
         try:
@@ -177,7 +177,7 @@ def put_own(log: RunLog, key: str, data: bytes, patience: Patience) -> None:
         except ObjectExists:
             pass
         except StoreUnavailable:
-            if not patience.pause():
+            if not retry_budget.pause():
                 raise
             continue
         break

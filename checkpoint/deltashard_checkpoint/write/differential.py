@@ -64,7 +64,7 @@ class History:
 
 
 def decide(name: str, history: History, *, force_full: bool = False) -> Decision:
-    """What the next cut must hold at least under the differential of that name; raises `UnknownWord`.
+    """What the next cut must hold at least under the differential of that name; raises `UnknownName`.
 
     `force_full`: tracking cannot vouch for its marks, or the caller knows the covered checkpoint to be gone.
     """
@@ -90,7 +90,7 @@ def baseline_pays(increments: tuple[float, ...]) -> bool:
 def history(state: RunState, attempt: int, precision: StoredPrecision) -> History:
     """The history of the lineage of `attempt`, newest commits included, as the log tells it; `precision` is in force.
 
-    Raises `UnknownWord` for an encoding that is none.
+    Raises `UnknownName` for an encoding that is none.
     """
     newest: int | None = None
     deltas: list[Checkpoint] = []

@@ -58,15 +58,15 @@ def displacement(state: RunState, workload: str, pod: str, took_part: int = 0) -
 
     A pod of a group is not followed by the pods that open attempts in which it takes part (up to `took_part`).
     """
-    if lost := _followed({n: opened.workload for n, opened in state.attempts.items()}, workload):
+    if lost := _superseded_by({n: opened.workload for n, opened in state.attempts.items()}, workload):
         return TakenOver(*lost, state.run, workload=state.attempts[lost[1]].workload)
     pods = {n: opened.pod for n, opened in state.attempts.items()}
-    if (lost := _followed(pods, pod)) and lost[1] > took_part:
+    if (lost := _superseded_by(pods, pod)) and lost[1] > took_part:
         return FencedError(*lost, state.run, pod=state.attempts[lost[1]].pod)
     return None
 
 
-def _followed(names: Mapping[int, str], mine: str) -> tuple[int, int] | None:
+def _superseded_by(names: Mapping[int, str], mine: str) -> tuple[int, int] | None:
     """(the last attempt of `mine`, the newer one of another), if there are both; nameless attempts don't count."""
     own = [number for number, name in names.items() if mine and name == mine]
     newest = max((number for number, name in names.items() if name), default=-1)

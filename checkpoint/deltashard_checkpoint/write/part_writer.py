@@ -36,10 +36,10 @@ from deltashard_checkpoint.format.index import Index, Pack, Place, digest_hex, e
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.stores.abc import Store, StoreFull
-from deltashard_checkpoint.stores.deadline import deadline, until
+from deltashard_checkpoint.stores.deadline import abandon_when, deadline
 
 DEFAULT_UPLOADS = 4
-WITHDRAW_DEADLINE_S = 5.0
+CLEANUP_DEADLINE_S = 5.0
 """For deleting the packs of a part that found its store full."""
 
 
@@ -49,7 +49,7 @@ class UploadFailed(EnvironmentFault):
     cause = Cause.UNAVAILABLE
 
 
-class NoRoom(UploadFailed):
+class UploadNoSpace(UploadFailed):
     """A pack or index could not be put because the store is full."""
 
     cause = Cause.FULL
@@ -198,17 +198,17 @@ class PartWriter:
         for pack in idle:
             self._discard(pack)
         if isinstance(self._failure, StoreFull):
-            self._withdraw()
+            self._delete_uploaded()
 
-    def _withdraw(self) -> None:
+    def _delete_uploaded(self) -> None:
         """Delete the packs that this part has put: they take the room that the store does not have.
 
         IMPORTANT: only a part that has no index may do so; nobody can ever name its packs. Without this, each try to
         save on a full store would leave what fills it up again.
         """
         puts = list(self._puts)
-        with contextlib.suppress(DeltashardError), deadline(WITHDRAW_DEADLINE_S):
-            wait_for(puts, timeout=WITHDRAW_DEADLINE_S)
+        with contextlib.suppress(DeltashardError), deadline(CLEANUP_DEADLINE_S):
+            wait_for(puts, timeout=CLEANUP_DEADLINE_S)
             self._store.delete([object_key.run_key(self.target.run, pack.key) for pack in self._packs])
 
     def __enter__(self) -> Self:
@@ -231,7 +231,7 @@ class PartWriter:
             raise PartAborted("the part was given up or is finished already", where=self._where)
 
     def _upload_failed(self, cause: BaseException) -> UploadFailed:
-        kind = NoRoom if isinstance(cause, StoreFull) else UploadFailed
+        kind = UploadNoSpace if isinstance(cause, StoreFull) else UploadFailed
         return kind(
             f"a pack could not be stored: {cause}",
             where=self._where,
@@ -383,7 +383,7 @@ class PartWriter:
                 self._cache.mapped(key) as data,
                 deadline(self._deadline_at_s - time.monotonic()),
                 # A part that is over holds no thread, and no mapping of a file that the budget does not count.
-                until(self._stopped),
+                abandon_when(self._stopped),
             ):
                 crash_point("pack.before_put")
                 during = threading.Thread(target=crash_point, args=("pack.during_put",))
@@ -424,7 +424,7 @@ class PartWriter:
                 attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, xxh3=digest_hex(data)
             )
         crash_point("index.before_put")
-        with deadline(self._deadline_at_s - time.monotonic()), until(self._stopped):
+        with deadline(self._deadline_at_s - time.monotonic()), abandon_when(self._stopped):
             self._store.put(object_key.run_key(t.run, key), data)
         crash_point("index.after_put")
         self.index = index

@@ -66,7 +66,7 @@ class StoredPrecision:
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def recorded(text: str) -> StoredPrecision | None:
+def parse_metadata(text: str) -> StoredPrecision | None:
     """What a commit's metadata says; None when it cannot be read: whoever can write the bucket wrote it."""
     try:
         document: Any = json.loads(text[: MAX_TEXT + 1])
@@ -98,13 +98,13 @@ def finer(one: StoredPrecision, other: StoredPrecision) -> StoredPrecision:
 
 def coarsest(texts: Iterable[str]) -> StoredPrecision | None:
     """What several ranks say of one checkpoint, together; None when none can be read."""
-    found = [one for one in map(recorded, texts) if one is not None]
+    found = [one for one in map(parse_metadata, texts) if one is not None]
     return reduce(coarser, found) if found else None
 
 
-def held(state: RunState, seq: int) -> StoredPrecision | None:
+def stored_precision(state: RunState, seq: int) -> StoredPrecision | None:
     """What live checkpoint `seq` says of its rows; None when it says nothing (an import), or cannot be read."""
-    return recorded(state.checkpoints[seq].metadata.get(PRECISION_KEY, ""))
+    return parse_metadata(state.checkpoints[seq].metadata.get(PRECISION_KEY, ""))
 
 
 def encoded_alike(
@@ -119,13 +119,13 @@ def encoded_alike(
     if seq not in state.checkpoints or any(_bits(name) < 8 for name in precision.weights.values()):
         return False
     for at in closure(state, (seq,), written=True):
-        entry, said = state.checkpoints[at], held(state, at)
+        entry, stored = state.checkpoints[at], stored_precision(state, at)
         if (
             entry.attempt != attempt
             or at in state.compactions
             or not state.checkpoints.keys() >= {*entry.covered}
-            or said is None
-            or said.state != precision.state
+            or stored is None
+            or stored.state != precision.state
             or any(schemas.get(table.fqn, table) != table for table in entry.tables)
             or any(names != (precision.of_table(table),) for table, names in entry.encodings.items())
         ):
@@ -133,7 +133,7 @@ def encoded_alike(
     return True
 
 
-def raised(asked: StoredPrecision, stored: StoredPrecision | None) -> str:
+def too_coarse_reason(asked: StoredPrecision, stored: StoredPrecision | None) -> str:
     """Why rows stored with `stored` are too coarse for what is `asked`, for people; empty: they are not."""
     if stored is None:
         return ""

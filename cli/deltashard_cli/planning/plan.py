@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.deciding.evidence import NONE, POD_MTBF_S, Gamma, Rates, rates
 from deltashard_checkpoint.deciding.goal import AUTO, duration
-from deltashard_checkpoint.deciding.interval import Situation, chosen, share
-from deltashard_checkpoint.deciding.precision import GAUSSIAN_ERRORS, Outlook, TableFacts, chosen_bits
+from deltashard_checkpoint.deciding.interval import IntervalInputs, choose_interval, overhead_share
+from deltashard_checkpoint.deciding.precision import GAUSSIAN_ERRORS, RestoreForecast, TableStats, choose_bits
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
@@ -107,10 +107,10 @@ def plan(given: Given, run: RecordedRun | None) -> SavePlan:
     figures.append(
         Figure(name="failures", value=f"one in {duration(believed.mtbf_s)} loses steps", source=source)
     )
-    bits = chosen_bits(
+    bits = choose_bits(
         "budget",
-        {_TABLE: TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS)},
-        Outlook(
+        {_TABLE: TableStats(raw_bytes=1, errors=GAUSSIAN_ERRORS)},
+        RestoreForecast(
             restores=believed.restores.quantile(given.planned_s),
             expected=given.planned_s / believed.restores.mean_between_s,
         ),
@@ -135,13 +135,15 @@ def plan(given: Given, run: RecordedRun | None) -> SavePlan:
         f"{BANDWIDTH / 1e6:.0f} MB/s a pod; --bandwidth sets it",
     )
     step_s = pick("a step", given.step_s, None if run is None else run.step_s, 0.0, "--step sets it")
-    found = chosen(AUTO, Situation(cost_s=save_s, durable_s=durable_s, step_s=step_s, mtbf_s=believed.mtbf_s))
+    found = choose_interval(
+        AUTO, IntervalInputs(cost_s=save_s, durable_s=durable_s, step_s=step_s, mtbf_s=believed.mtbf_s)
+    )
     now_s = None if run is None else run.now_s
     return SavePlan(
         interval_s=found.seconds,
         bound=found.bound,
         why=found.why,
-        overhead=share(found.seconds, save_s, believed.mtbf_s),
+        overhead=overhead_share(found.seconds, save_s, believed.mtbf_s),
         save_share=save_s / found.seconds,
         mean_lost_s=found.seconds / 2 + durable_s,
         worst_lost_s=found.seconds + durable_s,
@@ -155,7 +157,7 @@ def plan(given: Given, run: RecordedRun | None) -> SavePlan:
         stored_bytes=stored_bytes,
         bytes_per_day=stored_bytes * DAY_S / found.seconds,
         now_s=now_s,
-        overhead_now=None if now_s is None else share(now_s, save_s, believed.mtbf_s),
+        overhead_now=None if now_s is None else overhead_share(now_s, save_s, believed.mtbf_s),
         figures=tuple(figures),
     )
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
-from deltashard_checkpoint.deciding.evidence import LONGEST_COUNT
+from deltashard_checkpoint.deciding.evidence import MAX_RESTORE_COUNT
 from deltashard_checkpoint.deciding.goal import BadGoal, duration, duration_s
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -138,7 +138,9 @@ def _show(found: SavePlan, seen: RecordedRun | None) -> None:
     )
     out.print()
     out.print(Text(f"auto: save every {duration(found.interval_s)}", style="bold"))
-    most = f"at most {found.restores}" if found.restores < LONGEST_COUNT else f"over {LONGEST_COUNT:,}"
+    most = (
+        f"at most {found.restores}" if found.restores < MAX_RESTORE_COUNT else f"over {MAX_RESTORE_COUNT:,}"
+    )
     restores = f"{found.expected_restores:,.3g} restores expected, with 95 % {most}"
     pairs = [
         ("why", found.why),

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from deltashard_checkpoint.deciding import cost, record
 from deltashard_checkpoint.deciding.cost import KEY, BadProfile, Profile
-from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence
 from deltashard_checkpoint.deciding.record import Record
+from deltashard_checkpoint.deciding.shutdown_reason import is_shutdown_save
 from deltashard_checkpoint.format.row_block import raw_row_bytes
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry, Rewound
 
@@ -75,14 +75,14 @@ def _measured(checkpoints: Sequence[Checkpoint]) -> Record:
     for each in reversed(checkpoints):
         if KEY in each.metadata:
             with suppress(BadProfile):
-                return _record(each) or Record(profile=cost.recorded(each.metadata[KEY]))
+                return _record(each) or Record(profile=cost.parse_metadata(each.metadata[KEY]))
     return Record(profile=Profile())
 
 
 def _record(checkpoint: Checkpoint) -> Record | None:
     """What the run's decider wrote into this commit; None: nothing, or nothing that can be read."""
     with suppress(BadProfile):
-        return record.recorded(checkpoint.metadata.get(KEY, ""))
+        return record.parse_metadata(checkpoint.metadata.get(KEY, ""))
     return None
 
 
@@ -100,15 +100,15 @@ def _failures(entries: Sequence[Entry]) -> Evidence:
         match each:
             case AttemptOpened():
                 if lossy is not None and each.resumes_from is not None:
-                    evidence = evidence.incident(lossy=lossy)
+                    evidence = evidence.with_incident(lossy=lossy)
                     lossy = None
                 newest_s = each.at_s
             case Checkpoint():
                 passed_s = 0.0 if newest_s is None else max(each.at_s - newest_s, 0.0)
                 newest_s = each.at_s if newest_s is None else max(newest_s, each.at_s)
                 found = _record(each)
-                evidence = evidence.trained(passed_s) if found is None else found.evidence
-                lossy = not (ends(each) if found is None else found.closing)
+                evidence = evidence.after_training(passed_s) if found is None else found.evidence
+                lossy = not (is_shutdown_save(each) if found is None else found.closing)
             case Rewound():
                 lossy = None if lossy is None else False
             case _:

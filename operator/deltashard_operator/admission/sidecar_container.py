@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deltashard_checkpoint.process import EVERY_ADDRESS
+from deltashard_checkpoint.process import ANY_ADDRESS
 
 from deltashard_operator.admission import sidecar_resource, sidecar_volume
 from deltashard_operator.api import store_access, workload_policy
@@ -79,7 +79,7 @@ def sidecar(
         "DELTASHARD_KEEP_LAST": str(policy.keep_last),
         "DELTASHARD_TERM_DEADLINE_S": save_s,
         "DELTASHARD_METRICS_PORT": str(port or -1),
-        "DELTASHARD_METRICS_HOST": EVERY_ADDRESS,
+        "DELTASHARD_METRICS_HOST": ANY_ADDRESS,
         "DELTASHARD_POLICY": policy.name,
         "DELTASHARD_RUNS": policy.said.runs,
         "DELTASHARD_RESTORE_FROM": restore_from(policy.said.restore_from),

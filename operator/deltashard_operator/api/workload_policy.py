@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deltashard_checkpoint.deciding.precision import text_of
+from deltashard_checkpoint.deciding.precision import format_encodings
 from deltashard_checkpoint.vocabulary import DEFAULT_DIFFERENTIAL, DEFAULT_ENCODING, NO_BITS_RULE
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -202,7 +202,7 @@ def _saving(spec: Mapping[str, Any]) -> pb.Policy:
         every_steps=interval["everySteps"],
         encoding=precision["encoding"],
         differential=spec["differential"],
-        tables=text_of(precision["tables"]),
+        tables=format_encodings(precision["tables"]),
     )
     goal, bits_goal = _goal(interval["goal"]), precision["goal"]
     if spec["deciding"]["enabled"] and goal != FIXED:

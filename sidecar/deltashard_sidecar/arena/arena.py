@@ -30,7 +30,7 @@ from deltashard_proto.arena_layout import (
     Arena,
     ArenaShape,
 )
-from deltashard_proto.block_reason import text_of
+from deltashard_proto.block_reason import format_block_reason
 
 from deltashard_sidecar.arena.block import Ledger, NotGranted, Use
 
@@ -222,7 +222,9 @@ class ArenaKeeper:  # noqa: PLR0904
         lines = map(self.arena.line, ranks)
         words = ((int(line[BLOCKED_SINCE_NS]), int(line[BLOCKED_WHY])) for line in lines)
         since_ns, why = min((each for each in words if each[0]), default=(0, 0))
-        return (max(0.0, (time.time_ns() - since_ns) / 1e9), text_of(why)) if since_ns else (0.0, "")
+        return (
+            (max(0.0, (time.time_ns() - since_ns) / 1e9), format_block_reason(why)) if since_ns else (0.0, "")
+        )
 
     def direct(self, rank: int, *, save_at_step: int, urgent: bool) -> None:
         line = self.arena.line(rank)

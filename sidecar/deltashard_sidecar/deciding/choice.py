@@ -1,7 +1,7 @@
 """Which interval a run has, and when another one replaces it: `decide`, from what was measured and the policy. Pure.
 
-    measuring    until `interval.ENOUGH` saves were measured: the timers as stated, else a minute
-    held         the choice, with what it follows from, until `interval.worth_changing`
+    measuring    until `interval.MIN_SAVES` saves were measured: the timers as stated, else a minute
+    held         the choice, with what it follows from, until `interval.should_replace`
 
 Without a goal, and with `fixed`, the timers stay as stated, and what `auto` would choose is shown.
 """
@@ -14,18 +14,18 @@ from typing import Literal, get_args
 
 from deltashard_checkpoint.deciding.goal import AUTO, FIXED, goal
 from deltashard_checkpoint.deciding.interval import (
-    ENOUGH,
     EVIDENCE_RATIO,
+    MIN_SAVES,
     Basis,
     Interval,
-    Situation,
-    chosen,
-    chosen_under,
-    failing_apart,
-    within,
-    worth_changing,
+    IntervalInputs,
+    choice_key,
+    choose_interval,
+    clamp,
+    failure_shards,
+    should_replace,
 )
-from deltashard_checkpoint.deciding.record import Held
+from deltashard_checkpoint.deciding.record import CurrentChoice
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -46,7 +46,7 @@ class Choice:
 
     applied: bool
     """Whether a goal is in force: otherwise the timers are the policy's."""
-    held: Held | None
+    held: CurrentChoice | None
     """None while saves are measured."""
     every_s: float
     every_steps: int
@@ -76,16 +76,18 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
     )
     every_s, every_steps = policy.every_s, policy.every_steps
     cause: Cause | None = None
-    if held is None and saves.n < ENOUGH:
-        decision.why = f"what saves cost is being measured: {saves.n} of {ENOUGH} saves"
+    if held is None and saves.n < MIN_SAVES:
+        decision.why = f"what saves cost is being measured: {saves.n} of {MIN_SAVES} saves"
         if applied and not every_s and not every_steps:
-            every_s = within(policy, MEASURING_S)
+            every_s = clamp(policy, MEASURING_S)
     else:
         now = _situation(known, policy)
-        found, name = chosen(aim, now), chosen_under(aim, policy)
+        found, name = choose_interval(aim, now), choice_key(aim, policy)
         cause = _cause(known, now, found, name)
         if held is None or cause is not None:
-            held = Held(basis=Basis(seconds=found.seconds, cost_s=now.cost_s, mtbf_s=now.mtbf_s), goal=name)
+            held = CurrentChoice(
+                basis=Basis(seconds=found.seconds, cost_s=now.cost_s, mtbf_s=now.mtbf_s), goal=name
+            )
         decision.would = timers(held.basis.seconds, 0)
         decision.why = found.why if applied else f"as stated; under auto {found.why}"
         decision.bound, decision.unreachable = found.bound, found.unreachable
@@ -106,31 +108,31 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
 def under(choice: Choice, known: Measurements) -> Measurements:
     """What is known once `choice` is in force: where it replaces another one, its cost is measured from the start."""
     replaced = choice.applied and choice.cause is not None and known.held is not None
-    profile = known.profile.restarted() if replaced else known.profile
+    profile = known.profile.with_cost_reset() if replaced else known.profile
     return replace(known, profile=profile, held=choice.held)
 
 
-def _situation(known: Measurements, policy: pb.Policy) -> Situation:
+def _situation(known: Measurements, policy: pb.Policy) -> IntervalInputs:
     profile, opening = known.profile, known.opening
-    return Situation(
+    return IntervalInputs(
         cost_s=known.cost_s,
         durable_s=profile.durable.p95,
         step_s=profile.step_s,
         mtbf_s=known.rates.mtbf_s,
-        shards=failing_apart(opening.world_size, opening.pods),
+        shards=failure_shards(opening.world_size, opening.pods),
         partial=known.partial,
         left_s=known.left_steps * profile.step_s if profile.step_s else math.inf,
         user=policy,
     )
 
 
-def _cause(known: Measurements, now: Situation, found: Interval, name: str) -> Cause | None:
+def _cause(known: Measurements, now: IntervalInputs, found: Interval, name: str) -> Cause | None:
     """Why the choice in force is replaced by what was `found` under the goal and bounds of this name."""
     if (held := known.held) is None:
         return "measured"
     if held.goal != name:
         return "policy"
-    if not worth_changing(held.basis, found, known.profile.save, now):
+    if not should_replace(held.basis, found, known.profile.save, now):
         return None
     if held.basis.seconds < now.durable_s:
         return "durable"
@@ -145,7 +147,7 @@ def _cap_s(policy: pb.Policy, doublings: int) -> float:
     last halves the minute, down to a second; `doublings` is the commits of this attempt less those. So an attempt keeps
     about half of what it trained, however long it lives.
     """
-    return within(policy, max(SOONEST_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
+    return clamp(policy, max(SOONEST_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
 
 
 def timers(every_s: float, every_steps: int) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, Profile
-from deltashard_checkpoint.deciding.evidence import NONE, Expected, rates
-from deltashard_checkpoint.deciding.record import Record, recorded
+from deltashard_checkpoint.deciding.evidence import NONE, RunEstimate, rates
+from deltashard_checkpoint.deciding.record import Record, parse_metadata
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.process import version
@@ -88,11 +88,13 @@ class Decider:
             trained_s=known.meter.trained_s,
         )
 
-    def expected(self) -> Expected:
+    def expected(self) -> RunEstimate:
         """What is believed of failures to come, for other decisions."""
         if (known := self._known) is None:
-            return Expected(rates=rates(NONE, pods=1), trained_s=0.0, step_s=0.0)
-        return Expected(rates=known.rates, trained_s=known.evidence.exposure_s, step_s=known.profile.step_s)
+            return RunEstimate(rates=rates(NONE, pods=1), trained_s=0.0, step_s=0.0)
+        return RunEstimate(
+            rates=known.rates, trained_s=known.evidence.exposure_s, step_s=known.profile.step_s
+        )
 
     def decisions(self) -> list[fleet.Decision]:
         choice = self._choice
@@ -118,11 +120,11 @@ class Decider:
         """What the newest commit says, its profile only where that is of this place; None: nothing."""
         newest = state.newest()
         # A sidecar's first commit says nothing where its log could not be read before.
-        text = None if newest is None else state.said(KEY, newest)
+        text = None if newest is None else state.inherited_metadata(KEY, newest)
         if newest is None or text is None:
             return None
         try:
-            record = recorded(text)
+            record = parse_metadata(text)
         except UserError as error:
             self._log.warning("profile.unreadable", **explain(error))
             return None

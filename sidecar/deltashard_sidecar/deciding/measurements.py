@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
-from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Rates, rates
-from deltashard_checkpoint.deciding.record import Held, Record, cost_of, recorded
+from deltashard_checkpoint.deciding.record import CurrentChoice, Record, cost_of, parse_metadata
+from deltashard_checkpoint.deciding.shutdown_reason import is_shutdown_save
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
@@ -83,7 +83,7 @@ class Measurements:
 
     opening: Opening
     profile: Profile
-    held: Held | None = None
+    held: CurrentChoice | None = None
     """The choice in force."""
     evidence: Evidence = NONE
     """Recorded by a decider before, and seen by this one."""
@@ -155,7 +155,7 @@ class Measurements:
             profile = _with_restore(profile, self.opening.reading, reading)
         now = replace(self, meter=meter, profile=profile, restoring=False)
         if trained_s > 0:
-            now = replace(now, evidence=self.evidence.trained(trained_s))
+            now = replace(now, evidence=self.evidence.after_training(trained_s))
         save = self.save
         if save is None or save.ended_s is None or reading.at_s <= save.ended_s:
             return now
@@ -221,11 +221,11 @@ def opened(
     )
     if not came_back or not counted or not before.committed or newest is None:
         return now
-    lossy = not _closing(newest.metadata.get(KEY), ends(newest))
+    lossy = not _closing(newest.metadata.get(KEY), is_shutdown_save(newest))
     if opening.step_seen:
         lossy = opening.step_seen > newest.step
     lossy &= not follows_rewind(state, opening.attempt)
-    return replace(now, committed=False, evidence=now.evidence.incident(lossy=lossy))
+    return replace(now, committed=False, evidence=now.evidence.with_incident(lossy=lossy))
 
 
 def follows_rewind(state: RunState, attempt: int) -> bool:
@@ -247,7 +247,7 @@ def calls_for_choice(before: Measurements, after: Measurements) -> bool:
 
 
 def _sampled(measure: Measure, seconds: float) -> Measure:
-    return measure.sampled(_short(seconds)).within(MEMORY)
+    return measure.with_sample(_short(seconds)).within(MEMORY)
 
 
 def _short(seconds: float) -> float:
@@ -258,5 +258,5 @@ def _closing(text: str | None, otherwise: bool) -> bool:
     """Whether a commit's trainer had asked for it by its end: as its decider wrote, otherwise as its entry tells."""
     if text is not None:
         with suppress(UserError):
-            return recorded(text).closing
+            return parse_metadata(text).closing
     return otherwise

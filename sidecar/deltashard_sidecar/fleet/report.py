@@ -109,8 +109,8 @@ class SidecarState:
             said.newest.CopyFrom(mine or commit_message(newest))
             said.newest_age_s = max(0.0, now_s - newest.at_s)
             said.stall_s = newest.stall_s
-            said.lost_share = _number(state.said(PLS_KEY, newest))
-            said.partial_recoveries = int(_number(state.said(RECOVERIES_KEY, newest)))
+            said.lost_share = _number(state.inherited_metadata(PLS_KEY, newest))
+            said.partial_recoveries = int(_number(state.inherited_metadata(RECOVERIES_KEY, newest)))
         return said
 
 
@@ -119,7 +119,7 @@ def _attempt(sessions: list[Session]) -> int:
 
 
 def _newest(state: RunState) -> list[Checkpoint]:
-    live = [each for seq, each in state.checkpoints.items() if seq not in state.aside]
+    live = [each for seq, each in state.checkpoints.items() if seq not in state.detached]
     return live[: -CHECKPOINTS - 1 : -1]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from deltashard_checkpoint.backoff import Backoff, chance
+from deltashard_checkpoint.backoff import Backoff, uniform_random
 
 BACKOFF = Backoff(first_s=2.0, longest_s=60.0, jitter=1.0)
 UNKNOWN_POD = Backoff(first_s=2.0, longest_s=60.0, jitter=0.1)
@@ -46,13 +46,18 @@ class ReportSchedule:
     def nudged(self, now_s: float) -> Self:
         return self if now_s - self.nudged_s < NUDGE_S else replace(self, due_s=now_s, nudged_s=now_s)
 
-    def taken(self, next_s: float, now_s: float, uniform: Callable[[], float] = chance) -> Self:
+    def taken(self, next_s: float, now_s: float, uniform: Callable[[], float] = uniform_random) -> Self:
         pause_s = min(max(next_s, SHORTEST_S), LONGEST_S) * (0.9 + 0.2 * uniform())
         full_s = max(self.full_s, now_s) + 1.0
         return replace(self, due_s=now_s + pause_s, failures=0, strays=0, full_s=full_s)
 
     def refused(
-        self, status: int, now_s: float, *, retry_after_s: float = 0.0, uniform: Callable[[], float] = chance
+        self,
+        status: int,
+        now_s: float,
+        *,
+        retry_after_s: float = 0.0,
+        uniform: Callable[[], float] = uniform_random,
     ) -> Self:
         """`status` of HTTP; 0: no answer came. `retry_after_s` 0: it names none."""
         failures = self.failures + 1

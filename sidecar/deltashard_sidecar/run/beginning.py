@@ -15,7 +15,7 @@ from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.listing import REMOVAL
 from deltashard_checkpoint.log.log_error import LogGap
-from deltashard_checkpoint.maintenance.row_mover import CompactionUnfit
+from deltashard_checkpoint.maintenance.row_mover import CompactionUnsupported
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.whole_run.run_copy import TargetTaken, start_run
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -85,13 +85,11 @@ class Beginning:
         where = f"{WHERE}; {self._store.url}"
         try:
             owner = self._identity.owner
-            done = start_run(
-                source, log, which, self._cache, owner=owner, goes_on=True, deadline_s=deadline_s
-            )
-        except (CheckpointNotFound, CompactionUnfit) as error:
+            done = start_run(source, log, which, self._cache, owner=owner, resume=True, deadline_s=deadline_s)
+        except (CheckpointNotFound, CompactionUnsupported) as error:
             there = source.state.tip >= 0
             remedy = "correct the name; without the annotation the run begins at step 0"
-            if isinstance(error, CompactionUnfit):
+            if isinstance(error, CompactionUnsupported):
                 remedy = "leave it to the training script: restore(from_run=) reads it without a copy"
             elif there and error.remedy:
                 remedy = f"{error.remedy}; {remedy}"

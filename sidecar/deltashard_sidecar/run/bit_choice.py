@@ -15,20 +15,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from deltashard_checkpoint.deciding import harm
-from deltashard_checkpoint.deciding.evidence import Expected
-from deltashard_checkpoint.deciding.harm import Harm
+from deltashard_checkpoint.deciding import error_ledger
+from deltashard_checkpoint.deciding.error_ledger import ErrorLedger
+from deltashard_checkpoint.deciding.evidence import RunEstimate
 from deltashard_checkpoint.deciding.precision import (
     BITS,
     LAST_SHARE,
-    SAFE,
+    SAFE_BITS,
     ChosenBits,
-    Outlook,
-    TableFacts,
-    by_table,
-    chosen_bits,
-    encodings_of,
+    RestoreForecast,
+    TableStats,
+    choose_bits,
     large_tables,
+    match_tables,
+    parse_encodings,
 )
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.row_block import weight_row_bytes
@@ -66,7 +66,7 @@ class BitChoice:
         """The newest; None: nothing is chosen."""
         self._attempt: int | None = None
         """Whose harm is known; None: no log was read yet, and nothing is chosen or said."""
-        self._harm = Harm()
+        self._harm = ErrorLedger()
         self._tables: Sequence[TableSchema] = ()
         """Of all ranks, as of the newest choice."""
         self._of_cut: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
@@ -78,7 +78,11 @@ class BitChoice:
 
     def opened(self, attempt: int, source: Checkpoint | None, state: RunState) -> None:
         """An attempt was opened that resumes from `source`, a checkpoint of that log, or from none."""
-        found = Harm() if source is None else self._recorded(state.said(harm.KEY, source)).restored()
+        found = (
+            ErrorLedger()
+            if source is None
+            else self._recorded(state.inherited_metadata(error_ledger.KEY, source)).after_restore()
+        )
         with self._lock:
             self._attempt, self._harm = attempt, found
 
@@ -88,30 +92,34 @@ class BitChoice:
             return  # this one's own, which knows more
         resumed = state.attempts[attempt].resumes_from
         self.opened(attempt, None if resumed is None else state.checkpoints.get(resumed), state)
-        mine = [c for c in state.checkpoints.values() if c.attempt == attempt and harm.KEY in c.metadata]
+        mine = [
+            c for c in state.checkpoints.values() if c.attempt == attempt and error_ledger.KEY in c.metadata
+        ]
         if mine:
-            found = self._recorded(max(mine, key=lambda checkpoint: checkpoint.seq).metadata[harm.KEY])
+            found = self._recorded(
+                max(mine, key=lambda checkpoint: checkpoint.seq).metadata[error_ledger.KEY]
+            )
             with self._lock:
                 self._harm = found
 
-    def _recorded(self, text: str | None) -> Harm:
+    def _recorded(self, text: str | None) -> ErrorLedger:
         try:
-            return Harm() if text is None else harm.recorded(text)
+            return ErrorLedger() if text is None else error_ledger.parse_metadata(text)
         except DeltashardError as error:
             self._log.warning("harm.unreadable", **explain(error))
-            return Harm()
+            return ErrorLedger()
 
     def encodings(
         self,
         policy: pb.Policy,
         ranks: Ranks,
         begin: pb.SaveRequest.Begin,
-        expected: Expected,
+        expected: RunEstimate,
         *,
         attempt: int,
     ) -> dict[str, str]:
         names = [table.fqn for table in ranks.tables]
-        own, unknown = by_table(encodings_of(policy.tables, where="tables"), names)
+        own, unknown = match_tables(parse_encodings(policy.tables, where="tables"), names)
         if unknown and ranks.here and policy.tables != self._doubted:
             self._doubted = policy.tables
             self._log.warning("tables.unknown", names=unknown, tables=sorted(names)[:8])
@@ -137,13 +145,13 @@ class BitChoice:
         policy: pb.Policy,
         ranks: Ranks,
         begin: pb.SaveRequest.Begin,
-        expected: Expected,
+        expected: RunEstimate,
         own: Mapping[str, str],
     ) -> ChosenBits:
         with self._lock:
             run, unknown = self._harm, self._attempt is None and ranks.here
         facts = {
-            table.fqn: TableFacts(
+            table.fqn: TableStats(
                 raw_bytes=_weight_bytes(table),
                 errors=self.errors.of(table.fqn),
                 spent=run.spent.get(table.fqn, 0.0),
@@ -153,15 +161,15 @@ class BitChoice:
         left_s = HORIZON_S
         if begin.planned_steps and expected.step_s:
             left_s = max(begin.planned_steps - begin.step, 0) * expected.step_s
-        ending = bool(begin.planned_steps) and begin.step >= (1 - LAST_SHARE) * begin.planned_steps
-        outlook = Outlook(
+        near_end = bool(begin.planned_steps) and begin.step >= (1 - LAST_SHARE) * begin.planned_steps
+        forecast = RestoreForecast(
             restores=expected.rates.restores.quantile(left_s),
             expected=(expected.trained_s + left_s) / expected.rates.restores.mean_between_s,
-            happened=run.restores,
-            ending=ending or begin.reason == "close",
-            least_bits=SAFE if unknown else max(policy.least_bits, BITS[0]),
+            restores_so_far=run.restores,
+            near_end=near_end or begin.reason == "close",
+            least_bits=SAFE_BITS if unknown else max(policy.least_bits, BITS[0]),
         )
-        return chosen_bits(policy.bits_goal, facts, outlook, own)
+        return choose_bits(policy.bits_goal, facts, forecast, own)
 
     def _decided(
         self,
@@ -169,7 +177,7 @@ class BitChoice:
         found: ChosenBits,
         encodings: Mapping[str, str],
         *,
-        expected: Expected,
+        expected: RunEstimate,
         here: bool,
     ) -> None:
         before, between_s = self.decision, expected.rates.restores.mean_between_s
@@ -196,12 +204,12 @@ class BitChoice:
         errors = {}
         if held is not None:
             for name in large_tables(
-                {each.fqn: TableFacts(raw_bytes=_weight_bytes(each)) for each in tables}
+                {each.fqn: TableStats(raw_bytes=_weight_bytes(each)) for each in tables}
             ):
                 if (error := self.errors.of(name).get(ENCODINGS[held.of_table(name)].bits)) is not None:
                     errors[name] = error
         told = replace(so_far, error=errors)
-        return {harm.KEY: told.text()} if known and (told.error or told.spent) else {}
+        return {error_ledger.KEY: told.text()} if known and (told.error or told.spent) else {}
 
 
 def _weight_bytes(table: TableSchema) -> int:

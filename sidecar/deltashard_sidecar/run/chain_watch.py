@@ -25,7 +25,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 from deltashard_checkpoint.stores.deadline import deadline
-from deltashard_checkpoint.write.cut_reports import Abandoned
+from deltashard_checkpoint.write.cut_reports import CutAbandoned
 
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger
@@ -33,7 +33,7 @@ from deltashard_sidecar.telemetry.structured_logging import Logger
 LOOK_EVERY_S = 600.0
 
 
-class ChainGone(Abandoned):
+class ChainGone(CutAbandoned):
     """What a cut was to be built upon cannot be restored any more."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deltashard_checkpoint.deciding.evidence import Expected
+from deltashard_checkpoint.deciding.evidence import RunEstimate
 from deltashard_checkpoint.log.chain import may_cover
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.write import differential, precision
@@ -60,7 +60,7 @@ class CutContents:
         attempt: int,
         begin: pb.SaveRequest.Begin,
         policy: pb.Policy,
-        expected: Expected,
+        expected: RunEstimate,
         ranks: Ranks,
     ) -> CutContent:
         """What the cut must hold, and how it is encoded. No store is asked."""
@@ -86,14 +86,14 @@ class CutContents:
         if who.world_size == 1 and not begin.full and commit is not None and commit != base and leans(commit):
             override = self._rebases(state, commit, history, policy, decision)
             covers = commit if override else covers
-        stored = None if covers is None else precision.held(state, covers)
-        if raised := precision.raised(asked, stored):
+        stored = None if covers is None else precision.stored_precision(state, covers)
+        if raised := precision.too_coarse_reason(asked, stored):
             covers, override, stored = None, raised, None
         elif chooses_bits(policy) and ranks.here:
             # Fewer bits begin with a baseline: of all ranks, not of one that must send everything where others do not.
             alone = begin.full and differential.decide(policy.differential, history) != "full"
             newest = state.newest() if stored is None and alone and who.world_size > 1 else None
-            beside = stored if newest is None else precision.held(state, newest.seq)
+            beside = stored if newest is None else precision.stored_precision(state, newest.seq)
             asked = asked if beside is None else precision.finer(asked, beside)
         held = "baseline" if covers is None else f"since {covers}"
         why = f" ({override})" if override else ""

@@ -30,7 +30,7 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PLS_KEY
 from deltashard_checkpoint.write.attempt import ResumeBasis, open_attempt, read_unopened
 from deltashard_checkpoint.write.closing import CLOSING_WAIT_S
-from deltashard_checkpoint.write.commit_wait import CommitPace
+from deltashard_checkpoint.write.commit_wait import CommitLatency
 from deltashard_checkpoint.write.report import ReportBodyCache
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -94,7 +94,7 @@ class Run:
         self._beginning = Beginning(settings.restore_from, self.store, self.identity, self.cache, log)
         self.token = new_token()
         self.report_bodies = ReportBodyCache()
-        self.pace = CommitPace()
+        self.latency = CommitLatency()
         self.metrics = metrics
         self.chains = ChainWatch(self.store, metrics=metrics, log=log)
         self.bits = BitChoice(log=log)
@@ -137,7 +137,7 @@ class Run:
 
     def forget_others(self, used: Callable[[], set[str]]) -> None:
         """Let go what is not used any more: handles of sessions (`used` gives the ids of those in use), bytes read."""
-        self._shared.let_go(idle_s=SHARED_IDLE_S)
+        self._shared.release_idle(idle_s=SHARED_IDLE_S)
         with self._lock:
             held = set(self._logs)
         # In this order: a session is attached before it gets a handle, so one that has one and is not in use is over.

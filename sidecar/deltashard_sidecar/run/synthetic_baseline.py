@@ -13,7 +13,7 @@ from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import synthetic
 from deltashard_checkpoint.maintenance.compaction import compactable
-from deltashard_checkpoint.vocabulary import OVER_NEWEST
+from deltashard_checkpoint.vocabulary import COVERS_NEWEST
 from deltashard_checkpoint.write.differential import History
 from deltashard_checkpoint.write.part_writer import pack_size
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -37,9 +37,9 @@ class SyntheticBaselines:
         self, state: RunState, commit: int, history: History, policy: pb.Policy
     ) -> synthetic.BaselineVerdict | None:
         """Whether a cut, of which a baseline is asked for, covers `commit`, its trainer's newest; None: it does not."""
-        if not self.on or policy.differential in OVER_NEWEST or not compactable(state, commit):
+        if not self.on or policy.differential in COVERS_NEWEST or not compactable(state, commit):
             return None
-        found = synthetic.material(state, commit, self._cached_bytes(state, commit))
+        found = synthetic.compaction_inputs(state, commit, self._cached_bytes(state, commit))
         if found.checkpoints > 2:
             return None  # what it builds on is owed its compaction still: it fails, or takes too long
         full = synthetic.FullCut(
@@ -49,15 +49,15 @@ class SyntheticBaselines:
         )
         return synthetic.at_cut(found, full)
 
-    def at_rest(
+    def between_cuts(
         self, state: RunState, newest: int, policy: pb.Policy
     ) -> tuple[int, synthetic.BaselineVerdict] | None:
-        owes = self.on and policy.differential not in OVER_NEWEST
-        seq = synthetic.target(state, newest, consecutive=not owes)
+        deferred = self.on and policy.differential not in COVERS_NEWEST
+        seq = synthetic.compaction_target(state, newest, consecutive=not deferred)
         if not compactable(state, seq):
             return None
         checkpoints = len(synthetic.checkpoints_of(state, seq))
-        verdict = synthetic.at_rest(checkpoints, owes=owes, longest=self._settings.compact_after)
+        verdict = synthetic.between_cuts(checkpoints, deferred=deferred, longest=self._settings.compact_after)
         return None if verdict is None else (seq, verdict)
 
     def _cached_bytes(self, state: RunState, seq: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from deltashard_checkpoint.write.commit import Committed, PartsMissing
-from deltashard_checkpoint.write.cut_reports import GivenUp
+from deltashard_checkpoint.write.cut_reports import PartAbandoned
 from deltashard_checkpoint.write.report import PartReport
 
 LOOK_AGAIN_S = 0.2
@@ -57,7 +57,7 @@ class JointCommits:
     ) -> Committed:
         """Bring a report; returns what became of the commit that whoever comes last makes of all of them.
 
-        `expected` gives the ranks of this pod whose parts are to come, as things stand. Raises `GivenUp` when another
+        `expected` gives the ranks of this pod whose parts are to come, as things stand. Raises `PartAbandoned` when another
         rank of this pod failed, `PartsMissing` past the deadline, and what `commit` raises.
         """
         rank, until_s = report.part.rank, time.monotonic() + deadline_s
@@ -94,7 +94,7 @@ class JointCommits:
             if gathering.committing or gathering.outcome is not None:
                 return False
             where = f"attempt {attempt}, cut {cut}"
-            gathering.outcome = GivenUp(f"rank {rank} gave this cut up", where=where)
+            gathering.outcome = PartAbandoned(f"rank {rank} gave this cut up", where=where)
             self._changed.notify_all()
             return True
 

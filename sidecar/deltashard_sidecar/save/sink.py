@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from deltashard_checkpoint.deciding import cost, harm
+from deltashard_checkpoint.deciding import cost, error_ledger
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import (
     encode_blob,
@@ -240,7 +240,7 @@ class PartSink:
                 reports=reports,
                 layout=cut.layout,
                 bodies=self._run.report_bodies,
-                pace=self._run.pace if cut.reason in PERIODIC else None,
+                latency=self._run.latency if cut.reason in PERIODIC else None,
                 since_s=time.monotonic() - self._begun_s,
                 deadline_s=deadline_s,
             )
@@ -261,7 +261,7 @@ class PartSink:
             ORDERS_KEY: " ".join(order.id for order in self._cut.orders) or None,
             PRECISION_KEY: precision.text(),
             INCREMENTS_KEY: None if baseline else content.increments,
-            harm.KEY: None,
+            error_ledger.KEY: None,
         }
         if self._who.rank == 0:
             mine |= self._run.bits.metadata(precision if self._cut.samples else None)

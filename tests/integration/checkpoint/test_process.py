@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import urllib3
 import yaml
-from deltashard_checkpoint.process import EVERY_ADDRESS, listen, usable_host
+from deltashard_checkpoint.process import ANY_ADDRESS, listen, usable_host
 
 from tests.support.eventually import eventually
 from tests.support.server.minio_server import free_port
@@ -69,5 +69,5 @@ def test_without_ipv6_it_listens_on_ipv4(monkeypatch: pytest.MonkeyPatch) -> Non
     """A kernel that was started with ipv6.disable=1."""
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     assert [usable_host(each) for each in ("127.0.0.1", "::1")] == ["127.0.0.1", "::1"]
-    with listen(EVERY_ADDRESS, 0) as server:
+    with listen(ANY_ADDRESS, 0) as server:
         assert (server.family, server.getsockname()[0]) == (socket.AF_INET, "0.0.0.0")

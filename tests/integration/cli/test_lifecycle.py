@@ -10,7 +10,7 @@ import pytest
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.log_error import LogWentBack
+from deltashard_checkpoint.log.log_error import LogRolledBack
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
@@ -101,7 +101,7 @@ def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str
 
 def reasons(cli: Cli, *arguments: object) -> dict[str, str]:
     """Fate by reason."""
-    return {one["reason"]: one["fate"] for one in answer(cli, "gc", *arguments, "--dry-run")["reasons"]}
+    return {one["reason"]: one["status"] for one in answer(cli, "gc", *arguments, "--dry-run")["reasons"]}
 
 
 def test_gc_says_why_each_object_is_kept(cli: Cli, url: str, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_gc_says_why_each_object_is_kept(cli: Cli, url: str, tmp_path: Path) -> 
     assert {f"{RUN}/{item['key']}" for item in found["objects"]} == set(before), "every object has its reason"
     assert sum(one["objects"] for one in found["reasons"]) == len(before)
     assert sum(one["bytes"] for one in found["reasons"]) == sum(map(len, before.values()))
-    why = {item["key"]: (item["fate"], item["reason"]) for item in found["objects"]}
+    why = {item["key"]: (item["status"], item["reason"]) for item in found["objects"]}
     by_cut = {cut: reason for key, reason in why.items() for cut in range(1, 8) if cut_prefix(1, cut) in key}
     assert by_cut[5] == ("kept", "checkpoint 6: the newest, one of the newest 1")
     assert by_cut[4] == ("kept", "checkpoint 5: the newest, 6, was written against it, chain base of 6")
@@ -132,14 +132,14 @@ def test_gc_says_why_each_object_is_kept(cli: Cli, url: str, tmp_path: Path) -> 
     open_attempt(RunLog(store, RUN), owner="tests", closing_wait_s=0.0)
     said = reasons(cli, at(url), "--keep-last", "1")
     assert any("resume point of attempt 7, which has not committed yet" in reason for reason in said)
-    assert said["of a save that failed, or was given up"] == "waits"
+    assert said["of a save that failed, or was given up"] == "in grace"
     assert cli("gc", at(url), "--keep-last", "1")[0] == 0
     said = reasons(cli, at(url), "--keep-last", "1")
-    (grace,) = [reason for reason, fate in said.items() if fate == "waits"]
+    (grace,) = [reason for reason, status in said.items() if status == "in grace"]
     assert grace.startswith("retired by log entry 8, ")
     assert "of its grace are left" in grace
     goes = answer(cli, "gc", at(url), "--dry-run", "-v", "--grace", "0")
-    doomed = {f"{RUN}/{item['key']}" for item in goes["objects"] if item["fate"] == "goes"}
+    doomed = {f"{RUN}/{item['key']}" for item in goes["objects"] if item["status"] == "deletable"}
     before = keys(store)
     assert answer(cli, "gc", at(url), "--grace", "0")["collected"]["objects"] == len(doomed) > 0
     assert before.keys() - keys(store).keys() == doomed
@@ -297,7 +297,7 @@ def test_cp_checks_every_byte_and_mends_what_lies_there(cli: Cli, file_url: str,
     data[len(data) // 2] ^= 1
     copy.put(packs[0], data)
     done = answer(cli, "cp", at(file_url), there)["copied"]
-    assert (done["objects"], done["passed_over"]) == (1, len(packs) + 3 + len(folds) - 1)
+    assert (done["objects"], done["skipped"]) == (1, len(packs) + 3 + len(folds) - 1)
     assert answer(cli, "verify", "--deep", at(there))["ok"] is True
     # What the copy has lost is put again.
     copy.delete([packs[0]])
@@ -362,7 +362,7 @@ def test_rm_removes_one_run_and_nothing_else(cli: Cli, url: str, tmp_path: Path)
     assert answer(cli, "rm", url, "--run", RUN, "--yes", "--ended")["objects"] == count
     assert keys(written.store) == kept
     # A trainer that lives on is told, and leaves nothing that looks like a run.
-    with pytest.raises(LogWentBack):
+    with pytest.raises(LogRolledBack):
         written.save(step=400)
     assert RunLog(written.store, RUN).refresh().tip == -1
     inner.save(step=400)

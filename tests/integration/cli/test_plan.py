@@ -25,7 +25,7 @@ SIZED = ("plan", "--bytes", "400GiB", "--pods", "16", "--mtbf", "20h")
 
 def profile() -> str:
     def measured(value: float) -> Measure:
-        return Measure().sampled(value).sampled(value)
+        return Measure().with_sample(value).with_sample(value)
 
     found = Profile(key="k", step_s=0.01, save=measured(0.04), stall=measured(0.01), durable=measured(0.5))
     return Record(profile=found, evidence=COUNTED).text()

@@ -184,17 +184,17 @@ def test_who_opens_it_while_it_is_looked_at_keeps_it(
 ) -> None:
     """Between the look and the first thing that goes."""
     trained(file_url, tmp_path / "w")
-    barrier = RunLog.leave_hint
+    barrier = RunLog.put_hint
 
     def opened_before(self: RunLog, said: Hint) -> None:
         if said == REMOVAL:
-            monkeypatch.setattr(RunLog, "leave_hint", barrier)
+            monkeypatch.setattr(RunLog, "put_hint", barrier)
             open_attempt(RunLog(open_store(file_url), RUN), owner="tests", workload="uid-of-another")
             if not hint:
                 self.store.delete([self.key("log/HINT")])
         barrier(self, said)
 
-    monkeypatch.setattr(RunLog, "leave_hint", opened_before)
+    monkeypatch.setattr(RunLog, "put_hint", opened_before)
     assert "it goes on" in reclaim(cli, file_url)["kept"][0]["why"]
     assert cli("verify", file_url, "--run", RUN, "--deep")[0] == 0
     assert "uid-of-another opened it since" in reclaim(cli, file_url)["kept"][0]["why"]

@@ -12,12 +12,12 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard_checkpoint.deciding import harm
+from deltashard_checkpoint.deciding import error_ledger
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PRECISION_KEY
-from deltashard_checkpoint.write.precision import recorded
+from deltashard_checkpoint.write.precision import parse_metadata
 from torch import nn
 
 from tests.support.checkpointers import Make, checkpointers, leave
@@ -73,7 +73,7 @@ def newest(tmp_path: Path) -> Checkpoint:
 
 def stored(tmp_path: Path) -> dict[str, str]:
     """Encodings of both tables, as the newest commit says them."""
-    said = recorded(newest(tmp_path).metadata[PRECISION_KEY])
+    said = parse_metadata(newest(tmp_path).metadata[PRECISION_KEY])
     return {table: said.of_table(f"{table}.weight") for table in ("large", "small")}
 
 
@@ -105,7 +105,7 @@ def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, t
     chosen = stored(tmp_path)
     assert chosen["small"] == "q8"
     assert chosen["large"] in ("q2", "q3", "q4")
-    told = harm.recorded(newest(tmp_path).metadata[harm.KEY])
+    told = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
     assert told.restores == 0
     leave(ckpt)
 
@@ -115,7 +115,7 @@ def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, t
     assert again.error(loop, "large") == pytest.approx(told.error["large.weight"], rel=0.2)
     again.train(ckpt, 2)
     ckpt.save().wait(120)
-    told = harm.recorded(newest(tmp_path).metadata[harm.KEY])
+    told = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
     assert told.restores == 1
     assert told.spent["large.weight"] == pytest.approx(again.error(loop, "large") ** 2, rel=0.5)
     again.train(ckpt, 90)
@@ -162,6 +162,6 @@ def test_a_sidecar_that_is_killed_forgets_no_harm(make: Make, tmp_path: Path, co
     eventually(lambda: ckpt.sidecar_pid not in (None, pid), what="another sidecar")
     again.train(ckpt, 1)
     ckpt.save().wait(120)
-    told = harm.recorded(newest(tmp_path).metadata[harm.KEY])
+    told = error_ledger.parse_metadata(newest(tmp_path).metadata[error_ledger.KEY])
     assert told.restores == 1
     assert told.spent.keys() == {"large.weight"}

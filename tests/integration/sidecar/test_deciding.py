@@ -10,8 +10,8 @@ import deltashard
 import pytest
 import torch
 from deltashard_checkpoint.deciding.cost import KEY
-from deltashard_checkpoint.deciding.interval import ENOUGH
-from deltashard_checkpoint.deciding.record import Record, recorded
+from deltashard_checkpoint.deciding.interval import MIN_SAVES
+from deltashard_checkpoint.deciding.record import Record, parse_metadata
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import fleet_pb2 as fleet
@@ -65,7 +65,7 @@ def decided(process: SidecarProcess) -> list[dict[str, object]]:
 
 def newest(url: str) -> Record:
     found = RunLog(open_store(url), "r").refresh().newest()
-    return recorded(found.metadata[KEY])
+    return parse_metadata(found.metadata[KEY])
 
 
 def decision(server: FleetServer) -> fleet.Decision:
@@ -93,7 +93,7 @@ def test_a_choice_is_made_shown_and_adopted_by_who_comes_next(
         assert (shown.goal, shown.value, shown.would) == ("auto", "every 300 s", "every 300 s")
         assert shown.bound == "not above 5 min (the longest that the user allows)"
         assert "a save costs" in shown.why
-        assert server.last.run.measured.saves >= ENOUGH
+        assert server.last.run.measured.saves >= MIN_SAVES
         (line,) = decided(process)
         assert (line["cause"], line["interval"]) == ("measured", "every 300 s")
         page = process.metrics_page()
@@ -115,7 +115,7 @@ def test_a_choice_is_made_shown_and_adopted_by_who_comes_next(
         assert decision(server).value == "every 300 s"
         said_s = [decision.why for report in server.reports for decision in report.run.decisions]
         assert not any("is being measured" in why for why in said_s)
-        assert server.last.run.measured.saves >= ENOUGH
+        assert server.last.run.measured.saves >= MIN_SAVES
         assert [each["event"] for each in process.events() if each["event"] == "profile.adopted"] != []
         assert "measured" not in {each["cause"] for each in decided(process)}
         training.ckpt.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from deltashard_checkpoint.deciding import harm
+from deltashard_checkpoint.deciding import error_ledger
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
@@ -158,7 +158,7 @@ def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path
         group.train()
         seq = group.save_and_commit()
         entry = state_of(url).checkpoints[seq]
-        stored = precision.recorded(entry.metadata[PRECISION_KEY])
+        stored = precision.parse_metadata(entry.metadata[PRECISION_KEY])
         chosen = {rank: stored.of_table(f"rank{rank}.big.weight") for rank in range(4)}
         if count == 2:
             assert set(chosen.values()) == {"fp32"}
@@ -166,7 +166,7 @@ def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path
             return
         assert set(chosen.values()) <= {"q2", "q3", "q4"}
         assert "q8" in {stored.of_table(f"rank{rank}.small.weight") for rank in range(4)}
-        told = harm.recorded(entry.metadata[harm.KEY])
+        told = error_ledger.parse_metadata(entry.metadata[error_ledger.KEY])
         assert told.error.keys() >= {f"rank{rank}.big.weight" for rank in range(4)}
         wanted = [model.tables[0].weights.copy() for model in group.models]
         group.restore(seq)

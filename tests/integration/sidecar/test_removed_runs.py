@@ -9,7 +9,7 @@ import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.whole_run import removal
-from deltashard_checkpoint.whole_run.remains import Remains, remains
+from deltashard_checkpoint.whole_run.incomplete_state import IncompleteState, incomplete_state
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from tests.support.eventually import eventually
@@ -47,7 +47,7 @@ def test_a_run_that_was_removed_is_noticed_and_written_to_no_more(process: Sidec
     left = keys(log)
     assert left
     assert all(key.startswith("run/data/") for key in left), "what was under way when it was noticed"
-    assert remains(log.store, "run/") is Remains.LOGLESS
+    assert incomplete_state(log.store, "run/") is IncompleteState.NO_LOG
     # Nothing more is written: no save, no marker of a pod that ends, no housekeeping; and the trainer is not fenced.
     for urgent in (False, True):
         with pytest.raises(SaveRefused, match="was removed"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.maintenance.word import pin, rewind
+from deltashard_checkpoint.maintenance.user_entry import pin, rewind
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import main
@@ -249,7 +249,7 @@ def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: st
         )
         state = log.refresh()
         assert state.newest().seq == first.seq
-        assert newest.seq in state.aside
+        assert newest.seq in state.detached
         assert newest.seq in state.checkpoints
 
 

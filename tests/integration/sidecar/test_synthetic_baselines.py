@@ -88,7 +88,7 @@ def test_baselines_are_made_by_compaction_and_no_cut_holds_all_rows_but_the_firs
         assert all(why.startswith("synthetic baseline: ") for why in life.decided())
         covered = [state.checkpoints[commit.seq].covered for commit in commits[1:]]
         assert len(set(covered)) == 1 + len(life.decided())
-        line = f'deltashard_compactions_total{{why="owed"}} {len(state.compactions)}.0'
+        line = f'deltashard_compactions_total{{why="deferred"}} {len(state.compactions)}.0'
         eventually(lambda: line in process.metrics_page(), what=line)
         life.check()
         # It has read them through the compaction, and goes on from there.

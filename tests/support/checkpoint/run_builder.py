@@ -65,7 +65,7 @@ class Run:
     def reader(self, **options: Any) -> RunLog:
         return RunLog(self.store, "job", clocks=self.time.clocks, **options)
 
-    def open(self, **options: Any) -> attempts.Opened:
+    def open(self, **options: Any) -> attempts.OpenedAttempt:
         return attempts.open_attempt(self.log, **{"owner": "me", "closing_wait_s": 0.0, **options})
 
     def report(

@@ -9,7 +9,7 @@ from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, settled
+from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, read_consistent
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 from deltashard_checkpoint.stores.abc import Store
 
@@ -45,7 +45,7 @@ def read_checkpoint(
         tables = {table.schema.fqn: table for table in opened.tables()}
         return Snapshot(entry=opened.entry, tables=tables, blobs=opened.blobs(blobs))
 
-    return settled(RunLog(store, run), read, deadline_s=3600.0) if state is None else read(state)
+    return read_consistent(RunLog(store, run), read, deadline_s=3600.0) if state is None else read(state)
 
 
 def arrays_of(snapshot: Snapshot) -> dict[str, np.ndarray]:

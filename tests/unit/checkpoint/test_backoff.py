@@ -1,6 +1,6 @@
 """The one back-off of every retry."""
 
-from deltashard_checkpoint.backoff import Backoff, Clocks, Patience
+from deltashard_checkpoint.backoff import Backoff, Clocks, RetryBudget
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ def test_patience_pauses_by_it_until_the_deadline() -> None:
         now[0] += delay_s
 
     clocks = Clocks(monotonic_s=lambda: now[0], sleep=sleep, uniform=lambda: 1.0)
-    patience = Patience(clocks=clocks, deadline_s=10.0, backoff=Backoff(first_s=1.0, longest_s=4.0))
-    while patience.pause():
+    retry_budget = RetryBudget(clocks=clocks, deadline_s=10.0, backoff=Backoff(first_s=1.0, longest_s=4.0))
+    while retry_budget.pause():
         pass
     assert slept == [1.0, 2.0, 4.0, 3.0]

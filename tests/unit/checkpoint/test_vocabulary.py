@@ -16,7 +16,7 @@ from deltashard_checkpoint.vocabulary import (
     ENCODINGS,
     STATE_ENCODINGS,
     ProtocolVersions,
-    UnknownWord,
+    UnknownName,
     differential_named,
     encoding_named,
     stored_state_dtype,
@@ -36,11 +36,11 @@ def test_names_and_codes_tell_encodings_apart() -> None:
 
 
 def test_unknown_words_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownWord, match=r"unknown encoding 'q5' -- one of fp32, .*q2"):
+    with pytest.raises(UnknownName, match=r"unknown encoding 'q5' -- one of fp32, .*q2"):
         encoding_named("q5")
-    with pytest.raises(UnknownWord, match=r"unknown differential policy 'half' -- one of full, one-shot"):
+    with pytest.raises(UnknownName, match=r"unknown differential policy 'half' -- one of full, one-shot"):
         differential_named("half")
-    with pytest.raises(UnknownWord, match="unknown state encoding 'q8' -- one of fp32, bf16"):
+    with pytest.raises(UnknownName, match="unknown state encoding 'q8' -- one of fp32, bf16"):
         stored_state_dtype("q8", pointwise=True, dtype="float32")
     assert encoding_named("q3") is ENCODINGS["q3"]
     assert [differential_named(name) for name in DIFFERENTIALS] == list(DIFFERENTIALS)

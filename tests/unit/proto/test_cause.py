@@ -16,7 +16,7 @@ from deltashard.errors import (
 from deltashard_checkpoint.cache.pack_spool import CacheFull
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError, EnvironmentFault, UnsupportedVersion
 from deltashard_checkpoint.log.chain import ChainIncomplete, CheckpointNotFound
-from deltashard_checkpoint.log.log_error import AppendUnknown, LogRemoved, LogStopped, LogWentBack
+from deltashard_checkpoint.log.log_error import AppendUnknown, LogRemoved, LogRolledBack, LogStopped
 from deltashard_checkpoint.restore.plan import SchemaMismatch
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
@@ -27,8 +27,8 @@ from deltashard_checkpoint.stores.abc import (
     StoreFull,
     StoreUnavailable,
 )
-from deltashard_checkpoint.write.cut_reports import Abandoned
-from deltashard_checkpoint.write.part_writer import NoRoom, UploadFailed
+from deltashard_checkpoint.write.cut_reports import CutAbandoned
+from deltashard_checkpoint.write.part_writer import UploadFailed, UploadNoSpace
 from deltashard_proto.cause import METADATA, Cause, from_metadata, to_metadata
 from deltashard_sidecar import restore
 from deltashard_sidecar.arena.batch import BadBatch
@@ -100,9 +100,9 @@ def test_a_call_that_nobody_answered_has_no_cause() -> None:
         (StoreUnavailable("x"), "unavailable", "unavailable", "unavailable"),
         (CacheFull("x"), "unavailable", "unavailable", None),
         (UploadFailed("x"), "unavailable", "unavailable", None),
-        (NoRoom("x"), "full", "unavailable", None),
-        (Abandoned("x"), "abandoned", "unavailable", None),
-        (LogWentBack("x"), "log_lost", "unavailable", None),
+        (UploadNoSpace("x"), "full", "unavailable", None),
+        (CutAbandoned("x"), "abandoned", "unavailable", None),
+        (LogRolledBack("x"), "log_lost", "unavailable", None),
         (LogRemoved("x"), "removed", "unavailable", None),
         (LogStopped("x"), "error", "invalid", None),
         (CorruptObject("x"), "error", "invalid", None),

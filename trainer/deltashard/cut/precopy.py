@@ -428,7 +428,7 @@ class Precopy:
         except _Stopped as stopped:
             self.why_not = str(stopped)
         except SidecarUnavailable:
-            self.why_not = "sidecar away"
+            self.why_not = "sidecar disconnected"
         except CutFailed as failed:
             self.why_not = failed.cause
         except Exception as error:

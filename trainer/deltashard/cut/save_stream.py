@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import grpc
-from deltashard_proto.cause import Cause, heard
+from deltashard_proto.cause import Cause, parse_cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.rpc_error import details
@@ -213,7 +213,7 @@ class SaveStream:
                     end, settled = None, True
                 elif kind == "failed":
                     end, settled = (
-                        CutFailed(heard(reply.failed.cause) or Cause.ERROR, reply.failed.message),
+                        CutFailed(parse_cause(reply.failed.cause) or Cause.ERROR, reply.failed.message),
                         True,
                     )
                     self._in.put(end)

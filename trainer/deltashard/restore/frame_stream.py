@@ -18,7 +18,7 @@ from deltashard_checkpoint.format.index import box_message, box_of
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier
 from deltashard_checkpoint.vocabulary import ENCODINGS
-from deltashard_proto.cause import Cause, heard
+from deltashard_proto.cause import Cause, parse_cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.rpc_error import translate
@@ -90,7 +90,7 @@ def read_frames(
             elif kind == "done":
                 return plan, reply.done
             elif kind == "failed":
-                cause = heard(reply.failed.cause)
+                cause = parse_cause(reply.failed.cause)
                 if cause == Cause.INVALID:
                     raise InvalidCheckpoint(reply.failed.message, where=f"checkpoint {want.seq}")
                 if cause == Cause.MISMATCH:

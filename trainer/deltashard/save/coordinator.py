@@ -92,13 +92,13 @@ class SnapshotCoordinator:
         if cut is None:
             return False
         wait = self._taker.gate(at_step=at_step).why(Asker.CLOSE if close else Asker.WAITER)
-        if wait is not None and wait not in (BlockReason.AWAY, BlockReason.FLIGHT):
+        if wait is not None and wait not in (BlockReason.SIDECAR_DISCONNECTED, BlockReason.IN_FLIGHT):
             self._taker.put_off(wait, quiet=True)
             return False  # of all ranks alike: the next step that is whole
         self.conductor.taken(cut)
         link = self._attachment.link
         if wait is not None or link is None:
-            wait = wait or BlockReason.AWAY
+            wait = wait or BlockReason.SIDECAR_DISCONNECTED
             self._decline(cut)
             self._taker.put_off(wait)
             self._requests.fail(

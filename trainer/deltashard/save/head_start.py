@@ -172,7 +172,7 @@ class HeadStart:
         """What was copied ahead, with its call, which is the caller's now; None: nothing, or over another link."""
         now = self._now
         if now is None or now.link is not link or now.stream.over.is_set():
-            self.drop("sidecar away")
+            self.drop("sidecar disconnected")
             return None
         self._now = None
         return now

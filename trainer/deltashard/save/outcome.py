@@ -17,9 +17,9 @@ import math
 import time
 from collections.abc import Sequence
 
-from deltashard_checkpoint.deciding.precision import SAFE, by_table, encodings_of
+from deltashard_checkpoint.deciding.precision import SAFE_BITS, match_tables, parse_encodings
 from deltashard_checkpoint.vocabulary import BITS_RULES, bits_of
-from deltashard_proto.cause import heard
+from deltashard_proto.cause import parse_cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.attachment import RunMember
@@ -129,7 +129,7 @@ class SnapshotOutcomes:
             self._committed(Commit.of(notice.committed))
         elif kind == "save_failed":
             failed = notice.save_failed
-            self.failed(failed.cut, CutFailed(heard(failed.cause), failed.message))
+            self.failed(failed.cut, CutFailed(parse_cause(failed.cause), failed.message))
         elif kind == "save_now":
             if notice.save_now.urgent:
                 self._requests.hurry(notice.save_now.reason or "urgent")
@@ -144,7 +144,7 @@ class SnapshotOutcomes:
 
     def adopt(self, link: Link) -> None:
         """A new attachment, and what it knows of the save in flight."""
-        self.precopy.drop("sidecar away")
+        self.precopy.drop("sidecar disconnected")
         restarted = self._attachment.adopt(link)
         self.precopy.prepare(link)
         if link.reply.HasField("last_commit"):
@@ -294,9 +294,9 @@ class SnapshotOutcomes:
         if begun is None or policy.bits_goal not in BITS_RULES:
             return None
         tables = [table.fqn for table in self._program.schemas]
-        own, _ = by_table(encodings_of(policy.tables, where="tables"), tables)
+        own, _ = match_tables(parse_encodings(policy.tables, where="tables"), tables)
         chosen = (begun.encodings.get(table, begun.encoding) for table in tables if table not in own)
-        return last if any((bits_of(encoding) or 0) < SAFE for encoding in chosen) else None
+        return last if any((bits_of(encoding) or 0) < SAFE_BITS for encoding in chosen) else None
 
     # What other ranks wait for.
 

@@ -176,7 +176,7 @@ class SaveLoop:
             return
         link = self._attachment.link
         if link is None:
-            self._taker.put_off(BlockReason.AWAY)
+            self._taker.put_off(BlockReason.SIDECAR_DISCONNECTED)
             return
         if asker is Asker.TIMER and self._outcomes.precopy.put_off(link, self._clock.wanted_at):
             self._clock.notice()
@@ -190,7 +190,7 @@ class SaveLoop:
         """Why a save that is due was not taken at this boundary."""
         reason = self._taker.gate(at_step=at_step).why(Asker.TIMER)
         failure = self._setbacks.last
-        if reason is BlockReason.AWAY:
+        if reason is BlockReason.SIDECAR_DISCONNECTED:
             return BlockedBy(
                 reason=reason, message=f"the sidecar has been away for {self._session.away_s:.0f} s"
             )
@@ -207,7 +207,7 @@ class SaveLoop:
             return BlockedBy(
                 reason=BlockReason.RANKS, message=self._ranks.why_off, rank=self._ranks.conductor.rank_off
             )
-        return BlockedBy(reason=BlockReason.NOT_ASKED, message=MESSAGE[BlockReason.NOT_ASKED])
+        return BlockedBy(reason=BlockReason.NOT_REQUESTED, message=MESSAGE[BlockReason.NOT_REQUESTED])
 
     # SIGTERM.
 

@@ -137,7 +137,7 @@ class SnapshotTaker:
         if wait in (BlockReason.STEPPED, BlockReason.ACCUMULATING, BlockReason.MOVED):
             return  # the next optimizer step takes it
         # Nothing else would report that the sidecar is away; the rest passes by itself.
-        if not (quiet and wait in (BlockReason.FLIGHT, BlockReason.BACK_OFF)):
+        if not (quiet and wait in (BlockReason.IN_FLIGHT, BlockReason.BACK_OFF)):
             self._setbacks.skipped(wait)
 
     def begin_ahead(self, step: int, *, at_step: bool) -> None:

@@ -9,7 +9,7 @@ it. What is asked for and cannot be taken yet stays asked for; which reasons cou
     accumulating   x       x       x       x       x       -    the last step() ended no optimizer step
     moved on       x       x       x       x       x       -    a batch was taken, or a forward ran, after that
     in flight      x       x       x       x       x       x    a save is being copied, or not durable yet
-    sidecar away   x       x       x       x       x       x
+    disconnected   x       x       x       x       x       x
     unopened       x       x       x       x       x       x    the store was full when the attempt was to be opened
     backing off    x       x       x       -       -       -    a save failed a moment ago
 
@@ -45,13 +45,13 @@ MESSAGE = {
     BlockReason.STEPPED: "an optimizer has stepped since the last step(): that boundary is gone",
     BlockReason.ACCUMULATING: "the last step() ended no step of an optimizer that the Checkpointer was given",
     BlockReason.MOVED: "a batch was taken, or a forward pass ran, since the last step()",
-    BlockReason.FLIGHT: "the save before it was not durable yet",
-    BlockReason.AWAY: "the sidecar was away",
+    BlockReason.IN_FLIGHT: "the save before it was not durable yet",
+    BlockReason.SIDECAR_DISCONNECTED: "the sidecar was away",
     BlockReason.UNOPENED: "the store took no entry, so the attempt was not open",
     BlockReason.BACK_OFF: "a save had failed a moment before",
     BlockReason.RANKS: "the ranks did not come to one step",
     BlockReason.VETOED: "validate() vetoed it",
-    BlockReason.NOT_ASKED: "the sidecar did not ask for it",
+    BlockReason.NOT_REQUESTED: "the sidecar did not ask for it",
 }
 """For people."""
 
@@ -62,13 +62,13 @@ REMEDY = {
     "Checkpointer",
     BlockReason.MOVED: "step() must be the last statement of the loop body; ckpt.wrap(loader, pipelined=True) for a "
     "pipeline that fetches ahead; evaluate with torch.no_grad()",
-    BlockReason.FLIGHT: "look at the store and at the sidecar's log; if uploads only take long, save less often",
-    BlockReason.AWAY: "look at the sidecar: its container, or its process on this machine",
+    BlockReason.IN_FLIGHT: "look at the store and at the sidecar's log; if uploads only take long, save less often",
+    BlockReason.SIDECAR_DISCONNECTED: "look at the sidecar: its container, or its process on this machine",
     BlockReason.UNOPENED: "make room in the store, or let these credentials write to it",
     BlockReason.BACK_OFF: "look at the store and at the sidecar's log",
     BlockReason.RANKS: "call step(), and save() with a pin, on every rank after the same step",
     BlockReason.VETOED: "see validate=",
-    BlockReason.NOT_ASKED: "look at the sidecar: its process may be stopped",
+    BlockReason.NOT_REQUESTED: "look at the sidecar: its process may be stopped",
 }
 """What to do when it stays."""
 
@@ -78,8 +78,8 @@ _RULES: tuple[tuple[BlockReason, frozenset[Asker]], ...] = (
     (BlockReason.STEPPED, frozenset(Asker)),
     (BlockReason.ACCUMULATING, _BUT_CLOSE),
     (BlockReason.MOVED, _BUT_CLOSE),
-    (BlockReason.FLIGHT, frozenset(Asker)),
-    (BlockReason.AWAY, frozenset(Asker)),
+    (BlockReason.IN_FLIGHT, frozenset(Asker)),
+    (BlockReason.SIDECAR_DISCONNECTED, frozenset(Asker)),
     (BlockReason.UNOPENED, frozenset(Asker)),
     (BlockReason.BACK_OFF, frozenset({Asker.TIMER, Asker.REQUEST, Asker.URGENT})),
 )

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deltashard_proto.block_reason import BlockReason, word_of
+from deltashard_proto.block_reason import BlockReason, encode_block_reason
 
 from deltashard.attach.attachment import Listener
 from deltashard.save.wait import REMEDY
@@ -128,7 +128,7 @@ class Watchdog:
             self._limit_s = max(LEAST_S, INTERVALS * interval_s)
             return
         newest_s = max(self._taken.values(), default=0.0)
-        young = self._block.reason is BlockReason.FLIGHT and now_s - newest_s < LEAST_S
+        young = self._block.reason is BlockReason.IN_FLIGHT and now_s - newest_s < LEAST_S
         if now_s - self._due_s < self._limit_s or young:
             return
         self._limit_s = max(2 * self._limit_s, 2 * (now_s - self._due_s))
@@ -151,7 +151,7 @@ class Watchdog:
         assert blocked is not None
         block = blocked.block
         log.warning("%s", blocked)
-        self._clock.show_blocked(blocked.for_s, word_of(block.reason, block.rank))
+        self._clock.show_blocked(blocked.for_s, encode_block_reason(block.reason, block.rank))
         self._listener.emit(
             "save_blocked",
             step=self._clock.step,

@@ -137,7 +137,7 @@ class StepClock:  # noqa: PLR0904
         self._look_ns = _time_ns() + int(seconds * 1e9)
 
     def show_blocked(self, seconds: float, why: int) -> None:
-        """Show for how long a save that is due is blocked, and why (`block_reason.word_of`); 0: none is."""
+        """Show for how long a save that is due is blocked, and why (`block_reason.encode_block_reason`); 0: none is."""
         self._blocked = _time_ns() - int(seconds * 1e9) if why else 0, why
         self._line[BLOCKED_SINCE_NS], self._line[BLOCKED_WHY] = self._blocked
 

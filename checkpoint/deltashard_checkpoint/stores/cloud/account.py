@@ -55,7 +55,7 @@ class Account(ABC):
     """The store's URL."""
     endpoint: str
     """http(s)://host[:port][/account]."""
-    how: str
+    credentials_hint: str
     """What to set, for messages."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Account(ABC):
         with self._lock:
             state = tuple(self._stat(name, Path(value)) for name, value in self._files())
             if self._client is None or state != self._state:
-                self._client = self._made()
+                self._client = self._make_client()
                 self._state = state
             return self._client
 
@@ -100,7 +100,7 @@ class Account(ABC):
         """The source where none is named."""
 
     @abstractmethod
-    def _made(self) -> Client: ...
+    def _make_client(self) -> Client: ...
 
     def _stat(self, name: str, path: Path) -> tuple[str, int, int, int]:
         try:
@@ -121,7 +121,9 @@ class Account(ABC):
 
     def _unusable(self, reason: str) -> AccessDenied:
         return AccessDenied(
-            f"credentials of {self.source()} cannot be used: {reason}", where=self.where, remedy=self.how
+            f"credentials of {self.source()} cannot be used: {reason}",
+            where=self.where,
+            remedy=self.credentials_hint,
         )
 
     def _options(self) -> dict[str, Any]:
@@ -142,7 +144,7 @@ class Account(ABC):
 class GoogleAccount(Account):
     """Google's storage, or what speaks like it at `endpoint`."""
 
-    how = (
+    credentials_hint = (
         "set GOOGLE_APPLICATION_CREDENTIALS to a service account's key file, or give the pod's service account "
         "workload identity"
     )
@@ -153,7 +155,7 @@ class GoogleAccount(Account):
             checked_endpoint(endpoint)
         self.where = where
         self._bucket = bucket
-        self._stated = endpoint
+        self._configured_endpoint = endpoint
         self.endpoint = (endpoint or "https://storage.googleapis.com").rstrip("/")
 
     def _files(self) -> list[tuple[str, str]]:
@@ -165,9 +167,9 @@ class GoogleAccount(Account):
     def _ambient(self) -> str:
         return "the metadata server's service account"
 
-    def _made(self) -> Client:
+    def _make_client(self) -> Client:
         stores, base = _obstore()
-        config = {"base_url": self._stated.rstrip("/")} if self._stated else {}
+        config = {"base_url": self._configured_endpoint.rstrip("/")} if self._configured_endpoint else {}
         try:
             return stores.GCSStore(self._bucket, config=config, **self._options())  # type: ignore[no-any-return]
         except (base, ValueError) as error:
@@ -178,7 +180,7 @@ class GoogleAccount(Account):
 class AzureAccount(Account):
     """Azure's storage, or what speaks like it at `endpoint`."""
 
-    how = (
+    credentials_hint = (
         "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_CONNECTION_STRING, or give the pod's service account workload "
         "identity (AZURE_CLIENT_ID, AZURE_TENANT_ID, AZURE_FEDERATED_TOKEN_FILE)"
     )
@@ -190,7 +192,7 @@ class AzureAccount(Account):
         self.where = where
         self._container = container
         self._account = account
-        self._stated = endpoint
+        self._configured_endpoint = endpoint
         self.endpoint = ""
         """Empty until a connection string is there that says it."""
         with suppress(CredentialsMissing):
@@ -220,7 +222,9 @@ class AzureAccount(Account):
                 where=self.where,
                 remedy="add ?account=NAME to the URL, or set AZURE_STORAGE_ACCOUNT_NAME",
             )
-        endpoint = self._stated or found.get("endpoint") or f"https://{account}.blob.core.windows.net"
+        endpoint = (
+            self._configured_endpoint or found.get("endpoint") or f"https://{account}.blob.core.windows.net"
+        )
         checked_endpoint(endpoint, path=True)
         return found | {"account_name": account, "endpoint": endpoint.rstrip("/")}
 
@@ -253,7 +257,7 @@ class AzureAccount(Account):
             found["endpoint"] = f"{scheme}://{parts['AccountName']}.blob.{parts['EndpointSuffix']}"
         return found
 
-    def _made(self) -> Client:
+    def _make_client(self) -> Client:
         stores, base = _obstore()
         config = self._configuration()
         self.endpoint = config["endpoint"]

@@ -36,10 +36,16 @@ from deltashard_checkpoint.stores.abc import (
     check_size,
 )
 from deltashard_checkpoint.stores.cloud.account import Account
-from deltashard_checkpoint.stores.cloud.waiter import Waiter, in_time, returned
-from deltashard_checkpoint.stores.deadline import SILENCE_S, remaining_s
+from deltashard_checkpoint.stores.cloud.event_loop_thread import EventLoopThread, wait_released, with_timeout
+from deltashard_checkpoint.stores.deadline import IDLE_TIMEOUT_S, remaining_s
 from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
-from deltashard_checkpoint.stores.transport import ca_bundle, certificate_refused, proxy_of, warn_if_open, way
+from deltashard_checkpoint.stores.transport import (
+    ca_bundle,
+    certificate_refused,
+    proxy_of,
+    via_proxy,
+    warn_if_plaintext,
+)
 
 if TYPE_CHECKING:
     from obstore import GetResult, ListStream, ObjectMeta
@@ -58,15 +64,15 @@ class CloudStore(Store):
     """Objects under `prefix` of `account`'s bucket; thread-safe; not to be used across a fork."""
 
     def __init__(
-        self, account: Account, *, url: str, prefix: str = "", silence_timeout_s: float = SILENCE_S
+        self, account: Account, *, url: str, prefix: str = "", max_idle_s: float = IDLE_TIMEOUT_S
     ) -> None:
         self.url = url
         self._account = account
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._silence_s = silence_timeout_s
-        self._waiter = Waiter(url)
+        self._max_idle_s = max_idle_s
+        self._loop_thread = EventLoopThread(url)
         if account.endpoint:
-            warn_if_open(account.endpoint)
+            warn_if_plaintext(account.endpoint)
             proxy_of(account.endpoint)
 
     def put(self, key: str, data: Buffer) -> None:
@@ -80,7 +86,7 @@ class CloudStore(Store):
 
         where = f"{self.url}/{key}"
         view = memoryview(data).cast("B") if memoryview(data) else memoryview(b"")
-        longest_s = self._silence_s + len(view) / SLOWEST_BYTES_PER_S
+        longest_s = self._max_idle_s + len(view) / SLOWEST_BYTES_PER_S
         try:
             sending = obstore.put_async(
                 self._account.client(),
@@ -89,16 +95,16 @@ class CloudStore(Store):
                 mode="create" if create_only else "overwrite",
                 use_multipart=False,
             )
-            await in_time(sending, longest_s, "the store went silent", where)
+            await with_timeout(sending, longest_s, "the store went silent", where)
         finally:
-            await returned(view, where)
+            await wait_released(view, where)
 
     def get(self, key: str) -> bytes:
         return self._attempt(key, lambda: self._get(key))
 
     async def _get(self, key: str) -> bytes:
         where = f"{self.url}/{key}"
-        answer = await self._asked(key, None)
+        answer = await self._request(key, None)
         size_bytes = answer.meta["size"]
         check_size(size_bytes, where=where)
         out = bytearray(size_bytes)
@@ -121,9 +127,9 @@ class CloudStore(Store):
         while done < len(view):
             first = offset + done
             try:
-                answer = await self._asked(key, (first, offset + len(view)))
+                answer = await self._request(key, (first, offset + len(view)))
             except Exception as error:
-                from deltashard_checkpoint.stores.cloud.refusal import out_of_range
+                from deltashard_checkpoint.stores.cloud.error_code import out_of_range
 
                 if out_of_range(error):
                     raise CorruptObject(f"object ends before offset {first}", where=where) from error
@@ -145,20 +151,20 @@ class CloudStore(Store):
                 raise StoreUnavailable("answer truncated, and again without a byte", where=where)
             done = received
 
-    async def _asked(self, key: str, span: tuple[int, int] | None) -> GetResult:
+    async def _request(self, key: str, span: tuple[int, int] | None) -> GetResult:
         import obstore
 
         asking = obstore.get_async(
             self._account.client(), self._name(key), options={"range": span} if span else {}
         )
-        return await in_time(asking, self._silence_s, "the store went silent", f"{self.url}/{key}")
+        return await with_timeout(asking, self._max_idle_s, "the store went silent", f"{self.url}/{key}")
 
     async def _receive(self, answer: GetResult, view: memoryview, done: int, where: str) -> int:
         """How far `view` is filled: to its end, or as far as it came before the connection broke."""
         stream = answer.stream(CHUNK_BYTES)
         while done < len(view):
             try:
-                some = await in_time(anext(stream), self._silence_s, "the store went silent", where)
+                some = await with_timeout(anext(stream), self._max_idle_s, "the store went silent", where)
             except StopAsyncIteration:
                 break
             except DeltashardError:
@@ -185,7 +191,7 @@ class CloudStore(Store):
         import obstore
 
         asking = obstore.head_async(self._account.client(), self._name(key))
-        found = await in_time(asking, self._silence_s, "the store went silent", f"{self.url}/{key}")
+        found = await with_timeout(asking, self._max_idle_s, "the store went silent", f"{self.url}/{key}")
         return self._info(found)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
@@ -197,7 +203,7 @@ class CloudStore(Store):
         pages = self._pages(prefix, start_after)
         first = next(pages, None)
         if first is None:
-            self._check_speaks()
+            self._check_is_store()
             return
         for found in chain([first], pages):
             if found.key <= last:
@@ -212,7 +218,7 @@ class CloudStore(Store):
             elif found.key[: len(prefix)] > prefix:
                 return
 
-    def _check_speaks(self) -> None:
+    def _check_is_store(self) -> None:
         """Raises `StoreUnavailable` where something answers everything: to obstore its page is an empty listing."""
         name = f"no-such-object-{secrets.token_hex(8)}"
         try:
@@ -221,7 +227,7 @@ class CloudStore(Store):
             return
         raise StoreUnavailable(
             "the answers are not a store's: an object is there that nobody made",
-            where=f"{self.url} at {self._account.endpoint}{way(self._account.endpoint)}",
+            where=f"{self.url} at {self._account.endpoint}{via_proxy(self._account.endpoint)}",
             remedy="look for a proxy that answers with a page of its own",
         )
 
@@ -238,7 +244,7 @@ class CloudStore(Store):
             if stream is None:
                 stream = obstore.list(self._account.client(), folder or None, offset=after, chunk_size=PAGE)
             try:
-                return await in_time(anext(stream), self._silence_s, "the store went silent", self.url)
+                return await with_timeout(anext(stream), self._max_idle_s, "the store went silent", self.url)
             except StopAsyncIteration:
                 return []
 
@@ -259,9 +265,9 @@ class CloudStore(Store):
         async def one(name: str) -> None:
             asking = obstore.delete_async(client, name)
             try:
-                await in_time(asking, self._silence_s, "the store went silent", self.url)
+                await with_timeout(asking, self._max_idle_s, "the store went silent", self.url)
             except FileNotFoundError as error:
-                if isinstance(self._named(error, self.url), BucketMissing):
+                if isinstance(self._translated(error, self.url), BucketMissing):
                     raise
 
         results = await asyncio.gather(*(one(name) for name in names), return_exceptions=True)
@@ -281,7 +287,7 @@ class CloudStore(Store):
         opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
         try:
             with opener.open(
-                endpoint + "/", timeout=max(0.01, min(self._silence_s, remaining_s()))
+                endpoint + "/", timeout=max(0.01, min(self._max_idle_s, remaining_s()))
             ) as answer:
                 date = answer.headers.get("Date")
         except urllib.error.HTTPError as error:
@@ -289,7 +295,7 @@ class CloudStore(Store):
                 date = error.headers.get("Date")
         except OSError as error:
             reason = getattr(error, "reason", error)
-            where = f"{self.url} at {endpoint}{way(endpoint)}"
+            where = f"{self.url} at {endpoint}{via_proxy(endpoint)}"
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise certificate_refused(reason.verify_message, where=where) from None
             raise StoreUnavailable(f"no connection: {reason}", where=where) from error
@@ -298,7 +304,7 @@ class CloudStore(Store):
         return parsedate_to_datetime(date).timestamp()
 
     def close(self) -> None:
-        self._waiter.close()
+        self._loop_thread.close()
 
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
@@ -323,25 +329,25 @@ class CloudStore(Store):
         if remaining_s() <= 0:
             raise StoreUnavailable("the call's deadline passed", where=f"{self.url}/{key}")
         try:
-            return self._waiter.run(work)
+            return self._loop_thread.run(work)
         except DeltashardError:
             raise
         except Exception as error:
-            named = self._named(error, f"{self.url}/{key}", writes=writes)
+            named = self._translated(error, f"{self.url}/{key}", writes=writes)
             if isinstance(named, AccessDenied):
                 self._account.forget()  # a token that was good an hour ago is asked for anew
             raise named from error
 
-    def _named(self, error: Exception, where: str, *, writes: bool = False) -> DeltashardError:
-        from deltashard_checkpoint.stores.cloud.refusal import translated
+    def _translated(self, error: Exception, where: str, *, writes: bool = False) -> DeltashardError:
+        from deltashard_checkpoint.stores.cloud.error_code import translated
 
         endpoint = self._account.endpoint
         return translated(
             error,
             where=f"{where} at {endpoint}",
-            way=way(endpoint),
+            via_proxy=via_proxy(endpoint),
             source=self._account.source(),
-            how=self._account.how,
+            credentials_hint=self._account.credentials_hint,
             configured=self._account.configured(),
             writes=writes,
         )

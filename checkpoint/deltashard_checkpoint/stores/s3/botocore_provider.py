@@ -19,9 +19,9 @@ from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, StoreUnavailable
 from deltashard_checkpoint.stores.deadline import remaining_s
 
-ANSWER_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
 """The longest wait for a process or a token service."""
-_UNREACHED = ("ConnectionError", "HTTPClientError", "EndpointConnectionError")
+_UNREACHABLE_ERRORS = ("ConnectionError", "HTTPClientError", "EndpointConnectionError")
 
 
 class BotocoreProvider:
@@ -42,39 +42,39 @@ class BotocoreProvider:
         session.set_default_client_config(config)
         self._session = session
         self._found: Any = None
-        self._asked: Future[Credentials | None] | None = None
+        self._pending: Future[Credentials | None] | None = None
 
     def retrieve(self) -> Credentials:
         """Keys that are good now; raises `CredentialsMissing`, `AccessDenied` or `StoreUnavailable`."""
         # One that did not answer in time is still being asked: it is waited for again, not asked twice.
-        self._asked = self._asked or self._begin()
+        self._pending = self._pending or self._start()
         try:
-            found = self._asked.result(max(0.0, min(ANSWER_S, remaining_s())))
+            found = self._pending.result(max(0.0, min(ANSWER_TIMEOUT_S, remaining_s())))
         except FutureTimeout:
             raise StoreUnavailable(
                 f"no store credentials by {self._why} yet: it does not answer", where=self._where
             ) from None
         except BaseException:
-            self._asked = None
+            self._pending = None
             raise
-        self._asked = None
+        self._pending = None
         if found is None:
             raise CredentialsMissing(f"{self._why} gave no store credentials", where=self._where)
         return found
 
-    def _begin(self) -> Future[Credentials | None]:
+    def _start(self) -> Future[Credentials | None]:
         asked: Future[Credentials | None] = Future()
 
         def ask() -> None:
             try:
-                asked.set_result(self._ask())
+                asked.set_result(self._fetch())
             except DeltashardError as error:
                 asked.set_exception(error)
 
         threading.Thread(target=ask, name="botocore", daemon=True).start()
         return asked
 
-    def _ask(self) -> Credentials | None:
+    def _fetch(self) -> Credentials | None:
         try:
             self._found = self._found or self._session.get_credentials()
             keys = None if self._found is None else self._found.get_frozen_credentials()
@@ -86,7 +86,7 @@ class BotocoreProvider:
 
     def _translated(self, error: Exception) -> DeltashardError:
         what = f"no store credentials by {self._why}"
-        if any(isinstance(error, getattr(self._exceptions, name)) for name in _UNREACHED):
+        if any(isinstance(error, getattr(self._exceptions, name)) for name in _UNREACHABLE_ERRORS):
             return StoreUnavailable(
                 f"{what} now: {type(error).__name__}", where=self._where, remedy="is the token service up?"
             )

@@ -28,8 +28,8 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.response import BaseHTTPResponse, HTTPResponse
 
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.stores.deadline import remaining_s, silence_s
-from deltashard_checkpoint.stores.transport import ca_bundle, proxy_of, shown
+from deltashard_checkpoint.stores.deadline import idle_timeout_s, remaining_s
+from deltashard_checkpoint.stores.transport import ca_bundle, proxy_of, without_credentials
 
 SLICE_BYTES = 1024 * 1024
 _SHORTEST_S = 0.01
@@ -38,7 +38,7 @@ _CONNECTIONS = 32
 _UPLOADS = frozenset({"PUT", "POST"})
 
 
-class _Once(HTTPConnection):
+class _Connection(HTTPConnection):
     """Not used again after a refused upload."""
 
     _method = ""
@@ -56,16 +56,16 @@ class _Once(HTTPConnection):
         return response
 
 
-class _OnceSecure(_Once, HTTPSConnection):
+class _SecureConnection(_Connection, HTTPSConnection):
     """The same over TLS."""
 
 
 class _Pool(HTTPConnectionPool):
-    ConnectionCls = _Once
+    ConnectionCls = _Connection
 
 
 class _SecurePool(HTTPSConnectionPool):
-    ConnectionCls = _OnceSecure
+    ConnectionCls = _SecureConnection
 
 
 _POOLS = {"http": _Pool, "https": _SecurePool}
@@ -74,18 +74,18 @@ _POOLS = {"http": _Pool, "https": _SecurePool}
 class Connections(urllib3.PoolManager):
     """A connection pool that obeys `deadline` and remembers, per thread, when the store says it is."""
 
-    def __init__(self, silence_timeout_s: float) -> None:
+    def __init__(self, max_idle_s: float) -> None:
         bundle = ca_bundle()
-        self._kept: dict[str, Any] = {
+        self._pool_options: dict[str, Any] = {
             "maxsize": _CONNECTIONS,
             "cert_reqs": "CERT_REQUIRED",
             "ca_certs": str(bundle[1]) if bundle else certifi.where(),
         }
-        super().__init__(**self._kept)
+        super().__init__(**self._pool_options)
         self.pool_classes_by_scheme = _POOLS
         self._proxied: dict[str, urllib3.ProxyManager] = {}
         self._proxied_lock = threading.Lock()
-        self._silence_timeout_s = silence_timeout_s
+        self._max_idle_s = max_idle_s
         self._seen = threading.local()
 
     def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> BaseHTTPResponse:  # type: ignore[override]  # noqa: ARG002 - the base's signature; redirects are never followed
@@ -94,14 +94,14 @@ class Connections(urllib3.PoolManager):
         left_s = max(_SHORTEST_S, remaining_s())
         kw["timeout"] = urllib3.Timeout(
             connect=min(_CONNECT_S, left_s),
-            read=max(_SHORTEST_S, silence_s(self._silence_timeout_s)),
+            read=max(_SHORTEST_S, idle_timeout_s(self._max_idle_s)),
         )
         kw["retries"] = False
         proxy = proxy_of(url)
         if proxy is None:
             response = super().urlopen(method, url, redirect=False, **kw)
         else:
-            response = self._through(proxy).urlopen(method, url, redirect=False, **kw)
+            response = self._proxy_manager(proxy).urlopen(method, url, redirect=False, **kw)
         date = response.headers.get("Date")
         self._seen.skew_s = None
         self._seen.date_s = None
@@ -110,7 +110,7 @@ class Connections(urllib3.PoolManager):
             self._seen.skew_s = time.time() - self._seen.date_s
         return response
 
-    def _through(self, proxy: str) -> urllib3.ProxyManager:
+    def _proxy_manager(self, proxy: str) -> urllib3.ProxyManager:
         with self._proxied_lock:
             if proxy not in self._proxied:
                 parts = urlsplit(proxy)
@@ -118,7 +118,9 @@ class Connections(urllib3.PoolManager):
                     f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
                 )
                 manager = urllib3.ProxyManager(
-                    shown(proxy), proxy_headers=urllib3.make_headers(proxy_basic_auth=login), **self._kept
+                    without_credentials(proxy),
+                    proxy_headers=urllib3.make_headers(proxy_basic_auth=login),
+                    **self._pool_options,
                 )
                 manager.pool_classes_by_scheme = _POOLS
                 self._proxied[proxy] = manager

@@ -95,7 +95,9 @@ class StandardProvider(Provider):
             return "AWS_WEB_IDENTITY_TOKEN_FILE"
         files = ProfileFiles.of(self._environment)
         return (
-            f"profile {files.name} of {_where(files)}" if files.said else "the container's or instance's role"
+            f"profile {files.name} of {_where(files)}"
+            if files.is_configured
+            else "the container's or instance's role"
         )
 
     def _static(self) -> Credentials | None:
@@ -111,7 +113,7 @@ class StandardProvider(Provider):
         state = files.state
         if self._from_file is None or state != self._file_state:
             self._from_file = self._file_state = None
-            if not files.said:
+            if not files.is_configured:
                 return None
             said = files.read()
             if said is None and (files.named or files.name != "default" or files.credentials.is_file()):

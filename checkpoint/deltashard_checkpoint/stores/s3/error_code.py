@@ -74,9 +74,9 @@ _REGION = frozenset(
 
 
 def translated(
-    error: Exception, *, where: str, skew_s: float | None = None, source: str = "", way: str = ""
+    error: Exception, *, where: str, skew_s: float | None = None, source: str = "", via_proxy: str = ""
 ) -> DeltashardError:
-    """The named error for what minio-py or urllib3 raised at `where`, which `way` tells the proxy of.
+    """The named error for what minio-py or urllib3 raised at `where`, which `via_proxy` tells the proxy of.
 
     `skew_s` is how far our clock is ahead of the store's, when known; `source` names where the credentials came from.
     """
@@ -96,9 +96,9 @@ def translated(
             "", text, status if isinstance(status, int) else 0, where=where, skew_s=skew_s, source=source
         )
     if isinstance(error, urllib3.exceptions.SSLError):
-        return certificate_refused(str(error), where=where + way)
+        return certificate_refused(str(error), where=where + via_proxy)
     if isinstance(error, (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)):
-        return StoreUnavailable(_network_text(error), where=where + way)
+        return StoreUnavailable(_network_text(error), where=where + via_proxy)
     if isinstance(error, (MinioException, ValueError)):
         return RequestRefused(
             str(error) or type(error).__name__,
@@ -112,50 +112,52 @@ def refused(
     code: str, message: str, status: int, *, where: str, skew_s: float | None = None, source: str = ""
 ) -> DeltashardError:
     """The named error for an answer with this S3 error `code`, `message` and HTTP `status`."""
-    said = f"{code or status}: {message}".rstrip(": ")
+    description = f"{code or status}: {message}".rstrip(": ")
     if code in _SKEWED or any(text in message for text in _SKEWED_TEXTS):
-        return _skewed(said, where, skew_s)
+        return _skewed(description, where, skew_s)
     if code in _DENIED or status in {401, 403}:
         if skew_s is not None and abs(skew_s) > LARGEST_SKEW_S:
-            return _skewed(said, where, skew_s)
+            return _skewed(description, where, skew_s)
         using = f"credentials come from {source}; " if source else ""
         return AccessDenied(
-            said, where=where, remedy=f"{using}check key, secret and the policy of the bucket"
+            description, where=where, remedy=f"{using}check key, secret and the policy of the bucket"
         )
     if code == "NoSuchBucket":
-        return BucketMissing(said, where=where, remedy="create the bucket, or correct the store URL")
+        return BucketMissing(description, where=where, remedy="create the bucket, or correct the store URL")
     if code in {"NoSuchKey", "NoSuchVersion"} or (status == 404 and not code):
-        return ObjectNotFound(said, where=where)
+        return ObjectNotFound(description, where=where)
     if code == "PreconditionFailed" or (status == 412 and not code):
-        return ObjectExists(said, where=where)
+        return ObjectExists(description, where=where)
     if _ENCRYPTION.search(message) or code.startswith("KMS."):
         return RequestRefused(
-            said,
+            description,
             where=where,
             remedy="give the store a key service with this key, or leave sse out of its URL",
         )
     if code in {"NotImplemented", "MethodNotAllowed"} or status == 501:
         return ConditionalPutUnsupported(
-            said,
+            description,
             where=where,
             remedy="use a store that honours If-None-Match on PUT: S3, or MinIO of 2024 or newer",
         )
     if code in _FULL or status == 507:
-        return StoreFull(said, where=where, remedy="free space in the store, or raise the quota")
+        return StoreFull(description, where=where, remedy="free space in the store, or raise the quota")
     if code in _REGION or status in {301, 307, 308}:
         return RequestRefused(
-            said, where=where, remedy="set the bucket's region: ?region=... in the URL, or AWS_REGION"
+            description, where=where, remedy="set the bucket's region: ?region=... in the URL, or AWS_REGION"
         )
     if code in _WAIT or status >= 500 or status in {408, 429}:
-        return StoreUnavailable(said, where=where)
-    return RequestRefused(said, where=where)
+        return StoreUnavailable(description, where=where)
+    return RequestRefused(description, where=where)
 
 
-def _skewed(said: str, where: str, skew_s: float | None) -> ClockSkew:
+def _skewed(description: str, where: str, skew_s: float | None) -> ClockSkew:
     apart = ""
     if skew_s is not None:
         apart = f"; this machine is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the store"
-    return ClockSkew(said + apart, where=where, remedy="set this machine's clock (NTP), or the store's")
+    return ClockSkew(
+        description + apart, where=where, remedy="set this machine's clock (NTP), or the store's"
+    )
 
 
 def _network_text(error: Exception) -> str:

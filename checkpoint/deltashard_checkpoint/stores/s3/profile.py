@@ -48,7 +48,7 @@ class ProfileFiles:
         return tuple(_state(path) for path in (self.credentials, self.config))
 
     @property
-    def said(self) -> bool:
+    def is_configured(self) -> bool:
         return (
             self.named
             or self.name != "default"

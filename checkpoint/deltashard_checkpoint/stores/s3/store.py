@@ -39,7 +39,7 @@ from deltashard_checkpoint.stores.abc import (
     StoreUnavailable,
     check_size,
 )
-from deltashard_checkpoint.stores.deadline import SILENCE_S
+from deltashard_checkpoint.stores.deadline import IDLE_TIMEOUT_S
 from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
 from deltashard_checkpoint.stores.retry import ResumedListing
 from deltashard_checkpoint.stores.s3.connection import SLICE_BYTES, Connections, check_deadline, slices
@@ -51,7 +51,7 @@ from deltashard_checkpoint.stores.s3.error_code import (
     refused,
     translated,
 )
-from deltashard_checkpoint.stores.transport import checked_endpoint, proxy_of, warn_if_open, way
+from deltashard_checkpoint.stores.transport import checked_endpoint, proxy_of, via_proxy, warn_if_plaintext
 
 Result = TypeVar("Result")
 _AWS = "https://s3.amazonaws.com"
@@ -70,7 +70,7 @@ class S3Store(Store):
         region: str | None = None,
         addressing: str = "auto",
         encryption: Encryption | None = None,
-        silence_timeout_s: float = SILENCE_S,
+        max_idle_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         """`addressing`: the bucket in the path, in the host's name (virtual), or as suits the endpoint (auto)."""
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
@@ -82,7 +82,7 @@ class S3Store(Store):
         region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         parts = checked_endpoint(endpoint)
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
-        self._connections = Connections(silence_timeout_s)
+        self._connections = Connections(max_idle_s)
         self._credentials = StandardProvider(http=self._connections, region=region)
         if region is None and not (parts.hostname or "").endswith("amazonaws.com"):
             region = "us-east-1"
@@ -98,7 +98,7 @@ class S3Store(Store):
             raise translated(error, where=f"{self.url} at {self._endpoint}") from error
         self._encryption = encryption
         self._address(addressing, parts)
-        warn_if_open(self._endpoint)
+        warn_if_plaintext(self._endpoint)
         proxy_of(self._endpoint)
 
     def _address(self, addressing: str, endpoint: SplitResult) -> None:
@@ -190,7 +190,7 @@ class S3Store(Store):
             view = memoryview(out)
             done = self._receive(response, view)
         finally:
-            _done_with(response)
+            _release(response)
         if done < size_bytes:
             self._resume(key, 0, view, done, response.headers.get("ETag"))
         return bytes(out)
@@ -223,7 +223,7 @@ class S3Store(Store):
                 ends_at = _range_end(response, offset + done, where)
                 received = self._receive(response, view[done : done + max(0, ends_at - offset - done)])
             finally:
-                _done_with(response)
+                _release(response)
             etag = etag or response.headers.get("ETag")
             done += received
             if offset + done >= ends_at and done < len(view):
@@ -344,7 +344,7 @@ class S3Store(Store):
                 raise translated(
                     error,
                     where=f"{self.url}/{key} at {self._endpoint}",
-                    way=way(self._endpoint),
+                    via_proxy=via_proxy(self._endpoint),
                     skew_s=self._connections.skew_s,
                     source=self._credentials.source(),
                 ) from error
@@ -364,7 +364,7 @@ def _range_end(response: BaseHTTPResponse, start: int, where: str) -> int:
     return start + length
 
 
-def _done_with(response: BaseHTTPResponse) -> None:
+def _release(response: BaseHTTPResponse) -> None:
     """Give the connection back for the next request, if its answer was read to the end, else close it."""
     if response.length_remaining == 0:
         response.drain_conn()

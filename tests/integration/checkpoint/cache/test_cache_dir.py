@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.cache import cache_dir
-from deltashard_checkpoint.cache.cache_dir import own, sweep
+from deltashard_checkpoint.cache.cache_dir import acquire, sweep
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.cache.pack_spool import CacheUnusable
 
@@ -67,7 +67,7 @@ def test_what_a_live_sidecar_owns_is_counted_and_left_alone(tmp_path: Path) -> N
         assert left(tmp_path) == ["here", "other"]
         assert "0" in here
         with pytest.raises(CacheUnusable, match="another running process"):
-            own(tmp_path / "other", wait_s=0.0)
+            acquire(tmp_path / "other", wait_s=0.0)
         holder.communicate(timeout=60)
     assert sweep(tmp_path / "mine", budget_bytes=0).runs == 2
 
@@ -107,11 +107,11 @@ def test_owners_and_sweepers_at_once_never_share_a_directory(tmp_path: Path) -> 
             assert sweeper.stdout is not None
             assert sweeper.stdout.readline() == b"begun\n"
             for n in range(200):
-                fd = own(tmp_path / "run", wait_s=60.0)
+                fd = acquire(tmp_path / "run", wait_s=60.0)
                 pack = tmp_path / "run" / f"{n}.pack"
                 pack.write_bytes(b"x")
                 assert pack.read_bytes() == b"x"
-                cache_dir.disown(tmp_path / "run", fd)
+                cache_dir.release_lock(tmp_path / "run", fd)
         finally:
             sweeper.kill()
     assert open_descriptors() <= before
@@ -120,4 +120,4 @@ def test_owners_and_sweepers_at_once_never_share_a_directory(tmp_path: Path) -> 
 def test_what_is_no_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(CacheUnusable, match="cannot be written"):
-        own(tmp_path / "file", wait_s=60.0)
+        acquire(tmp_path / "file", wait_s=60.0)

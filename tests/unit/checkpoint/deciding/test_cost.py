@@ -5,7 +5,14 @@ import statistics
 from functools import reduce
 
 import pytest
-from deltashard_checkpoint.deciding.cost import MAX_TEXT, TAIL, BadProfile, Measure, Profile, recorded
+from deltashard_checkpoint.deciding.cost import (
+    MAX_TEXT,
+    TAIL_SAMPLES,
+    BadProfile,
+    Measure,
+    Profile,
+    parse_metadata,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +28,7 @@ json_values = st.recursive(
 
 
 def measure(values: list[float]) -> Measure:
-    return reduce(Measure.sampled, values, Measure())
+    return reduce(Measure.with_sample, values, Measure())
 
 
 measures = st.lists(finite, max_size=40).map(measure)
@@ -37,13 +44,13 @@ def test_moments(values):
     assert found.n == len(values)
     assert found.mean == pytest.approx(statistics.fmean(values), abs=1e-6)
     assert found.error**2 * len(values) == pytest.approx(statistics.variance(values), rel=1e-6, abs=1e-4)
-    assert found.newest == tuple(values[-TAIL:])
+    assert found.newest == tuple(values[-TAIL_SAMPLES:])
     assert found.p95 in values
 
 
 def test_what_is_not_finite_is_no_sample_and_few_samples_know_no_error():
     once = measure([1.0])
-    assert once.sampled(float("nan")) is once.sampled(float("inf")) is once
+    assert once.with_sample(float("nan")) is once.with_sample(float("inf")) is once
     assert once.error == Measure().error == float("inf")
     assert Measure().p95 == 0.0
     assert measure([float(n) for n in range(1, 21)]).p95 == 19.0
@@ -51,7 +58,7 @@ def test_what_is_not_finite_is_no_sample_and_few_samples_know_no_error():
 
 @given(profiles)
 def test_a_profile_is_read_back(profile):
-    assert recorded(profile.text()) == profile
+    assert parse_metadata(profile.text()) == profile
 
 
 def test_the_longest_profile_fits():
@@ -67,9 +74,9 @@ def test_the_longest_profile_fits():
 )
 def test_garbage_raises_bad_profile_only(text):
     with pytest.raises(BadProfile):
-        recorded(text)
+        parse_metadata(text)
 
 
 def test_history_begins_anew_with_the_newest_sample():
-    again = Profile(save=measure([1.0, 2.0, 3.0]), stall=measure([0.5])).restarted()
+    again = Profile(save=measure([1.0, 2.0, 3.0]), stall=measure([0.5])).with_cost_reset()
     assert (again.save.n, again.save.newest, again.stall) == (0, (3.0,), measure([0.5]))

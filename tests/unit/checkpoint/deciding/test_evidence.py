@@ -5,7 +5,7 @@ import math
 import pytest
 from deltashard_checkpoint.deciding.evidence import (
     HALF_LIFE_S,
-    LONGEST_COUNT,
+    MAX_RESTORE_COUNT,
     NONE,
     RESTORE_MEAN_S,
     Evidence,
@@ -30,13 +30,18 @@ def same(one: Evidence, other: Evidence) -> None:
 
 @given(evidences, spans, st.floats(0, 1))
 def test_splitting_a_span_changes_nothing(seen, span_s, at):
-    same(seen.trained(span_s), seen.trained(span_s * at).trained(span_s * (1 - at)))
+    same(seen.after_training(span_s), seen.after_training(span_s * at).after_training(span_s * (1 - at)))
 
 
 @given(evidences, evidences, spans)
 def test_fading_is_linear(one, other, span_s):
-    both = one.plus(other).trained(span_s)
-    same(both, one.trained(span_s).plus(other.trained(span_s)).plus(_less(NONE.trained(span_s))))
+    both = one.plus(other).after_training(span_s)
+    same(
+        both,
+        one.after_training(span_s)
+        .plus(other.after_training(span_s))
+        .plus(_less(NONE.after_training(span_s))),
+    )
 
 
 def _less(seen: Evidence) -> Evidence:
@@ -44,11 +49,11 @@ def _less(seen: Evidence) -> Evidence:
 
 
 def test_half_is_left_after_a_half_life_and_exposure_never_exceeds_its_bound():
-    seen = NONE.incident(lossy=True).incident(lossy=False).trained(HALF_LIFE_S)
+    seen = NONE.with_incident(lossy=True).with_incident(lossy=False).after_training(HALF_LIFE_S)
     assert (seen.lossy, seen.restores) == (0.5, 1.0)
-    assert NONE.trained(60.0).exposure_s == pytest.approx(60.0, rel=1e-3)
-    assert NONE.trained(1e12).exposure_s == pytest.approx(HALF_LIFE_S / math.log(2))
-    assert NONE.trained(-5.0) == NONE
+    assert NONE.after_training(60.0).exposure_s == pytest.approx(60.0, rel=1e-3)
+    assert NONE.after_training(1e12).exposure_s == pytest.approx(HALF_LIFE_S / math.log(2))
+    assert NONE.after_training(-5.0) == NONE
 
 
 def direct(gamma: Gamma, seconds: float, n: int) -> float:
@@ -75,8 +80,8 @@ def test_the_quantiles_ends():
     gamma = Gamma(shape=0.5, rate_s=100.0)
     assert gamma.quantile(0.0) == gamma.quantile(-1.0) == 0
     assert gamma.quantile(1e-300) == 0
-    assert gamma.quantile(math.inf) == LONGEST_COUNT
-    assert gamma.quantile(1e12) == LONGEST_COUNT
+    assert gamma.quantile(math.inf) == MAX_RESTORE_COUNT
+    assert gamma.quantile(1e12) == MAX_RESTORE_COUNT
     assert Gamma(shape=1e6, rate_s=1e6).quantile(3.0) == 6  # a known rate: Poisson of mean 3
 
 
@@ -88,4 +93,4 @@ def test_without_evidence_a_pod_fails_once_in_30_days_and_a_runs_own_failures_ou
     assert found.restores.mean_between_s == pytest.approx(2000 * 3600 / 300, rel=0.02)
     assert rates(NONE, pods=10).restores.mean_between_s == pytest.approx(RESTORE_MEAN_S)
     # 32 pods lost at once must not turn 22 h into an hour.
-    assert rates(Evidence(exposure_s=90 * 3600.0).incident(lossy=True), pods=32).mtbf_s > 15 * 3600
+    assert rates(Evidence(exposure_s=90 * 3600.0).with_incident(lossy=True), pods=32).mtbf_s > 15 * 3600

@@ -11,22 +11,22 @@ from deltashard_checkpoint.deciding.cost import Measure
 from deltashard_checkpoint.deciding.goal import FIXED, Aim, Goal, goal
 from deltashard_checkpoint.deciding.interval import (
     BAND,
-    ENOUGH,
     FEWEST_STEPS,
     IN_FLIGHT_SHARE,
     LONGEST_S,
+    MIN_SAVES,
     PLS_SHARE,
     SHORTEST_S,
     Basis,
     Interval,
-    Situation,
+    IntervalInputs,
     checkfreq_steps,
-    chosen,
-    failing_apart,
+    choose_interval,
+    failure_shards,
     fewest_saves,
-    share,
-    worth_changing,
-    young,
+    overhead_share,
+    should_replace,
+    young_interval_s,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,17 +38,17 @@ goals = st.sampled_from([aim for aim in get_args(Aim) if aim != "fixed"]).flatma
     lambda aim: amounts.get(aim, st.just(0.0)).map(lambda amount: Goal(aim=aim, amount=amount))
 )
 situations = st.builds(
-    Situation, cost_s=costs, durable_s=st.floats(0, 1e5),
+    IntervalInputs, cost_s=costs, durable_s=st.floats(0, 1e5),
     step_s=st.one_of(st.just(0.0), st.floats(1e-3, 100)), mtbf_s=mtbfs, shards=st.integers(1, 4096),
     partial=st.booleans(), left_s=st.one_of(st.just(math.inf), st.floats(1, 1e8)),
     user=st.builds(SimpleNamespace, least_s=st.floats(0, 1e5), most_s=st.just(0.0) | st.floats(1, 1e6)),
 )  # fmt: skip
 
 
-def quiet(*, least_s: float = 0.0, most_s: float = 0.0, **changes: float) -> Situation:
+def quiet(*, least_s: float = 0.0, most_s: float = 0.0, **changes: float) -> IntervalInputs:
     """One in which no bound binds, by itself."""
     user = SimpleNamespace(least_s=least_s, most_s=most_s)
-    now = Situation(cost_s=1.0, durable_s=0.0, step_s=0.0, mtbf_s=10 * 3600.0, user=user)
+    now = IntervalInputs(cost_s=1.0, durable_s=0.0, step_s=0.0, mtbf_s=10 * 3600.0, user=user)
     return replace(now, **changes)
 
 
@@ -57,19 +57,21 @@ def quiet(*, least_s: float = 0.0, most_s: float = 0.0, **changes: float) -> Sit
 
 @given(costs, mtbfs)
 def test_without_slack_the_fewest_saves_are_youngs(cost_s, mtbf_s):
-    assert fewest_saves(cost_s, mtbf_s, 0.0) == pytest.approx(young(cost_s, mtbf_s), rel=1e-6)
+    assert fewest_saves(cost_s, mtbf_s, 0.0) == pytest.approx(young_interval_s(cost_s, mtbf_s), rel=1e-6)
 
 
 @given(st.floats(1e-6, 1e4), mtbfs, st.floats(1e-5, 0.1))
 def test_the_fewest_saves_stay_within_the_slack_and_no_longer_interval_does(cost_s, mtbf_s, slack):
     interval_s = fewest_saves(cost_s, mtbf_s, slack)
-    best_s = young(cost_s, mtbf_s)
-    best = share(best_s, cost_s, mtbf_s)
-    assert best <= min(share(best_s * by, cost_s, mtbf_s) for by in (0.5, 0.99, 1.01, 2)) * (1 + 1e-12)
+    best_s = young_interval_s(cost_s, mtbf_s)
+    best = overhead_share(best_s, cost_s, mtbf_s)
+    assert best <= min(overhead_share(best_s * by, cost_s, mtbf_s) for by in (0.5, 0.99, 1.01, 2)) * (
+        1 + 1e-12
+    )
     assert best == pytest.approx(math.sqrt(2 * cost_s / mtbf_s))
     assert interval_s >= best_s * (1 - 1e-12)
-    assert share(interval_s, cost_s, mtbf_s) == pytest.approx(best + slack, rel=1e-6)
-    assert share(interval_s * 1.01, cost_s, mtbf_s) > best + slack
+    assert overhead_share(interval_s, cost_s, mtbf_s) == pytest.approx(best + slack, rel=1e-6)
+    assert overhead_share(interval_s * 1.01, cost_s, mtbf_s) > best + slack
 
 
 # -- goals ------------------------------------------------------------------------------------------------------
@@ -82,14 +84,14 @@ def test_the_fewest_saves_stay_within_the_slack_and_no_longer_interval_does(cost
         ({"durable_s": 100.0}, 100.0 / IN_FLIGHT_SHARE, "durable"),
         ({"step_s": 60.0}, 60.0 * FEWEST_STEPS, "10 steps"),
         ({"cost_s": 0.1, "mtbf_s": 1e6}, LONGEST_S, "30 minutes"),
-        ({"cost_s": 100.0, "mtbf_s": 1e6}, young(100.0, 1e6), "the best"),
+        ({"cost_s": 100.0, "mtbf_s": 1e6}, young_interval_s(100.0, 1e6), "the best"),
         ({"least_s": 1000.0}, 1000.0, "the user allows"),
         ({"most_s": 90.0}, 90.0, "the user allows"),
         ({"most_s": 90.0, "durable_s": 100.0}, 500.0, "durable"),
     ],
 )
 def test_autos_bounds(changes, seconds, bound):
-    found = chosen(goal("auto"), quiet(**changes))
+    found = choose_interval(goal("auto"), quiet(**changes))
     assert found.seconds == pytest.approx(seconds)
     assert bound in found.bound
 
@@ -97,16 +99,16 @@ def test_autos_bounds(changes, seconds, bound):
 @given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(1e-3, 0.5))
 def test_overhead_is_checkfreqs_in_seconds_and_in_whole_steps(cost_s, durable_s, allowed):
     wanted = Goal(aim="overhead", amount=allowed)
-    found = chosen(wanted, quiet(cost_s=cost_s, durable_s=durable_s))
+    found = choose_interval(wanted, quiet(cost_s=cost_s, durable_s=durable_s))
     assert found.seconds == pytest.approx(max(durable_s, cost_s / allowed, 0.001))
-    stepped = chosen(wanted, quiet(cost_s=cost_s, durable_s=durable_s, step_s=0.5))
+    stepped = choose_interval(wanted, quiet(cost_s=cost_s, durable_s=durable_s, step_s=0.5))
     assert stepped.seconds / 0.5 == pytest.approx(checkfreq_steps(cost_s, durable_s, 0.5, allowed))
     assert cost_s <= allowed * stepped.seconds * (1 + 1e-9)
 
 
 @given(st.floats(1, 604800), situations)
 def test_lost_work_is_kept_or_said_to_be_out_of_reach(most_s, now):
-    found = chosen(Goal(aim="lost-work", amount=most_s), now)
+    found = choose_interval(Goal(aim="lost-work", amount=most_s), now)
     worst_s = found.seconds + now.durable_s
     if found.unreachable:
         assert worst_s > most_s
@@ -116,24 +118,24 @@ def test_lost_work_is_kept_or_said_to_be_out_of_reach(most_s, now):
 
 def test_pls():
     now = quiet(partial=True, shards=18, mtbf_s=20 * 3600.0)
-    assert chosen(goal("pls=0.02"), now).seconds == pytest.approx(14.4 * 3600)
-    assert chosen(goal("pls=0.1"), now).seconds == pytest.approx(72 * 3600)
-    late = chosen(goal("pls=0.1"), replace(now, left_s=36000.0))
+    assert choose_interval(goal("pls=0.02"), now).seconds == pytest.approx(14.4 * 3600)
+    assert choose_interval(goal("pls=0.1"), now).seconds == pytest.approx(72 * 3600)
+    late = choose_interval(goal("pls=0.1"), replace(now, left_s=36000.0))
     assert late.seconds == pytest.approx(PLS_SHARE * 36000)
     assert "tenth" in late.bound
-    full = chosen(goal("pls=0.1"), replace(now, partial=False))
-    assert full.seconds == chosen(goal("auto"), now).seconds
+    full = choose_interval(goal("pls=0.1"), replace(now, partial=False))
+    assert full.seconds == choose_interval(goal("auto"), now).seconds
     assert "partial recovery" in full.unreachable
 
 
 def test_a_fixed_interval_is_not_chosen():
     with pytest.raises(ValueError, match="fixed"):
-        chosen(FIXED, quiet())
+        choose_interval(FIXED, quiet())
 
 
 @given(goals, situations)
 def test_bounds_hold_and_the_lower_one_wins(aim, now):
-    found = chosen(aim, now)
+    found = choose_interval(aim, now)
     auto = aim.aim == "auto" or (aim.aim == "pls" and not now.partial)
     low_s = max(now.durable_s, now.step_s, 0.001, now.least_s)
     high_s = now.most_s
@@ -141,7 +143,7 @@ def test_bounds_hold_and_the_lower_one_wins(aim, now):
         # The user's own bounds take the minute's place.
         taste_s = 0.0 if now.least_s else min(SHORTEST_S, now.most_s)
         low_s = max(taste_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.least_s)
-        high_s = min(high_s, max(LONGEST_S, young(now.cost_s, now.mtbf_s)))
+        high_s = min(high_s, max(LONGEST_S, young_interval_s(now.cost_s, now.mtbf_s)))
     elif aim.aim == "pls":
         high_s = min(high_s, PLS_SHARE * now.left_s)
     elif aim.aim == "overhead" and now.step_s:
@@ -158,7 +160,7 @@ def test_bounds_hold_and_the_lower_one_wins(aim, now):
 
 
 def measured(*values: float) -> Measure:
-    return reduce(Measure.sampled, values, Measure())
+    return reduce(Measure.with_sample, values, Measure())
 
 
 STEADY = measured(*[1.0, 1.1, 0.9, 1.0] * 3)
@@ -168,12 +170,12 @@ BASIS = Basis(seconds=300.0, cost_s=1.0, mtbf_s=36000.0)
 @pytest.mark.parametrize(
     ("basis", "costs", "seconds", "changes", "changed"),
     [
-        (BASIS, measured(*[9.0] * (ENOUGH - 1)), 900.0, {}, False),  # too few saves
-        (BASIS, measured(*[9.0, 9.1] * ENOUGH), 300.0 * BAND[1], {}, False),  # too little to gain
-        (BASIS, measured(*[9.0, 9.1] * ENOUGH), 900.0, {}, True),
-        (BASIS, measured(*[0.1, 0.12] * ENOUGH), 100.0, {}, True),
+        (BASIS, measured(*[9.0] * (MIN_SAVES - 1)), 900.0, {}, False),  # too few saves
+        (BASIS, measured(*[9.0, 9.1] * MIN_SAVES), 300.0 * BAND[1], {}, False),  # too little to gain
+        (BASIS, measured(*[9.0, 9.1] * MIN_SAVES), 900.0, {}, True),
+        (BASIS, measured(*[0.1, 0.12] * MIN_SAVES), 100.0, {}, True),
         (BASIS, STEADY, 900.0, {}, False),  # a chance
-        (BASIS, measured(*[0.0] * ENOUGH, 30.0), 900.0, {}, False),  # one outlier is no news
+        (BASIS, measured(*[0.0] * MIN_SAVES, 30.0), 900.0, {}, False),  # one outlier is no news
         (BASIS, STEADY, 900.0, {"mtbf_s": 80000.0}, True),
         (BASIS, STEADY, 200.0, {"mtbf_s": 17000.0}, True),
         (BASIS, STEADY, 900.0, {"mtbf_s": 60000.0}, False),
@@ -181,11 +183,11 @@ BASIS = Basis(seconds=300.0, cost_s=1.0, mtbf_s=36000.0)
     ],
 )
 def test_only_what_is_no_chance_changes_an_interval(basis, costs, seconds, changes, changed):
-    assert worth_changing(basis, Interval(seconds=seconds), costs, quiet(**changes)) is changed
+    assert should_replace(basis, Interval(seconds=seconds), costs, quiet(**changes)) is changed
 
 
 @pytest.mark.parametrize(
     ("ranks", "pods", "shards"), [(1, 1, 1), (4, 1, 4), (4, 4, 4), (128, 16, 16), (2, 4, 2), (1, 4, 1)]
 )
 def test_a_pod_is_lost_with_all_its_ranks(ranks: int, pods: int, shards: int) -> None:
-    assert failing_apart(ranks, pods) == shards
+    assert failure_shards(ranks, pods) == shards

@@ -7,12 +7,12 @@ from deltashard_checkpoint.deciding.precision import (
     BUDGET,
     GAUSSIAN_ERRORS,
     BadTables,
-    Outlook,
-    TableFacts,
+    RestoreForecast,
+    TableStats,
     check_n_run_bits,
-    chosen_bits,
-    encodings_of,
+    choose_bits,
     large_tables,
+    parse_encodings,
 )
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODING_CHOICES, ENCODINGS, bits_of
 from hypothesis import given
@@ -24,15 +24,15 @@ errors = st.lists(st.floats(0, 2), min_size=4, max_size=4).map(
     lambda found: dict(zip(BITS, sorted(found, reverse=True), strict=True))
 )
 facts = st.builds(
-    TableFacts,
+    TableStats,
     raw_bytes=st.integers(1, 10**12),
     errors=st.one_of(st.just({}), errors),
     spent=st.floats(0, 0.3),
 )
 tables = st.dictionaries(st.text(min_size=1, max_size=3), facts, min_size=1, max_size=8)
 outlooks = st.builds(
-    Outlook, restores=st.integers(0, 5000), expected=st.floats(0, 200), happened=st.integers(0, 50),
-    ending=st.booleans(), least_bits=st.integers(0, 8),
+    RestoreForecast, restores=st.integers(0, 5000), expected=st.floats(0, 200), restores_so_far=st.integers(0, 50),
+    near_end=st.booleans(), least_bits=st.integers(0, 8),
 )  # fmt: skip
 
 
@@ -52,9 +52,9 @@ def test_gaussian_rows_bear_no_restore_at_2_bit_1_at_3_4_at_4_and_1000_at_8():
     """Stricter than the paper's 1, 3, 20 and over 100, which harm more than it says."""
     found = {}
     for restores in range(1, 6000):
-        large = {"t": TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS)}
+        large = {"t": TableStats(raw_bytes=1, errors=GAUSSIAN_ERRORS)}
         bits = bits_of(
-            chosen_bits("budget", large, Outlook(restores=restores, expected=0), {}).encodings["t"]
+            choose_bits("budget", large, RestoreForecast(restores=restores, expected=0), {}).encodings["t"]
         )
         if restores * GAUSSIAN_ERRORS[bits] ** 2 <= BUDGET:
             found[bits] = restores
@@ -63,18 +63,18 @@ def test_gaussian_rows_bear_no_restore_at_2_bit_1_at_3_4_at_4_and_1000_at_8():
 
 
 @given(tables, outlooks)
-def test_the_budget_is_kept_and_small_tables_have_8_bit(model, outlook):
-    found = chosen_bits("budget", model, outlook, {})
+def test_the_budget_is_kept_and_small_tables_have_8_bit(model, forecast):
+    found = choose_bits("budget", model, forecast, {})
     assert found.encodings.keys() == model.keys()
     large = large_tables(model)
     for name, encoding in found.encodings.items():
         bits = bits_of(encoding)
         assert bits in BITS
-        assert bits >= min(outlook.least_bits, 8)
+        assert bits >= min(forecast.least_bits, 8)
         if bits < 8:
             assert name in large
-            assert not outlook.ending
-            assert model[name].spent + max(outlook.restores, 1) * model[name].errors[bits] ** 2 <= BUDGET
+            assert not forecast.near_end
+            assert model[name].spent + max(forecast.restores, 1) * model[name].errors[bits] ** 2 <= BUDGET
     assert found.why
 
 
@@ -90,27 +90,29 @@ def test_the_large_tables_are_the_fewest_that_hold_nine_tenths(model):
 
 
 @given(tables, outlooks, st.sampled_from(ENCODING_CHOICES))
-def test_the_users_own_encoding_of_a_table_stands(model, outlook, encoding):
+def test_the_users_own_encoding_of_a_table_stands(model, forecast, encoding):
     name = next(iter(model))
     for rule in ("budget", "check-n-run"):
-        assert chosen_bits(rule, model, outlook, {name: encoding}).encodings[name] == encoding
+        assert choose_bits(rule, model, forecast, {name: encoding}).encodings[name] == encoding
 
 
 @given(tables, outlooks)
-def test_check_n_run_is_one_width_for_all(model, outlook):
-    found = set(chosen_bits("check-n-run", model, outlook, {}).encodings.values())
+def test_check_n_run_is_one_width_for_all(model, forecast):
+    found = set(choose_bits("check-n-run", model, forecast, {}).encodings.values())
     assert len(found) == 1
     bits = bits_of(found.pop())
-    assert bits >= max(check_n_run_bits(outlook.expected, outlook.happened), min(outlook.least_bits, 8))
-    assert bits == 8 or not outlook.ending
+    assert bits >= max(
+        check_n_run_bits(forecast.expected, forecast.restores_so_far), min(forecast.least_bits, 8)
+    )
+    assert bits == 8 or not forecast.near_end
 
 
 @pytest.mark.parametrize(
     ("expected", "happened", "bits"),
     [(0.5, 0, 2), (1, 1, 2), (1, 2, 8), (3, 3, 3), (20, 4, 4), (21, 4, 8), (0, 0, 2), (2.5, 3, 8)],
 )
-def test_check_n_runs_table(expected, happened, bits):
-    assert check_n_run_bits(expected, happened) == bits
+def test_check_n_runs_table(expected, restores_so_far, bits):
+    assert check_n_run_bits(expected, restores_so_far) == bits
 
 
 @given(
@@ -118,12 +120,12 @@ def test_check_n_runs_table(expected, happened, bits):
 )
 def test_encodings_of_tables_are_read_back(wanted):
     text = ", ".join(f"{table}={encoding}" for table, encoding in wanted.items())
-    assert encodings_of(text, where="tables") == wanted
+    assert parse_encodings(text, where="tables") == wanted
 
 
 @pytest.mark.parametrize("text", ["emb", "emb=", "=q8", "emb=q5", "emb=fp64", "emb=q8,emb=q4"])
 def test_what_is_no_encoding_of_a_table_is_refused(text):
     with pytest.raises(BadTables) as refused:
-        encodings_of(text, where="tables")
+        parse_encodings(text, where="tables")
     assert refused.value.where == "tables"
     assert ENCODINGS["q8"].name in refused.value.remedy

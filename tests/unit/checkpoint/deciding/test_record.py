@@ -9,12 +9,14 @@ from deltashard_checkpoint.deciding import cost
 from deltashard_checkpoint.deciding.cost import MAX_TEXT, BadProfile, Measure, Profile
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.deciding.interval import Basis
-from deltashard_checkpoint.deciding.record import Held, Record, recorded
+from deltashard_checkpoint.deciding.record import CurrentChoice, Record, parse_metadata
 
 
 def measure(seed: int) -> Measure:
     rng = random.Random(seed)
-    return reduce(Measure.sampled, (float(f"{rng.lognormvariate(0, 3):.4g}") for _ in range(50)), Measure())
+    return reduce(
+        Measure.with_sample, (float(f"{rng.lognormvariate(0, 3):.4g}") for _ in range(50)), Measure()
+    )
 
 
 FULL = Record(
@@ -22,7 +24,7 @@ FULL = Record(
         key="k" * 200, step_s=0.1234, save=measure(1), stall=measure(2), durable=measure(3), restore=measure(4),
         reschedule=measure(5),
     ),
-    held=Held(basis=Basis(seconds=123.456789, cost_s=-0.001, mtbf_s=1e6), goal="lost-work=300s 0.1 1e+06"),
+    held=CurrentChoice(basis=Basis(seconds=123.456789, cost_s=-0.001, mtbf_s=1e6), goal="lost-work=300s 0.1 1e+06"),
     evidence=Evidence(exposure_s=123456.789, lossy=1.23456789, restores=2.3456789),
     closing=True,
 )  # fmt: skip
@@ -31,9 +33,9 @@ FULL = Record(
 def test_it_comes_back_as_it_was_and_has_room() -> None:
     text = FULL.text()
     assert len(text) < MAX_TEXT * 3 / 4
-    assert recorded(text) == FULL
-    assert cost.recorded(text) == FULL.profile
-    assert recorded(Record(profile=Profile()).text()) == Record(profile=Profile())
+    assert parse_metadata(text) == FULL
+    assert cost.parse_metadata(text) == FULL.profile
+    assert parse_metadata(Record(profile=Profile()).text()) == Record(profile=Profile())
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_nonsense_is_refused(where, value):
         at = at[each]
     at[last] = value
     with pytest.raises(BadProfile, match="cannot be read"):
-        recorded(json.dumps(document))
+        parse_metadata(json.dumps(document))
     for text in ("", "[]", "null", "[" * 3000, '{"n":' * 3000, "9" * 5000, FULL.text()[:-1]):
         with pytest.raises(BadProfile):
-            recorded(text)
+            parse_metadata(text)

@@ -5,7 +5,7 @@ from deltashard_checkpoint.format.blob_name import (
     blob_name,
     is_read_by,
     parse_blob_name,
-    read_by,
+    ranks_read_by,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ def test_the_loaders_of_ranks_that_are_gone_are_read_by_one_rank_each(saved: int
     for owner in range(1, saved):
         readers = [rank for rank in range(world) if is_read_by(rank, world, blob_name(owner, "loader"))]
         assert readers == [owner % world]
-        assert readers == [rank for rank in range(world) if owner in read_by(rank, world, saved)]
+        assert readers == [rank for rank in range(world) if owner in ranks_read_by(rank, world, saved)]
         for name in ("rng", "state/loader", "meta"):
             assert [r for r in range(world) if is_read_by(r, world, blob_name(owner, name))] == (
                 [owner] if owner < world else []

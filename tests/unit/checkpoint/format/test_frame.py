@@ -15,7 +15,7 @@ from deltashard_checkpoint.format.frame_encoder import (
     encode_rows,
 )
 from deltashard_checkpoint.format.frame_layout import MAX_FRAME_BYTES
-from deltashard_checkpoint.format.row_block import EncodeOptions, FrameUnfit, RowBlock, stored_row_bytes
+from deltashard_checkpoint.format.row_block import EncodeOptions, FrameEncodeError, RowBlock, stored_row_bytes
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.vocabulary import ENCODINGS
@@ -89,7 +89,7 @@ def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
     assert all(frame.info.rows * 8192 <= FRAME_WEIGHT_BYTES for frame in found)
     assert found[0].info.row_min == 100
     assert sum(f.info.rows for f in found) == 1200
-    with pytest.raises(FrameUnfit, match="split them"):
+    with pytest.raises(FrameEncodeError, match="split them"):
         encode_rows(RowBlock.of_whole_rows(table, range(1200), weights, {"m": weights}), exact, step=1)
 
 

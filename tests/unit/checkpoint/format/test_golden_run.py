@@ -30,7 +30,7 @@ from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.manifest import Manifest
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState, Unreadable
-from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.maintenance import user_entry
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.report import ReportBody, parse_report_name
@@ -126,8 +126,8 @@ def test_todays_documents_have_no_member_that_the_golden_ones_lack() -> None:
     first = run.commit(attempt, 1, metadata={"loss": "1"}, directive="timer", pins=("best",))
     second = run.commit(attempt, 2, first)
     run.compacted(second)
-    word.pin(run.log, "paper", f"{first}")
-    word.rewind(run.log, f"{second}", ended=True)
+    user_entry.pin(run.log, "paper", f"{first}")
+    user_entry.rewind(run.log, f"{second}", ended=True)
     run.open(workload="a")
     run.retire((), [cut_prefix(attempt, 0)])
     run.append(Reclaimed, through=1)
@@ -191,7 +191,7 @@ def test_a_run_in_which_people_pinned_and_rewound(store: Store) -> None:
     pins = [dict(state.pinned) for state in states]
     assert pins[4:7] == [{"best": 2, "paper": 2}, {"best": 3, "paper": 2}, {"best": 6, "paper": 2}]
     assert pins[10:] == [{"paper": 2}] * 5
-    assert [sorted(states[tip].aside) for tip in (7, 9, 11, 13, 14)] == [[6], [6], [9], [9], []]
+    assert [sorted(states[tip].detached) for tip in (7, 9, 11, 13, 14)] == [[6], [6], [9], [9], []]
     state = log.refresh()
     assert state == states[-1]
     store.delete([f"{RUN_4}/{fold_key(name)}" for name in log.listed().folds] + [f"{RUN_4}/log/HINT"])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.format.row_block import FrameUnfit, RowBlock
+from deltashard_checkpoint.format.row_block import FrameEncodeError, RowBlock
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 
 TABLE = TableSchema(
@@ -53,7 +53,7 @@ def block() -> RowBlock:
     ],
 )
 def test_arrays_that_are_not_the_schemas_are_refused(change: dict[str, object], what: str) -> None:
-    with pytest.raises(FrameUnfit, match=what):
+    with pytest.raises(FrameEncodeError, match=what):
         replace(block(), **change)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, FoldName, entry_key, named_fold
 from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.log_error import AppendUnknown
-from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.maintenance import user_entry
 from deltashard_checkpoint.maintenance.retention import Retention, retire
 from deltashard_checkpoint.stores import probe
 from deltashard_checkpoint.stores.abc import StoreUnavailable
@@ -176,9 +176,9 @@ def rich_state():
     base, delta = run.commit(first, 1, pins=("p",)), None
     delta = run.commit(first, 2, base)
     run.compacted(delta)
-    word.pin(run.log, "kept", f"{delta}")
+    user_entry.pin(run.log, "kept", f"{delta}")
     run.commit(first, 3)
-    word.rewind(run.log, f"{delta}", ended=True)
+    user_entry.rewind(run.log, f"{delta}", ended=True)
     second = run.open(workload="c").attempt
     run.commit(second, 1, delta)
     run.retire((), [cut_prefix(first, 0)])
@@ -204,7 +204,7 @@ def test_a_hostile_fold_is_rejected_by_name_or_can_be_worked_with(rich_state, da
     except FormatError:
         return
     retire(state, Retention(keep_last=1))
-    assert state.pinned.keys() <= {"p", "kept", *(n for n in state.words)}
+    assert state.pinned.keys() <= {"p", "kept", *(n for n in state.user_entries)}
     for seq in state.checkpoints:
         chain(state, seq)
     for attempt in state.attempts:

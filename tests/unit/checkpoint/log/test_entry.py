@@ -13,15 +13,15 @@ from deltashard_checkpoint.log.entry import (
     FoldName,
     Genesis,
     Ignored,
-    Listed,
+    ManifestRef,
     Part,
     Pinned,
     Reclaimed,
     Retired,
     Rewound,
     folding_writer,
-    in_order,
     named_fold,
+    sorted_covers,
     voiding_writer,
 )
 from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
@@ -52,8 +52,8 @@ tables = st.lists(
 
 digests = st.text("0123456789abcdef", min_size=32, max_size=32)
 listings = st.builds(
-    Listed, layout=digests, manifest=digests, world_size=st.integers(1, (1 << 63) - 1),
-    covers=st.lists(st.none() | numbers, min_size=1, max_size=5).map(in_order),
+    ManifestRef, layout=digests, manifest=digests, world_size=st.integers(1, (1 << 63) - 1),
+    covers=st.lists(st.none() | numbers, min_size=1, max_size=5).map(sorted_covers),
 )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def an_example_of_each() -> list:
         AttemptOpened(seq=11, world_size=4, resumes_from=5, owner="me", layout=LAYOUT, **COMMON),
         Checkpoint(
             seq=12, attempt=11, cut=1, step=90, tables=(), encodings={"items": ("q8",)}, rows=1, raw_bytes=2, stored_bytes=3,
-            stall_s=0.5, cut_at_s=0, listed=Listed(layout=LAYOUT, world_size=4, manifest=MANIFEST, covers=(None, 3, 12)), **COMMON,
+            stall_s=0.5, cut_at_s=0, listed=ManifestRef(layout=LAYOUT, world_size=4, manifest=MANIFEST, covers=(None, 3, 12)), **COMMON,
         ),
     ]  # fmt: skip
 

@@ -74,7 +74,7 @@ def test_who_is_not_behind_asks_for_hint_and_no_more() -> None:
     known.refresh()
     before = run.store.asked.copy()
     run.store.asked.clear()
-    known.refresh(heed_hint=True)
+    known.refresh(use_hint=True)
     assert run.store.asked - before == Counter(get=1)
 
 

@@ -8,9 +8,9 @@ from deltashard_checkpoint.errors import UnsupportedVersion
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogStopped
 from deltashard_checkpoint.log.repair import repair, salvage
-from deltashard_checkpoint.maintenance import garbage_collection, word
+from deltashard_checkpoint.maintenance import garbage_collection, user_entry
 from deltashard_checkpoint.maintenance.compaction import compact
-from deltashard_checkpoint.maintenance.retention import Retention, append_retirement, retire_these
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement, retire_selected
 
 from tests.support.checkpoint.run_builder import WHOLE, Run, begun, part, resealed
 
@@ -24,15 +24,15 @@ ACTORS: dict[str, Callable[[Run], object]] = {
     "the living trainer": lambda run: run.append_checkpoint(
         [part(1, 9, 0, [WHOLE], None)], attempt=1, cut=9, step=9
     ),
-    "gc": lambda run: garbage_collection.collect(run.log, grace_s=0.0, forget_at=1),
+    "gc": lambda run: garbage_collection.collect(run.log, grace_s=0.0, min_reclaim_prefixes=1),
     "gc of debris": lambda run: garbage_collection.collect(
-        run.log, grace_s=0.0, unnamed=[f"data/{1:020d}/{cut:08d}/" for cut in range(9)]
+        run.log, grace_s=0.0, unretired=[f"data/{1:020d}/{cut:08d}/" for cut in range(9)]
     ),
     "retention": lambda run: append_retirement(run.log, Retention(keep_last=1)),
-    "retire": lambda run: retire_these(run.log, lambda _state: [2]),
+    "retire": lambda run: retire_selected(run.log, lambda _state: [2]),
     "compaction": lambda run: compact(run.log, 3, lambda *_: pytest.fail("moved")),
-    "pin": lambda run: word.pin(run.log, "paper", "seq:2"),
-    "rewind": lambda run: word.rewind(run.log, "seq:2", ended=True),
+    "pin": lambda run: user_entry.pin(run.log, "paper", "seq:2"),
+    "rewind": lambda run: user_entry.rewind(run.log, "seq:2", ended=True),
     "repair": lambda run: repair(run.log, salvage(run.log)),
 }
 

@@ -14,7 +14,7 @@ from deltashard_checkpoint.log.entry import Repaired, entry_key
 from deltashard_checkpoint.log.log_error import LogGap, LogStopped
 from deltashard_checkpoint.log.manifest import manifest_key
 from deltashard_checkpoint.log.repair import NothingToRepair, repair, salvage
-from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.maintenance import user_entry
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_cli.main import cli, exit_code
 
@@ -142,17 +142,17 @@ def test_a_repair_keeps_what_people_said_of_what_it_keeps(stored):
     """A pinned checkpoint and one that was set aside are gone, and so is an entry: words of these go with them."""
     log = log_of(stored)
     live = sorted(log.refresh().checkpoints)
-    kept, aside, newest = live[-3:]
-    word.pin(log, "kept", f"{kept}")
-    word.pin(log, "gone", f"{aside}")
-    word.rewind(log, f"{kept}", ended=True)
+    kept, detached, newest = live[-3:]
+    user_entry.pin(log, "kept", f"{kept}")
+    user_entry.pin(log, "gone", f"{detached}")
+    user_entry.rewind(log, f"{kept}", ended=True)
     lost = log.store
-    lost.delete([log.key(log.state.checkpoints[aside].parts[0].index_key)])
+    lost.delete([log.key(log.state.checkpoints[detached].parts[0].index_key)])
     uncover(stored, log.state.tip - 1).write_bytes(b"rotten")
     assert run_cli("repair", stored / "store" / "job")[0] == 0
     state = log_of(stored).refresh()
-    assert aside not in state.checkpoints
-    assert (state.pinned, state.aside, state.newest().seq) == ({"kept": kept}, {newest}, kept)
+    assert detached not in state.checkpoints
+    assert (state.pinned, state.detached, state.newest().seq) == ({"kept": kept}, {newest}, kept)
     assert run_cli("verify", stored / "store" / "job", "-c", f"{kept}")[0] in {0, 1}
     assert attempts.open_attempt(log_of(stored), owner="me").resume.seq == kept
 

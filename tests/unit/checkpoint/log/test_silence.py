@@ -11,7 +11,7 @@ from deltashard_checkpoint.format.object_key import (
 )
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.log_error import LogGap, LogWentBack
+from deltashard_checkpoint.log.log_error import LogGap, LogRolledBack
 from deltashard_checkpoint.maintenance import garbage_collection
 from deltashard_checkpoint.stores.abc import AccessDenied
 from deltashard_checkpoint.stores.file import FileStore
@@ -153,7 +153,7 @@ def test_a_store_that_went_back_under_a_living_writer_fails_its_saves_by_name(wh
                 run.commit(attempt_2, cut)
             run.log = living
     before = {info.key for info in run.memory.list("job/log/")}
-    with pytest.raises(LogWentBack, match="while this writer lived"):
+    with pytest.raises(LogRolledBack, match="while this writer lived"):
         run.commit(attempt, 9)
     assert {info.key for info in run.memory.list("job/log/")} == before
 

@@ -51,8 +51,8 @@ class Job(Run):
     def given_up(self) -> RunLog:
         """The log of another process, which takes what is being compacted for debris."""
         other = RunLog(self.store, RUN)
-        litter = garbage_collection.debris(other, other.refresh(), compaction_patience_s=-1.0)
-        append_retirement(other, Retention(), debris=litter)
+        litter = garbage_collection.orphaned_prefixes(other, other.refresh(), compaction_timeout_s=-1.0)
+        append_retirement(other, Retention(), orphaned_prefixes=litter)
         return other
 
     def compact_while(self, act):

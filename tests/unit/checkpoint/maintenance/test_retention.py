@@ -102,19 +102,24 @@ def test_litter_of_dead_cuts_is_named_and_deleted_and_that_of_live_ones_is_not()
     for cut in (1, 2, 3):
         run.memory.put(f"job/{cut_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
     run.commit(attempt, 2)
-    assert garbage_collection.debris(run.log, run.log.state) == (cut_prefix(attempt, 1),)
+    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (cut_prefix(attempt, 1),)
     run.memory.put("job/data/strange", b"not ours")
     compaction = "data/compact-cccccccccccccccc/"
     run.memory.put(f"job/{compaction}00000.pack", b"x")
-    assert compaction not in garbage_collection.debris(run.log, run.log.state)
+    assert compaction not in garbage_collection.orphaned_prefixes(run.log, run.log.state)
     run.time.now_s += 25 * 3600
-    assert garbage_collection.debris(run.log, run.log.state) == (cut_prefix(attempt, 1), compaction)
-    entry = append_retirement(run.log, Retention(), debris=garbage_collection.debris(run.log, run.log.state))
+    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (
+        cut_prefix(attempt, 1),
+        compaction,
+    )
+    entry = append_retirement(
+        run.log, Retention(), orphaned_prefixes=garbage_collection.orphaned_prefixes(run.log, run.log.state)
+    )
     assert entry.prefixes == (cut_prefix(attempt, 1), compaction)
     run.time.now_s += 1000
     assert garbage_collection.collect(run.log).objects == 2
     run.open()
-    assert garbage_collection.debris(run.log, run.log.state) == (cut_prefix(attempt, 3),)
+    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (cut_prefix(attempt, 3),)
 
 
 # Forgetting
@@ -122,11 +127,13 @@ def test_litter_of_dead_cuts_is_named_and_deleted_and_that_of_live_ones_is_not()
 
 def housekeeping(
     run: Run, *, keep_last: int = 1, grace_s: float = 600.0, **options
-) -> garbage_collection.Collected:
+) -> garbage_collection.CollectResult:
     """One round of a sidecar's."""
     state = run.log.refresh()
     append_retirement(
-        run.log, Retention(keep_last=keep_last), debris=garbage_collection.debris(run.log, state)
+        run.log,
+        Retention(keep_last=keep_last),
+        orphaned_prefixes=garbage_collection.orphaned_prefixes(run.log, state),
     )
     return garbage_collection.collect(run.log, grace_s=grace_s, **options)
 
@@ -152,7 +159,7 @@ def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, 
         housekeeping(run, keep_last=keep_last, grace_s=grace_s)
         remembered.append(len(run.log.state.retired))
         sizes.append(len(folded_state.dump(run.log.state)))
-    assert max(remembered) <= garbage_collection.FORGET_AT + 2 * (
+    assert max(remembered) <= garbage_collection.MIN_RECLAIM_PREFIXES + 2 * (
         10 + chain
     )  # what waits for its grace, and one chain's end
     assert max(remembered[160:]) <= max(remembered[:160]) + 8  # rounds and chains are not in step
@@ -175,7 +182,7 @@ def test_what_waits_for_its_grace_is_remembered_however_much_that_is():
         run.time.now_s += 1
         assert housekeeping(run, grace_s=1000.0).objects == 0
     named_by = run.log.state.retired[first]
-    assert len(run.log.state.retired) > 2 * garbage_collection.FORGET_AT
+    assert len(run.log.state.retired) > 2 * garbage_collection.MIN_RECLAIM_PREFIXES
     run.time.now_s += 900
     assert first in housekeeping(run, grace_s=1000.0).prefixes
     assert named_by < run.log.state.tip

@@ -1,14 +1,14 @@
 """When a baseline is made by compaction: costs of both ways, and what is compacted."""
 
 from deltashard_checkpoint.maintenance.synthetic import (
+    CompactionInputs,
     FullCut,
-    Material,
     at_cut,
-    at_rest,
+    between_cuts,
+    compaction_inputs,
     compaction_s,
+    compaction_target,
     full_cut_s,
-    material,
-    target,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.support.checkpoint.run_builder import Run
 
 GB = 10**9
-CACHED = Material(checkpoints=2, chain_bytes=int(1.4 * GB), fetch_bytes=0, base_bytes=GB)
+CACHED = CompactionInputs(checkpoints=2, chain_bytes=int(1.4 * GB), fetch_bytes=0, base_bytes=GB)
 FULL = FullCut(raw_bytes=3 * GB, stored_bytes=GB, stall_s=0.2)
 
 sizes = st.integers(1, 10**12)
 materials = st.builds(
-    lambda base, deltas, missing, n: Material(
+    lambda base, deltas, missing, n: CompactionInputs(
         checkpoints=n, chain_bytes=base + deltas, fetch_bytes=min(missing, base + deltas), base_bytes=base
     ),
     sizes, sizes, sizes, st.integers(2, 40),
@@ -31,7 +31,7 @@ materials = st.builds(
 def test_a_cached_chain_is_compacted_and_one_that_must_be_fetched_or_has_more_bits_is_not():
     """Compacted rows would keep their 8 bits for good, and each restore would read them."""
     assert at_cut(CACHED, FULL).why == "cheaper"
-    away = Material(checkpoints=2, chain_bytes=14 * GB, fetch_bytes=14 * GB, base_bytes=GB)
+    away = CompactionInputs(checkpoints=2, chain_bytes=14 * GB, fetch_bytes=14 * GB, base_bytes=GB)
     assert at_cut(away, FULL) is None
     assert at_cut(CACHED, FullCut(raw_bytes=3 * GB, stored_bytes=GB // 3, stall_s=0.2)) is None
 
@@ -42,10 +42,10 @@ def test_cheaper_is_said_only_of_what_is(found, full):
 
 
 def test_a_chain_is_too_long_beyond_the_setting():
-    found = [at_rest(n, owes=False, longest=16) for n in (2, 16, 17)]
+    found = [between_cuts(n, deferred=False, longest=16) for n in (2, 16, 17)]
     assert [each and each.why for each in found] == [None, None, "length"]
-    assert at_rest(1000, owes=False, longest=0) is None
-    assert at_rest(2, owes=True, longest=16).why == "owed"
+    assert between_cuts(1000, deferred=False, longest=0) is None
+    assert between_cuts(2, deferred=True, longest=16).why == "deferred"
 
 
 def test_what_the_next_cuts_build_on_is_compacted():
@@ -55,14 +55,14 @@ def test_what_the_next_cuts_build_on_is_compacted():
     first = run.commit(attempt, 2, base, stored_bytes=300)
     second = run.commit(attempt, 3, first, stored_bytes=30)
     state = run.log.state
-    assert target(state, second, consecutive=False) == first
-    assert target(state, second, consecutive=True) == second
-    assert target(state, base, consecutive=False) == base
-    assert material(state, second, 0) == Material(
+    assert compaction_target(state, second, consecutive=False) == first
+    assert compaction_target(state, second, consecutive=True) == second
+    assert compaction_target(state, base, consecutive=False) == base
+    assert compaction_inputs(state, second, 0) == CompactionInputs(
         checkpoints=3, chain_bytes=1330, fetch_bytes=1330, base_bytes=1000
     )
-    assert material(state, second, 1200).fetch_bytes == 130
+    assert compaction_inputs(state, second, 1200).fetch_bytes == 130
     run.compacted(first)
-    assert material(run.log.state, second, 0) == Material(
+    assert compaction_inputs(run.log.state, second, 0) == CompactionInputs(
         checkpoints=2, chain_bytes=39, fetch_bytes=39, base_bytes=9
     )

@@ -24,15 +24,15 @@ def test_what_is_read_is_what_was_stored_within_the_budget(asked, budget):
     for key, wrong in asked:
         stored = bytes([key]) * 50 * key
         assert shared.read(key, lambda stored=stored: stored) == stored
-        assert shared._held_bytes == sum(map(len, shared._held.values())) <= budget
+        assert shared._cached_bytes == sum(map(len, shared._cached.values())) <= budget
         if 50 * key <= budget:
             shared.read(key, lambda: pytest.fail("it was there"))
         if wrong:
             shared.forget(key)
-            assert key not in shared._held
-    shared.let_go(idle_s=3600.0)
-    shared.let_go(idle_s=0.0)
-    assert (shared._held, shared._held_bytes) == ({}, 0)
+            assert key not in shared._cached
+    shared.release_idle(idle_s=3600.0)
+    shared.release_idle(idle_s=0.0)
+    assert (shared._cached, shared._cached_bytes) == ({}, 0)
 
 
 def test_who_comes_while_another_reads_waits_for_it() -> None:

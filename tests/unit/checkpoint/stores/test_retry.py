@@ -4,7 +4,7 @@ import pytest
 from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, RequestRefused, StoreUnavailable
-from deltashard_checkpoint.stores.deadline import deadline, remaining_s, silence_s, until
+from deltashard_checkpoint.stores.deadline import abandon_when, deadline, idle_timeout_s, remaining_s
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
 
@@ -51,7 +51,7 @@ class Slow(MemoryStore):
         self.time, self.first_byte_s, self.silences = time, list(first_byte_s), []
 
     def get(self, key):
-        allowed_s, needed_s = silence_s(20.0), self.first_byte_s.pop(0)
+        allowed_s, needed_s = idle_timeout_s(20.0), self.first_byte_s.pop(0)
         self.silences.append(allowed_s)
         self.time.now_s += min(allowed_s, needed_s)
         if allowed_s < needed_s:
@@ -59,7 +59,7 @@ class Slow(MemoryStore):
         return super().get(key)
 
     def put(self, key, data):
-        self.silences.append(silence_s(20.0))
+        self.silences.append(idle_timeout_s(20.0))
         super().put(key, data)
 
 
@@ -141,10 +141,10 @@ def test_a_caller_that_gave_up_is_not_retried_for_and_the_sooner_deadline_wins()
     """Given up during a pause: no further try, the store's reason; and nothing remains for whoever waits below."""
     faulty, store, time, _ = retrying()
     faulty.down = True
-    with until(lambda: len(time.slept) == 2), pytest.raises(StoreUnavailable):
+    with abandon_when(lambda: len(time.slept) == 2), pytest.raises(StoreUnavailable):
         store.put("a", b"xyz")
     assert len(faulty.calls) == 2
-    with until(lambda: True), deadline(60.0):
+    with abandon_when(lambda: True), deadline(60.0):
         assert remaining_s() == 0.0
     with deadline(500.0), deadline(10_000.0):
         assert remaining_s() <= 500.0

@@ -6,7 +6,7 @@ from deltashard_checkpoint.stores.transport import (
     BadTransport,
     checked_endpoint,
     proxy_of,
-    way,
+    via_proxy,
 )
 
 
@@ -25,8 +25,8 @@ def test_a_proxy_is_by_scheme_and_not_for_whom_no_proxy_names(monkeypatch: pytes
     assert proxy_of("http://elsewhere.example:9000") == "http://proxy:8080"
     for past in ("https://minio.example:9000", "http://minio.minio.svc:9000", "http://10.0.0.7:9000"):
         assert proxy_of(past) is None
-    assert way("https://s3.amazonaws.com") == " through the proxy http://proxy:3128"
-    assert way("https://minio.example") == ""
+    assert via_proxy("https://s3.amazonaws.com") == " through the proxy http://proxy:3128"
+    assert via_proxy("https://minio.example") == ""
 
 
 @pytest.mark.parametrize(

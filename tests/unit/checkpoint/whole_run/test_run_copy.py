@@ -17,12 +17,12 @@ from deltashard_checkpoint.log.entry import Genesis, entry_key
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.log.log_error import LogStopped
-from deltashard_checkpoint.maintenance import garbage_collection, retention, word
+from deltashard_checkpoint.maintenance import garbage_collection, retention, user_entry
 from deltashard_checkpoint.maintenance.holder import holder
-from deltashard_checkpoint.maintenance.row_mover import CompactionUnfit
+from deltashard_checkpoint.maintenance.row_mover import CompactionUnsupported
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.whole_run.remains import remains
+from deltashard_checkpoint.whole_run.incomplete_state import incomplete_state
 from deltashard_checkpoint.whole_run.run_copy import TargetTaken, copy_run, start_run
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_cli.target import Target
@@ -103,7 +103,7 @@ def test_one_checkpoint_begins_a_run(store, there, tmp_path, cache, golden, seq)
     sizes = {state.checkpoints[each].world_size for each in closure(state, [seq])}
     dead = (golden, seq) in TOMBSTONES
     if dead or (golden == "run" and len(sizes) > 1):
-        with pytest.raises(CompactionUnfit, match="tombstones" if dead else "column ranges"):
+        with pytest.raises(CompactionUnsupported, match="tombstones" if dead else "column ranges"):
             start_run(source, target, f"{seq}", cache)
         assert list(there.list("one/log/")) == []
         return
@@ -155,9 +155,9 @@ class Meanwhile(FileStore):
 def test_a_copy_begins_again_when_the_source_lets_something_go(store, there, tmp_path):
     def let_go() -> None:
         tool = RunLog(store, "run-4")
-        word.pin(tool, "paper", None)
-        word.rewind(tool, "2", ended=True)
-        retention.retire_these(tool, lambda _state: [3, 6, 13])
+        user_entry.pin(tool, "paper", None)
+        user_entry.rewind(tool, "2", ended=True)
+        retention.retire_selected(tool, lambda _state: [3, 6, 13])
         garbage_collection.collect(tool, grace_s=0.0)
 
     source = RunLog(Meanwhile(tmp_path / "store", ".pack", let_go), "run-4")
@@ -193,20 +193,20 @@ def test_a_run_that_is_begun_there_meanwhile_is_not_shut(
     source = RunLog(store, "run-4")
     copy = (lambda: start_run(source, target, "13", cache)) if one else (lambda: copy_run(source, target))
     hints: list[Hint] = []
-    leave_hint = RunLog.leave_hint
-    monkeypatch.setattr(RunLog, "leave_hint", lambda log, hint: (hints.append(hint), leave_hint(log, hint)))
+    put_hint = RunLog.put_hint
+    monkeypatch.setattr(RunLog, "put_hint", lambda log, hint: (hints.append(hint), put_hint(log, hint)))
     with pytest.raises(TargetTaken, match="no copy of this"):
         copy()
     if before == "00.pack":
         assert all(hint.whole for hint in hints), "the run was there, and was not shut for a moment"
-    assert remains(there, "run-4/") is None
+    assert incomplete_state(there, "run-4/") is None
     assert RunLog(there, "run-4").refresh(deadline_s=0.0).owner == "somebody"
 
 
 def test_a_removal_under_way_is_not_copied_into(store, there, cache):
     log = RunLog(there, "one")
-    log.leave_hint(REMOVAL)
-    RunLog(there, "run-4").leave_hint(REMOVAL)
+    log.put_hint(REMOVAL)
+    RunLog(there, "run-4").put_hint(REMOVAL)
     for call in (
         lambda: copy_run(RunLog(store, "run-4"), RunLog(there, "run-4")),
         lambda: start_run(RunLog(store, "run-4"), log, "latest", cache),
@@ -220,7 +220,7 @@ def test_a_new_run_that_was_cut_short_names_the_checkpoint_that_began_it(store, 
     source, target = RunLog(store, "run-4"), RunLog(there, "one")
     start_run(source, target, "seq:6", cache)
     there.delete([f"one/{entry_key(2)}"])
-    target.leave_hint(Hint(seq=2, whole=False))
+    target.put_hint(Hint(seq=2, whole=False))
     with pytest.raises(TargetTaken, match="checkpoint 6") as refused:
         start_run(source, RunLog(there, "one"), "latest", cache)
     assert "-c seq:6" in (refused.value.remedy or "")

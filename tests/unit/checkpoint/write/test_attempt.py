@@ -8,7 +8,7 @@ from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogStopped
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.selection import NothingRestorable, select
-from deltashard_checkpoint.maintenance.garbage_collection import collect, data_objects, debris
+from deltashard_checkpoint.maintenance.garbage_collection import collect, data_objects, orphaned_prefixes
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported
 from deltashard_checkpoint.stores.memory import MemoryStore
@@ -130,7 +130,9 @@ def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
 
     def dead() -> set[str]:
         state = run.log.refresh()
-        append_retirement(run.log, Retention(keep_last=1), debris=debris(run.log, state))
+        append_retirement(
+            run.log, Retention(keep_last=1), orphaned_prefixes=orphaned_prefixes(run.log, state)
+        )
         collect(run.log, grace_s=0.0)
         return {cut_prefix(first, 2)} - {prefix for prefix, _ in data_objects(run.log)}
 

@@ -10,8 +10,8 @@ from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.write import commit_wait, cut_reports
 from deltashard_checkpoint.write.commit import PartsMissing, _create, commit_parts
-from deltashard_checkpoint.write.commit_wait import CommitPace
-from deltashard_checkpoint.write.cut_reports import Abandoned, CutReports, abandon_part
+from deltashard_checkpoint.write.commit_wait import CommitLatency
+from deltashard_checkpoint.write.cut_reports import CutAbandoned, CutReports, abandon_part
 from deltashard_checkpoint.write.report import ReportBodyCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +60,7 @@ def test_ranks_that_disagree_about_a_table_never_make_one_checkpoint():
     with pytest.raises(PartsMissing):
         commit(run, attempt, 0)
     other = TableSchema(fqn="t", rows=9, columns=2, dtype="float32")
-    with pytest.raises(Abandoned, match="disagree about table t"):
+    with pytest.raises(CutAbandoned, match="disagree about table t"):
         commit(run, attempt, 1, tables=(other,))
 
 
@@ -187,7 +187,7 @@ def columns(rank: int) -> Box:
 
 def put_report(run: Run, work, attempt: int, rank: int, **more) -> None:
     report = run.report(attempt, 1, rank=rank, boxes=[columns(rank)], **more)
-    work.put(report, run.log.patience(1))
+    work.put(report, run.log.retry_budget(1))
 
 
 @given(st.data())
@@ -223,20 +223,20 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
         fresh = _work(run.log, attempt, world_size=world, layout=layout.digest)
         assert list(fresh.missing()) == []
         assert pages.count - before <= names // cut_reports.LIST_PAGE + 2
-        assert _create(fresh, run.log.patience(1)).entry.world_size == world
+        assert _create(fresh, run.log.retry_budget(1)).entry.world_size == world
 
 
 def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_within_seconds():
     run, attempt = laid_out()
-    pace = CommitPace()
-    pace.learn(True, 3600.0)
+    latency = CommitLatency()
+    latency.observe(True, 3600.0)
     begun, ends = run.time.now_s, []
 
     def one(rank: int, since_s: float):
         report = run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]])
         done = commit_parts(
             run.reader(), attempt=attempt, cut=1, step=1, world_size=2, reports=(report,),
-            layout=LAYOUT.digest, pace=pace, since_s=since_s,
+            layout=LAYOUT.digest, latency=latency, since_s=since_s,
         )  # fmt: skip
         ends.append((rank, done.by_us, run.time.now_s - begun))
 
@@ -245,5 +245,5 @@ def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_wit
     (second, by_us, at_s), (first, _, heard_s) = ends
     assert (second, by_us, first) == (1, True, 0)
     assert at_s <= 3 + commit_wait.FOLLOWERS_WAIT_S
-    assert heard_s <= at_s + commit_wait.SELDOM_S
-    assert pace.usual_s(True) <= heard_s
+    assert heard_s <= at_s + commit_wait.MAX_POLL_S
+    assert latency.typical_s(True) <= heard_s

@@ -2,7 +2,14 @@
 
 import pytest
 from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, PRECISION_KEY
-from deltashard_checkpoint.write.precision import StoredPrecision, coarser, coarsest, held, raised, recorded
+from deltashard_checkpoint.write.precision import (
+    StoredPrecision,
+    coarser,
+    coarsest,
+    parse_metadata,
+    stored_precision,
+    too_coarse_reason,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +36,7 @@ def test_the_coarser_of_two_has_the_fewer_bits_of_every_table(one, other):
 
 @given(precisions)
 def test_what_a_commit_says_is_read_back(said):
-    assert recorded(said.text()) == said
+    assert parse_metadata(said.text()) == said
     assert len(said.text()) < 200
 
 
@@ -38,7 +45,7 @@ def test_raised_is_said_exactly_when_some_table_asks_for_more(asked, stored):
     named = {*asked.weights, *stored.weights} - {"*"}
     more = any(ENCODINGS[asked.of_table(t)].bits > ENCODINGS[stored.of_table(t)].bits for t in (*named, "*"))
     state = (asked.state, stored.state) == ("fp32", "bf16")
-    assert bool(raised(asked, stored)) == (more or state)
+    assert bool(too_coarse_reason(asked, stored)) == (more or state)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +55,8 @@ def test_raised_is_said_exactly_when_some_table_asks_for_more(asked, stored):
      "[" * 100_000],
 )  # fmt: skip
 def test_what_cannot_be_read_says_nothing(text):
-    assert recorded(text) is None
-    assert raised(StoredPrecision.of("fp32"), recorded(text)) == ""
+    assert parse_metadata(text) is None
+    assert too_coarse_reason(StoredPrecision.of("fp32"), parse_metadata(text)) == ""
 
 
 def test_several_ranks_say_the_coarsest_together():
@@ -61,9 +68,9 @@ def test_several_ranks_say_the_coarsest_together():
 def test_an_import_says_nothing_and_what_covers_it_its_own():
     run, attempt = begun()
     silent = run.commit(attempt, 1, directive="full")
-    assert held(run.log.state, silent) is None
+    assert stored_precision(run.log.state, silent) is None
     newer = run.commit(attempt, 2, silent, metadata={PRECISION_KEY: StoredPrecision.of("q3").text()})
-    assert held(run.log.state, newer) == StoredPrecision.of("q3")
+    assert stored_precision(run.log.state, newer) == StoredPrecision.of("q3")
 
 
 def test_a_compacted_checkpoint_says_what_its_retired_chain_had():
@@ -72,4 +79,4 @@ def test_a_compacted_checkpoint_says_what_its_retired_chain_had():
     delta = run.commit(attempt, 2, base, metadata={PRECISION_KEY: StoredPrecision.of("q2").text()})
     run.compacted(delta)
     run.retire([base])
-    assert held(run.log.state, delta) == StoredPrecision.of("q2")
+    assert stored_precision(run.log.state, delta) == StoredPrecision.of("q2")

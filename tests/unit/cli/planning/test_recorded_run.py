@@ -9,7 +9,7 @@ from deltashard_checkpoint.deciding.cost import KEY, Profile
 from deltashard_checkpoint.deciding.evidence import Evidence, rates
 from deltashard_checkpoint.deciding.record import Record
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
-from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed, Rewound
+from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, ManifestRef, Rewound
 from deltashard_cli.planning.plan import Given, plan
 from deltashard_cli.planning.recorded_run import recorded_run
 
@@ -30,7 +30,7 @@ def opened(seq: int, at_s: float, resumes_from: int | None = None) -> AttemptOpe
 def saved(
     seq: int, at_s: float, *, attempt: int, covers: int | None, rows: int, reason: str = "timer", **more
 ) -> Checkpoint:
-    listed = Listed(layout="l", world_size=2, manifest="m", covers=(covers,))
+    listed = ManifestRef(layout="l", world_size=2, manifest="m", covers=(covers,))
     return Checkpoint(
         seq=seq, at_s=at_s, attempt=attempt, cut=seq, step=10 * seq, tables=(TABLE, HALF), encodings={"items": ("bf16", "q8")},
         rows=rows, raw_bytes=ROW_BYTES + 500 if covers is None else 1000, stored_bytes=4000, stall_s=0.02, cut_at_s=0.0,
@@ -79,7 +79,7 @@ def test_a_crash_loop_is_one_failure():
     log = [opened(1, 0.0), *day(2, 0.0, attempt=1), *loop, *day(1100, last.at_s, attempt=last.seq)]
     found = recorded_run(log)
     assert found.evidence.lossy == pytest.approx(2 ** (-1 / 7)), "a day ago"
-    assert found.evidence.exposure_s == pytest.approx(Evidence().trained(2 * DAY_S).exposure_s)
+    assert found.evidence.exposure_s == pytest.approx(Evidence().after_training(2 * DAY_S).exposure_s)
     assert rates(found.evidence, pods=1).mtbf_s / 3600 == pytest.approx(124.8, abs=0.1)
     source = {each.name: each.source for each in plan(Given(), found).figures}
     assert "0.906 in 43.5 h of training" in source["failures"]
@@ -115,12 +115,14 @@ def test_what_the_runs_decider_counted_stands_over_what_its_log_shows():
     assert found.evidence == counted
     back = opened(7, 1200.0, resumes_from=6)
     found = recorded_run([*decided, back, replace(back, seq=8)])
-    assert found.evidence == counted.incident(lossy=True)
+    assert found.evidence == counted.with_incident(lossy=True)
     closing = Record(profile=Profile(), evidence=counted, closing=True).text()
     found = recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: closing}), back])
-    assert found.evidence == counted.incident(lossy=False)
+    assert found.evidence == counted.with_incident(lossy=False)
     later = saved(9, 1300.0, attempt=7, covers=None, rows=2000)
     found = recorded_run([*decided, back, later])
-    assert found.evidence == counted.incident(lossy=True).trained(100.0), "its goal was taken away"
+    assert found.evidence == counted.with_incident(lossy=True).after_training(100.0), (
+        "its goal was taken away"
+    )
     spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
     assert recorded_run(spoiled).evidence == recorded_run(LOG).evidence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from deltashard_checkpoint.deciding.cost import Measure, Profile
-from deltashard_checkpoint.deciding.interval import ENOUGH
+from deltashard_checkpoint.deciding.interval import MIN_SAVES
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.deciding.choice import decide, under
 from deltashard_sidecar.deciding.measurements import MeasuredSave, Measurements, Opening
@@ -13,8 +13,8 @@ from deltashard_sidecar.deciding.step_meter import Reading
 
 def measured(cost_s: float, *, world_size: int = 1) -> Measurements:
     save = Measure()
-    for _ in range(ENOUGH):
-        save = save.sampled(cost_s)
+    for _ in range(MIN_SAVES):
+        save = save.with_sample(cost_s)
     opening = Opening(attempt=1, world_size=world_size, ranks_here=1, reading=Reading(0, 0.0))
     return Measurements(opening=opening, profile=Profile(save=save, durable=save, step_s=0.5))
 
@@ -41,7 +41,7 @@ def test_another_goal_or_bound_holds_at_once_and_its_cost_is_measured_from_the_s
         causes.append((choice.cause, known.profile.save.n, known.cost_s))
         found.append(choice.over(policy).every_s)
         assert decide(known, policy).cause is None, "it holds"
-    assert causes == [("measured", ENOUGH, 0.5), ("policy", 0, 0.5), ("policy", 0, 0.5)]
+    assert causes == [("measured", MIN_SAVES, 0.5), ("policy", 0, 0.5), ("policy", 0, 0.5)]
     assert found == pytest.approx([1800.0, 120.0, 25.0], rel=0.05)
     stated = pb.Policy(goal="fixed", every_s=30.0)
     assert decide(known, stated).over(stated).every_s == 30.0, "the kill switch"

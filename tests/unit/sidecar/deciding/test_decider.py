@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY
-from deltashard_checkpoint.deciding.interval import ENOUGH
-from deltashard_checkpoint.deciding.record import recorded
+from deltashard_checkpoint.deciding.interval import MIN_SAVES
+from deltashard_checkpoint.deciding.record import parse_metadata
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import Attempt, RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
@@ -143,7 +143,7 @@ def chosen(**said: object) -> str:
     """The record of a life that has measured enough saves for a choice, in a commit."""
     life = Life(**said)
     life.open()
-    life.saves(ENOUGH)
+    life.saves(MIN_SAVES)
     return life.text()
 
 
@@ -152,15 +152,15 @@ def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() ->
     life = Life(every_s=7.0, every_steps=9, goal="fixed")
     assert (life.decider.over(life.policy), life.decider.measured(), life.text()) == (life.policy, None, "")
     life.open()
-    life.saves(ENOUGH - 1)
+    life.saves(MIN_SAVES - 1)
     shown = life.decision
     assert (shown.goal, shown.value, shown.would) == ("fixed", "every 7 s or 9 steps", "")
-    life.saves(ENOUGH + 1)
+    life.saves(MIN_SAVES + 1)
     shown = life.decision
     assert (shown.value, shown.would) == ("every 7 s or 9 steps", "every 1800 s")
     assert shown.why.startswith("as stated; under auto a save costs 96.9 ms")
     assert (life.decider.over(life.policy), life.text(), life.changes) == (life.policy, "", 0)
-    assert life.measured.saves == 2 * ENOUGH
+    assert life.measured.saves == 2 * MIN_SAVES
     life.govern(goal="auto")
     assert life.every_s == 1800.0, "it was measured already"
 
@@ -213,7 +213,7 @@ def test_a_day_of_noise_hardly_changes_anything(goal: str, spread: float) -> Non
     while life.now_s < begun_s + 86400.0:
         life.saves(1, lambda: 0.5 * life.rng.lognormvariate(0, spread), durable_s=3.0)
         found.append(life.every_s)
-    assert all(20.0 <= each <= 900.0 for each in found[ENOUGH:])
+    assert all(20.0 <= each <= 900.0 for each in found[MIN_SAVES:])
     assert life.changes <= 6
 
 
@@ -235,13 +235,13 @@ def test_failures_shorten_the_interval_and_ends_in_good_order_do_not() -> None:
     """From the log's side: which trainer came back to what."""
     life = Life()
     life.open()
-    life.saves(2 * ENOUGH, lambda: 0.5)
+    life.saves(2 * MIN_SAVES, lambda: 0.5)
     assert life.every_s == 1800.0
     for reason, lossy in (("close", 0.0), ("timer", 1.0), ("timer", 2.0), ("timer", 3.0)):
         state = log_of({KEY: life.text(closing=reason == "close")}, reason=reason, step=life.step)
         told = life.open(state, attempt=life.cut + 2, resumed=True)
         assert round(float(told.split()[0])) == lossy, "they fade a little"
-        life.saves(ENOUGH, lambda: 0.5)
+        life.saves(MIN_SAVES, lambda: 0.5)
         assert (life.changed("failures") > 0) == (lossy > 1)
     assert life.every_s < 1200.0
 
@@ -263,7 +263,7 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
     """Its profile, its choice and its evidence; of another world size only the evidence. Nonsense counts nothing."""
     first = Life()
     first.open()
-    first.saves(ENOUGH, lambda: 0.2)
+    first.saves(MIN_SAVES, lambda: 0.2)
     state = log_of({KEY: first.text(closing=True)}, attempt=3)
     again, other, nonsense = Life(), Life(), Life()
     assert ONCE in again.open(state, attempt=5, resumed=True)
@@ -324,7 +324,7 @@ def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_no
     life = Life(most_s=600.0)
     life.open(blind, attempt=2)
     assert life.every_s == 600.0
-    assert recorded(life.text()).profile.save.n == ENOUGH
+    assert parse_metadata(life.text()).profile.save.n == MIN_SAVES
 
 
 def test_how_long_a_restore_and_a_restart_take() -> None:

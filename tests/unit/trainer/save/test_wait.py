@@ -18,8 +18,8 @@ BINDS: dict[str, tuple[BlockReason, set[Asker]]] = {
     "stepped": (BlockReason.STEPPED, ALL),
     "accumulating": (BlockReason.ACCUMULATING, ALL - {Asker.CLOSE}),
     "moved": (BlockReason.MOVED, ALL - {Asker.CLOSE}),
-    "in_flight": (BlockReason.FLIGHT, ALL),
-    "away": (BlockReason.AWAY, ALL),
+    "in_flight": (BlockReason.IN_FLIGHT, ALL),
+    "away": (BlockReason.SIDECAR_DISCONNECTED, ALL),
     "backing_off": (BlockReason.BACK_OFF, {Asker.TIMER, Asker.REQUEST, Asker.URGENT}),
 }
 """Fact -> the reason, and for whom it is one; the first that holds is named."""

@@ -12,7 +12,7 @@ from deltashard.save.watchdog import INTERVALS, LEAST_S, LOOK_S, BlockedBy, Watc
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from deltashard_proto.arena_layout import BLOCKED_SINCE_NS, BLOCKED_WHY
-from deltashard_proto.block_reason import BlockReason, text_of
+from deltashard_proto.block_reason import BlockReason, format_block_reason
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -55,7 +55,7 @@ class Loop:
 
     def shown(self) -> str:
         assert bool(self.line[BLOCKED_SINCE_NS]) == bool(self.line[BLOCKED_WHY])
-        return text_of(self.line[BLOCKED_WHY])
+        return format_block_reason(self.line[BLOCKED_WHY])
 
 
 @pytest.mark.parametrize(

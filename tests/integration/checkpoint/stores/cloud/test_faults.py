@@ -17,7 +17,7 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.stores.cloud.account import AzureAccount, GoogleAccount
 from deltashard_checkpoint.stores.cloud.store import CloudStore
-from deltashard_checkpoint.stores.deadline import deadline, silence
+from deltashard_checkpoint.stores.deadline import deadline, idle_timeout
 from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
 from deltashard_checkpoint.stores.url import open_store
 
@@ -27,7 +27,9 @@ from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers
 DATA = random.Random(7).randbytes(3_000_000)
 
 
-def bare(server: CloudServer, bucket: str, port: int | None = None, silence_s: float = 20.0) -> CloudStore:
+def bare(
+    server: CloudServer, bucket: str, port: int | None = None, idle_timeout_s: float = 20.0
+) -> CloudStore:
     """The store without retries; `port` leads through a proxy."""
     endpoint = server.endpoint(port)
     account = (
@@ -35,7 +37,7 @@ def bare(server: CloudServer, bucket: str, port: int | None = None, silence_s: f
         if isinstance(server, Azurite)
         else GoogleAccount(bucket, endpoint=endpoint, where="gs://test")
     )
-    return CloudStore(account, url=account.where, silence_timeout_s=silence_s)
+    return CloudStore(account, url=account.where, max_idle_s=idle_timeout_s)
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_a_read_that_breaks_off_goes_on(cloud: CloudServer, proxy: FaultyProxy) 
 def test_silence_ends(cloud: CloudServer, proxy: FaultyProxy) -> None:
     """An upload or a read that a server does not answer is given up, and the caller's memory is its own again."""
     bucket = cloud.new_bucket()
-    with bare(cloud, bucket, silence_s=0.3) as direct, bare(cloud, bucket, proxy.port, 0.3) as store:
+    with bare(cloud, bucket, idle_timeout_s=0.3) as direct, bare(cloud, bucket, proxy.port, 0.3) as store:
         direct.put("there", b"x")
         proxy.hang = True
         data = bytearray(100_000)
@@ -92,7 +94,7 @@ def test_the_deadline_holds_and_a_read_may_have_a_shorter_silence(cloud, proxy):
         with deadline(0.3), pytest.raises(StoreUnavailable, match="deadline"), memoryview(data) as view:
             store.put_if_absent("k", view)
         data.append(1)
-        with silence(0.2), pytest.raises(StoreUnavailable, match="silent"):
+        with idle_timeout(0.2), pytest.raises(StoreUnavailable, match="silent"):
             store.get("k")
 
 

@@ -61,76 +61,85 @@ def _status(text: str) -> int:
 
 
 def translated(  # noqa: C901
-    error: Exception, *, where: str, way: str, source: str, how: str, configured: bool, writes: bool = False
+    error: Exception,
+    *,
+    where: str,
+    via_proxy: str,
+    source: str,
+    credentials_hint: str,
+    configured: bool,
+    writes: bool = False,
 ) -> DeltashardError:
     """The named error for what obstore raised at `where`.
 
-    `way` tells the proxy, `source` and `how` the credentials, `configured` whether some are named; `writes`: of a put.
+    `via_proxy` tells the proxy, `source` and `credentials_hint` the credentials, `configured` whether some are named; `writes`: of a put.
     """
     if isinstance(error, DeltashardError):
         return error
     if not isinstance(error, (BaseError, OSError, ValueError)):
-        return StoreUnavailable(f"{type(error).__name__}: {error}", where=where + way)
+        return StoreUnavailable(f"{type(error).__name__}: {error}", where=where + via_proxy)
     text = str(error).partition("Debug source:")[0]
     status = _status(text)
     code = next((found[1] for each in _CODES if (found := each.search(text))), "")
-    said = _said(str(error), status, code)
+    message = _error_message(str(error), status, code)
     if any(each in text for each in _SKEWED):
-        return ClockSkew(said, where=where, remedy="set this machine's clock (NTP)")
+        return ClockSkew(message, where=where, remedy="set this machine's clock (NTP)")
     if any(each in text for each in _TOKEN) and not isinstance(error, FileNotFoundError):
-        return _no_token(said, status, where + way, source, how, configured=configured)
+        return _no_token(message, status, where + via_proxy, source, credentials_hint, configured=configured)
     if (
         code in _NO_BUCKET
         or "specified container does not exist" in text
         or (writes and isinstance(error, FileNotFoundError))
     ):
         return BucketMissing(
-            said, where=where, remedy="create the bucket (container), or correct the store URL"
+            message, where=where, remedy="create the bucket (container), or correct the store URL"
         )
     if isinstance(error, FileNotFoundError):
-        return ObjectNotFound(said, where=where)
+        return ObjectNotFound(message, where=where)
     if isinstance(error, (AlreadyExistsError, PreconditionError)):
-        return _conflict(said, code, where, writes=writes)
+        return _conflict(message, code, where, writes=writes)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status in {401, 403}:
         return AccessDenied(
-            said,
+            message,
             where=where,
             remedy=f"credentials come from {source}; check them, and the roles they have for the bucket (container)",
         )
     if isinstance(error, NotSupportedError) or status == 501:
-        return ConditionalPutUnsupported(said, where=where, remedy="use Google's or Azure's own storage")
+        return ConditionalPutUnsupported(message, where=where, remedy="use Google's or Azure's own storage")
     if code in _FULL or status == 507:
-        return StoreFull(said, where=where, remedy="free space in the store, or raise the quota")
+        return StoreFull(message, where=where, remedy="free space in the store, or raise the quota")
     if status >= 500 or status in {408, 429}:
-        return StoreUnavailable(said, where=where)
+        return StoreUnavailable(message, where=where)
     if status:
-        return RequestRefused(said, where=where)
+        return RequestRefused(message, where=where)
     if "certificate" in str(error).lower() or "InvalidCertificate" in str(error):
-        return certificate_refused(_certificate(str(error)), where=where + way)
-    return StoreUnavailable(_network(str(error)), where=where + way)
+        return certificate_refused(_certificate(str(error)), where=where + via_proxy)
+    return StoreUnavailable(_network(str(error)), where=where + via_proxy)
 
 
-def _conflict(said: str, code: str, where: str, *, writes: bool) -> DeltashardError:
+def _conflict(message: str, code: str, where: str, *, writes: bool) -> DeltashardError:
     if not writes:
         return StoreUnavailable("object was replaced while it was read", where=where)
     if code in _TAKEN:
-        return ObjectExists(said, where=where)
-    return RequestRefused(said, where=where)
+        return ObjectExists(message, where=where)
+    return RequestRefused(message, where=where)
 
 
 def _no_token(
-    said: str, status: int, where: str, source: str, how: str, *, configured: bool
+    message: str, status: int, where: str, source: str, credentials_hint: str, *, configured: bool
 ) -> DeltashardError:
     if not configured:  # a machine that has no identity, or one whose metadata server is not up yet
-        return CredentialsMissing(f"{source} gave no credentials: {said}", where=where, remedy=how)
+        return CredentialsMissing(
+            f"{source} gave no credentials: {message}", where=where, remedy=credentials_hint
+        )
     if status == 0 or status >= 500 or status in {408, 429}:
         return StoreUnavailable(
-            f"{source} gave no credentials now: {said}", where=where, remedy="is the token service up?"
+            f"{source} gave no credentials now: {message}", where=where, remedy="is the token service up?"
         )
-    return AccessDenied(f"{source} gave no credentials: {said}", where=where, remedy=how)
+    return AccessDenied(f"{source} gave no credentials: {message}", where=where, remedy=credentials_hint)
 
 
-def _said(error: str, status: int, code: str) -> str:
+def _error_message(error: str, status: int, code: str) -> str:
     text = error.partition("Debug source:")[0]
     message = next((found[1] for each in _MESSAGES if (found := each.search(text))), "")
     if not status:

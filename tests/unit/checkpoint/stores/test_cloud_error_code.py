@@ -13,7 +13,7 @@ from deltashard_checkpoint.stores.abc import (
     StoreFull,
     StoreUnavailable,
 )
-from deltashard_checkpoint.stores.cloud.refusal import out_of_range, translated
+from deltashard_checkpoint.stores.cloud.error_code import out_of_range, translated
 from deltashard_checkpoint.stores.transport import CertificateRefused
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError, PreconditionError
 
@@ -27,7 +27,7 @@ def said(status: int, code: str = "", message: str = "") -> str:
 
 def named(error: Exception, *, writes: bool = False, configured: bool = True) -> DeltashardError:
     return translated(
-        error, where="gs://b/k", way=" through the proxy http://p:1", source="SOURCE", how="do this",
+        error, where="gs://b/k", via_proxy=" through the proxy http://p:1", source="SOURCE", credentials_hint="do this",
         configured=configured, writes=writes,
     )  # fmt: skip
 

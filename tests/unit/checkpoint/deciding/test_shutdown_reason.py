@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from deltashard_checkpoint.deciding import ending
+from deltashard_checkpoint.deciding import shutdown_reason
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,11 @@ from deltashard_checkpoint.deciding import ending
 def test_who_closed_has_ended_and_who_was_told_to_go_if_he_was_alone(reason, asked, alone, in_a_group):
     """In a group the others stay, or come together anew. Whatever is no ordinary save's reason is an eviction's."""
     said = SimpleNamespace(directive=f"{reason}; full: baseline")
-    assert (ending.ends(said), ending.has_ended(said, 1), ending.has_ended(said, 4)) == (
+    assert (
+        shutdown_reason.is_shutdown_save(said),
+        shutdown_reason.has_ended(said, 1),
+        shutdown_reason.has_ended(said, 4),
+    ) == (
         asked,
         alone,
         in_a_group,
@@ -24,6 +28,8 @@ def test_who_closed_has_ended_and_who_was_told_to_go_if_he_was_alone(reason, ask
 
 
 def test_a_users_word_never_means_an_end():
-    assert ending.reason_of("eval") == "eval"
-    for reserved in (ending.CLOSE, *ending.LEAVING):
-        assert not ending.has_ended(SimpleNamespace(directive=ending.reason_of(reserved)), 1)
+    assert shutdown_reason.user_reason("eval") == "eval"
+    for reserved in (shutdown_reason.CLOSE, *shutdown_reason.TERMINATION_REASONS):
+        assert not shutdown_reason.has_ended(
+            SimpleNamespace(directive=shutdown_reason.user_reason(reserved)), 1
+        )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltashard_checkpoint.deciding.cost import MOST, not_negative
+from deltashard_checkpoint.deciding.cost import MAX_NUMBER, not_negative
 from deltashard_checkpoint.errors import UserError
 
 KEY = "deltashard/harm"
@@ -20,12 +20,12 @@ MAX_TEXT = 30_000
 """Of the 60,000 characters of a commit's metadata; of more tables only the most harmed are told."""
 
 
-class BadHarm(UserError):
+class BadErrorLedger(UserError):
     """A record that cannot be read; it counts for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Harm:
+class ErrorLedger:
     """Of the run up to a checkpoint."""
 
     restores: int = 0
@@ -34,10 +34,10 @@ class Harm:
     error: Mapping[str, float] = field(default_factory=dict)
     """Table -> relative error of its rows as the checkpoint holds them: what a restore of it would add."""
 
-    def restored(self) -> Harm:
+    def after_restore(self) -> ErrorLedger:
         names = {*self.spent, *self.error}
         spent = {name: self.spent.get(name, 0.0) + self.error.get(name, 0.0) ** 2 for name in names}
-        return Harm(restores=self.restores + 1, spent=spent)
+        return ErrorLedger(restores=self.restores + 1, spent=spent)
 
     def text(self) -> str:
         """Its form in a commit's metadata: the most harmed tables where there are too many."""
@@ -62,8 +62,8 @@ class Harm:
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def recorded(text: str) -> Harm:
-    """The record in a commit's metadata; raises `BadHarm`: whoever can write the bucket wrote it."""
+def parse_metadata(text: str) -> ErrorLedger:
+    """The record in a commit's metadata; raises `BadErrorLedger`: whoever can write the bucket wrote it."""
     try:
         found: Any = json.loads(text[: MAX_TEXT + 1])  # what is longer was cut, and is no JSON
         pairs = {
@@ -71,15 +71,15 @@ def recorded(text: str) -> Harm:
             for name, (spent, error) in found["tables"].items()
         }
         restores = found["restores"]
-        if type(restores) is not int or not 0 <= restores <= MOST:
+        if type(restores) is not int or not 0 <= restores <= MAX_NUMBER:
             raise ValueError(restores)  # noqa: TRY301 - told below, as all that is wrong
-        return Harm(
+        return ErrorLedger(
             restores=restores,
             spent={name: spent for name, (spent, _) in pairs.items() if spent},
             error={name: error for name, (_, error) in pairs.items() if error},
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise BadHarm("the record of what restores did cannot be read", where=KEY) from None
+        raise BadErrorLedger("the record of what restores did cannot be read", where=KEY) from None
 
 
 def _rounded(value: float) -> float:

@@ -12,15 +12,15 @@ from deltashard_checkpoint.log.entry import prefix_of, seq_of
 from deltashard_checkpoint.log.folded_state import fold_of
 from deltashard_checkpoint.log.listing import REMOVAL, Hint, listing
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
-from deltashard_checkpoint.write.closing import marked_attempt
+from deltashard_checkpoint.write.closing import attempt_of_marker
 
 
-class Remains(StrEnum):
+class IncompleteState(StrEnum):
     """What it is, in a word or two."""
 
     REMOVING = "being removed"
     COPYING = "half copied"
-    LOGLESS = "no log"
+    NO_LOG = "no log"
 
     @property
     def remedy(self) -> str:
@@ -28,15 +28,15 @@ class Remains(StrEnum):
 
 
 _REMEDY = {
-    Remains.REMOVING: "call `deltashard rm` again",
-    Remains.COPYING: "call `deltashard cp` again, it continues (with -c: as seq:N, the same one); "
+    IncompleteState.REMOVING: "call `deltashard rm` again",
+    IncompleteState.COPYING: "call `deltashard cp` again, it continues (with -c: as seq:N, the same one); "
     "`deltashard rm --ended` removes it",
-    Remains.LOGLESS: "call `deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the "
+    IncompleteState.NO_LOG: "call `deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the "
     "saves that are there, `deltashard rm` removes them",
 }
 
 
-def remains(store: Store, root: str) -> Remains | None:
+def incomplete_state(store: Store, root: str) -> IncompleteState | None:
     """What is left under `root` (of a run: its name and "/"; empty: the store is the run's); None: nothing, or a log.
 
     Raises store errors.
@@ -45,29 +45,29 @@ def remains(store: Store, root: str) -> Remains | None:
         hint: bytes | None = store.get(f"{root}log/HINT")
     except ObjectNotFound:
         hint = None
-    said = Hint() if hint is None else Hint.of(hint)
-    if said == REMOVAL:
-        return Remains.REMOVING
+    parsed_hint = Hint() if hint is None else Hint.of(hint)
+    if parsed_hint == REMOVAL:
+        return IncompleteState.REMOVING
     seen = listing((info.key[len(root) :] for info in store.list(f"{root}log/")), 0)
-    if not said.whole and seen.tip < said.seq:
-        return Remains.COPYING
+    if not parsed_hint.whole and seen.tip < parsed_hint.seq:
+        return IncompleteState.COPYING
     if seen.seqs:
         return None
     if hint is not None or seen.folds:
-        return Remains.LOGLESS
+        return IncompleteState.NO_LOG
     # Its names sort before those of anybody else's objects there, or close to them.
     for begin in ("data/0", "data/compact-", "closing/0"):
         first = next(store.list(root + begin), None)
-        if first is not None and belongs(first.key[len(root) :]):
-            return Remains.LOGLESS
+        if first is not None and is_run_key(first.key[len(root) :]):
+            return IncompleteState.NO_LOG
     return None
 
 
-def belongs(key: str) -> bool:
+def is_run_key(key: str) -> bool:
     """Whether a key, relative to a run's root, is one that only a run has. Pure."""
     if key == "log/HINT" or seq_of(key) is not None or fold_of(key) is not None:
         return True
-    if marked_attempt(key) is not None:
+    if attempt_of_marker(key) is not None:
         return True
     try:
         prefix_of(key)

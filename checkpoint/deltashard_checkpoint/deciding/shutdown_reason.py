@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-ORDINARY = frozenset({"timer", "steps", "baseline", "user"})
+ROUTINE_REASONS = frozenset({"timer", "steps", "baseline", "user"})
 """Reasons of saves that say nothing of the trainer's end."""
 CLOSE = "close"
-LEAVING = frozenset({"sigterm", "stopping", "eviction"})
+TERMINATION_REASONS = frozenset({"sigterm", "stopping", "eviction"})
 """Reasons of a pod or process that is going; in a group others may stay."""
 
 
-class Reasoned(Protocol):
+class HasDirective(Protocol):
     """A checkpoint's entry, as far as it says what asked for it."""
 
     @property
@@ -19,17 +19,17 @@ class Reasoned(Protocol):
         """The reason comes first."""
 
 
-def reason_of(said: str) -> str:
+def user_reason(said: str) -> str:
     """The reason of a save that a user asked for: never one that means an end."""
-    return f"user {said}" if said == CLOSE or said in LEAVING else said
+    return f"user {said}" if said == CLOSE or said in TERMINATION_REASONS else said
 
 
-def has_ended(checkpoint: Reasoned, world_size: int) -> bool:
+def has_ended(checkpoint: HasDirective, world_size: int) -> bool:
     """Whether it is certain that its trainers ended with it: they closed, or the only one was told to go."""
     reason = checkpoint.directive.partition(";")[0]
-    return reason == CLOSE or (world_size == 1 and reason in LEAVING)
+    return reason == CLOSE or (world_size == 1 and reason in TERMINATION_REASONS)
 
 
-def ends(checkpoint: Reasoned) -> bool:
+def is_shutdown_save(checkpoint: HasDirective) -> bool:
     """Whether a trainer's end (a close, an eviction) asked for it, as far as the entry itself tells."""
-    return checkpoint.directive.partition(";")[0] not in ORDINARY
+    return checkpoint.directive.partition(";")[0] not in ROUTINE_REASONS

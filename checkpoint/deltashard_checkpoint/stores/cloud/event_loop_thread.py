@@ -1,6 +1,6 @@
 """Requests of an asynchronous client, made from threads: each ends with its caller's deadline.
 
-A request runs on one event loop, in the caller's context, so that `deadline`, `silence` and `until` hold
+A request runs on one event loop, in the caller's context, so that `deadline`, `idle_timeout` and `abandon_when` hold
 within it. Its thread waits; when no time remains the request is cancelled. A buffer that
 was lent to the client is waited for: until it has let go of it, the memory could still be sent.
 """
@@ -17,17 +17,17 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.stores.deadline import remaining_s, silence_s
+from deltashard_checkpoint.stores.deadline import idle_timeout_s, remaining_s
 
 Result = TypeVar("Result")
-_LATE = "the call's deadline passed"
-_LOOK_S = 0.25
+_DEADLINE_PASSED = "the call's deadline passed"
+_POLL_S = 0.25
 """How often a waiting thread asks whether its caller gave up."""
 _RELEASE_S = 60.0
 """A cancelled request lets go of its buffer at once; this bounds the wait for one that does not."""
 
 
-class Waiter:
+class EventLoopThread:
     """One event loop on a thread of its own, begun by the first request; thread-safe; not to be used across a fork."""
 
     def __init__(self, where: str) -> None:
@@ -38,11 +38,11 @@ class Waiter:
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         """What the coroutine that `work` makes returns or raises; `StoreUnavailable` when no time remained for it."""
-        loop = self._running()
+        loop = self._ensure_loop()
         answer: Future[Result] = Future()
         task: list[asyncio.Task[Any]] = []
 
-        async def settle() -> None:
+        async def run_task() -> None:
             try:
                 result = await work()
             except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
@@ -51,7 +51,7 @@ class Waiter:
                 answer.set_result(result)
 
         def begin() -> None:
-            task.append(loop.create_task(settle(), context=context))
+            task.append(loop.create_task(run_task(), context=context))
 
         def cancel() -> None:
             loop.call_soon_threadsafe(lambda: [each.cancel() for each in task])
@@ -59,14 +59,14 @@ class Waiter:
         context = copy_context()
         loop.call_soon_threadsafe(begin)
         try:
-            return self._awaited(answer, cancel)
+            return self._wait(answer, cancel)
         except KeyboardInterrupt:
             cancel()
             raise
 
-    def _awaited(self, answer: Future[Result], cancel: Callable[[], None]) -> Result:
+    def _wait(self, answer: Future[Result], cancel: Callable[[], None]) -> Result:
         out_of_time = False
-        while not wait([answer], _RELEASE_S if out_of_time else min(_LOOK_S, remaining_s())).done:
+        while not wait([answer], _RELEASE_S if out_of_time else min(_POLL_S, remaining_s())).done:
             if out_of_time:
                 raise StoreUnavailable("a cancelled request does not end", where=self._where)
             if remaining_s() <= 0:
@@ -75,10 +75,10 @@ class Waiter:
         try:
             return answer.result()
         except asyncio.CancelledError:
-            why = _LATE if out_of_time else "the store was closed"
+            why = _DEADLINE_PASSED if out_of_time else "the store was closed"
             raise StoreUnavailable(why, where=self._where) from None
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _ensure_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -108,16 +108,16 @@ class Waiter:
             loop.close()
 
 
-async def in_time(step: Awaitable[Result], longest_s: float, what: str, where: str) -> Result:
+async def with_timeout(step: Awaitable[Result], longest_s: float, what: str, where: str) -> Result:
     """What `step` gives; `StoreUnavailable` when none comes in `longest_s` or in the silence of a read."""
     try:
-        async with asyncio.timeout(silence_s(longest_s)):
+        async with asyncio.timeout(idle_timeout_s(longest_s)):
             return await step
     except TimeoutError:
-        raise StoreUnavailable(what if remaining_s() > 0 else _LATE, where=where) from None
+        raise StoreUnavailable(what if remaining_s() > 0 else _DEADLINE_PASSED, where=where) from None
 
 
-async def returned(view: memoryview, where: str) -> None:
+async def wait_released(view: memoryview, where: str) -> None:
     """Wait until a view that was lent is nobody's any more; raises `StoreUnavailable` when it stays lent."""
     ends_at_s = time.monotonic() + _RELEASE_S
     pause_s = 0.0

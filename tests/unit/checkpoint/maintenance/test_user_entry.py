@@ -4,15 +4,15 @@ import pytest
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.selection import NothingRestorable, select
-from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.maintenance import user_entry
 from deltashard_checkpoint.maintenance.holder import holder
 from deltashard_checkpoint.maintenance.retention import (
-    EVERYTHING,
+    KEEP_ALL,
     Retention,
     append_retirement,
+    keep_reasons,
     kept,
-    needs,
-    reasons,
+    retire_blockers,
 )
 from deltashard_checkpoint.write.closing import mark_closing
 from hypothesis import given, settings
@@ -32,13 +32,13 @@ def test_a_word_is_forgotten_with_what_it_is_about():
     run, attempt = begun()
     first = run.commit(attempt, 1, pins=("best",))
     run.commit(attempt, 2)
-    word.pin(run.reader(), "best", None)
-    word.pin(run.reader(), "paper", f"{first}")
-    assert run.log.refresh().words.keys() == {"best", "paper"}
-    word.pin(run.reader(), "paper", None)
-    assert run.log.refresh().words.keys() == {"best"}
+    user_entry.pin(run.reader(), "best", None)
+    user_entry.pin(run.reader(), "paper", f"{first}")
+    assert run.log.refresh().user_entries.keys() == {"best", "paper"}
+    user_entry.pin(run.reader(), "paper", None)
+    assert run.log.refresh().user_entries.keys() == {"best"}
     run.retire([first])
-    assert run.log.state.words == {}
+    assert run.log.state.user_entries == {}
     assert b'"pins":[]' in folded_state.dump(run.log.state)
 
 
@@ -71,18 +71,18 @@ def test_who_holds_a_run_is_what_its_last_commit_says():
 def test_what_is_set_aside_is_nothing_to_fall_back_to_and_goes_first():
     run = Run()
     attempt, (first, second, third) = three(run)
-    word.rewind(run.reader(), f"{second}", ended=True)
+    user_entry.rewind(run.reader(), f"{second}", ended=True)
     state = run.log.refresh()
     assert select(state, exclude=[second]).seq == first
     with pytest.raises(NothingRestorable, match=r"2 live ones is valid") as failed:
         select(state, exclude=[first, second])
     assert f"{third} is valid, but set aside" in failed.value.remedy
     assert select(state, f"seq:{third}").seq == third
-    assert kept(state, Retention(keep_last=EVERYTHING)) == {first, second, third}
+    assert kept(state, Retention(keep_last=KEEP_ALL)) == {first, second, third}
     assert kept(state, Retention(keep_last=2)) == {first, second}
     with pytest.raises(EntryRefused, match="every checkpoint"):
         run.retire([first, second])
-    word.pin(run.reader(), "keep", f"{third}")
+    user_entry.pin(run.reader(), "keep", f"{third}")
     assert append_retirement(run.log, Retention(keep_last=1)) is None, "a pin, and a second chain"
     assert attempt < run.log.state.attempt
 
@@ -103,13 +103,13 @@ def runs(draw: st.DrawFn) -> Run:
             line = run.log.state.attempts[attempt].last_seq or run.log.state.attempts[attempt].resumes_from
             run.commit(attempt, cut, line if line in run.log.state.checkpoints else None)
         elif what == "pin":
-            word.pin(run.log, draw(st.sampled_from("ab")), f"{one}")
+            user_entry.pin(run.log, draw(st.sampled_from("ab")), f"{one}")
         elif what == "unpin":
             name = draw(st.sampled_from("ab"))
             if name in run.log.state.pinned:
-                word.pin(run.log, name, None)
+                user_entry.pin(run.log, name, None)
         elif what == "rewind":
-            word.rewind(run.log, f"{one}", ended=True)
+            user_entry.rewind(run.log, f"{one}", ended=True)
             attempt = run.open().attempt
         elif what == "open":
             attempt = run.open(which=f"seq:{one}").attempt
@@ -120,10 +120,10 @@ def runs(draw: st.DrawFn) -> Run:
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(runs(), st.sampled_from([1, 2, 5, EVERYTHING]), st.sampled_from([None, 3]))
+@given(runs(), st.sampled_from([1, 2, 5, KEEP_ALL]), st.sampled_from([None, 3]))
 def test_every_kept_checkpoint_has_a_reason_and_no_other(run, keep_last, every_steps):
     state, retention = run.log.refresh(), Retention(keep_last=keep_last, every_steps=every_steps)
-    why = reasons(state, retention)
+    why = keep_reasons(state, retention)
     assert why.keys() == kept(state, retention)
     assert all(why.values())
     assert any("the newest" in said for said in why[state.newest().seq])
@@ -131,6 +131,6 @@ def test_every_kept_checkpoint_has_a_reason_and_no_other(run, keep_last, every_s
         assert f"pinned {name}" in why[seq]
     # What retention lets go nothing needs; and the folded state is the state.
     gone = state.checkpoints.keys() - why.keys()
-    assert needs(state, gone) == {}
+    assert retire_blockers(state, gone) == {}
     data = folded_state.dump(state)
     assert folded_state.load(data, "job", folded_state.name_of(state, data)) == state

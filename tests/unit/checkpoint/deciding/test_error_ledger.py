@@ -1,8 +1,8 @@
 """What restores did: kept over commits, counted at restores, bounded, and never believed blindly."""
 
 import pytest
-from deltashard_checkpoint.deciding import harm
-from deltashard_checkpoint.deciding.harm import BadHarm, Harm
+from deltashard_checkpoint.deciding import error_ledger
+from deltashard_checkpoint.deciding.error_ledger import BadErrorLedger, ErrorLedger
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,25 +15,25 @@ shares = st.floats(0, 10, allow_nan=False).map(lambda x: float(f"{x:.4g}"))
     restores=st.integers(0, 10_000),
 )
 def test_a_record_comes_back(spent: dict[str, float], error: dict[str, float], restores: int) -> None:
-    told = Harm(restores=restores, spent=spent, error=error)
-    assert harm.recorded(told.text()) == told
+    told = ErrorLedger(restores=restores, spent=spent, error=error)
+    assert error_ledger.parse_metadata(told.text()) == told
 
 
 def test_each_restore_adds_the_squared_error_of_what_was_restored() -> None:
     """Two restores of a checkpoint with an error of .3 spend .18; a table without one spends nothing more."""
-    told = Harm(spent={"a": 0.01}, error={"b": 0.3})
-    once = told.restored()
+    told = ErrorLedger(spent={"a": 0.01}, error={"b": 0.3})
+    once = told.after_restore()
     assert once.restores == 1
     assert once.spent == pytest.approx({"a": 0.01, "b": 0.09})
     assert once.error == {}
-    assert Harm(spent=once.spent, error={"b": 0.3}).restored().spent["b"] == pytest.approx(0.18)
+    assert ErrorLedger(spent=once.spent, error={"b": 0.3}).after_restore().spent["b"] == pytest.approx(0.18)
 
 
 def test_of_too_many_tables_the_most_harmed_are_told() -> None:
     spent = {f"table.{n:05}": n / 1000 for n in range(1, 5000)}
-    text = Harm(spent=spent).text()
-    found = harm.recorded(text)
-    assert len(text) <= harm.MAX_TEXT
+    text = ErrorLedger(spent=spent).text()
+    found = error_ledger.parse_metadata(text)
+    assert len(text) <= error_ledger.MAX_TEXT
     assert min(found.spent.values()) > max(spent[name] for name in spent.keys() - found.spent.keys())
 
 
@@ -46,5 +46,5 @@ def test_of_too_many_tables_the_most_harmed_are_told() -> None:
 )
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     """Whoever can write the bucket wrote it."""
-    with pytest.raises(BadHarm):
-        harm.recorded(text)
+    with pytest.raises(BadErrorLedger):
+        error_ledger.parse_metadata(text)

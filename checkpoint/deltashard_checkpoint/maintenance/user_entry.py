@@ -19,7 +19,7 @@ from deltashard_checkpoint.maintenance.holder import check_ended
 MAX_NAME = 256
 
 
-def chosen(state: RunState, which: str) -> Checkpoint:
+def resolve_checkpoint(state: RunState, which: str) -> Checkpoint:
     """The live checkpoint that `which` means: latest, seq:N (or N), step:N or pin:NAME.
 
     Raises `LogStopped` for a log that cannot be followed to its end, `CheckpointNotFound`, and `UserError`.
@@ -37,7 +37,7 @@ def pin(
 ) -> Pinned | None:
     """Give a pinned name to checkpoint `which`, None: to nobody; None when that is so already.
 
-    Raises `UserError` for what is no name or, to unpin, nobody's, and what `chosen` and `RunLog.append` raise.
+    Raises `UserError` for what is no name or, to unpin, nobody's, and what `resolve_checkpoint` and `RunLog.append` raise.
     """
     if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise UserError(
@@ -48,7 +48,7 @@ def pin(
 
     def build(state: RunState, seq: int, writer: str) -> Entry | None:
         held = state.pinned.get(name)
-        wanted = None if which is None else chosen(state, which).seq
+        wanted = None if which is None else resolve_checkpoint(state, which).seq
         if wanted is None and held is None:
             raise UserError(
                 f"nothing is pinned {name!r}",
@@ -72,12 +72,12 @@ def rewind(
     """Have the run go on from checkpoint `which`; None when that is the newest already.
 
     Nothing is deleted: what is newer is set aside, and lives until it is retired. `ended`: a person says that the run's
-    trainer has ended. Raises `RunHeld` where that is not known, and what `chosen` and `RunLog.append` raise.
+    trainer has ended. Raises `RunInUse` where that is not known, and what `resolve_checkpoint` and `RunLog.append` raise.
     """
     log.refresh(deadline_s=deadline_s)
 
     def build(state: RunState, seq: int, writer: str) -> Entry | None:
-        to = chosen(state, which)
+        to = resolve_checkpoint(state, which)
         if to == state.newest():
             return None
         # IMPORTANT: asked at the slot that is being won: a trainer that opened an attempt just now holds the run.

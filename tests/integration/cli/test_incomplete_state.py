@@ -46,7 +46,7 @@ def copied_up_to(store: Store, what: str) -> None:
         if what == "data" or (seq_of(key) is not None and (what == "HINT" or seq_of(key) == 2)):
             store.delete([info.key])
     if what == "log":
-        RunLog(store, COPY).leave_hint(Hint(seq=2, whole=False))
+        RunLog(store, COPY).put_hint(Hint(seq=2, whole=False))
 
 
 def listed(cli: Cli, url: str, *, code: int = 1) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def listed(cli: Cli, url: str, *, code: int = 1) -> dict[str, Any]:
     return {"warning": document.get("warning")} | {one["run"]: one["state"] for one in document["runs"]}
 
 
-LOGLESS = "`deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the saves that are there"
+NO_LOG = "`deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the saves that are there"
 
 
 @pytest.mark.parametrize(
     ("what", "state", "remedy"),
     [
-        ("data", "no log", LOGLESS),
-        ("HINT", "no log", LOGLESS),
+        ("data", "no log", NO_LOG),
+        ("HINT", "no log", NO_LOG),
         ("log", "half copied", "call `deltashard cp` again"),
     ],
 )
