@@ -376,7 +376,7 @@ class Checkpointer:
             # A step torn by an exception must not become the newest checkpoint: only let what is in flight end. What
             # waits for a dead rank's part will not, and what does not the sidecar ends alone.
             plan = self._wiring.plan
-            dead = (error is not None and guarded(plan.raised, error)) or plan.dead
+            dead = (error is not None and guarded(plan.handle_error, error)) or plan.dead
             try:
                 self._outcomes.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
             finally:

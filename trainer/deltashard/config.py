@@ -26,7 +26,7 @@ from torch import nn
 from deltashard.errors import UserError
 from deltashard.optimizer.optimizer_state import views_of
 from deltashard.state.discovery import canonical_prefixes
-from deltashard.state.value import why_unstorable
+from deltashard.state.value import unstorable_reason
 from deltashard.tracking.handed_optimizer import parts_of
 from deltashard.tracking.tracking import TrackingSettings
 
@@ -157,7 +157,7 @@ def check_model(model: object) -> None:
                 held, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer
             ):
                 continue
-            if (why := why_unstorable(held)) is not None:
+            if (why := unstorable_reason(held)) is not None:
                 raise UserError(
                     f"{path}{'.' if path else ''}{name} {why}: it cannot be saved",
                     where="Checkpointer(model=)",

@@ -20,7 +20,7 @@ from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.program import Program
 from deltashard.save.watchdog import BlockedSave
 from deltashard.state.discovery import canonical_prefixes
-from deltashard.state.managed_collision import COLLISIONS, is_managed
+from deltashard.state.managed_collision import COLLISIONS_PREFIX, is_managed
 from deltashard.tracking.tracking import TrackedTable
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -133,7 +133,7 @@ def diagnose(
     tracking, contracts = program.tracking, program.contracts
     dense = tracking.dense()
     named = {contract.source.name for contract in contracts}
-    histories = [each.name for each in program.sources if each.name.startswith(COLLISIONS)]
+    histories = [each.name for each in program.sources if each.name.startswith(COLLISIONS_PREFIX)]
     given = [source.name for source in program.sources if source.name not in named | {*histories}]
     params = [name for name, tensor in dense.items() if isinstance(tensor, nn.Parameter)]
     size = _size(sum(_bytes(tensor) for tensor in dense.values()))
@@ -146,7 +146,7 @@ def diagnose(
         saved.append(f"what modules say themselves: {_some(each.name for each in contracts)}")
     if histories:
         saved.append(
-            f"histories of managed collisions: {_some(n.removeprefix(COLLISIONS) for n in histories)}"
+            f"histories of managed collisions: {_some(n.removeprefix(COLLISIONS_PREFIX) for n in histories)}"
         )
     saved.append(f"state=: {_some(given)}" if given else "no state=")
     if loaders:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.optimizer import hyperparameter
-from deltashard.optimizer.whitelist import innermost
+from deltashard.optimizer.whitelist import wrapped_optimizers
 from deltashard.state import managed_collision, trained_parameter
 from deltashard.state.contract import Contract, contracts_of, refuse_model
 from deltashard.state.fingerprint import fingerprint, library_version
@@ -55,18 +55,18 @@ class Program:
         """Versions and settings that decide bits."""
         self.given: dict[str, dict[str, Any]] = {}
         """What the script gave, before training changed it: `trained`, and hyperparameters of schedulers by name."""
-        self.look_at_given()
+        self.record_given()
         for view in tracking.optimizers:
             check_value(view.capture(), where=f"optimizer {view.index}")
 
-    def look_at_given(self) -> None:
+    def record_given(self) -> None:
         """What the program holds now is the script's own: nothing was trained yet."""
         schedulers = {s.name: s for s in self.sources if isinstance(s.subject, LRScheduler)}
         self.given = {"trained": trained_parameter.trained(self.parameters)} | {
             f"state/{name}": hyperparameter.given(source.get()) for name, source in schedulers.items()
         }
         for view in self.tracking.optimizers:
-            view.look_at_given()
+            view.record_given()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -104,7 +104,7 @@ class Program:
     ) -> dict[str, Any]:
         """The `meta` blob of a cut at `step`; `dense` as it is saved, `content`: sums by table if recorded."""
         many = {} if world_size == 1 else {"world_size": world_size}
-        self._origin.say(dict(dense) | {table.key: table.param for table in self.tracking.tables})
+        self._origin.warn_changes(dict(dense) | {table.key: table.param for table in self.tracking.tables})
         return {
             "library": library_version(),
             "step": step,
@@ -122,7 +122,7 @@ class Program:
         if any(_may_hold_scheduler(value) for value in self.state.values()):
             return None
         for view in self.tracking.optimizers:
-            for optimizer in (view.target, *innermost(view.target)):
+            for optimizer in (view.target, *wrapped_optimizers(view.target)):
                 if any("initial_lr" in group for group in optimizer.param_groups):
                     return type(optimizer).__name__
         return None

@@ -36,9 +36,9 @@ from deltashard.errors import AnotherTrainer, UserError
 from deltashard.group.conductor import Conductor
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program, TrainingLoop
-from deltashard.restore.content_hash import Contents
+from deltashard.restore.content_hash import ContentHashes
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
-from deltashard.restore.recovery_plan import PlanContext, plan_of
+from deltashard.restore.recovery_plan import PlanContext, create_plan
 from deltashard.restore.restore import Restorer
 from deltashard.save.closing import LastSnapshot
 from deltashard.save.coordinator import SnapshotCoordinator
@@ -144,8 +144,8 @@ class Wiring:
         loop = TrainingLoop(program=self.program, loaders=self.loaders, clock=clock, stance=self.stance)
         member = RunMember(rank=self.rank, attempt=self.attempt, attachment=attachment, listener=listener)
         context = PlanContext(config=config, loop=loop, member=member, launcher=self.launcher)
-        self.plan = plan = plan_of(context)
-        contents = Contents() if config.records_content else None
+        self.plan = plan = create_plan(context)
+        contents = ContentHashes() if config.records_content else None
         base = CutBase(config.planned_steps or 0, plan.pls_target)
         setbacks = Setbacks(clock, self.stats, listener)
         requests = Requests(setbacks)
@@ -183,7 +183,7 @@ class Wiring:
         opener = AttemptOpener(
             loop,
             member,
-            hear=self.outcomes.apply,
+            apply_notifications=self.outcomes.apply,
             fresh=config.fresh,
             conductor=self.conductor,
             plan=plan,
@@ -298,7 +298,7 @@ _live: weakref.WeakSet[Wiring] = weakref.WeakSet()
 def _uncaught(error: BaseException) -> None:
     """An error that ends the program may be of a collective."""
     for wiring in list(_live):
-        guarded(wiring.plan.raised, error)
+        guarded(wiring.plan.handle_error, error)
 
 
 def _in_child() -> None:

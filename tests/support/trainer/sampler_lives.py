@@ -145,7 +145,7 @@ def handed_over(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str,
         return trees[rank]
     mine = {0: trees[0]} | {peer: trees[peer] for peer in range(rank, saved, world)}
     found = ResumePositions({"loader": mine.get(rank) or mine[0]})
-    found.take_over("loader", mine, rank=rank, saved=saved, world=world)
+    found.reshard("loader", mine, rank=rank, saved=saved, world=world)
     if found.refused:
         raise CheckpointMismatch(found.refused["loader"])
     return found.positions["loader"]

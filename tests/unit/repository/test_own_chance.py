@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 KEEPS = {"Random", "SystemRandom", "getstate", "setstate"}
-"""What draws nothing from `random`'s global generator; `seed` is `rng.draw_apart`'s, for a rank that has none."""
+"""What draws nothing from `random`'s global generator; `seed` is `rng.reseed_for_rank`'s, for a rank that has none."""
 
 
 def _drawn(path: Path) -> Iterator[str]:

@@ -25,7 +25,7 @@ from deltashard_checkpoint.crash_point import crash_point
 
 from deltashard.errors import RanksDiffer
 from deltashard.group.group_store import GroupStore
-from deltashard.state.replica import some
+from deltashard.state.replica import format_ranks
 
 MEET_S = 600.0
 """All ranks come to `restore()` within so long: one may be reading its data still."""
@@ -177,7 +177,7 @@ class Meeting:
     def _missing(self, awaited: list[str], waited_s: float) -> RanksDiffer:
         ranks = [rank for rank, key in enumerate(awaited) if self._store.get(key) is None]
         return RanksDiffer(
-            f"no word of ranks {some(ranks, 8)} for {waited_s:.0f} s",
+            f"no word of ranks {format_ranks(ranks, 8)} for {waited_s:.0f} s",
             where="restore()",
             remedy="call it on every rank, as often and in the same order; see their logs",
         )

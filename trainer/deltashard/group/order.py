@@ -27,7 +27,7 @@ from typing import Self
 
 from deltashard_checkpoint.errors import InternalBug
 
-from deltashard.state.replica import some
+from deltashard.state.replica import format_ranks
 
 AHEAD_S = 0.15
 """What an order takes, from the proposal to the verdict at every rank, if all goes well: so far ahead lies a limit."""
@@ -116,7 +116,7 @@ def settled(
     if not overdue:
         return None
     missing = sorted(set(range(world_size)) - acks.keys())
-    why_off = f"no answer of ranks {some(missing, 8)} in time"
+    why_off = f"no answer of ranks {format_ranks(missing, 8)} in time"
     return RoundVerdict(at=None, why_off=why_off, rank=missing[0])
 
 

@@ -16,9 +16,9 @@ import xxhash
 
 _WHOLE_BYTES = 1 << 18
 _BLOCKS, _BLOCK_BYTES = 256, 1024
-_MOST_TENSORS = 64
-_MOST_ENTRIES = 256
-_MOST_DEPTH = 8
+_MAX_TENSORS = 64
+_MAX_ENTRIES = 256
+_MAX_DEPTH = 8
 
 
 def fingerprint(batch: Any) -> str | None:
@@ -43,7 +43,7 @@ class _Walk:
             self.digest.update(
                 value if isinstance(value, bytes) else f"{type(value).__name__}{value!r}".encode()
             )
-        elif depth >= _MOST_DEPTH:
+        elif depth >= _MAX_DEPTH:
             self.digest.update(type(value).__name__.encode())
         elif isinstance(value, Mapping):
             for key in value:
@@ -52,8 +52,8 @@ class _Walk:
         elif isinstance(value, (list, tuple)):
             self.digest.update(b"[%d" % len(value))
             count = len(value)
-            for k in range(min(count, _MOST_ENTRIES)):
-                self.visit(value[k if count <= _MOST_ENTRIES else count * k // _MOST_ENTRIES], depth + 1)
+            for k in range(min(count, _MAX_ENTRIES)):
+                self.visit(value[k if count <= _MAX_ENTRIES else count * k // _MAX_ENTRIES], depth + 1)
         else:
             self._object(value, depth)
 
@@ -69,7 +69,7 @@ class _Walk:
         if value.layout == torch.sparse_coo and value.device.type == "cpu":
             value = value._values()  # noqa: SLF001 - the public accessor refuses uncoalesced tensors
         plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
-        if not plain or not value.numel() or self.leaves >= _MOST_TENSORS:
+        if not plain or not value.numel() or self.leaves >= _MAX_TENSORS:
             return
         if value.requires_grad:
             value = value.detach()

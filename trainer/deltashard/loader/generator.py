@@ -15,7 +15,7 @@ import torch
 
 from deltashard.state.rng import apply_globals, apply_own, capture_globals, capture_own, is_generator
 
-_MOST_WRAPPINGS = 4
+_MAX_WRAPPERS = 4
 """Datasets that wrap one another (Subset) are looked through so many times."""
 
 Generators = Mapping[str, Any]
@@ -42,7 +42,7 @@ def own_generators(loader: object, state: Mapping[str, Any]) -> dict[str, Any]:
     owners = {"loader": loader, "sampler": getattr(loader, "sampler", None), "batch_sampler": batches}
     owners["batch_sampler.sampler"] = getattr(batches, "sampler", None)
     owners["collate_fn"] = getattr(loader, "collate_fn", None)
-    for depth in range(_MOST_WRAPPINGS):
+    for depth in range(_MAX_WRAPPERS):
         owners["dataset" + ".dataset" * depth], data = data, getattr(data, "dataset", None)
     for place, owner in owners.items():
         look(place, list(getattr(owner, "__dict__", {}).items()))

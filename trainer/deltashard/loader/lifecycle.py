@@ -26,35 +26,35 @@ class PassState(Enum):
     WAITING = "waiting"
     OPEN = "open"
     EXHAUSTED = "exhausted"
-    LEFT = "left"
+    ABANDONED = "left"
 
 
 class PassEvent(Enum):
     """What happens to it."""
 
     RESTORED = "a position inside a pass was restored"
-    BEGUN = "the first batch of a pass is asked for"
+    STARTED = "the first batch of a pass is asked for"
     STOPPED = "the loader has no further batch"
     DROPPED = "the iterator is dropped before its end"
 
 
 TRANSITIONS = {
     (PassState.NONE, PassEvent.RESTORED): PassState.WAITING,
-    (PassState.NONE, PassEvent.BEGUN): PassState.OPEN,
+    (PassState.NONE, PassEvent.STARTED): PassState.OPEN,
     (PassState.WAITING, PassEvent.RESTORED): PassState.WAITING,
-    (PassState.WAITING, PassEvent.BEGUN): PassState.OPEN,
+    (PassState.WAITING, PassEvent.STARTED): PassState.OPEN,
     (
         PassState.OPEN,
-        PassEvent.BEGUN,
+        PassEvent.STARTED,
     ): PassState.OPEN,  # the former iterator is kept somewhere, and not asked again
     (PassState.OPEN, PassEvent.STOPPED): PassState.EXHAUSTED,
-    (PassState.OPEN, PassEvent.DROPPED): PassState.LEFT,
-    (PassState.EXHAUSTED, PassEvent.BEGUN): PassState.OPEN,
-    (PassState.LEFT, PassEvent.BEGUN): PassState.OPEN,
+    (PassState.OPEN, PassEvent.DROPPED): PassState.ABANDONED,
+    (PassState.EXHAUSTED, PassEvent.STARTED): PassState.OPEN,
+    (PassState.ABANDONED, PassEvent.STARTED): PassState.OPEN,
 }
 
 
-class Saved(Enum):
+class SavedPosition(Enum):
     """What a cut saves."""
 
     RESTORED = "the restored position"
@@ -68,7 +68,7 @@ def after(state: PassState, event: PassEvent) -> PassState:
     return TRANSITIONS[state, event]
 
 
-def saved_in(state: PassState, *, was_epoch: bool, stepped_since: bool) -> Saved:
+def position_to_save(state: PassState, *, was_epoch: bool, stepped_since: bool) -> SavedPosition:
     """What a cut saves in `state`.
 
     Args:
@@ -77,7 +77,7 @@ def saved_in(state: PassState, *, was_epoch: bool, stepped_since: bool) -> Saved
         stepped_since: a step was taken after the pass ended.
     """
     if state is PassState.WAITING:
-        return Saved.RESTORED
-    if state is PassState.OPEN or (state is PassState.LEFT and not stepped_since):
-        return Saved.INSIDE
-    return Saved.NEXT_EPOCH if was_epoch else Saved.EPOCH
+        return SavedPosition.RESTORED
+    if state is PassState.OPEN or (state is PassState.ABANDONED and not stepped_since):
+        return SavedPosition.INSIDE
+    return SavedPosition.NEXT_EPOCH if was_epoch else SavedPosition.EPOCH

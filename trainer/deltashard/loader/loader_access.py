@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from deltashard.errors import StateError, UserError
 from deltashard.loader.fingerprint import fingerprint
 from deltashard.loader.generator import apply, capture, own_generators, same
-from deltashard.loader.position import LoaderPass, Mark, Position, SkippingSampler
+from deltashard.loader.position import DeliveryMark, LoaderPass, Position, SkippingSampler
 from deltashard.loader.resumable_sampler import resumable_of
 from deltashard.loader.sharding import batches_after, order_of
 from deltashard.state.value import Stateful, decode_value
@@ -107,7 +107,7 @@ class LoaderAccess:
         same_order = saved.identity.get("order") == self.identity().get("order")
         if (saved.kind == self.kind == "sampler" and same_order) or "batch_size" not in saved.identity:
             free.add("batch_size")
-        changed = self.changes(saved, but=free)
+        changed = self.changes(saved, ignore=free)
         if saved.base is not None and not changed and self.order(saved.epoch) is None:
             changed = ['skip="replay" reads a whole epoch again, and another number of ranks began this one']
         if not changed:
@@ -118,13 +118,13 @@ class LoaderAccess:
             f"{', '.join(changed)}. Which samples those batches had is unknown now"
         )
 
-    def changes(self, saved: Position, *, but: Container[str] = ()) -> list[str]:
-        """What of its identity is another than the saved one, in words; `but`: names that may be."""
+    def changes(self, saved: Position, *, ignore: Container[str] = ()) -> list[str]:
+        """What of its identity is another than the saved one, in words; `ignore`: names that may be."""
         live, was = self.identity(), saved.identity
         return [
             f"{key} was {was.get(key)} and is {live.get(key)}"
             for key in {**was, **live}
-            if was.get(key) != live.get(key) and key not in but
+            if was.get(key) != live.get(key) and key not in ignore
         ]
 
     def load_end_state(self, state: bytes, own: Mapping[str, Any]) -> None:
@@ -146,12 +146,12 @@ class LoaderAccess:
         check = check if unchecked else "the last batch is drawn again and compared"
         return f"{self.kind}: {GUARANTEES[self.kind]}{drew * self.workers_drew}; {check}"
 
-    def is_over(self, made: LoaderPass, mark: Mark) -> bool:
+    def is_epoch_complete(self, loader_pass: LoaderPass, mark: DeliveryMark) -> bool:
         """Whether nothing of the epoch is left after `mark` for a further batch."""
-        if self.kind == "sampler" and made.order is not None:
-            rest: Any = batches_after(self.loader, made.order, mark.samples)
+        if self.kind == "sampler" and loader_pass.order is not None:
+            rest: Any = batches_after(self.loader, loader_pass.order, mark.samples)
             return len(rest) == 0
-        return made.base is None and mark.delivered == self._length(self.loader)
+        return loader_pass.base is None and mark.delivered == self._length(self.loader)
 
     @staticmethod
     def _length(sized: Any) -> int | None:
@@ -169,28 +169,30 @@ class LoaderAccess:
         """Whether persistent workers live, so that a pass that begins now draws no seed."""
         return self.persistent and getattr(self.loader, "_iterator", None) is not None
 
-    def open(self, made: LoaderPass, *, skip: int = 0, kind: Kind | None = None, last: int = 0) -> None:
-        """Begin `made` behind `skip` batches; what that draws is drawn now, or at the first batch.
+    def open(
+        self, loader_pass: LoaderPass, *, skip: int = 0, kind: Kind | None = None, last: int = 0
+    ) -> None:
+        """Begin `loader_pass` behind `skip` batches; what that draws is drawn now, or at the first batch.
 
         `kind` is the loader's, or "replayed" to read all batches again. `last` is the number of samples that batch
         `skip + 1` has, where the loader's order is known: with other batches than those before the restart.
         """
         kind = kind or self.kind
         if self.resumable is not None:
-            self.resumable.set_epoch(made.epoch)
-        made.sampler = None
+            self.resumable.set_epoch(loader_pass.epoch)
+        loader_pass.sampler = None
         if kind == "factory":
-            made.iterator = iter(self.loader(made.epoch, skip))
+            loader_pass.iterator = iter(self.loader(loader_pass.epoch, skip))
         elif not self._by_index or self.fallback == "replayed" or kind == "stateful":
-            made.iterator = iter(self.loader)
+            loader_pass.iterator = iter(self.loader)
         else:
-            made.sampler = self._sampler(made, skip, kind, last)
-            made.iterator = self._through(made, made.sampler)
+            loader_pass.sampler = self._sampler(loader_pass, skip, kind, last)
+            loader_pass.iterator = self._iterate_with(loader_pass, loader_pass.sampler)
 
-    def _sampler(self, made: LoaderPass, skip: int, kind: Kind, last: int) -> SkippingSampler:
-        loader, order, base = self.loader, made.order, made.base
+    def _sampler(self, loader_pass: LoaderPass, skip: int, kind: Kind, last: int) -> SkippingSampler:
+        loader, order, base = self.loader, loader_pass.order, loader_pass.base
         if kind == "sampler" and (skip or last) and order is not None:
-            used = made.mark.samples
+            used = loader_pass.mark.samples
             rest = batches_after(loader, order, used)
             if last:
                 batch = batches_after(loader, order, used - last * order["world"], size=last)
@@ -201,36 +203,36 @@ class LoaderAccess:
         if base is not None and order is not None:
             entries = batches_after(loader, order, base["samples"])
             return SkippingSampler(entries, skip=max(0, skip - base["delivered"]), number=skip)
-        return SkippingSampler(loader.__dict__[self._place], skip=skip, number=skip)
+        return SkippingSampler(loader.__dict__[self._sampler_attribute], skip=skip, number=skip)
 
     @property
-    def _place(self) -> str:
+    def _sampler_attribute(self) -> str:
         return "batch_sampler" if self.loader.batch_sampler is not None else "sampler"
 
-    def _through(self, made: LoaderPass, sampler: SkippingSampler) -> Iterator[Any]:
+    def _iterate_with(self, loader_pass: LoaderPass, sampler: SkippingSampler) -> Iterator[Any]:
         loader, live = self.loader, self.loader.__dict__.get("_iterator")
-        if made.workers_lived and live is not None:
+        if loader_pass.workers_lived and live is not None:
             # Persistent workers take their indices from here; the pass after this one from the loader's own sampler.
             live._index_sampler = sampler  # noqa: SLF001 - torch offers no other way
             iterator = iter(loader)
-            live._index_sampler = loader.__dict__[self._place]  # noqa: SLF001
-            return self._unpacked(iterator)
+            live._index_sampler = loader.__dict__[self._sampler_attribute]  # noqa: SLF001
+            return self._unwrap_batches(iterator)
         # A shallow clone for this one pass: DataLoader guards its samplers against assignment.
         clone = copy.copy(loader)
-        clone.__dict__.update({self._place: sampler, "_iterator": None})
+        clone.__dict__.update({self._sampler_attribute: sampler, "_iterator": None})
         if self.workers:
             clone.__dict__["collate_fn"] = _WatchedCollate(loader.collate_fn)
         if (
-            made.workers_lived
+            loader_pass.workers_lived
         ):  # in the lost process the workers lived already, and no seed was drawn for them
             clone.__dict__["generator"] = torch.Generator()
         iterator = iter(clone)
         if self.persistent:
             live = loader.__dict__["_iterator"] = clone.__dict__["_iterator"]
-            live._index_sampler = loader.__dict__[self._place]  # noqa: SLF001 - as above
-        return self._unpacked(iterator) if self.workers else iterator
+            live._index_sampler = loader.__dict__[self._sampler_attribute]  # noqa: SLF001 - as above
+        return self._unwrap_batches(iterator) if self.workers else iterator
 
-    def _unpacked(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _unwrap_batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch, drew in iterator:
             self.workers_drew |= drew
             yield batch
@@ -249,7 +251,7 @@ class _WatchedCollate:
         return batch, last is not None and not same(last, self._last)
 
 
-def indices_print(sampler: SkippingSampler | None, number: int) -> str | None:
+def indices_fingerprint(sampler: SkippingSampler | None, number: int) -> str | None:
     """Fingerprint of the indices of batch `number` (from 1); None: unknown."""
     entry = None if sampler is None else sampler.entry(number)
     return None if entry is None else fingerprint(entry)

@@ -13,7 +13,7 @@ from typing import Any
 
 from deltashard.loader import generator
 from deltashard.loader.loader_access import LoaderAccess
-from deltashard.loader.message import in_words
+from deltashard.loader.message import describe_error
 from deltashard.loader.position import LoaderPass
 from deltashard.state.value import encode_value
 
@@ -31,7 +31,7 @@ class LoaderState:
         self.at_end: bytes | None = None
         """Encoded, when the last pass ended."""
 
-    def anchor(self, made: LoaderPass, number: int) -> None:
+    def anchor(self, loader_pass: LoaderPass, number: int) -> None:
         """The state behind batch `number`, if it is due; three are kept of a pass."""
         began = time.perf_counter()
         if self._access.kind != "stateful" or (began < self._due and number > 1):
@@ -39,11 +39,15 @@ class LoaderState:
         try:
             state = encode_value(self._access.loader.state_dict()).to_bytes()
         except Exception as error:  # noqa: BLE001 - the user's, or a library's that cannot
-            if len(made.anchors) < 2:
+            if len(loader_pass.anchors) < 2:
                 self._access.kind = self._access.fallback
-            self._report("no state", error=in_words(error))
+            self._report("no state", error=describe_error(error))
             return
-        made.anchors = [made.anchors[0], *made.anchors[1:][-1:], (number, state, generator.capture({}))]
+        loader_pass.anchors = [
+            loader_pass.anchors[0],
+            *loader_pass.anchors[1:][-1:],
+            (number, state, generator.capture({})),
+        ]
         now = time.perf_counter()
         self._due = now + max(_EVERY_S, _EVERY_COSTS * (now - began))
 
@@ -58,4 +62,4 @@ class LoaderState:
         try:
             self._access.load_end_state(self.at_end, own)
         except Exception as error:  # noqa: BLE001 - the library's
-            self._report("refused", error=in_words(error), epoch=epoch, batch=0)
+            self._report("refused", error=describe_error(error), epoch=epoch, batch=0)

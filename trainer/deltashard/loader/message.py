@@ -144,5 +144,5 @@ MESSAGES = {
 LASTING = frozenset(kind for kind, message in MESSAGES.items() if message.lasting)
 
 
-def in_words(error: BaseException | None) -> str:
+def describe_error(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"

@@ -37,31 +37,31 @@ class Permutation:
 
     def __post_init__(self) -> None:
         a = math.isqrt(max(1, self.samples) - 1) + 1
-        key = _mixed(_mixed(self.seed) + self.epoch)
+        key = _mix64(_mix64(self.seed) + self.epoch)
         rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         object.__setattr__(self, "_a", a)
         object.__setattr__(self, "_b", -(-max(1, self.samples) // a))
-        object.__setattr__(self, "_keys", tuple(_hashed(rounds, np.uint64(key))))
+        object.__setattr__(self, "_keys", tuple(_hash_words(rounds, np.uint64(key))))
 
     def at(self, positions: Numbers) -> Numbers:
         """The samples at `positions`, each below `samples`; uint64[n] -> uint64[n]."""
-        found = self._walked(positions)
+        found = self._cycle_walk(positions)
         while (outside := np.flatnonzero(found >= self.samples)).size:
-            found[outside] = self._walked(found[outside])
+            found[outside] = self._cycle_walk(found[outside])
         return found
 
-    def _walked(self, numbers: Numbers) -> Numbers:
+    def _cycle_walk(self, numbers: Numbers) -> Numbers:
         a, b = np.uint64(self._a), np.uint64(self._b)
         left, right = np.divmod(numbers, b)
         for n, key in enumerate(self._keys):
             if n % 2:
-                right = _added(right, _hashed(left, key), b)
+                right = _add_modulo(right, _hash_words(left, key), b)
             else:
-                left = _added(left, _hashed(right, key), a)
+                left = _add_modulo(left, _hash_words(right, key), a)
         return np.add(left * b, right)
 
 
-def _added(numbers: Numbers, hashes: Numbers, size: np.uint64) -> Numbers:
+def _add_modulo(numbers: Numbers, hashes: Numbers, size: np.uint64) -> Numbers:
     """`numbers` plus what `hashes` make below `size`, modulo `size` (at most 2^32); without a division."""
     hashes >>= np.uint64(32)
     hashes *= size
@@ -71,12 +71,12 @@ def _added(numbers: Numbers, hashes: Numbers, size: np.uint64) -> Numbers:
     return wrapped
 
 
-def _mixed(word: int) -> int:
+def _mix64(word: int) -> int:
     """The finalizer of splitmix64, of one number."""
-    return int(_hashed(np.array([word & _WORD], dtype=np.uint64), np.uint64(_GOLDEN))[0])
+    return int(_hash_words(np.array([word & _WORD], dtype=np.uint64), np.uint64(_GOLDEN))[0])
 
 
-def _hashed(words: Numbers, key: np.uint64) -> Numbers:
+def _hash_words(words: Numbers, key: np.uint64) -> Numbers:
     """The same, of `words + key`, each modulo 2^64."""
     z = words + key
     z ^= z >> np.uint64(30)

@@ -89,7 +89,7 @@ class Position:
         return {"version": VERSION, **{each.name: getattr(self, each.name) for each in fields(self)}}
 
 
-class Mark(NamedTuple):
+class DeliveryMark(NamedTuple):
     """A pass after one delivery."""
 
     delivered: int = 0
@@ -105,16 +105,16 @@ class LoaderPass:
     """One iteration over a loader."""
 
     epoch: int
-    begun_at: int
+    started_at: int
     """Steps taken before it."""
     start: Generators | None
     workers_lived: bool = False
     resumed: bool = False
-    mark: Mark = field(default_factory=Mark)
+    mark: DeliveryMark = field(default_factory=DeliveryMark)
     first: str | None = None
-    handed: int = 0
+    delivered_here: int = 0
     """Batches that it delivered in this process."""
-    begun_event: int = 0
+    start_event: int = 0
     ended_at: int = -1
     """Steps taken when it ended."""
     was_epoch: bool = False
@@ -124,13 +124,13 @@ class LoaderPass:
     anchors: list[Anchor] = field(default_factory=list)
     order: Mapping[str, Any] | None = None
     base: Mapping[str, int] | None = None
-    held: list[Any] = field(default_factory=list)
+    prefetched: list[Any] = field(default_factory=list)
     """A batch that was fetched already, to be delivered next."""
 
     @classmethod
-    def at(cls, position: Position, *, begun_at: int, order: Mapping[str, Any] | None) -> LoaderPass:
+    def at(cls, position: Position, *, started_at: int, order: Mapping[str, Any] | None) -> LoaderPass:
         """One that begins at a restored position."""
-        mark = Mark(
+        mark = DeliveryMark(
             position.delivered,
             position.samples,
             position.last_samples,
@@ -139,7 +139,7 @@ class LoaderPass:
         )
         return cls(
             epoch=position.epoch,
-            begun_at=begun_at,
+            started_at=started_at,
             start=position.start,
             workers_lived=position.workers_lived,
             resumed=True,
@@ -198,11 +198,11 @@ class SkippingSampler:
 
 
 class LoaderPlace(NamedTuple):
-    """A mark inside a pass, or (`made` is None) the beginning of an epoch."""
+    """A mark inside a pass, or (`loader_pass` is None) the beginning of an epoch."""
 
-    made: LoaderPass | None
+    loader_pass: LoaderPass | None
     epoch: int
-    mark: Mark = Mark()
+    mark: DeliveryMark = DeliveryMark()
     in_use: bool = False
     """The batch of the mark is delivered once more."""
 
@@ -217,27 +217,29 @@ class DeliveryQueue:
 
     def add(self, place: LoaderPlace, *, step: int) -> None:
         """A batch was delivered, or (`place.made` is None) an epoch ended, after `step`."""
-        self._use(step)
+        self._advance(step)
         self._places.append(place)
 
     def covers(self, step: int) -> bool:
         """Whether there were deliveries for all steps until `step`."""
         return len(self._places) - 1 >= step - self._step
 
-    def used(self, step: int) -> LoaderPlace:
+    def last_used(self, step: int) -> LoaderPlace:
         """The last one used until `step`. Where the next epoch has begun, its first batch, to be delivered again."""
-        self._use(step)
+        self._advance(step)
         place = self._places[0]
         return (
-            self._places[1]._replace(in_use=True) if place.made is None and len(self._places) > 1 else place
+            self._places[1]._replace(in_use=True)
+            if place.loader_pass is None and len(self._places) > 1
+            else place
         )
 
-    def _use(self, step: int) -> None:
+    def _advance(self, step: int) -> None:
         while self._step < step and len(self._places) > 1:
             self._places.popleft()
             self._step += 1
             while (
-                len(self._places) > 1 and self._places[1].made is None
+                len(self._places) > 1 and self._places[1].loader_pass is None
             ):  # an epoch's end is used with its last batch
                 self._places.popleft()
         self._step = step

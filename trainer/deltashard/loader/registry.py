@@ -27,7 +27,7 @@ log = logging.getLogger("deltashard")
 OnChange = Literal["restart", "continue", "refuse"]
 """What becomes of an epoch whose loader is another one now."""
 
-_MOST_HELD_BYTES = 1 << 20
+_MAX_STATE_BYTES = 1 << 20
 """Larger entries of `state=` (a model's averages) belong to no loader."""
 
 
@@ -48,7 +48,7 @@ class LoaderRegistry:
         self.state = dict(state or {})
         self._sources = [each for each in sources if each.name in self.state]
         self.loaders: dict[str, WrappedLoader] = {}
-        self.waiting: dict[str, Any] = {}
+        self.pending_positions: dict[str, Any] = {}
         """Restored positions of loaders that were not wrapped yet."""
         self.events = 0
         """Passes begun and batches delivered."""
@@ -57,19 +57,19 @@ class LoaderRegistry:
         self.cut_at = -1
         self.cut_applied_by: str | None = None
         self._on_change: OnChange = "restart"
-        # The step boundary: global generators when a batch was first asked for after step `moved_at`.
-        self.moved_at = -1
+        # The step boundary: global generators when a batch was first asked for after step `requested_at`.
+        self.requested_at = -1
         self._boundary: Mapping[str, Any] | None = None
         self._delivered_at = clock()
-        self._spent: dict[str, int] = {}
+        self._exhausted_loaders: dict[str, int] = {}
         """Loaders at their end whose turn it was, by name: the step after which a batch of the other one came."""
         self._resumed: dict[str, Any] = {}
         """Restored positions that a loader was given."""
         self.exhausted_at = -1
         """The step after which a pass was found at its end last."""
-        self.turns = 0
+        self.iterations = 0
         """Iterators asked for, and restored passes found at their end."""
-        self.ended_turn = 0
+        self.ended_iteration = 0
         """Of the last restored pass that was found at its end."""
         self._reported: dict[tuple[str, str], str] = {}
         self._notes: list[str] = []
@@ -80,8 +80,8 @@ class LoaderRegistry:
         return self.exhausted_at == self.clock()
 
     @property
-    def moved(self) -> bool:
-        return any(loader.moved for loader in self.loaders.values())
+    def batch_requested(self) -> bool:
+        return any(loader.batch_requested for loader in self.loaders.values())
 
     def wrap(
         self,
@@ -105,18 +105,18 @@ class LoaderRegistry:
                 where="wrap()",
                 remedy="wrap the loader itself, once",
             )
-        made = WrappedLoader(
+        wrapped = WrappedLoader(
             self, loader, name=name, skip=skip, pipelined=pipelined, shared=shared, strict=strict
         )
         if old is not None:
-            made.take_over(old)
-        self.loaders[name] = made
-        if name in self.waiting:
-            self._resumed[name] = self.waiting.pop(name)
+            wrapped.continue_from(old)
+        self.loaders[name] = wrapped
+        if name in self.pending_positions:
+            self._resumed[name] = self.pending_positions.pop(name)
         if name in self._resumed and (old is None or unused):
             # A program that makes its loader for each epoch wraps those of earlier epochs first: none is reported yet.
-            made.resume(self._resumed[name], self._on_change, at_first_pass=True)
-        return made
+            wrapped.resume(self._resumed[name], self._on_change, at_first_pass=True)
+        return wrapped
 
     # Cuts
 
@@ -124,26 +124,30 @@ class LoaderRegistry:
         if not self.loaders:
             return
         if self.clock() > self._delivered_at + 1:
-            self._look_for_steps_without_batch()
-        if self._spent:
-            self._look_for_spent()
+            self._check_steps_without_batch()
+        if self._exhausted_loaders:
+            self._check_exhausted_loaders()
 
-    def asked(self, *, draws: bool) -> None:
+    def record_request(self, *, draws: bool) -> None:
         """A batch is asked for, after which generators may have moved: the step boundary ends here."""
         now = self.clock()
-        if self.moved_at != now:
-            self.moved_at = now
+        if self.requested_at != now:
+            self.requested_at = now
             self._boundary = None
         if draws and self._boundary is None:
             self._boundary = capture_globals()
 
-    def delivered(self, made: LoaderPass) -> None:
+    def delivered(self, loader_pass: LoaderPass) -> None:
         self.stepped()
         self.events += 1
         self._delivered_at = self.clock()
         for name, loader in self.loaders.items():
-            if not loader.open and loader.newest is not made and loader.nesting.is_behind(made):
-                self._spent[name] = self._delivered_at
+            if (
+                not loader.open
+                and loader.newest is not loader_pass
+                and loader.nesting.was_interleaved_with(loader_pass)
+            ):
+                self._exhausted_loaders[name] = self._delivered_at
 
     def capture(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """(global generators, positions by name) of the last step boundary, as plain data."""
@@ -152,25 +156,25 @@ class LoaderRegistry:
             self.stepped()
             positions = {name: loader.position().tree() for name, loader in self.loaders.items()}
         # A pass that was only found at its end took no batch: the generators of now are those of the boundary.
-        rng: Mapping[str, Any] | None = self._boundary if self.moved else None
+        rng: Mapping[str, Any] | None = self._boundary if self.batch_requested else None
         if self.cut is not None and now == self.cut_at:
             rng = self.cut
-        return rng or capture_globals(), positions | self.waiting
+        return rng or capture_globals(), positions | self.pending_positions
 
-    def _look_for_steps_without_batch(self) -> None:
+    def _check_steps_without_batch(self) -> None:
         """Each step needs a batch since the last one, but for the first one after a restore, which may end an epoch."""
         now = self.clock()
         used = [loader for loader in self.loaders.values() if loader.newest is not None]
-        if not used or any(loader.ahead(now) for loader in used):
+        if not used or any(loader.has_prefetched(now) for loader in used):
             return
         self._delivered_at = now
         self.report(used[0].name, "no batch")
 
-    def _look_for_spent(self) -> None:
+    def _check_exhausted_loaders(self) -> None:
         now = self.clock()
-        for name, step in list(self._spent.items()):
+        for name, step in list(self._exhausted_loaders.items()):
             if now > step:
-                del self._spent[name]
+                del self._exhausted_loaders[name]
                 if not self.loaders[name].open:
                     self.report(name, "no batch")
 
@@ -204,7 +208,7 @@ class LoaderRegistry:
         self.cut, self.cut_at, self.cut_applied_by = rng, step, None
         self._delivered_at = step
         self._on_change = on_change
-        self.moved_at = -1
+        self.requested_at = -1
         self._notes = []
         for name, tree in positions.items():
             for key, text in tree.get("reported", {}).items():
@@ -214,11 +218,11 @@ class LoaderRegistry:
                 self._resumed[name] = tree
                 self.loaders[name].resume(tree, on_change)
             else:
-                self.waiting[name] = tree
+                self.pending_positions[name] = tree
         notes, self._notes = self._notes, []
         return notes
 
-    def hold_state(self) -> list[tuple[ValueSource, bytes]]:
+    def capture_state(self) -> list[tuple[ValueSource, bytes]]:
         """Entries of `state=` up to 1 MiB, as they are now."""
         held = []
         for source in self._sources:
@@ -228,24 +232,24 @@ class LoaderRegistry:
                 tree = encode_value(source.get())
             except (StateError, UnsupportedValue):
                 continue  # the next cut reports it
-            if tree.total_bytes <= _MOST_HELD_BYTES:
+            if tree.total_bytes <= _MAX_STATE_BYTES:
                 held.append((source, tree.to_bytes()))
         return held
 
     @staticmethod
-    def put_back(held: list[tuple[ValueSource, bytes]]) -> None:
-        """Put back those of `hold_state` that moved since."""
+    def restore_state(held: list[tuple[ValueSource, bytes]]) -> None:
+        """Put back those of `capture_state` that moved since."""
         for source, data in held:
             if encode_value(source.get()).to_bytes() != data:
                 source.set(decode_value(data))
 
-    def note_draws(self, name: str, entry: Mapping[str, Any]) -> None:
+    def check_draws(self, name: str, entry: Mapping[str, Any]) -> None:
         """`entry`: global generators when the first batch after the restore was asked for."""
         first = self.cut is not None and self.clock() == self.cut_at and self.cut_applied_by is None
         if first and not same(entry, self.cut):
             self.report(name, "drawn")
 
-    def holds(self, loader: Any) -> bool:
+    def is_in_state(self, loader: Any) -> bool:
         """Whether the loader's data, or the loader itself, is an entry of `state=`, which says where it stands."""
         return any(
             value is loader or value is getattr(loader, "dataset", self) for value in self.state.values()
@@ -268,7 +272,7 @@ class LoaderRegistry:
             self._reported[name, kind] = text
             log.warning("%s", text)
 
-    def reported_of(self, name: str) -> dict[str, str]:
+    def lasting_reports(self, name: str) -> dict[str, str]:
         """What was reported of one loader and holds for the whole run."""
         return {
             key: text for (owner, key), text in self._reported.items() if owner == name and key in LASTING

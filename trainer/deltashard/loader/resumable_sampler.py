@@ -88,7 +88,7 @@ class ResumableSampler(Sampler[int]):
             UserError: what is none of these.
         """
         if not isinstance(data, Sized):
-            _number("data", data, least=0, most=1 << 62)
+            _number("data", data, minimum=0, maximum=1 << 62)
         if (rank is None) != (world_size is None):
             raise UserError(
                 f"rank={rank} and world_size={world_size} go together",
@@ -96,10 +96,10 @@ class ResumableSampler(Sampler[int]):
                 remedy="give both, or neither: then they are those of torch's process group",
             )
         if rank is not None and world_size is not None:
-            _number("world_size", world_size, least=1, most=1 << 31)
-            _number("rank", rank, least=0, most=world_size - 1)
+            _number("world_size", world_size, minimum=1, maximum=1 << 31)
+            _number("rank", rank, minimum=0, maximum=world_size - 1)
         self.data = data
-        self.seed = _number("seed", seed, least=0, most=(1 << 63) - 1)
+        self.seed = _number("seed", seed, minimum=0, maximum=(1 << 63) - 1)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         self.epoch = 0
@@ -118,7 +118,7 @@ class ResumableSampler(Sampler[int]):
         return self._rank_of_world()[1]
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = _number("epoch", epoch, least=0, most=(1 << 63) - 1)
+        self.epoch = _number("epoch", epoch, minimum=0, maximum=(1 << 63) - 1)
 
     def share(self, epoch: int, used: int = 0) -> Share:
         """What this rank gets of that epoch after `used` samples of all ranks."""
@@ -160,14 +160,14 @@ def resumable_of(loader: object) -> ResumableSampler | None:
     return next((s for s in samplers_of(loader) if isinstance(s, ResumableSampler)), None)
 
 
-def _number(name: str, value: Any, *, least: int, most: int) -> int:
+def _number(name: str, value: Any, *, minimum: int, maximum: int) -> int:
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = -1
-    if not least <= number <= most:
+    if not minimum <= number <= maximum:
         raise UserError(
-            f"{name}= takes a whole number from {least} to {most}, not {value!r}",
+            f"{name}= takes a whole number from {minimum} to {maximum}, not {value!r}",
             where="ResumableSampler()",
             remedy="give the dataset itself, or its length" if name == "data" else "give such a number",
         )

@@ -21,8 +21,8 @@ from typing import Any
 from deltashard.errors import CheckpointMismatch
 from deltashard.loader import generator
 from deltashard.loader.fingerprint import fingerprint
-from deltashard.loader.loader_access import LoaderAccess, indices_print
-from deltashard.loader.message import in_words
+from deltashard.loader.loader_access import LoaderAccess, indices_fingerprint
+from deltashard.loader.message import describe_error
 from deltashard.loader.position import LoaderPass, Position
 from deltashard.state.value import decode_value
 
@@ -31,7 +31,7 @@ END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sought:
+class SeekResult:
     """The last batch, drawn again."""
 
     batch: Any
@@ -49,90 +49,90 @@ class Seek:
         self,
         name: str,
         access: LoaderAccess,
-        made: LoaderPass,
+        loader_pass: LoaderPass,
         position: Position,
         own: Mapping[str, Any],
         report: Callable[..., None],
     ) -> None:
-        """`made` begins at `position`; `own`: generators by where they were found; `report`: see `message`."""
+        """`loader_pass` begins at `position`; `own`: generators by where they were found; `report`: see `message`."""
         self._name = name
         self._report = report
         self._access = access
-        self._made = made
+        self._loader_pass = loader_pass
         self._position = position
         self._own = own
 
-    def run(self) -> Sought:
+    def run(self) -> SeekResult:
         """Leave the pass behind its last batch, which is returned; generators are where that batch left them."""
         position, access = self._position, self._access
         assert position.start is not None
         generator.apply(position.start, self._own)
         if position.unchecked:
-            access.open(self._made, skip=position.delivered)
-            if self._made.sampler is not None:
-                self._made.sampler.advance()
-            return Sought(batch=END)
+            access.open(self._loader_pass, skip=position.delivered)
+            if self._loader_pass.sampler is not None:
+                self._loader_pass.sampler.advance()
+            return SeekResult(batch=END)
         if access.kind == "stateful":
-            return self._from_state()
+            return self._resume_from_state()
         if access.kind == "replayed":
-            return self._replayed()
-        return self._skipped()
+            return self._replay()
+        return self._skip()
 
-    def _skipped(self) -> Sought:
-        position, access, made = self._position, self._access, self._made
+    def _skip(self) -> SeekResult:
+        position, access, loader_pass = self._position, self._access, self._loader_pass
         n = position.delivered
         access.workers_drew |= position.drew
         same_batches = position.base is None and position.indices is not None
         same_batches &= position.identity.get("batch_size") == access.identity().get("batch_size")
-        readable = access.skip == "auto" and same_batches and not made.workers_lived
+        readable = access.skip == "auto" and same_batches and not loader_pass.workers_lived
         at_once = readable and access.workers and (access.workers_drew or n <= 2 * access.workers)
-        if at_once and (batch := self._read_again()) is not None:
-            return Sought(batch=batch)
-        access.open(made, skip=n - 1, last=position.last_samples)
+        if at_once and (batch := self._reread()) is not None:
+            return SeekResult(batch=batch)
+        access.open(loader_pass, skip=n - 1, last=position.last_samples)
         batch = self._draw(1)
         if self._equal(position.fingerprint, batch):
-            return Sought(batch=batch)
-        indices = indices_print(made.sampler, n)
-        if made.sampler is None or (position.indices is not None and indices != position.indices):
-            return Sought(batch=batch, key="order")
-        kept = made.iterator, made.sampler
+            return SeekResult(batch=batch)
+        indices = indices_fingerprint(loader_pass.sampler, n)
+        if loader_pass.sampler is None or (position.indices is not None and indices != position.indices):
+            return SeekResult(batch=batch, key="order")
+        kept = loader_pass.iterator, loader_pass.sampler
         if readable and not at_once:
-            if (other := self._read_again()) is not None:
-                return Sought(batch=other)  # what is drawn while samples are read is as it was, too
-            made.iterator, made.sampler = kept
-        return Sought(batch=batch, key="content")
+            if (other := self._reread()) is not None:
+                return SeekResult(batch=other)  # what is drawn while samples are read is as it was, too
+            loader_pass.iterator, loader_pass.sampler = kept
+        return SeekResult(batch=batch, key="content")
 
-    def _read_again(self) -> Any | None:
+    def _reread(self) -> Any | None:
         """All n batches from the beginning; the last one, or None where the first or the last one differs."""
         position = self._position
         assert position.start is not None
         self._report("read again", batch=position.delivered, epoch=position.epoch)
         generator.apply(position.start, self._own)
-        self._access.open(self._made, kind="replayed")
+        self._access.open(self._loader_pass, kind="replayed")
         batch = self._draw(position.delivered, first=position.first)
         if batch is not END and self._equal(position.fingerprint, batch):
             return batch
         generator.apply(position.start, self._own)
         return None
 
-    def _replayed(self) -> Sought:
-        position, made = self._position, self._made
-        self._access.open(made)
-        batch = self._draw(1) if position.delivered == 1 else next(made.iterator, END)
+    def _replay(self) -> SeekResult:
+        position, loader_pass = self._position, self._loader_pass
+        self._access.open(loader_pass)
+        batch = self._draw(1) if position.delivered == 1 else next(loader_pass.iterator, END)
         if position.delivered > 1 and self._equal(position.first, batch):
             batch = self._draw(position.delivered - 1)
         elif not self._equal(position.first, batch):
-            return Sought(batch=batch, key="stream", restart=True)
+            return SeekResult(batch=batch, key="stream", restart=True)
         if self._equal(position.fingerprint, batch):
-            return Sought(batch=batch)
-        return Sought(batch=batch, key="other order")
+            return SeekResult(batch=batch)
+        return SeekResult(batch=batch, key="other order")
 
-    def _from_state(self) -> Sought:
+    def _resume_from_state(self) -> SeekResult:
         """From the newest state before the last batch that it accepts: torchdata refuses some of a resumed loader.
 
         The state behind that batch is the last resort: nothing can be compared then.
         """
-        position, made = self._position, self._made
+        position, loader_pass = self._position, self._loader_pass
         assert position.start is not None
         n, error = position.delivered, None
         anchors = [anchor for anchor in position.anchors if anchor[0] <= n]
@@ -143,43 +143,45 @@ class Seek:
                     self._access.load_end_state(state, self._own)
                 elif state is not None:
                     self._access.loader.load_state_dict(decode_value(state))
-                self._access.open(made)  # passes over what was sampled, as of the beginning of the pass
+                self._access.open(
+                    loader_pass
+                )  # passes over what was sampled, as of the beginning of the pass
                 generator.apply(generators or position.start, self._own)
-                made.anchors = sorted(anchors, key=lambda a: a[0])
+                loader_pass.anchors = sorted(anchors, key=lambda a: a[0])
                 batch = END if at == n else self._draw(n - at)
             except Exception as raised:  # noqa: BLE001 - the library's; an older state may do
                 error = raised
                 continue
             if at == n or self._equal(position.fingerprint, batch):
-                return Sought(batch=batch)
-            return Sought(batch=batch, key="state")
-        return self._refused(error)
+                return SeekResult(batch=batch)
+            return SeekResult(batch=batch, key="state")
+        return self._restart_after_refusal(error)
 
-    def _refused(self, error: Exception | None) -> Sought:
-        position, made = self._position, self._made
+    def _restart_after_refusal(self, error: Exception | None) -> SeekResult:
+        position, loader_pass = self._position, self._loader_pass
         assert position.start is not None
         generator.apply(position.start, self._own)
         try:
-            self._access.open(made)
-            batch = next(made.iterator, END)
+            self._access.open(loader_pass)
+            batch = next(loader_pass.iterator, END)
         except Exception as raised:
             raise CheckpointMismatch(
-                f"it does not accept its own state ({in_words(error)}), and cannot begin epoch {position.epoch} again",
+                f"it does not accept its own state ({describe_error(error)}), and cannot begin epoch {position.epoch} again",
                 where=f"loader {self._name!r}",
                 remedy="give the loader as it was until the epoch ends",
             ) from raised
-        return Sought(batch=batch, key="refused", error=in_words(error), restart=True)
+        return SeekResult(batch=batch, key="refused", error=describe_error(error), restart=True)
 
     def _draw(self, count: int, *, first: str | None = None) -> Any:
         """Draw `count` batches; the last one, or END. END, too, where the first one is not `first`."""
-        made, before = self._made, self._position.before
+        loader_pass, before = self._loader_pass, self._position.before
         batch: Any = END
         for k in range(count):
             if k == count - 1 and before is not None:
-                if made.sampler is not None:
-                    made.sampler.advance()
+                if loader_pass.sampler is not None:
+                    loader_pass.sampler.advance()
                 generator.apply(before, self._own)
-            batch = next(made.iterator, END)
+            batch = next(loader_pass.iterator, END)
             if batch is END or (k == 0 and not self._equal(first, batch)):
                 return END
         return batch

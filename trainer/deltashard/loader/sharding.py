@@ -61,7 +61,7 @@ def batches_after(
     rest = (
         live.share(order["epoch"], used)
         if isinstance(live, ResumableSampler)
-        else _rest_for_distributed(live, order, used)
+        else _remaining_for_distributed(live, order, used)
     )
     batches: Any = loader.batch_sampler
     if batches is None:
@@ -69,7 +69,7 @@ def batches_after(
     return BatchSampler(rest, size or batches.batch_size, batches.drop_last and not size)
 
 
-def _rest_for_distributed(live: Any, order: Mapping[str, Any], used: int) -> list[int]:
+def _remaining_for_distributed(live: Any, order: Mapping[str, Any], used: int) -> list[int]:
     """Torch's own rules: the order as one rank would get it, and the rest of it as if it were a dataset."""
     samples: Any = range(order["samples"])
     whole: DistributedSampler[int] = DistributedSampler(
@@ -97,7 +97,7 @@ class ResumePositions:
         self._epochs: dict[str, int] = {}
         """The epoch that each would begin again, on all ranks alike."""
 
-    def take_over(
+    def reshard(
         self, name: str, trees: Mapping[int, Mapping[str, Any] | None], *, rank: int, saved: int, world: int
     ) -> None:
         """Loader `name` on `rank` of `world`, from the positions that `saved` ranks had.
@@ -111,7 +111,7 @@ class ResumePositions:
         if not any(tree["delivered"] for tree in known):
             return
         first = trees.get(0)
-        why = _why_unknown(trees, saved)
+        why = _unknown_reason(trees, saved)
         if missing := sorted(set(range(rank, saved, world)) - trees.keys()):
             why = f"the position of rank {missing[0]} was not read: the sidecar is older than this library"
         if first is None or why:
@@ -159,7 +159,7 @@ class ResumePositions:
             ]
 
 
-def _why_unknown(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -> str:
+def _unknown_reason(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -> str:
     """Why it is unknown which samples were used up; empty: it is known."""
     first = trees.get(0)
     if first is None or any(tree is None for tree in trees.values()):
@@ -167,7 +167,11 @@ def _why_unknown(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -> s
     order = first["order"]
     if (order is None and not first["shared"]) or first["in_use"]:
         return "it is unknown which samples were used up"
-    if apart := [rank for rank, tree in trees.items() if tree is not None and _place(tree) != _place(first)]:
+    if apart := [
+        rank
+        for rank, tree in trees.items()
+        if tree is not None and _position_key(tree) != _position_key(first)
+    ]:
         return (
             f"rank {apart[0]} was elsewhere than rank 0, or had other batches, and ranks take batches in step"
         )
@@ -176,7 +180,7 @@ def _why_unknown(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -> s
     return ""
 
 
-def _place(tree: Mapping[str, Any]) -> bytes:
+def _position_key(tree: Mapping[str, Any]) -> bytes:
     """What is the same on all ranks that stand at one position, as bytes."""
     place: list[Any] = [tree["epoch"], tree["delivered"], tree["shared"]]
     place.append(tree["fingerprint"] if tree["shared"] else tree["order"])

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 from deltashard.errors import CheckpointMismatch, UserError
 from deltashard.loader import generator
 from deltashard.loader.fingerprint import fingerprint
-from deltashard.loader.lifecycle import PassEvent, PassState, Saved, after, saved_in
+from deltashard.loader.lifecycle import PassEvent, PassState, SavedPosition, after, position_to_save
 from deltashard.loader.loader_access import LoaderAccess, Skip
 from deltashard.loader.loader_state import LoaderState
 from deltashard.loader.loop_check import LoopCheck, Nesting
-from deltashard.loader.position import DeliveryQueue, LoaderPass, LoaderPlace, Mark, Position
+from deltashard.loader.position import DeliveryMark, DeliveryQueue, LoaderPass, LoaderPlace, Position
 from deltashard.loader.seek import END, Seek
 
 if TYPE_CHECKING:
     from deltashard.loader.registry import LoaderRegistry, OnChange
 
-_TRIED_BATCHES = 8
+_PROBE_BATCHES = 8
 """So many first batches show whether fetching draws random numbers in this process."""
 
 
@@ -62,25 +62,25 @@ class WrappedLoader:
         self._state = PassState.NONE
         self._epoch = 0
         self.newest: LoaderPass | None = None
-        self._first_turn: int | None = None
+        self._first_iteration: int | None = None
         """When it was iterated first since the restore."""
         self._pending: Position | None = None
         """Restored, and not used up yet."""
         self._seeds = generator.seeds(generator.own_generators(loader, {}))
         self._replaced = False
-        self._changed: Callable[[], None] | None = None
+        self._change_report: Callable[[], None] | None = None
         """Reports that the loader is another one than the saved one."""
-        self._count_read = True
+        self._delivered_was_read = True
         """Whether the program has asked for `delivered` since the restore."""
-        # The step boundary: where the loader stood when a batch was first asked for after step `_moved_at`.
-        self._moved_at = -1
+        # The step boundary: where the loader stood when a batch was first asked for after step `_requested_at`.
+        self._requested_at = -1
         self._boundary: LoaderPlace | None = None
         self._boundary_own: Mapping[str, Any] | None = None
         self._ended_at = -1
         """After this step the pass was found at its end, and nothing was delivered."""
-        self._unstepped: tuple[int, int] | None = None
+        self._ended_without_step: tuple[int, int] | None = None
         """(steps, events) at the end of a pass without a step: one taken before any other event belongs to it."""
-        self._draws, self._tried = False, 0
+        self._draws_rng, self._probed_batches = False, 0
         self._queue = DeliveryQueue(0, step=registry.clock())
         self.nesting = Nesting(self._report)
         self._own_state = LoaderState(self._access, self._report)
@@ -92,34 +92,36 @@ class WrappedLoader:
     @property
     def epoch(self) -> int:
         """Index of the epoch of the next batch: resume with `for epoch in range(loader.epoch, epochs)`."""
-        self._use_up()
-        return self._pending.epoch if self._pending is not None else self._settled()
+        self._expire_pending()
+        return self._pending.epoch if self._pending is not None else self._next_epoch()
 
     @property
     def delivered(self) -> int:
         """Batches of this epoch that were delivered to the loop."""
-        self._count_read = True
-        self._use_up()
+        self._delivered_was_read = True
+        self._expire_pending()
         if self._pending is not None and (self.newest is None or not self.open):
             return self._pending.delivered - self._pending.in_use
-        made = self.newest
-        inside = made is not None and saved_in(self._state, **self._facts()) is Saved.INSIDE
-        return made.mark.delivered if made is not None and inside else 0
+        loader_pass = self.newest
+        inside = (
+            loader_pass is not None and position_to_save(self._state, **self._facts()) is SavedPosition.INSIDE
+        )
+        return loader_pass.mark.delivered if loader_pass is not None and inside else 0
 
     @property
     def open(self) -> bool:
         return self._state is PassState.OPEN
 
     @property
-    def moved(self) -> bool:
+    def batch_requested(self) -> bool:
         """Whether a batch was asked for since the last `step()`."""
         now = self._registry.clock()
-        return not self._pipelined and self._moved_at == now != self._ended_at
+        return not self._pipelined and self._requested_at == now != self._ended_at
 
     @property
     def guarantee(self) -> str:
         """Kind of the loader, and what a resumed run gets, in words."""
-        mark = Mark() if self.newest is None else self.newest.mark
+        mark = DeliveryMark() if self.newest is None else self.newest.mark
         return self._access.guarantee(unchecked=mark.delivered > 0 and mark.fingerprint is None)
 
     def __len__(self) -> int:
@@ -130,13 +132,13 @@ class WrappedLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def take_over(self, old: WrappedLoader) -> None:
+    def continue_from(self, old: WrappedLoader) -> None:
         """Continue where `old`, wrapped under this name before, has ended: the same data, made again."""
         old._replaced = True
-        self._epoch, self._check.total = old._settled(ended=True), old._check.total
+        self._epoch, self._check.total = old._next_epoch(ended=True), old._check.total
         self._queue = DeliveryQueue(self._epoch, step=self._registry.clock())
 
-    def ahead(self, now: int) -> bool:
+    def has_prefetched(self, now: int) -> bool:
         """Whether steps until `now` were on batches that a pipeline fetched before."""
         return self._pipelined and self._queue.covers(now)
 
@@ -157,7 +159,7 @@ class WrappedLoader:
         self._epoch, self._own_state.at_end = saved.epoch, saved.end_state
         self.nesting.inner = None if saved.nested is None else set(saved.nested)
         self._check.resume(saved.per_step, saved.total)
-        self._moved_at = -1
+        self._requested_at = -1
         why = access.mismatch(saved)
         if why and on_change == "refuse":
             raise CheckpointMismatch(
@@ -170,56 +172,56 @@ class WrappedLoader:
         continues &= access.identity()["kind"] == saved.identity.get("kind")
         if why and not continues:
             count = f"{saved.samples} samples" if saved.samples else f"{saved.delivered} batches"
-            self._changed = partial(self._report, "identity", why=why, count=count)
+            self._change_report = partial(self._report, "identity", why=why, count=count)
         else:
             generator.apply_each(saved.own, own)
             between = saved.identity and (saved.over or not saved.delivered)
-            if between and (changes := access.changes(saved, but=("shares",))):
+            if between and (changes := access.changes(saved, ignore=("shares",))):
                 self._report("next epochs", changes=", ".join(changes))
             if saved.over and access.mismatch(replace(saved, over=False)):
                 self._epoch += 1
             elif saved.delivered:
                 if why:
-                    self._changed = partial(self._report, "continued", why=why)
+                    self._change_report = partial(self._report, "continued", why=why)
                     saved = replace(saved, fingerprint=None, first=None, indices=None)
                 self._pending = saved
-                self._happen(PassEvent.RESTORED)
+                self._transition(PassEvent.RESTORED)
             else:
                 self._own_state.load(own, epoch=self._epoch)
             if other := [name for name, seed in self._seeds.items() if saved.seeds.get(name, seed) != seed]:
                 self._report("seed", names=", ".join(other))
         self._queue = DeliveryQueue(self._epoch, step=self._registry.cut_at)
-        self._first_turn = None
-        self._count_read = False
+        self._first_iteration = None
+        self._delivered_was_read = False
         if not at_first_pass:
             self._report_change()
 
     def _report_change(self) -> None:
-        changed, self._changed = self._changed, None
+        changed, self._change_report = self._change_report, None
         if changed is not None:
             changed()
 
     # Cuts
 
     def position(self) -> Position:
-        self._use_up()
+        self._expire_pending()
         if self._pending is not None:
             return self._pending
         now = self._registry.clock()
         if self._pipelined:
-            place = self._queue.used(now)
-        elif self.moved and self._boundary is not None:
+            place = self._queue.last_used(now)
+        elif self.batch_requested and self._boundary is not None:
             place = self._boundary
         else:
             place = self._place()
         return self._position_of(place)
 
     def _position_of(self, place: LoaderPlace) -> Position:
-        made, mark, access = place.made, place.mark, self._access
+        loader_pass, mark, access = place.loader_pass, place.mark, self._access
         own = generator.own_generators(self.loader, {})
         common: dict[str, Any] = {
             "epoch": place.epoch,
-            "own": (self._boundary_own if self.moved else None) or generator.capture_each(own),
+            "own": (self._boundary_own if self.batch_requested else None) or generator.capture_each(own),
             "seeds": generator.seeds(own),
             "end_state": self._own_state.at_end,
             "kind": access.kind,
@@ -227,15 +229,15 @@ class WrappedLoader:
             "nested": None if self.nesting.inner is None else sorted(self.nesting.inner),
             "per_step": self._check.per_step,
             "total": self._check.total,
-            "reported": self._registry.reported_of(self.name),
+            "reported": self._registry.lasting_reports(self.name),
             "shared": self._shared,
         }
-        if made is None or not mark.delivered:
+        if loader_pass is None or not mark.delivered:
             return Position(**common)
         in_use = place.in_use
-        if not self._pipelined and self.open and made is self.newest:
+        if not self._pipelined and self.open and loader_pass is self.newest:
             others = [(other.name, other.newest) for other in self._registry.open_others(self)]
-            in_use = self.nesting.in_use(made, others)
+            in_use = self.nesting.in_use(loader_pass, others)
         return Position(
             **common,
             delivered=mark.delivered,
@@ -243,52 +245,60 @@ class WrappedLoader:
             last_samples=mark.last_samples,
             fingerprint=mark.fingerprint,
             indices=None if mark.indices is None else fingerprint(mark.indices),
-            first=made.first,
-            start=made.start,
+            first=loader_pass.first,
+            start=loader_pass.start,
             before=mark.before,
-            anchors=[anchor for anchor in made.anchors if anchor[0] <= mark.delivered],
-            workers_lived=made.workers_lived,
-            drew=access.workers_drew or self._draws or (not access.workers and not self._tried),
+            anchors=[anchor for anchor in loader_pass.anchors if anchor[0] <= mark.delivered],
+            workers_lived=loader_pass.workers_lived,
+            drew=access.workers_drew or self._draws_rng or (not access.workers and not self._probed_batches),
             in_use=in_use,
-            over=not in_use and access.is_over(made, mark),
-            order=made.order,
-            base=made.base,
+            over=not in_use and access.is_epoch_complete(loader_pass, mark),
+            order=loader_pass.order,
+            base=loader_pass.base,
         )
 
     def _place(self, *, ended: bool = False) -> LoaderPlace:
         """Where it stands now; `ended`: another pass begins."""
-        made = self.newest
-        if made is None or ended or saved_in(self._state, **self._facts()) is not Saved.INSIDE:
-            return LoaderPlace(None, self._settled(ended=ended))
-        return LoaderPlace(made, made.epoch, made.mark)
+        loader_pass = self.newest
+        if (
+            loader_pass is None
+            or ended
+            or position_to_save(self._state, **self._facts()) is not SavedPosition.INSIDE
+        ):
+            return LoaderPlace(None, self._next_epoch(ended=ended))
+        return LoaderPlace(loader_pass, loader_pass.epoch, loader_pass.mark)
 
     def _facts(self) -> dict[str, bool]:
-        made, now = self.newest, self._registry.clock()
-        if made is None:
+        loader_pass, now = self.newest, self._registry.clock()
+        if loader_pass is None:
             return {"was_epoch": False, "stepped_since": False}
         if self._state is PassState.EXHAUSTED:
-            late = self._unstepped
-            was_epoch = made.was_epoch or (
+            late = self._ended_without_step
+            was_epoch = loader_pass.was_epoch or (
                 late is not None and now > late[0] and late[1] == self._registry.events
             )
         else:
-            was_epoch = now > made.begun_at and made.mark.delivered > 0
-        return {"was_epoch": was_epoch, "stepped_since": now > made.ended_at}
+            was_epoch = now > loader_pass.started_at and loader_pass.mark.delivered > 0
+        return {"was_epoch": was_epoch, "stepped_since": now > loader_pass.ended_at}
 
-    def _settled(self, *, ended: bool = False) -> int:
+    def _next_epoch(self, *, ended: bool = False) -> int:
         """The epoch of the next batch; `ended`: another pass begins."""
-        made = self.newest
-        if made is None:
+        loader_pass = self.newest
+        if loader_pass is None:
             return self._epoch
         state, facts = self._state, self._facts()
         if ended and state is not PassState.EXHAUSTED:
-            state, facts["stepped_since"] = PassState.LEFT, True
-        return made.epoch + (saved_in(state, **facts) is Saved.NEXT_EPOCH)
+            state, facts["stepped_since"] = PassState.ABANDONED, True
+        return loader_pass.epoch + (position_to_save(state, **facts) is SavedPosition.NEXT_EPOCH)
 
-    def _use_up(self) -> None:
+    def _expire_pending(self) -> None:
         """A restored position is used up by the first step of a pass that sought it."""
-        made = self.newest
-        used = made is not None and made.resumed and self._registry.clock() > made.begun_at
+        loader_pass = self.newest
+        used = (
+            loader_pass is not None
+            and loader_pass.resumed
+            and self._registry.clock() > loader_pass.started_at
+        )
         if self._pending is not None and used:
             self._pending = None
 
@@ -302,70 +312,75 @@ class WrappedLoader:
                 remedy="give each loader a name= of its own; wrap again under one name only what replaces "
                 "the other",
             )
-        self._registry.turns += 1
-        if self._first_turn is None:
-            self._first_turn = self._registry.turns
-        return self._run(self._registry.turns)  # a generator: its body begins at the first next()
+        self._registry.iterations += 1
+        if self._first_iteration is None:
+            self._first_iteration = self._registry.iterations
+        return self._run(self._registry.iterations)  # a generator: its body begins at the first next()
 
-    def _run(self, turn: int) -> Iterator[Any]:
+    def _run(self, iteration: int) -> Iterator[Any]:
         registry, access = self._registry, self._access
         own = generator.own_generators(self.loader, registry.state)
-        if self._first_turn is not None and self._first_turn < registry.ended_turn < turn:
-            self._leave_restored()
-        self._ask(own, begins=True)
-        made = self._begin(own)
+        if self._first_iteration is not None and self._first_iteration < registry.ended_iteration < iteration:
+            self._abandon_restored()
+        self._request_batch(own, begins=True)
+        loader_pass = self._start_pass(own)
         try:
             while True:
-                before = self._ask(own) if made.handed else None
-                if made.held:
-                    batch = made.held.pop()
+                before = self._request_batch(own) if loader_pass.delivered_here else None
+                if loader_pass.prefetched:
+                    batch = loader_pass.prefetched.pop()
                 else:
-                    before = before or (generator.capture(own) if self._may_draw(made) else None)
-                    batch = next(made.iterator, END)
+                    before = before or (generator.capture(own) if self._may_draw(loader_pass) else None)
+                    batch = next(loader_pass.iterator, END)
                 if batch is END:
-                    self._exhausted(made)
+                    self._on_exhausted(loader_pass)
                     return
-                if before is not None and made.handed and not self._draws and not access.workers:
-                    self._draws = not generator.same(before, generator.capture(own))
-                    self._tried += 1
+                if (
+                    before is not None
+                    and loader_pass.delivered_here
+                    and not self._draws_rng
+                    and not access.workers
+                ):
+                    self._draws_rng = not generator.same(before, generator.capture(own))
+                    self._probed_batches += 1
                 with registry.lock:
-                    self._deliver(made, batch, before)
+                    self._deliver(loader_pass, batch, before)
                 yield batch
         finally:
-            if made is self.newest and self.open:
-                made.ended_at = registry.clock()
-                self._happen(PassEvent.DROPPED)
+            if loader_pass is self.newest and self.open:
+                loader_pass.ended_at = registry.clock()
+                self._transition(PassEvent.DROPPED)
                 self._own_state.pass_ended()
-                self._epoch_ended(made, by_loop=True)
+                self._epoch_ended(loader_pass, by_loop=True)
 
-    def _epoch_ended(self, made: LoaderPass, *, by_loop: bool) -> None:
-        if self._registry.clock() > made.begun_at:
-            self._check.epoch_ended(made, by_loop=by_loop)
+    def _epoch_ended(self, loader_pass: LoaderPass, *, by_loop: bool) -> None:
+        if self._registry.clock() > loader_pass.started_at:
+            self._check.epoch_ended(loader_pass, by_loop=by_loop)
 
-    def _leave_restored(self) -> None:
+    def _abandon_restored(self) -> None:
         """A `zip` over this loader ended at once, at the end of another one: it left this one's restored pass."""
         if self._pending is not None:
             self._epoch, self._pending, self.newest = self._pending.epoch + 1, None, None
-        self._first_turn = None
+        self._first_iteration = None
 
-    def _may_draw(self, made: LoaderPass) -> bool:
+    def _may_draw(self, loader_pass: LoaderPass) -> bool:
         """Whether fetching may move generators of this process: learned from the first batches."""
-        if not made.handed:
+        if not loader_pass.delivered_here:
             return True
-        return not self._access.workers and (self._draws or self._tried < _TRIED_BATCHES)
+        return not self._access.workers and (self._draws_rng or self._probed_batches < _PROBE_BATCHES)
 
-    def _ask(self, own: Mapping[str, Any], *, begins: bool = False) -> Mapping[str, Any] | None:
+    def _request_batch(self, own: Mapping[str, Any], *, begins: bool = False) -> Mapping[str, Any] | None:
         """A batch is asked for: the step boundary ends here. Returns generators, where they were captured."""
-        registry, made = self._registry, self.newest
+        registry, loader_pass = self._registry, self.newest
         now = registry.clock()
-        draws = begins or made is None or self._may_draw(made)
-        first = self._moved_at != now
+        draws = begins or loader_pass is None or self._may_draw(loader_pass)
+        first = self._requested_at != now
         captured = generator.capture(own) if draws and first else None
         with registry.lock:
-            registry.asked(draws=draws)
+            registry.record_request(draws=draws)
             if first:
-                self._use_up()
-                self._moved_at, self._ended_at = now, -1
+                self._expire_pending()
+                self._requested_at, self._ended_at = now, -1
                 self._boundary = self._place(ended=begins) if self._pending is None else None
                 self._boundary_own = None
                 if captured is not None:
@@ -374,69 +389,73 @@ class WrappedLoader:
                     }
         return captured
 
-    def _begin(self, own: Mapping[str, Any]) -> LoaderPass:
+    def _start_pass(self, own: Mapping[str, Any]) -> LoaderPass:
         registry, old = self._registry, self.newest
-        self._use_up()
+        self._expire_pending()
         self._report_change()
         if old is not None and self.open:  # its iterator is kept somewhere
             old.ended_at = registry.clock()
             self._epoch_ended(old, by_loop=True)
-        made = self._fresh(own) if self._pending is None else self._sought(self._pending, own)
-        self._happen(PassEvent.BEGUN)
-        self.newest, self._unstepped, self._ended_at = made, None, -1
+        loader_pass = (
+            self._new_pass(own) if self._pending is None else self._seek_restored(self._pending, own)
+        )
+        self._transition(PassEvent.STARTED)
+        self.newest, self._ended_without_step, self._ended_at = loader_pass, None, -1
         registry.events += 1
-        made.begun_event = registry.events
-        self.nesting.begun(registry.open_passes(self))
+        loader_pass.start_event = registry.events
+        self.nesting.pass_started(registry.open_passes(self))
         for other in registry.open_others(self):
-            other.nesting.other_begun(self.name)
-        return made
+            other.nesting.other_pass_started(self.name)
+        return loader_pass
 
-    def _fresh(self, own: Mapping[str, Any]) -> LoaderPass:
+    def _new_pass(self, own: Mapping[str, Any]) -> LoaderPass:
         registry, access, old = self._registry, self._access, self.newest
         start = generator.capture(own)
         if old is None:
-            registry.note_draws(self.name, start["globals"])
-        self._epoch = self._settled(ended=True)
-        made = LoaderPass(
+            registry.check_draws(self.name, start["globals"])
+        self._epoch = self._next_epoch(ended=True)
+        loader_pass = LoaderPass(
             epoch=self._epoch,
-            begun_at=registry.clock(),
+            started_at=registry.clock(),
             start=start,
             workers_lived=access.workers_live(),
             order=access.order(self._epoch),
         )
         if access.kind == "stateful":
-            made.anchors.append((0, self._own_state.at_end, start))
-        access.open(made)
-        return made
+            loader_pass.anchors.append((0, self._own_state.at_end, start))
+        access.open(loader_pass)
+        return loader_pass
 
-    def _sought(self, position: Position, own: Mapping[str, Any]) -> LoaderPass:
+    def _seek_restored(self, position: Position, own: Mapping[str, Any]) -> LoaderPass:
         """A pass that begins at a restored position; what drawing its last batch again moves is put back."""
         registry, access, old = self._registry, self._access, self.newest
-        if old is not None and old.resumed and old.handed:
+        if old is not None and old.resumed and old.delivered_here:
             self._report("no step")
-        if not self._count_read:
+        if not self._delivered_was_read:
             self._report("continues", batch=position.delivered, epoch=position.epoch)
-        entry, held = generator.capture(own), registry.hold_state()
+        entry, held = generator.capture(own), registry.capture_state()
         order = position.order or access.order(position.epoch)
-        made = LoaderPass.at(position, begun_at=registry.clock(), order=order)
-        found = Seek(self.name, access, made, position, own, self._report).run()
-        registry.note_draws(self.name, entry["globals"])
-        if found.key and not (found.key == "stream" and registry.holds(self.loader)):
+        loader_pass = LoaderPass.at(position, started_at=registry.clock(), order=order)
+        found = Seek(self.name, access, loader_pass, position, own, self._report).run()
+        registry.check_draws(self.name, entry["globals"])
+        if found.key and not (found.key == "stream" and registry.is_in_state(self.loader)):
             self._report(found.key, epoch=position.epoch, batch=position.delivered, error=found.error)
         if found.restart:
-            made.mark, made.first, made.resumed = Mark(), None, False
-            made.anchors = [(0, None, position.start)]
-            self._pending, self._boundary = None, LoaderPlace(None, made.epoch)
-            made.held = [found.batch]
+            loader_pass.mark, loader_pass.first, loader_pass.resumed = DeliveryMark(), None, False
+            loader_pass.anchors = [(0, None, position.start)]
+            self._pending, self._boundary = None, LoaderPlace(None, loader_pass.epoch)
+            loader_pass.prefetched = [found.batch]
         elif position.in_use and found.batch is not END:
-            made.held = [found.batch]
-            shares = 1 if made.order is None else int(made.order["world"])
-            made.mark = Mark(position.delivered - 1, position.samples - position.last_samples * shares)
+            loader_pass.prefetched = [found.batch]
+            shares = 1 if loader_pass.order is None else int(loader_pass.order["world"])
+            loader_pass.mark = DeliveryMark(
+                position.delivered - 1, position.samples - position.last_samples * shares
+            )
         if not (found.restart and access.kind == "replayed"):  # a stream stands where it gave its batch
-            registry.put_back(held)
+            registry.restore_state(held)
         if position.in_use:
             generator.apply_each(position.own, own)
-            return made
+            return loader_pass
         mine = registry.cut is not None and registry.clock() == registry.cut_at
         mine &= registry.cut_applied_by in (None, self.name)
         if mine and registry.cut is not None:
@@ -444,50 +463,60 @@ class WrappedLoader:
         generator.apply(entry, {k: g for k, g in own.items() if not k.startswith("state")})
         if mine:
             registry.cut_applied_by = self.name
-        return made
+        return loader_pass
 
-    def _deliver(self, made: LoaderPass, batch: Any, before: Mapping[str, Any] | None) -> None:
-        registry, mark = self._registry, made.mark
-        if made is not self.newest:
+    def _deliver(self, loader_pass: LoaderPass, batch: Any, before: Mapping[str, Any] | None) -> None:
+        registry, mark = self._registry, loader_pass.mark
+        if loader_pass is not self.newest:
             self._report("twice")
         number, printed = mark.delivered + 1, fingerprint(batch)
-        indices = None if made.sampler is None else made.sampler.entry(number)
+        indices = None if loader_pass.sampler is None else loader_pass.sampler.entry(number)
         samples = len(indices) if isinstance(indices, (list, tuple)) else int(indices is not None)
-        shares = 1 if made.order is None else int(made.order["world"])
-        self._own_state.anchor(made, number)
-        made.mark = Mark(number, mark.samples + samples * shares, samples, printed, indices, before)
-        made.first = printed if number == 1 else made.first
-        made.handed += 1
-        registry.delivered(made)
-        self.nesting.delivered(made, registry.events, {other.name for other in registry.open_others(self)})
-        self._check.delivered(made, registry.clock())
+        shares = 1 if loader_pass.order is None else int(loader_pass.order["world"])
+        self._own_state.anchor(loader_pass, number)
+        loader_pass.mark = DeliveryMark(
+            number, mark.samples + samples * shares, samples, printed, indices, before
+        )
+        loader_pass.first = printed if number == 1 else loader_pass.first
+        loader_pass.delivered_here += 1
+        registry.delivered(loader_pass)
+        self.nesting.delivered(
+            loader_pass, registry.events, {other.name for other in registry.open_others(self)}
+        )
+        self._check.delivered(loader_pass, registry.clock())
         if self._pipelined:
-            self._queue.add(LoaderPlace(made, made.epoch, made.mark), step=registry.clock())
+            self._queue.add(
+                LoaderPlace(loader_pass, loader_pass.epoch, loader_pass.mark), step=registry.clock()
+            )
 
-    def _exhausted(self, made: LoaderPass) -> None:
+    def _on_exhausted(self, loader_pass: LoaderPass) -> None:
         registry = self._registry
         now = registry.clock()
-        if made is not self.newest:
+        if loader_pass is not self.newest:
             return
-        self._happen(PassEvent.STOPPED)
-        made.ended_at = registry.exhausted_at = now
-        self._epoch_ended(made, by_loop=False)
-        if now > made.begun_at and not self._pipelined:
-            self.nesting.ended(made, registry.open_passes(self))
-        short = made.resumed and self._check.shorter_than_step(made.handed)
-        if made.resumed and not made.handed:
-            registry.turns += 1
-            registry.ended_turn = registry.turns
-        made.was_epoch = now > made.begun_at or self._pipelined or short
-        self._unstepped = None if made.was_epoch or not made.mark.delivered else (now, registry.events)
-        if not made.handed or (self._boundary is not None and self._boundary.mark is made.mark):
+        self._transition(PassEvent.STOPPED)
+        loader_pass.ended_at = registry.exhausted_at = now
+        self._epoch_ended(loader_pass, by_loop=False)
+        if now > loader_pass.started_at and not self._pipelined:
+            self.nesting.pass_ended(loader_pass, registry.open_passes(self))
+        short = loader_pass.resumed and self._check.shorter_than_step(loader_pass.delivered_here)
+        if loader_pass.resumed and not loader_pass.delivered_here:
+            registry.iterations += 1
+            registry.ended_iteration = registry.iterations
+        loader_pass.was_epoch = now > loader_pass.started_at or self._pipelined or short
+        self._ended_without_step = (
+            None if loader_pass.was_epoch or not loader_pass.mark.delivered else (now, registry.events)
+        )
+        if not loader_pass.delivered_here or (
+            self._boundary is not None and self._boundary.mark is loader_pass.mark
+        ):
             self._ended_at = now
-        if made.was_epoch:
+        if loader_pass.was_epoch:
             self._pending = None
             self._own_state.pass_ended()
         if self._pipelined:
             with registry.lock:
-                self._queue.add(LoaderPlace(None, made.epoch + 1), step=now)
+                self._queue.add(LoaderPlace(None, loader_pass.epoch + 1), step=now)
 
-    def _happen(self, event: PassEvent) -> None:
+    def _transition(self, event: PassEvent) -> None:
         self._state = after(self._state, event)

@@ -22,7 +22,7 @@ import torch
 from deltashard_checkpoint.errors import UserError
 from torch import Tensor, nn
 
-from deltashard.optimizer.whitelist import innermost
+from deltashard.optimizer.whitelist import wrapped_optimizers
 from deltashard.state.rng import apply_own, capture_own, is_generator
 from deltashard.state.value import encode_value, tensors_in
 
@@ -32,9 +32,9 @@ LARGE_BYTES = 64 << 20
 """An attribute of more is saved, too, but whole at every cut: said once."""
 _COMPARED_BYTES = 1 << 20
 """Larger values always count as changed: comparing them would cost as much as saving them."""
-_TORCHS = {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
-"""Attributes of torch's base class, schedulers and GradScaler; further ones begin as `_TORCHS_BEGIN`."""
-_TORCHS_BEGIN = (
+_TORCH_ATTRIBUTES = {"defaults", "state", "param_groups", "step", "grad_scale", "found_inf"}
+"""Attributes of torch's base class, schedulers and GradScaler; further ones begin as `_TORCH_PREFIXES`."""
+_TORCH_PREFIXES = (
     "_optimizer_", "_zero_grad_profile_name", "_warned_capturable", "_step_supports_amp", "_need_device_dtype",
     "_opt_called", "_step_count", "_hook_for_profile", "_patch_step",
 )  # fmt: skip
@@ -73,7 +73,7 @@ class _Names:
             return packed
         return value
 
-    def put(self, live: Any, saved: Any) -> Any:
+    def unpack(self, live: Any, saved: Any) -> Any:
         """What the attribute becomes: tensors in place where they fit, so that whoever shares them sees it."""
         if isinstance(saved, dict) and len(saved) == 1:
             ((marker, held),) = saved.items()
@@ -82,7 +82,7 @@ class _Names:
             if marker == _STATE:
                 return self._state[self._params[held[0]]][held[1]]
             if marker == _KEYED:
-                return self._keyed(live, held)
+                return self._unpack_keyed(live, held)
             if marker == _GENERATOR:
                 apply_own(live, held)
                 return live
@@ -97,19 +97,19 @@ class _Names:
             return saved.detach().to(device, copy=True)
         if type(saved) in (list, tuple):
             old = live if isinstance(live, list | tuple) and len(live) == len(saved) else [None] * len(saved)
-            return type(saved)(self.put(o, v) for o, v in zip(old, saved, strict=True))
+            return type(saved)(self.unpack(o, v) for o, v in zip(old, saved, strict=True))
         if isinstance(saved, dict):
             inner = live if isinstance(live, Mapping) else {}
             found = saved.copy()
-            found.update((k, self.put(inner.get(k), v)) for k, v in saved.items())
+            found.update((k, self.unpack(inner.get(k), v)) for k, v in saved.items())
             return found
         return saved
 
-    def _keyed(self, live: Any, pairs: list[Any]) -> Any:
+    def _unpack_keyed(self, live: Any, pairs: list[Any]) -> Any:
         found = {}
         for key, value in pairs:
-            at = self.put(None, key)
-            found[at] = self.put(live.get(at) if isinstance(live, Mapping) else None, value)
+            at = self.unpack(None, key)
+            found[at] = self.unpack(live.get(at) if isinstance(live, Mapping) else None, value)
         if isinstance(live, MutableMapping):  # a defaultdict keeps its factory
             live.clear()
             live.update(found)
@@ -124,15 +124,15 @@ class Attributes:
         self.target = target
         self.unsaved: list[str] = []
         """Attributes that hold something which cannot be stored."""
-        self._said = False
-        self._first = {name: mark for name, _, mark in self._plain(_Names(params, state))}
+        self._warned = False
+        self._initial = {name: mark for name, _, mark in self._plain(_Names(params, state))}
 
     def capture(self, params: Mapping[str, Tensor], state: Mapping[Any, Any]) -> dict[str, Any]:
         """`{}`, or `plain` {name: [value]} ([] for one that was deleted) and `entries` of the own `state_dict()`."""
         names = _Names(params, state)
         now = list(self._plain(names))
-        plain = {n: [value] for n, value, mark in now if mark is None or mark != self._first.get(n)}
-        plain |= {n: [] for n in self._first.keys() - {n for n, _, _ in now} if n not in vars(self.target)}
+        plain = {n: [value] for n, value, mark in now if mark is None or mark != self._initial.get(n)}
+        plain |= {n: [] for n in self._initial.keys() - {n for n, _, _ in now} if n not in vars(self.target)}
         entries = self._entries(names)
         return {key: value for key, value in (("plain", plain), ("entries", entries)) if value}
 
@@ -145,10 +145,10 @@ class Attributes:
         kind = type(self.target).__name__
         if saved.get("entries"):
             try:
-                with _kept(self.target):
+                with _preserve_objects(self.target):
                     whole = dict(self.target.state_dict())
                     for key, value in saved["entries"].items():
-                        whole[key] = names.put(None, value)
+                        whole[key] = names.unpack(None, value)
                     self.target.load_state_dict(whole)
             except Exception as error:  # noqa: BLE001 - the user's code: what it does not take is said
                 notes.append(
@@ -157,7 +157,7 @@ class Attributes:
         for name, value in saved.get("plain", {}).items():
             try:
                 if value:
-                    setattr(self.target, name, names.put(getattr(self.target, name, None), value[0]))
+                    setattr(self.target, name, names.unpack(getattr(self.target, name, None), value[0]))
                 elif hasattr(self.target, name):
                     delattr(self.target, name)
             except (AttributeError, KeyError, TypeError) as error:
@@ -168,7 +168,11 @@ class Attributes:
         """(name, packed value, fingerprint or None: too large to compare) of what can be stored."""
         unsaved = []
         for name, value in vars(self.target).items() if hasattr(self.target, "__dict__") else ():
-            if name in _TORCHS or name.startswith(_TORCHS_BEGIN) or isinstance(value, torch.optim.Optimizer):
+            if (
+                name in _TORCH_ATTRIBUTES
+                or name.startswith(_TORCH_PREFIXES)
+                or isinstance(value, torch.optim.Optimizer)
+            ):
                 continue
             try:
                 packed = names.pack(value)
@@ -177,7 +181,7 @@ class Attributes:
                 if not callable(value):
                     unsaved.append(name)
                 continue
-            self._say(name, tree.total_bytes)
+            self._warn_large(name, tree.total_bytes)
             small = tree.total_bytes <= _COMPARED_BYTES
             yield name, packed, hashlib.blake2b(tree.to_bytes()).digest() if small else None
         self.unsaved = unsaved
@@ -190,11 +194,11 @@ class Attributes:
         held = self.target.state_dict()
         found = {}
         for key, value in held.items() if isinstance(held, Mapping) else ():
-            if key in ("state", "param_groups") or _repeats(value, self.target):
+            if key in ("state", "param_groups") or _is_redundant(value, self.target):
                 continue
             packed = names.pack(value)
             try:
-                self._say(str(key), encode_value(packed).total_bytes)
+                self._warn_large(str(key), encode_value(packed).total_bytes)
             except UserError as error:
                 raise UserError(
                     f"the entry {key!r} of {type(self.target).__name__}.state_dict() cannot be stored: {error.what}",
@@ -204,9 +208,9 @@ class Attributes:
             found[key] = packed
         return found
 
-    def _say(self, name: str, size: int) -> None:
-        if size > LARGE_BYTES and not self._said:
-            self._said = True
+    def _warn_large(self, name: str, size: int) -> None:
+        if size > LARGE_BYTES and not self._warned:
+            self._warned = True
             _log.warning(
                 "%s.%s holds %d MiB beside the optimizer's state: it is saved whole at every cut. "
                 "In state[param] it would travel with the rows",
@@ -216,12 +220,12 @@ class Attributes:
             )
 
 
-def _repeats(entry: Any, target: Any) -> bool:
+def _is_redundant(entry: Any, target: Any) -> bool:
     """Whether an entry of a wrapper's state_dict only repeats what is saved as state of it or of what it wraps."""
     if not isinstance(entry, Mapping | list | tuple):
         return False
     saved = set()
-    for owner in (target, *innermost(target)):
+    for owner in (target, *wrapped_optimizers(target)):
         saved |= {t.data_ptr() for t in tensors_in(dict(getattr(owner, "state", {})))}
         groups = getattr(owner, "param_groups", ())
         saved |= {t.data_ptr() for group in groups for t in tensors_in(group)}
@@ -233,10 +237,10 @@ def _repeats(entry: Any, target: Any) -> bool:
 
 
 @contextmanager
-def _kept(target: Any) -> Iterator[None]:
+def _preserve_objects(target: Any) -> Iterator[None]:
     """State and groups of `target` and what it wraps stay the very objects they are: torch would cast and re-bind."""
     held = []
-    for owner in dict.fromkeys((target, *innermost(target))):
+    for owner in dict.fromkeys((target, *wrapped_optimizers(target))):
         state, groups = getattr(owner, "state", None), getattr(owner, "param_groups", None)
         entries = dict(state) if isinstance(state, MutableMapping) else None
         inner = {k: dict(v) for k, v in (entries or {}).items() if isinstance(v, MutableMapping)}

@@ -29,7 +29,7 @@ from deltashard.errors import StateError
 from deltashard.optim import RowWiseAdagrad
 from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.attribute import Attributes
-from deltashard.optimizer.whitelist import innermost
+from deltashard.optimizer.whitelist import wrapped_optimizers
 from deltashard.state.discovery import dtype_name
 
 SUM_ONLY = (torch.optim.Adagrad, RowWiseAdagrad)
@@ -58,7 +58,7 @@ def field_kind(value: Any, rows: int, columns: int) -> FieldKind | None:
 class OptimizerView:
     """One optimizer's groups and state, under canonical parameter names."""
 
-    spread = False
+    is_partitioned = False
     """Whether each rank of a group holds another part of it, so that each says its own; else all hold the same."""
 
     def __init__(
@@ -77,14 +77,14 @@ class OptimizerView:
         self._tables = frozenset(tables)
         self.orphans: dict[str, Tensor] = {}
         """Parameters that the model does not hold (a temperature, say): saved and restored with this optimizer."""
-        self.sharers: list[Any] = []
+        self.wrappers: list[Any] = []
         """Wrappers without a state of their own: their attributes travel with this view."""
         self.restoring = False
         """Whether what happens to its state is a restore's work."""
         self.given: list[dict[str, Any]] = []
         """Hyperparameters of each group as the script gave them, before training changed them."""
         self._attributes: list[Attributes] = []
-        self._placed: set[Tensor] = set()
+        self._allocated: set[Tensor] = set()
         """Tables for which a restore under way has asked for memory of row fields."""
 
     @staticmethod
@@ -98,16 +98,16 @@ class OptimizerView:
         known = {id(a.target): a for view in earlier for a in view._attributes}  # noqa: SLF001 - same class
         given = next((view.given for view in earlier if view.target is self.target), None)
         if given is None:
-            self.look_at_given()
+            self.record_given()
         else:
             self.given = given
         params = self.params()
         self._attributes = [
             known.get(id(target)) or Attributes(target, params, self.state)
-            for target in (self.target, *self.sharers)
+            for target in (self.target, *self.wrappers)
         ]
 
-    def look_at_given(self) -> None:
+    def record_given(self) -> None:
         """The hyperparameters as they are now are the script's own: nothing was trained yet."""
         self.given = [hyperparameter.given(group) for group in self.target.param_groups]
 
@@ -153,7 +153,7 @@ class OptimizerView:
 
     def allocate(self, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
         """The live tensor of a row field about to be restored: the optimizer's own if it fits, else fresh zeros."""
-        self._placed.add(param)
+        self._allocated.add(param)
         rows, columns = param.shape
         entry = self.state.get(param)
         if entry is None:
@@ -215,11 +215,11 @@ class OptimizerView:
             "given": self.given,
         }
 
-    def capture_here(self) -> dict[str, Any]:
+    def capture_local(self) -> dict[str, Any]:
         """As `capture`, with what other ranks would say of parts that are here, too."""
         return self.capture()
 
-    def carried(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    def adopt_remote(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         """`now`, of another rank, as this one's, where the checkpoint before says `then` (of all ranks)."""
         del then
         return dict(now)
@@ -240,7 +240,7 @@ class OptimizerView:
             return self._restore(tree, skip, script=script)
         finally:
             self.restoring = False
-            self._placed.clear()
+            self._allocated.clear()
 
     def _restore(self, tree: Mapping[str, Any], skip: Collection[str], *, script: bool) -> list[str]:  # noqa: C901
         notes: list[str] = []
@@ -255,7 +255,7 @@ class OptimizerView:
             saved, shapes = tree["state"].get(name), tree["fields"].get(name, {})
             if saved is None:
                 # Another optimizer's rows (a fused one's, which says no more of them) may be all that this one needs.
-                if param not in self._placed or type(self.target) not in SUM_ONLY:
+                if param not in self._allocated or type(self.target) not in SUM_ONLY:
                     self.state.pop(param, None)
                 continue
             live = self.state.get(param)
@@ -263,7 +263,7 @@ class OptimizerView:
             for key in [k for k in entry if k not in saved and str(k) not in shapes]:
                 del entry[key]
             for key, value in saved.items():
-                entry[key] = self._own(value, param, entry.get(key))
+                entry[key] = self._copy_to_device(value, param, entry.get(key))
             for key, tail in shapes.items():
                 if key in entry:
                     entry[key] = entry[key].view(param.shape[0], *tail)
@@ -318,7 +318,7 @@ class OptimizerView:
         self.given = in_force
         return notes
 
-    def _own(self, value: Any, param: Tensor, live: Any) -> Any:
+    def _copy_to_device(self, value: Any, param: Tensor, live: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if isinstance(live, Tensor):
@@ -347,7 +347,7 @@ def views_of(
     views: list[OptimizerView] = []
     by_state: dict[int, OptimizerView] = {}
     for optimizer in optimizers:
-        inner = innermost(optimizer)
+        inner = wrapped_optimizers(optimizer)
         targets = [optimizer, *(o for o in inner if o is not optimizer)]
         bare = []
         for target in targets:
@@ -359,10 +359,10 @@ def views_of(
             # A wrapper that exposes the inner optimizer's own state is not a second state.
             known = by_state.get(id(target.state))
             if known is not None:
-                if target is not known.target and target not in known.sharers:
-                    known.sharers.append(target)
+                if target is not known.target and target not in known.wrappers:
+                    known.wrappers.append(target)
                 continue
             by_state[id(target.state)] = view = OptimizerView(len(views), target, names, tables, fused)
             views.append(view)
-            view.sharers, bare = bare, []
+            view.wrappers, bare = bare, []
     return views

@@ -1,7 +1,7 @@
 """The whitelist: under which optimizers a step changes only the rows that its sparse gradient lists, bit for bit.
 
 Only the exact type counts (a subclass may do anything) and the parameter groups as they stand at the step, since a
-scheduler may switch momentum or weight decay on. `why_inexact` is called before every step of every optimizer, so it
+scheduler may switch momentum or weight decay on. `inexact_reason` is called before every step of every optimizer, so it
 compares a few values per group and nothing else.
 
     SGD             without momentum and weight decay
@@ -50,7 +50,7 @@ WHITELIST: dict[type, Callable[[Group], str | None]] = {
 }
 
 
-def why_inexact(optimizer: Any) -> str | None:
+def inexact_reason(optimizer: Any) -> str | None:
     """Why rows that the gradient does not list may change at this optimizer's next step; None: they cannot."""
     rule = WHITELIST.get(type(optimizer))
     if rule is None:
@@ -66,7 +66,7 @@ def why_inexact(optimizer: Any) -> str | None:
     return None
 
 
-def why_replaced(optimizer: Any) -> str | None:
+def replaced_step_reason(optimizer: Any) -> str | None:
     """Whether `step` was replaced on the class, where no look at the instance tells."""
     kind = type(optimizer)
     if getattr(inspect.unwrap(kind.step), "__module__", None) == kind.__module__:
@@ -75,12 +75,12 @@ def why_replaced(optimizer: Any) -> str | None:
 
 
 def hookable(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Those of `innermost` that take hooks: a wrapper that never called torch's constructor does not.
+    """Those of `wrapped_optimizers` that take hooks: a wrapper that never called torch's constructor does not.
 
     Raises:
         UserError: there are torch optimizers, and none takes hooks: nothing would tell of its steps.
     """
-    inner = innermost(optimizer)
+    inner = wrapped_optimizers(optimizer)
     found = [each for each in inner if hasattr(each, "_optimizer_step_pre_hooks")]
     if inner and not found:
         raise UserError(
@@ -91,7 +91,7 @@ def hookable(optimizer: Any) -> list[torch.optim.Optimizer]:
     return found
 
 
-def innermost(optimizer: Any) -> list[torch.optim.Optimizer]:
+def wrapped_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """`optimizer` and every torch optimizer it wraps, outermost first; also for wrappers that are no Optimizer."""
     found: list[torch.optim.Optimizer] = []
     seen: set[int] = set()

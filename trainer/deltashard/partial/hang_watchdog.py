@@ -27,9 +27,9 @@ from deltashard.attach.term_signal import TermHandler
 
 log = logging.getLogger("deltashard")
 
-LOST_S = 1.0
+HANG_S = 1.0
 """Without an instruction on the main thread for so long, and with a dead rank, it is in a dead collective."""
-LOOK_S = 0.05
+POLL_S = 0.05
 _Call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
@@ -39,22 +39,22 @@ class MainThreadHeartbeat:
     def __init__(self) -> None:
         self.beats = 0
         """How often it has answered."""
-        self._asked = False
+        self._pending = False
         self._call = _Call(self._beat)  # kept: the interpreter holds no reference
 
-    def ask(self) -> int:
+    def ping(self) -> int:
         """Have the main thread answer, unless it was asked already; returns `beats`."""
-        if not self._asked:
-            self._asked = True
+        if not self._pending:
+            self._pending = True
             if (
                 ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0
             ):  # the queue is full: it is not answering
-                self._asked = False
+                self._pending = False
         return self.beats
 
     def _beat(self, _argument: object) -> int:
         self.beats += 1
-        self._asked = False
+        self._pending = False
         return 0
 
 
@@ -68,7 +68,7 @@ class HangWatchdog:
         dead: Callable[[], bool],
         stage: Callable[[Callable[[], bool]], bool],
     ) -> None:
-        """`dead`: whether a rank of this machine died; `stage(still)`: stage what is to be, while `still()` holds."""
+        """`dead`: whether a rank of this machine died; `stage(is_current)`: stage what is to be, while `is_current()` holds."""
         self._term = term
         self._dead = dead
         self._stage = stage
@@ -77,9 +77,9 @@ class HangWatchdog:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._read_fd, True)
         before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self.awake = before == -1
+        self.has_wakeup_fd = before == -1
         """False: another part of the program is woken by signals, and stays so."""
-        if not self.awake:
+        if not self.has_wakeup_fd:
             signal.set_wakeup_fd(before)
             self._close_fds()
             log.info(
@@ -91,7 +91,7 @@ class HangWatchdog:
 
     def close(self) -> None:
         """Give the descriptor back; on the main thread, or it stays."""
-        if not self.awake or self._stop.is_set():
+        if not self.has_wakeup_fd or self._stop.is_set():
             return
         if threading.current_thread() is not threading.main_thread():
             return
@@ -102,8 +102,8 @@ class HangWatchdog:
         with contextlib.suppress(OSError):
             os.write(self._write_fd, b"\0")
 
-    def forget(self) -> None:
-        if self.awake and not self._stop.is_set():
+    def disarm(self) -> None:
+        if self.has_wakeup_fd and not self._stop.is_set():
             self._stop.set()
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
@@ -112,7 +112,7 @@ class HangWatchdog:
         while not self._stop.is_set():
             if signal.SIGTERM in os.read(self._read_fd, 4096):
                 try:
-                    self._came()
+                    self._on_sigterm()
                 except Exception:
                     log.exception("after SIGTERM: please report this")
         self._close_fds()
@@ -121,34 +121,34 @@ class HangWatchdog:
         os.close(self._read_fd)
         os.close(self._write_fd)
 
-    def _came(self) -> None:
+    def _on_sigterm(self) -> None:
         """SIGTERM came: wait until the handler has ended the process, or it is known that it never will."""
         alive_s = time.monotonic()
-        beats = self._heartbeat.ask()
+        beats = self._heartbeat.ping()
         while not self._stop.is_set() and self._term.stands:
             now_s = time.monotonic()
-            if (now := self._heartbeat.ask()) != beats:
+            if (now := self._heartbeat.ping()) != beats:
                 beats, alive_s = now, now_s
             silent_s = now_s - alive_s
             over = self._term.until_s is not None and self._term.left_s <= 0
-            if silent_s > LOST_S and (over or self._dead()):
+            if silent_s > HANG_S and (over or self._dead()):
 
-                def still(beats: int = beats) -> bool:
+                def is_current(beats: int = beats) -> bool:
                     return self._heartbeat.beats == beats
 
-                if self._stage(still) and still():
+                if self._stage(is_current) and is_current():
                     self._term.end()
                     return
                 alive_s = time.monotonic()
-            self._stop.wait(LOOK_S)
+            self._stop.wait(POLL_S)
 
 
 _live: weakref.WeakSet[HangWatchdog] = weakref.WeakSet()
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     for watchdog in list(_live):
-        watchdog.forget()
+        watchdog.disarm()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -18,9 +18,9 @@ from deltashard.attach.lock import is_free, trainer_lock, trainer_locks
 from deltashard.errors import GroupLost
 from deltashard.group.group_store import GroupStore
 
-BEAT_S, BEAT_A_RANK_S = 1.0, 0.005
+BEAT_INTERVAL_S, BEAT_INTERVAL_PER_RANK_S = 1.0, 0.005
 """How often a rank beats: the longer of these, the second by world size."""
-SILENT_S = 5.0
+BEAT_TIMEOUT_S = 5.0
 """Without a beat for so long, a rank elsewhere is dead."""
 _LEFT = b"left"
 
@@ -33,42 +33,44 @@ class Peers:
         self._runtime = runtime
         self._local = local
         self._seen: set[Path] = set()
-        self._beats: _Beats | None = None
+        self._beats: _HeartbeatThread | None = None
         if runtime is not None:
-            _left_of(trainer_lock(runtime, local)).unlink(missing_ok=True)
+            _left_marker(trainer_lock(runtime, local)).unlink(missing_ok=True)
 
-    def meet(self) -> None:
+    def register_peers(self) -> None:
         """All ranks are here: who holds a lock now is one of them."""
         if self._runtime is not None:
             mine = trainer_lock(self._runtime, self._local)
-            self._seen = {path for path in trainer_locks(self._runtime) if path != mine and not _free(path)}
+            self._seen = {
+                path for path in trainer_locks(self._runtime) if path != mine and not _is_free(path)
+            }
 
-    def hear(self, prefix: str, rank: int, world_size: int) -> None:
+    def start_heartbeat(self, prefix: str, rank: int, world_size: int) -> None:
         """Beat, and hear of the ranks that are elsewhere, if there are any, by keys under `prefix`."""
         if self._beats is not None:
             self._beats.close()
-        elsewhere = len(self._seen) + 1 < world_size
-        self._beats = _Beats(prefix, rank, world_size) if elsewhere else None
+        has_remote_ranks = len(self._seen) + 1 < world_size
+        self._beats = _HeartbeatThread(prefix, rank, world_size) if has_remote_ranks else None
 
     @property
-    def elsewhere(self) -> bool:
+    def has_remote_ranks(self) -> bool:
         return self._beats is not None
 
     @property
     def dead(self) -> bool:
         """Whether one of them is gone that did not leave in order."""
-        here = any(not _left_of(path).exists() and _free(path) for path in self._seen)
+        here = any(not _left_marker(path).exists() and _is_free(path) for path in self._seen)
         return here or (self._beats is not None and self._beats.dead)
 
-    def broke(self, error: BaseException) -> bool:
+    def is_peer_failure(self, error: BaseException) -> bool:
         """Whether `error` is a collective's that says by itself that it lost a rank elsewhere."""
         # gloo raises plain RuntimeErrors, which begin with the file of its own that met the end of a connection.
-        return self.elsewhere and (isinstance(error, DistError) or "gloo/transport/" in str(error))
+        return self.has_remote_ranks and (isinstance(error, DistError) or "gloo/transport/" in str(error))
 
     def leave(self) -> None:
         if self._runtime is not None:
             with contextlib.suppress(OSError):  # the runtime directory was wiped
-                _left_of(trainer_lock(self._runtime, self._local)).touch()
+                _left_marker(trainer_lock(self._runtime, self._local)).touch()
         self.close(leaving=True)
 
     def close(self, *, leaving: bool = False) -> None:
@@ -76,15 +78,15 @@ class Peers:
             self._beats.close(leaving=leaving)
 
 
-class _Beats:
+class _HeartbeatThread:
     """One rank's thread; it looks at the others only once somebody asks."""
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
         self._prefix, self._rank, self._world_size = prefix, rank, world_size
-        self._every_s = max(BEAT_S, BEAT_A_RANK_S * world_size)
-        self._stop, self._asked = threading.Event(), threading.Event()
+        self._interval_s = max(BEAT_INTERVAL_S, BEAT_INTERVAL_PER_RANK_S * world_size)
+        self._stop, self._poll_enabled = threading.Event(), threading.Event()
         self._leaving = False
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._last_beats: dict[int, tuple[bytes, float]] = {}
         self._dead = False
         self._thread = threading.Thread(target=self._run, name="deltashard-beats", daemon=True)
         self._thread.start()
@@ -92,42 +94,44 @@ class _Beats:
     @property
     def dead(self) -> bool:
         """Whether a rank was silent for long enough; the first time that this is asked begins to count."""
-        self._asked.set()
+        self._poll_enabled.set()
         return self._dead
 
     def close(self, *, leaving: bool = False) -> None:
         self._leaving |= leaving
         self._stop.set()
-        self._thread.join(timeout=BEAT_S)
+        self._thread.join(timeout=BEAT_INTERVAL_S)
 
     def _run(self) -> None:
         try:
             store, number = GroupStore(self._prefix), 0
-            while not self._stop.wait(self._every_s if number else 0.0):
+            while not self._stop.wait(self._interval_s if number else 0.0):
                 number += 1
                 store.put(f"beat/{self._rank}", str(number).encode())
-                if self._asked.is_set():
-                    self._look(store)
+                if self._poll_enabled.is_set():
+                    self._poll_peers(store)
             if self._leaving:
                 store.put(f"beat/{self._rank}", _LEFT)
         except GroupLost:
             self._dead = True  # it went with the rank, or the agent, that had it
 
-    def _look(self, store: GroupStore) -> None:
+    def _poll_peers(self, store: GroupStore) -> None:
         said = store.get_all([f"beat/{rank}" for rank in range(self._world_size)])
         now_s = time.monotonic()
         for rank, word in enumerate(said or ()):
-            if self._heard.get(rank, (b"", 0.0))[0] != word:
-                self._heard[rank] = word, now_s
-        silent_s = max(SILENT_S, 3 * self._every_s)
-        self._dead = any(word != _LEFT and now_s - at_s > silent_s for word, at_s in self._heard.values())
+            if self._last_beats.get(rank, (b"", 0.0))[0] != word:
+                self._last_beats[rank] = word, now_s
+        silent_s = max(BEAT_TIMEOUT_S, 3 * self._interval_s)
+        self._dead = any(
+            word != _LEFT and now_s - at_s > silent_s for word, at_s in self._last_beats.values()
+        )
 
 
-def _left_of(lock: Path) -> Path:
+def _left_marker(lock: Path) -> Path:
     return lock.with_suffix(".left")
 
 
-def _free(path: Path) -> bool:
+def _is_free(path: Path) -> bool:
     try:
         return is_free(path)
     except OSError:

@@ -35,18 +35,18 @@ from deltashard.partial.hang_watchdog import HangWatchdog
 from deltashard.partial.peer import Peers
 from deltashard.partial.recovery_context import RecoveryContext
 from deltashard.partial.rule import (
-    RecoverySituation,
+    RecoveryDecision,
+    RecoveryInputs,
+    RecoveryReport,
     RecoveryTerms,
-    RecoveryVerdict,
-    RecoveryWord,
-    Staged,
-    judge,
-    moved_on,
+    StagedMetadata,
+    advance_positions,
+    decide,
 )
 from deltashard.partial.staged_part import PartFrames, StagedPart
 from deltashard.partial.stager import Stager
 from deltashard.program import Program
-from deltashard.restore.assembly import Assembly
+from deltashard.restore.collective import CollectiveRestore
 from deltashard.restore.recovery_plan import PlanContext, RecoveryPlan
 from deltashard.state.value import decode_value, encode_value
 from deltashard.tracking.cut_base import CutBase
@@ -59,12 +59,16 @@ _DONOR = "donor"
 class PartialRecovery(RecoveryPlan):
     """Of one Checkpointer among several ranks; where recovery is full, it only ends ranks in a dead collective."""
 
-    def __init__(self, made_for: PlanContext) -> None:
-        config, url, run = made_for.config, made_for.member.attachment.url, made_for.member.attachment.run
-        child = made_for.launcher if isinstance(made_for.launcher, ChildLauncher) else None
-        self._loop = made_for.loop
-        self._program = made_for.loop.program
-        self._rank = made_for.member.rank
+    def __init__(self, plan_context: PlanContext) -> None:
+        config, url, run = (
+            plan_context.config,
+            plan_context.member.attachment.url,
+            plan_context.member.attachment.run,
+        )
+        child = plan_context.launcher if isinstance(plan_context.launcher, ChildLauncher) else None
+        self._loop = plan_context.loop
+        self._program = plan_context.loop.program
+        self._rank = plan_context.member.rank
         self._context = RecoveryContext(
             RecoveryTerms(
                 pls_target=float(config.pls_target or 0), planned_steps=int(config.planned_steps or 0)
@@ -73,19 +77,19 @@ class PartialRecovery(RecoveryPlan):
             else None,
             self._rank,
             run=f"{url} {run}",
-            home=staged_in_pod(url, run) if child is None else child.staged,
+            staging_dir=staged_in_pod(url, run) if child is None else child.staged,
         )
         self.terms = str(self._context.terms or "full")
         self.pls_target = self._context.pls_target
         # In a pod there is nobody else to ask, and what a rank would stage for partial recovery alone.
         heard = not self._rank.alone and (child is not None or self.pls_target > 0)
         self._peers = Peers(None if child is None else child.runtime, self._rank.local) if heard else None
-        self._strays: tuple[int, ...] = ()
+        self._misplaced_ranks: tuple[int, ...] = ()
         """Ranks that are elsewhere now, and have staged here."""
         self._stager: Stager | None = None
         self._watchdog: HangWatchdog | None = None
-        if self._context.off:
-            log.warning('recovery="partial" is full here: %s', self._context.off)
+        if self._context.disabled_reason:
+            log.warning('recovery="partial" is full here: %s', self._context.disabled_reason)
 
     @property
     def pls(self) -> float:
@@ -113,49 +117,60 @@ class PartialRecovery(RecoveryPlan):
         if term is not None:
             self._watchdog = HangWatchdog(term, dead=lambda: self.dead, stage=self._stager.stage)
 
-    def resumed(self, metadata: Mapping[str, str]) -> None:
-        self._context.resumed(metadata)
+    def load_metadata(self, metadata: Mapping[str, str]) -> None:
+        self._context.load_metadata(metadata)
 
-    def agree(self, ranks: Assembly, reply: pb.OpenReply, *, unusual: str) -> PartialRestorePlan | None:
+    def agree(
+        self, ranks: CollectiveRestore, reply: pb.OpenReply, *, unusual: str
+    ) -> PartialRestorePlan | None:
         context = self._context
         if context.terms is None:
             return None
-        mine, why = (None, "") if context.off else staged_part.look(context.home, context.rank)
+        mine, why = (
+            (None, "")
+            if context.disabled_reason
+            else staged_part.read_part(context.staging_dir, context.rank)
+        )
         if mine is not None and mine.boxes != tuple(t.box for t in self._program.tracking.tables):
             why = "its boxes are not those of this rank"
-        word = RecoveryWord(
+        word = RecoveryReport(
             staged=None if mine is None else mine.staged,
             unusable=why,
-            off=context.off,
-            place=context.place,
-            carried_bytes=0 if mine is None else sum(map(len, mine.carried(self._replicated))),
-            strays=() if context.off or mine is not None else staged_part.others(context.home, context.rank),
+            disabled_reason=context.disabled_reason,
+            location=context.location,
+            shared_bytes=0 if mine is None else sum(map(len, mine.shared_frames(self._replicated))),
+            misplaced_ranks=()
+            if context.disabled_reason or mine is not None
+            else staged_part.other_ranks(context.staging_dir, context.rank),
             rows=self._rows(),
         )
         terms = context.terms
-        told = ranks.settle(
+        told = ranks.resolve(
             "recovery",
-            _text(word),
-            lambda words: _text(judge([_word(w) for w in words], self._situation(reply, unusual), terms)),
+            _to_json(word),
+            lambda words: _to_json(
+                decide([_report_from_json(w) for w in words], self._recovery_inputs(reply, unusual), terms)
+            ),
         )
-        said = RecoveryVerdict(**json.loads(told))
-        if not context.off:
-            self._strays = tuple(
-                set(staged_part.others(context.home, context.rank)) & set(said.elsewhere(context.rank))
+        said = RecoveryDecision(**json.loads(told))
+        if not context.disabled_reason:
+            self._misplaced_ranks = tuple(
+                set(staged_part.other_ranks(context.staging_dir, context.rank))
+                & set(said.remote_ranks(context.rank))
             )
-        return self._taken(said, mine, ranks)
+        return self._build_plan(said, mine, ranks)
 
     @property
     def _replicated(self) -> frozenset[str]:
         return frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
 
-    def _taken(
-        self, verdict: RecoveryVerdict, mine: StagedPart | None, ranks: Assembly
+    def _build_plan(
+        self, verdict: RecoveryDecision, mine: StagedPart | None, ranks: CollectiveRestore
     ) -> PartialRestorePlan | None:
         context = self._context
         if not verdict.partial:
             if context.rank == 0:
-                log.warning("recovery is full, all ranks go back to the checkpoint: %s", verdict.why_full)
+                log.warning("recovery is full, all ranks go back to the checkpoint: %s", verdict.full_reason)
             return None
         if context.rank == 0:
             log.warning(
@@ -164,7 +179,7 @@ class PartialRecovery(RecoveryPlan):
                 verdict.step,
                 list(verdict.steps),
                 list(verdict.lost),
-                verdict.added,
+                verdict.added_pls,
                 verdict.pls,
             )
         donor: PartFrames | None = None
@@ -174,17 +189,19 @@ class PartialRecovery(RecoveryPlan):
             log.warning("rank %d's staged part cannot be read any more: %s", verdict.donor, error)
         return PartialRestorePlan(verdict, self._program, context, mine=mine, donor=donor)
 
-    def _donor(self, verdict: RecoveryVerdict, mine: StagedPart | None, ranks: Assembly) -> PartFrames | None:
+    def _donor(
+        self, verdict: RecoveryDecision, mine: StagedPart | None, ranks: CollectiveRestore
+    ) -> PartFrames | None:
         """The donor's part, or what this rank is sent of it; None: the donor cannot send it."""
         rank = self._context.rank
         if verdict.donor == rank:
-            if verdict.elsewhere(rank):
-                ranks.send(_DONOR, None if mine is None else b"".join(mine.carried(self._replicated)))
+            if verdict.remote_ranks(rank):
+                ranks.send(_DONOR, None if mine is None else b"".join(mine.shared_frames(self._replicated)))
             return mine
-        if rank in verdict.elsewhere(verdict.donor):
+        if rank in verdict.remote_ranks(verdict.donor):
             data = ranks.receive(_DONOR)
             return None if data is None else PartFrames(memoryview(data))
-        return StagedPart(staged_part.path_of(self._context.home, verdict.donor))
+        return StagedPart(staged_part.path_of(self._context.staging_dir, verdict.donor))
 
     def _rows(self) -> float:
         found = 0.0
@@ -195,13 +212,13 @@ class PartialRecovery(RecoveryPlan):
                 found += (box.row_stop - box.row_start) * width
         return found
 
-    def _situation(self, reply: pb.OpenReply, unusual: str) -> RecoverySituation:
+    def _recovery_inputs(self, reply: pb.OpenReply, unusual: str) -> RecoveryInputs:
         context = self._context
         if not unusual and reply.log_damage:
             unusual = "the log is damaged"
         if not unusual and reply.fell_back:
             unusual = "a newer checkpoint is not whole"
-        return RecoverySituation(
+        return RecoveryInputs(
             run=context.run,
             world_size=context.world_size,
             layout=reply.layout,
@@ -216,21 +233,23 @@ class PartialRecovery(RecoveryPlan):
             unusual=unusual,
         )
 
-    def begun(self, reply: pb.OpenReply, meeting: str) -> None:
+    def training_started(self, reply: pb.OpenReply, group_name: str) -> None:
         # All that was to be restored is: what was staged before is of no use any more.
         context = self._context
-        if context.terms is not None and not context.off:
-            staged_part.discard(context.home, context.rank)
-            for rank in self._strays:
-                staged_part.discard(context.home, rank)
-        context.begin(reply.attempt, reply.layout, meeting)
+        if context.terms is not None and not context.disabled_reason:
+            staged_part.discard(context.staging_dir, context.rank)
+            for rank in self._misplaced_ranks:
+                staged_part.discard(context.staging_dir, rank)
+        context.begin(reply.attempt, reply.layout, group_name)
         if self._peers is not None:
-            self._peers.meet()
+            self._peers.register_peers()
             if self.pls_target:
-                self._peers.hear(f"deltashard/{meeting}/", self._rank.number, self._rank.world_size)
+                self._peers.start_heartbeat(
+                    f"deltashard/{group_name}/", self._rank.number, self._rank.world_size
+                )
 
-    def raised(self, error: BaseException) -> bool:
-        return self._stager is not None and self._stager.raised(error)
+    def handle_error(self, error: BaseException) -> bool:
+        return self._stager is not None and self._stager.handle_error(error)
 
     def leave(self) -> None:
         if self._peers is not None:
@@ -248,7 +267,7 @@ class PartialRestorePlan:
 
     def __init__(
         self,
-        verdict: RecoveryVerdict,
+        verdict: RecoveryDecision,
         program: Program,
         context: RecoveryContext,
         *,
@@ -256,7 +275,7 @@ class PartialRestorePlan:
         donor: PartFrames | None,
     ) -> None:
         """`donor` None: it cannot be read after all, which `overlay` says to all."""
-        self._verdict = verdict
+        self._decision = verdict
         self._program = program
         self._context = context
         self._rank = context.rank
@@ -264,7 +283,7 @@ class PartialRestorePlan:
         self.rank_steps = tuple(verdict.steps)
         self._mine = mine
         self._donor = donor
-        said = f"PLS {verdict.added:.3g}, of the run {verdict.pls:.3g}; lost ranks: {list(verdict.lost)}"
+        said = f"PLS {verdict.added_pls:.3g}, of the run {verdict.pls:.3g}; lost ranks: {list(verdict.lost)}"
         self.notes = [f"recovery was partial, which is not exact: {said}"]
 
     def overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
@@ -272,7 +291,7 @@ class PartialRestorePlan:
         try:
             return self._overlay(raw)
         except (DeltashardError, OSError, ValueError, KeyError) as error:
-            raise self._unread(error) from error
+            raise self._unreadable(error) from error
 
     def frames(self) -> Iterator[FrameBytes]:
         replicated = frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
@@ -282,10 +301,10 @@ class PartialRestorePlan:
         if self._donor is not None:
             yield from self._donor.frames(replicated)
 
-    def applied(self) -> None:
-        self._context.added(self._verdict.pls, self._verdict.recoveries)
+    def on_applied(self) -> None:
+        self._context.record_recovery(self._decision.pls, self._decision.recoveries)
 
-    def _unread(self, error: Exception) -> RunWentOn:
+    def _unreadable(self, error: Exception) -> RunWentOn:
         return RunWentOn(
             f"a staged part cannot be used after all: {error}",
             where=f"rank {self._rank}",
@@ -302,13 +321,13 @@ class PartialRestorePlan:
         then = optimizer_parts(common_blobs(raw))
         for view in self._program.tracking.optimizers:
             name = optimizer_name(view.index, 0)
-            if not view.spread:
+            if not view.is_partitioned:
                 found[name] = donor[name]
                 continue
             spoke = decode_value((mine or donor)[name])
-            tree = view.carried(view.merged(decode_value(data) for data in then[view.index]), spoke)
+            tree = view.adopt_remote(view.merged(decode_value(data) for data in then[view.index]), spoke)
             found[name] = memoryview(encode_value(tree).to_bytes())
-        own = self._verdict.own[self._rank]
+        own = self._decision.own[self._rank]
         held = own_blobs(self._rank, raw)
         said = mine if own and mine is not None else donor
         for name, data in said.items():
@@ -322,13 +341,13 @@ class PartialRestorePlan:
         here = mine if mine is not None else held
         positions = decode_value(here["loader"]) if "loader" in here else {}
         if not own:
-            positions, notes = moved_on(positions, decode_value(donor["loader"]))
+            positions, notes = advance_positions(positions, decode_value(donor["loader"]))
             self.notes += [f"rank {self._rank}: {note}" for note in notes]
         found[blob_name(self._rank, "loader")] = memoryview(encode_value(positions).to_bytes())
         return found
 
     def _note_lost(self, states: bool) -> None:
-        rank, verdict = self._rank, self._verdict
+        rank, verdict = self._rank, self._decision
         if states:
             self.notes.append(f"rank {rank} has rank {verdict.donor}'s state=, since it was not at its step")
         if self._mine is None:
@@ -337,11 +356,11 @@ class PartialRestorePlan:
             )
 
 
-def _text(said: RecoveryWord | RecoveryVerdict) -> str:
+def _to_json(said: RecoveryReport | RecoveryDecision) -> str:
     return json.dumps(dataclasses.asdict(said))
 
 
-def _word(text: str) -> RecoveryWord:
+def _report_from_json(text: str) -> RecoveryReport:
     said = json.loads(text)
     staged = said.pop("staged")
-    return RecoveryWord(staged=None if staged is None else Staged(**staged), **said)
+    return RecoveryReport(staged=None if staged is None else StagedMetadata(**staged), **said)

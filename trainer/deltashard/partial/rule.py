@@ -27,7 +27,7 @@ class RecoveryTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
+class StagedMetadata:
     """What a staged part says of itself."""
 
     run: str
@@ -54,27 +54,27 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryWord:
+class RecoveryReport:
     """What one rank says of the part that it found."""
 
-    staged: Staged | None
+    staged: StagedMetadata | None
     """None: there is none, or none that can be read."""
     unusable: str = ""
     """Why what is there cannot be used; empty: nothing is there, or it can."""
-    off: str = ""
+    disabled_reason: str = ""
     """Why this rank takes no part in partial recovery at all."""
-    place: str = ""
+    location: str = ""
     """Tells where its staged parts lie from other such places: another pod, another machine."""
-    carried_bytes: int = 0
+    shared_bytes: int = 0
     """Of its part, what others take where it is the donor's: all but rows of sharded tables."""
-    strays: Sequence[int] = ()
+    misplaced_ranks: Sequence[int] = ()
     """Ranks whose parts are at its place, while its own is not."""
     rows: float = 0.0
     """Rows of sharded tables that this rank holds; of a column shard its share of the columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoverySituation:
+class RecoveryInputs:
     """What is to be resumed, as the log said at the slot of the new attempt."""
 
     run: str
@@ -99,10 +99,10 @@ class RecoverySituation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryVerdict:
+class RecoveryDecision:
     """The road that all ranks take."""
 
-    why_full: str = ""
+    full_reason: str = ""
     """Empty: partial."""
     step: int = 0
     """Training goes on after this one."""
@@ -114,9 +114,9 @@ class RecoveryVerdict:
     """By rank: whether it goes on with its own state, generators and loaders."""
     lost: Sequence[int] = ()
     """Ranks whose rows come from the checkpoint."""
-    places: Sequence[int] = ()
+    locations: Sequence[int] = ()
     """By rank: a number of the place where it stages, the same for ranks of one place; partial or not."""
-    added: float = 0.0
+    added_pls: float = 0.0
     """PLS of this recovery."""
     pls: float = 0.0
     """Of the run with it."""
@@ -125,11 +125,13 @@ class RecoveryVerdict:
 
     @property
     def partial(self) -> bool:
-        return not self.why_full
+        return not self.full_reason
 
-    def elsewhere(self, rank: int) -> tuple[int, ...]:
+    def remote_ranks(self, rank: int) -> tuple[int, ...]:
         """Ranks that stage at another place than `rank` does, and cannot read there."""
-        return tuple(other for other, place in enumerate(self.places) if place != self.places[rank])
+        return tuple(
+            other for other, location in enumerate(self.locations) if location != self.locations[rank]
+        )
 
 
 def pls_of(steps_lost: Sequence[int], rows: Sequence[float], *, all_rows: float, planned_steps: int) -> float:
@@ -139,7 +141,7 @@ def pls_of(steps_lost: Sequence[int], rows: Sequence[float], *, all_rows: float,
     return sum(n * share for n, share in zip(steps_lost, rows, strict=True)) / all_rows / planned_steps
 
 
-def why_unusable(staged: Staged, now: RecoverySituation, rank: int) -> str:
+def unusable_reason(staged: StagedMetadata, now: RecoveryInputs, rank: int) -> str:
     """Why a part cannot be applied on top of what is resumed; empty: it can."""
     if staged.run != now.run:
         return "it is another run's"
@@ -164,49 +166,53 @@ def why_unusable(staged: Staged, now: RecoverySituation, rank: int) -> str:
     return ""
 
 
-CARRIED_BYTES = 1 << 30
+MAX_SHARED_BYTES = 1 << 30
 """It goes over the store of the process group, which one process serves, once for each rank that cannot read it."""
 
 
-def _why_nobody(words: Sequence[RecoveryWord]) -> str:
+def _none_staged_reason(words: Sequence[RecoveryReport]) -> str:
     for rank, word in enumerate(words):
-        if word.strays:
+        if word.misplaced_ranks:
             return (
-                f"no rank has staged anything; rank {rank} finds what rank {word.strays[0]} staged: a pod or machine "
+                f"no rank has staged anything; rank {rank} finds what rank {word.misplaced_ranks[0]} staged: a pod or machine "
                 "must have the same ranks when it comes back"
             )
     return "no rank has staged anything"
 
 
-def judge(words: Sequence[RecoveryWord], now: RecoverySituation, terms: RecoveryTerms) -> RecoveryVerdict:
-    places = [word.place for word in words]
-    return replace(_judged(words, now, terms), places=tuple(map(places.index, places)))
+def decide(words: Sequence[RecoveryReport], now: RecoveryInputs, terms: RecoveryTerms) -> RecoveryDecision:
+    locations = [word.location for word in words]
+    return replace(_decide(words, now, terms), locations=tuple(map(locations.index, locations)))
 
 
-def _judged(words: Sequence[RecoveryWord], now: RecoverySituation, terms: RecoveryTerms) -> RecoveryVerdict:
-    why = now.unusual or next((f"rank {r}: {w.off}" for r, w in enumerate(words) if w.off), "")
+def _decide(words: Sequence[RecoveryReport], now: RecoveryInputs, terms: RecoveryTerms) -> RecoveryDecision:
+    why = now.unusual or next(
+        (f"rank {r}: {w.disabled_reason}" for r, w in enumerate(words) if w.disabled_reason), ""
+    )
     if why:
-        return RecoveryVerdict(why_full=why)
+        return RecoveryDecision(full_reason=why)
     for rank, word in enumerate(words):
-        unusable = "" if word.staged is None else why_unusable(word.staged, now, rank)
+        unusable = "" if word.staged is None else unusable_reason(word.staged, now, rank)
         unusable = unusable or word.unusable
         if unusable:
-            return RecoveryVerdict(why_full=f"rank {rank}'s staged part: {unusable}")
+            return RecoveryDecision(full_reason=f"rank {rank}'s staged part: {unusable}")
     survivors = {rank: word.staged for rank, word in enumerate(words) if word.staged is not None}
     if not survivors:
-        return RecoveryVerdict(why_full=_why_nobody(words))
+        return RecoveryDecision(full_reason=_none_staged_reason(words))
     able = {rank: staged.step for rank, staged in survivors.items() if staged.clean}
     if not able:
-        return RecoveryVerdict(why_full="the optimizers of every survivor had stepped since its last step()")
+        return RecoveryDecision(
+            full_reason="the optimizers of every survivor had stepped since its last step()"
+        )
     donor = max(able, key=lambda rank: (able[rank], -rank))
     step = able[donor]
     if any(staged.step > step for staged in survivors.values()):
-        return RecoveryVerdict(why_full="the survivor that was ahead had begun its next optimizer step")
-    apart = any(word.place != words[donor].place for word in words)
-    if apart and words[donor].carried_bytes > CARRIED_BYTES:
-        return RecoveryVerdict(
-            why_full=f"what all would take of rank {donor} (dense part, optimizers, tables on every rank) is "
-            f"{words[donor].carried_bytes >> 20} MiB, more than the {CARRIED_BYTES >> 20} that ranks of several "
+        return RecoveryDecision(full_reason="the survivor that was ahead had begun its next optimizer step")
+    apart = any(word.location != words[donor].location for word in words)
+    if apart and words[donor].shared_bytes > MAX_SHARED_BYTES:
+        return RecoveryDecision(
+            full_reason=f"what all would take of rank {donor} (dense part, optimizers, tables on every rank) is "
+            f"{words[donor].shared_bytes >> 20} MiB, more than the {MAX_SHARED_BYTES >> 20} that ranks of several "
             "machines or pods give one another"
         )
     lost = tuple(rank for rank in range(len(words)) if rank not in survivors)
@@ -215,15 +221,15 @@ def _judged(words: Sequence[RecoveryWord], now: RecoverySituation, terms: Recove
         max(step - reached, 1 if rank in survivors and survivors[rank].ahead else 0)
         for rank, reached in enumerate(steps)
     ]
-    added = pls_of(
+    added_pls = pls_of(
         behind, [word.rows for word in words], all_rows=now.rows, planned_steps=terms.planned_steps
     )
-    pls = max(now.pls, *(staged.pls for staged in survivors.values())) + added
+    pls = max(now.pls, *(staged.pls for staged in survivors.values())) + added_pls
     if pls > terms.pls_target:
-        return RecoveryVerdict(
-            why_full=f"the run's PLS would come to {pls:.3g}, beyond its target of {terms.pls_target:.3g}"
+        return RecoveryDecision(
+            full_reason=f"the run's PLS would come to {pls:.3g}, beyond its target of {terms.pls_target:.3g}"
         )
-    return RecoveryVerdict(
+    return RecoveryDecision(
         step=step,
         donor=donor,
         steps=steps,
@@ -232,13 +238,15 @@ def _judged(words: Sequence[RecoveryWord], now: RecoverySituation, terms: Recove
             for rank in range(len(words))
         ),
         lost=lost,
-        added=added,
+        added_pls=added_pls,
         pls=pls,
         recoveries=1 + max(now.recoveries, *(staged.recoveries for staged in survivors.values())),
     )
 
 
-def moved_on(positions: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def advance_positions(
+    positions: Mapping[str, Any], others: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """`positions` of loaders by name, moved on to where `others` are, of a rank further on; and notes.
 
     Within an epoch the loader draws the batches between and drops them; none of them is compared.
@@ -250,7 +258,7 @@ def moved_on(positions: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[d
         if other is None or (mine["epoch"], mine["delivered"]) >= (other["epoch"], other["delivered"]):
             found[name] = mine
         elif mine["epoch"] == other["epoch"] and mine["delivered"]:
-            found[name] = {**mine, **_place(other)}
+            found[name] = {**mine, **_peer_position(other)}
         elif "stateful" in (mine["kind"], other["kind"]) and other["delivered"]:
             found[name] = mine
             notes.append(
@@ -260,7 +268,7 @@ def moved_on(positions: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[d
             # It was in another epoch then, whose beginning was not seen on this rank: as it was on the other.
             found[name] = {
                 **other,
-                **_place(other),
+                **_peer_position(other),
                 "own": mine["own"],
                 "seeds": mine["seeds"],
                 "first": None,
@@ -271,7 +279,7 @@ def moved_on(positions: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[d
     return found, notes
 
 
-def _place(other: Mapping[str, Any]) -> dict[str, Any]:
+def _peer_position(other: Mapping[str, Any]) -> dict[str, Any]:
     """Where it stands, and that its last batch was not this rank's."""
     kept = ("delivered", "samples", "last_samples", "over", "order", "base", "unchecked")
     nothing = {"fingerprint": None, "indices": None, "before": None, "in_use": False}

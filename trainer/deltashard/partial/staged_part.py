@@ -1,7 +1,7 @@
 """A staged part: what a survivor held, as one file on this machine, written at once and never read as a commit.
 
     frames    rows, each with its tail behind it, and blobs (`format.frame`), each with its hash
-    facts     JSON of `rule.Staged`, of the boxes, and of the bytes of all frames
+    facts     JSON of `rule.StagedMetadata`, of the boxes, and of the bytes of all frames
     trailer   bytes of the facts (u64 little-endian), their xxh3-128, magic
 
 It is written beside, synced, and renamed: a file of this name is whole, or a hash says that it is not. No store and
@@ -25,31 +25,33 @@ from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.restore.frame_applier import FrameApplier
 
-from deltashard.partial.rule import Staged
+from deltashard.partial.rule import StagedMetadata
 
 MAGIC = b"DSSTGD01"
 _TRAILER = struct.Struct("<Q16s8s")
 
 
-def path_of(home: Path, rank: int) -> Path:
-    return home / f"rank-{rank}.part"
+def path_of(staging_dir: Path, rank: int) -> Path:
+    return staging_dir / f"rank-{rank}.part"
 
 
-def discard(home: Path, rank: int) -> None:
-    for path in (path_of(home, rank), path_of(home, rank).with_suffix(".new")):
+def discard(staging_dir: Path, rank: int) -> None:
+    for path in (path_of(staging_dir, rank), path_of(staging_dir, rank).with_suffix(".new")):
         path.unlink(missing_ok=True)
 
 
-def others(home: Path, rank: int) -> tuple[int, ...]:
+def other_ranks(staging_dir: Path, rank: int) -> tuple[int, ...]:
     """Ranks other than `rank` whose parts lie there."""
-    found = (path.stem.removeprefix("rank-") for path in home.glob("rank-*.part"))
+    found = (path.stem.removeprefix("rank-") for path in staging_dir.glob("rank-*.part"))
     return tuple(sorted({int(each) for each in found if each.isdecimal()} - {rank}))
 
 
-def write(home: Path, staged: Staged, frames: Iterable[EncodedFrame], *, boxes: Iterable[Box]) -> Path:
+def write(
+    staging_dir: Path, staged: StagedMetadata, frames: Iterable[EncodedFrame], *, boxes: Iterable[Box]
+) -> Path:
     """Write the part of a rank, synced, under a name of its own; `publish` gives it the one that is read."""
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    place = path_of(home, staged.rank).with_suffix(".new")
+    staging_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place = path_of(staging_dir, staged.rank).with_suffix(".new")
     place.unlink(missing_ok=True)
     with os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         for frame in frames:
@@ -69,11 +71,11 @@ def write(home: Path, staged: Staged, frames: Iterable[EncodedFrame], *, boxes: 
     return place
 
 
-def publish(home: Path, rank: int) -> None:
+def publish(staging_dir: Path, rank: int) -> None:
     """What `write` wrote is the rank's staged part from now on, whatever dies."""
-    path = path_of(home, rank)
+    path = path_of(staging_dir, rank)
     path.with_suffix(".new").replace(path)
-    fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(staging_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -103,7 +105,7 @@ class PartFrames:
             if info.table in tables:
                 yield data[: info.length], None if info.tail is None else data[info.length :]
 
-    def carried(self, tables: frozenset[str]) -> list[memoryview]:
+    def shared_frames(self, tables: frozenset[str]) -> list[memoryview]:
         """Frames with their tails that are of use to other ranks: all blobs, and rows of `tables`, which each has."""
         return [data for info, data in self._frames if info.name or info.table in tables]
 
@@ -135,7 +137,7 @@ class StagedPart(PartFrames):
             raise CorruptObject("its facts do not have their hash", where=str(path))
         try:
             held = json.loads(facts)
-            self.staged = Staged(**held["staged"])
+            self.staged = StagedMetadata(**held["staged"])
             self.boxes = tuple(Box(**box) for box in held["boxes"])
             if held["frame_bytes"] != facts_at:
                 raise CorruptObject("its frames are not all there", where=str(path))
@@ -144,10 +146,10 @@ class StagedPart(PartFrames):
         super().__init__(view[:facts_at])
 
 
-def look(home: Path, rank: int) -> tuple[StagedPart | None, str]:
+def read_part(staging_dir: Path, rank: int) -> tuple[StagedPart | None, str]:
     """The rank's staged part, or (None, why what is there cannot be used); (None, "") where there is none."""
     try:
-        return StagedPart(path_of(home, rank)), ""
+        return StagedPart(path_of(staging_dir, rank)), ""
     except FileNotFoundError:
         return None, ""
     except DeltashardError as error:

@@ -21,7 +21,7 @@ from deltashard_checkpoint.format.typed_tree import EncodedTree
 from deltashard.partial import staged_part
 from deltashard.partial.peer import Peers
 from deltashard.partial.recovery_context import RecoveryContext
-from deltashard.partial.rule import Staged
+from deltashard.partial.rule import StagedMetadata
 from deltashard.program import Program
 from deltashard.sharded.batched_kernel import KernelShard
 from deltashard.state.value import array_of
@@ -31,10 +31,10 @@ from deltashard.tracking.tracking import TrackedTable
 
 log = logging.getLogger("deltashard")
 
-DEATH_S = 2.0
+PEER_DEATH_WAIT_S = 2.0
 """A collective that raised did so because a rank died, if one is found dead within so long: its locks go last."""
-LOOK_S = 0.02
-UPDATE_S = 10.0
+POLL_S = 0.02
+UPDATE_TIMEOUT_S = 10.0
 """A fused update that takes longer was left by an exception: nothing is staged."""
 
 
@@ -61,23 +61,25 @@ class Stager:
         self._peers = peers
         self._lock = threading.Lock()
         self._done = False
-        self._updating_s = 0.0
-        for table in self._tracking.tables if context.terms is not None and not context.off else ():
+        self._updating_since_s = 0.0
+        for table in (
+            self._tracking.tables if context.terms is not None and not context.disabled_reason else ()
+        ):
             if isinstance(table.found.kernel, KernelShard):
                 table.found.kernel.batch.watch(lambda begins: self._tracking.steps.update(begins=begins))
 
-    def raised(self, error: BaseException) -> bool:
+    def handle_error(self, error: BaseException) -> bool:
         """`error` came out of the training loop: stage, if it says that a rank died; returns whether it does."""
         # torch raises what a collective met as RuntimeError, of which its own errors are a kind. Any other error is
         # this rank's own: whatever led to it is better not kept.
         if not self._context.ready or not isinstance(error, RuntimeError):
             return False
-        until_s = time.monotonic() + DEATH_S
+        until_s = time.monotonic() + PEER_DEATH_WAIT_S
         idle = threading.Event()
-        while not self._peers.broke(error) and not self._peers.dead:
+        while not self._peers.is_peer_failure(error) and not self._peers.dead:
             if time.monotonic() >= until_s:
                 return False
-            idle.wait(LOOK_S)
+            idle.wait(POLL_S)
         if self._tracking.steps.updating:
             log.warning(
                 "a rank died, and a fused update of this one was left halfway: nothing of it is staged"
@@ -86,13 +88,13 @@ class Stager:
             self.stage(lambda: True)
         return True
 
-    def stage(self, still: Callable[[], bool]) -> bool:
-        """Stage what this rank holds, while `still()`; returns whether there is nothing more to be done."""
+    def stage(self, is_current: Callable[[], bool]) -> bool:
+        """Stage what this rank holds, while `is_current()`; returns whether there is nothing more to be done."""
         with self._lock:
             if self._done or not self._context.ready:
                 return True
             try:
-                done = self._stage(still)
+                done = self._stage(is_current)
             except Exception as error:  # noqa: BLE001 - a user's getter, a full disk: this rank counts as lost
                 log.warning(
                     "a rank died, and nothing of this one could be staged (%s: %s): its rows go back to the last "
@@ -100,12 +102,12 @@ class Stager:
                     type(error).__name__,
                     error,
                 )
-                staged_part.discard(self._context.home, self._context.rank)
+                staged_part.discard(self._context.staging_dir, self._context.rank)
                 done = True
             self._done = done
             return done
 
-    def _stage(self, still: Callable[[], bool]) -> bool:
+    def _stage(self, is_current: Callable[[], bool]) -> bool:
         context, tracking, steps = self._context, self._tracking, self._tracking.steps
         covers = self._base.commit
         if covers is None or context.attempt is None or self._clock.step == 0:
@@ -113,10 +115,10 @@ class Stager:
             return True
         if steps.updating:
             # On the watchdog's thread: the training thread is in a kernel, and will come out of it.
-            self._updating_s = self._updating_s or time.monotonic()
-            return time.monotonic() - self._updating_s > UPDATE_S
-        began_s, where = time.monotonic(), self._where()
-        staged = Staged(
+            self._updating_since_s = self._updating_since_s or time.monotonic()
+            return time.monotonic() - self._updating_since_s > UPDATE_TIMEOUT_S
+        began_s, where = time.monotonic(), self._step_state()
+        staged = StagedMetadata(
             run=context.run,
             attempt=context.attempt,
             rank=context.rank,
@@ -133,15 +135,15 @@ class Stager:
         tracking.audit_before_commit()
         counts = tracking.refresh()
         path = staged_part.write(
-            context.home,
+            context.staging_dir,
             staged,
             self._frames(staged.step),
             boxes=(table.box for table in tracking.tables),
         )
-        if not still() or self._where() != where:
+        if not is_current() or self._step_state() != where:
             path.unlink()  # the training thread went on meanwhile: this is of no one instant
             return False
-        staged_part.publish(context.home, context.rank)
+        staged_part.publish(context.staging_dir, context.rank)
         log.warning(
             "a rank died: %d rows of step %d are staged on top of checkpoint %d, in %.1f s",
             counts.commit,
@@ -151,7 +153,7 @@ class Stager:
         )
         return True
 
-    def _where(self) -> tuple[object, ...]:
+    def _step_state(self) -> tuple[object, ...]:
         steps = self._tracking.steps
         return self._clock.step, steps.updating, steps.updated, steps.stepped, len(steps.inside)
 
@@ -164,7 +166,7 @@ class Stager:
             yield from encode_blob_frames(name=name, data=tree.to_bytes(), step=step)
 
 
-ROWS_AT_ONCE = 1 << 16
+ROWS_PER_BLOCK = 1 << 16
 
 
 def _blocks(table: TrackedTable) -> Iterator[RowBlock]:
@@ -173,8 +175,8 @@ def _blocks(table: TrackedTable) -> Iterator[RowBlock]:
     weights, fields = array_of(table.param), {k: array_of(v) for k, v in table.state_tensors().items()}
     chosen = np.arange(weights.shape[0], dtype=np.int64) if ids is None else ids.numpy()
     width = table.box.col_stop - table.box.col_start
-    for at in range(0, len(chosen), ROWS_AT_ONCE):
-        some = chosen[at : at + ROWS_AT_ONCE]
+    for at in range(0, len(chosen), ROWS_PER_BLOCK):
+        some = chosen[at : at + ROWS_PER_BLOCK]
         yield RowBlock(
             schema=table.schema,
             ids=some + table.box.row_start,

@@ -33,7 +33,7 @@ class Blobs:
     state: dict[str, Any]
     rng: Any
     loaders: dict[str, Any]
-    peers: dict[int, dict[str, Any]]
+    peer_loaders: dict[int, dict[str, Any]]
     """Positions of loaders by the rank that saved them: rank 0's, this rank's, and of ranks that are gone some."""
     meta: dict[str, Any]
     own_rng: bool
@@ -61,7 +61,7 @@ class Blobs:
             state=under("state/"),
             rng=held.get("rng"),
             loaders=held.get("loader", {}),
-            peers={
+            peer_loaders={
                 owner or 0: decode_value(data)
                 for (owner, name), data in ((parse_blob_name(stored), data) for stored, data in raw.items())
                 if name == "loader"
@@ -75,20 +75,20 @@ class Blobs:
     def world_size(self) -> int:
         return int(self.meta.get("world_size", 1))
 
-    def loaders_at(self, rank: int, world_size: int) -> ResumePositions:
+    def loader_positions(self, rank: int, world_size: int) -> ResumePositions:
         """Where wrapped loaders go on, on a rank of a group of `world_size`."""
         found = ResumePositions(dict(self.loaders or {}))
         saved = self.world_size
         if world_size == saved:
             return found
         for name in sorted(
-            found.positions.keys() | {name for trees in self.peers.values() for name in trees}
+            found.positions.keys() | {name for trees in self.peer_loaders.values() for name in trees}
         ):
-            trees = {peer: each.get(name) for peer, each in self.peers.items()}
-            found.take_over(name, trees, rank=rank, saved=saved, world=world_size)
+            trees = {peer: each.get(name) for peer, each in self.peer_loaders.items()}
+            found.reshard(name, trees, rank=rank, saved=saved, world=world_size)
         return found
 
-    def borrowed(self, rank: int, world_size: int, names: Collection[str]) -> list[str]:
+    def copied_from_peer(self, rank: int, world_size: int, names: Collection[str]) -> list[str]:
         """Notes on what ranks said for themselves in `state=`, under `names`, where their number is another now."""
         if world_size == self.world_size or not names:
             return []
@@ -130,19 +130,19 @@ class Blobs:
                     f"{len(self.optimizers)} optimizers are stored, there are {len(tracking.optimizers)}"
                 )
             for i, view in enumerate(tracking.optimizers):
-                if (misfit := self._misfit(i, view)) is not None:
+                if (misfit := self._mismatch_reason(i, view)) is not None:
                     fate = "" if strict else ": it starts with no state of the checkpoint's"
                     faults.append(f"optimizer {i} {misfit} now{fate}")
             for i, view in enumerate(tracking.optimizers):
                 faults += [
                     f"optimizer {i} has another shape of {name} than is stored{keeps}"
-                    for name in self._misshapen(i, view)
+                    for name in self._reshaped_params(i, view)
                 ]
-            older = contract.unsaid(names, self.state, self.meta)
-            notes += [f"{_place_of(name)} is not stored: an older version saved this" for name in older]
+            older = contract.missing_contracts(names, self.state, self.meta)
+            notes += [f"{_source_label(name)} is not stored: an older version saved this" for name in older]
             for name in sorted((set(names) ^ self.state.keys()) - set(older)):
                 what = "not stored" if name in names else "stored, but not given now"
-                faults.append(f"{_place_of(name)} is {what}")
+                faults.append(f"{_source_label(name)} is {what}")
         if faults and strict:
             raise CheckpointMismatch(
                 "; ".join(faults),
@@ -152,13 +152,15 @@ class Blobs:
             )
         return notes + faults
 
-    def strangers(self, tracking: Tracking) -> frozenset[int]:
+    def mismatched_optimizers(self, tracking: Tracking) -> frozenset[int]:
         """Optimizers that do not fit the one stored in their place (class, groups): they keep their own state."""
         return frozenset(
-            view.index for i, view in enumerate(tracking.optimizers) if self._misfit(i, view) is not None
+            view.index
+            for i, view in enumerate(tracking.optimizers)
+            if self._mismatch_reason(i, view) is not None
         )
 
-    def _misfit(self, position: int, view: OptimizerView) -> str | None:
+    def _mismatch_reason(self, position: int, view: OptimizerView) -> str | None:
         """How the optimizer stored in this place differs, in words; None when it fits, or none is stored."""
         stored = next(iter(self.optimizers.get(position, ())), None)
         if stored is None:
@@ -254,10 +256,10 @@ class Blobs:
     def apply_optimizers(self, tracking: Tracking, *, script: bool) -> list[str]:
         """Groups and state of the optimizers; what does not fit is left as it is, which `check` reported."""
         notes: list[str] = []
-        strangers = self.strangers(tracking)
+        mismatched_optimizers = self.mismatched_optimizers(tracking)
         for i, view in enumerate(tracking.optimizers):
-            if i in self.optimizers and view.index not in strangers:
-                tree, skip = view.merged(self.optimizers[i]), self._misshapen(i, view)
+            if i in self.optimizers and view.index not in mismatched_optimizers:
+                tree, skip = view.merged(self.optimizers[i]), self._reshaped_params(i, view)
                 notes += view.restore(tree, skip=skip, script=script)
         return notes
 
@@ -272,7 +274,7 @@ class Blobs:
             return False
         return may_grow(name, value, live, self.meta.get("grown") or {}, tracking.model)
 
-    def _misshapen(self, position: int, view: OptimizerView) -> list[str]:
+    def _reshaped_params(self, position: int, view: OptimizerView) -> list[str]:
         stored = next(iter(self.optimizers.get(position, ())), None)
         if stored is None:
             return []
@@ -288,9 +290,9 @@ def _fits(stored: Tensor, live: Tensor) -> bool:
     return stored.shape == live.shape and stored.dtype == live.dtype
 
 
-def _place_of(source: str) -> str:
-    if source.startswith(managed_collision.COLLISIONS):
-        return f"the history of ids of module {source.removeprefix(managed_collision.COLLISIONS)}"
-    if source.startswith(contract.MODULE):
-        return f"what module {source.removeprefix(contract.MODULE) or 'the model'} says in its state_dict()"
+def _source_label(source: str) -> str:
+    if source.startswith(managed_collision.COLLISIONS_PREFIX):
+        return f"the history of ids of module {source.removeprefix(managed_collision.COLLISIONS_PREFIX)}"
+    if source.startswith(contract.MODULE_PREFIX):
+        return f"what module {source.removeprefix(contract.MODULE_PREFIX) or 'the model'} says in its state_dict()"
     return f"state[{source!r}]"

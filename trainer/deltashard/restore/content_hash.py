@@ -45,14 +45,14 @@ def _sum(hashes: npt.NDArray[np.uint64]) -> str:
     return f"{int(np.sum(hashes * odd, dtype=np.uint64)):016x}"
 
 
-class Contents:
+class ContentHashes:
     """The expected hashes of every table's rows."""
 
     def __init__(self) -> None:
         self._expected: dict[str, npt.NDArray[np.uint64]] = {}
         self._staged: list[tuple[str, int, npt.NDArray[np.int64] | slice, npt.NDArray[np.uint64]]] = []
 
-    def batch(
+    def add_batch(
         self,
         schema: TableSchema,
         box: Box,
@@ -87,7 +87,7 @@ class Contents:
         key = shard_key(box, schema.rows, schema.columns)
         self._staged.append((key, box.row_stop - box.row_start, where, hashes))
 
-    def sealed(self) -> dict[str, str]:
+    def finish_snapshot(self) -> dict[str, str]:
         """The cut is whole: renew, and return the sums by shard."""
         for key, rows, where, hashes in self._staged:
             held = self._expected.get(key)
@@ -97,10 +97,10 @@ class Contents:
         self._staged.clear()
         return {key: _sum(hashes) for key, hashes in sorted(self._expected.items())}
 
-    def dropped(self) -> None:
+    def discard_staged(self) -> None:
         self._staged.clear()
 
-    def restored(self, tracking: Tracking) -> dict[str, str]:
+    def reset_from_model(self, tracking: Tracking) -> dict[str, str]:
         """Take the living model as what is stored; return the sums by shard."""
         self._expected = {}
         for table in tracking.tables:
@@ -109,7 +109,7 @@ class Contents:
         return {key: _sum(hashes) for key, hashes in sorted(self._expected.items())}
 
 
-def differing(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def differing_shards(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     return sorted(key for key, value in recorded.items() if found.get(key) != value)
 
 

@@ -32,7 +32,7 @@ DRAIN_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
+class ReceivedCheckpoint:
     """What one restore read, and from where."""
 
     blobs: Blobs
@@ -132,14 +132,14 @@ def read_checkpoint(
     seq: int,
     from_run: str,
     targets: ModelTargets,
-    judge: Callable[[Mapping[str, memoryview]], Blobs],
+    check_blobs: Callable[[Mapping[str, memoryview]], Blobs],
     *,
     rank: int = 0,
     newer: Callable[[], Iterable[FrameBytes]] = tuple,
-) -> Received:
+) -> ReceivedCheckpoint:
     """Read a checkpoint in one stream: blobs, then rows, which are scattered into the targets.
 
-    `judge` gets the blobs, whole, while rows are on their way already, and before a byte of the model changes: it
+    `check_blobs` gets the blobs, whole, while rows are on their way already, and before a byte of the model changes: it
     places the targets, or raises. `newer` gives frames of rows, with their tails, that are newer than all of the
     checkpoint.
     Raises as `read_frames` does, or for rows and blobs that never came.
@@ -156,11 +156,11 @@ def read_checkpoint(
         weights_only=targets.weights_only,
         rank=rank,
     )
-    arrivals = Arrivals(targets, judge, newer)
+    arrivals = FrameReceiver(targets, check_blobs, newer)
     plan, done = read_frames(link, want, arrivals.take)
     blobs = arrivals.finish(plan)
     rows = bool(targets.placed)
-    return Received(
+    return ReceivedCheckpoint(
         blobs=blobs,
         chain=tuple(plan.chain) if rows else (seq,),
         baseline_seq=(done.baseline_seq or None) if rows else seq,
@@ -171,18 +171,18 @@ def read_checkpoint(
     )
 
 
-class Arrivals:
+class FrameReceiver:
     """The frames of one restore: blobs until they are judged, then rows."""
 
     def __init__(
         self,
         targets: ModelTargets,
-        judge: Callable[[Mapping[str, memoryview]], Blobs],
+        check_blobs: Callable[[Mapping[str, memoryview]], Blobs],
         newer: Callable[[], Iterable[FrameBytes]] = tuple,
     ) -> None:
         self._targets = targets
         self._newer = newer
-        self._judge = judge
+        self._check_blobs = check_blobs
         self._dense = FrameApplier([])
         self._blobs: Blobs | None = None
         self.rounded: dict[str, str] = {}
@@ -193,10 +193,10 @@ class Arrivals:
             return
         if self._blobs is None:
             self._begin_rows()
-        self._note(frame.table, frame.info.encoding)
+        self._record_rounding(frame.table, frame.info.encoding)
         self._rows(frame, baseline)
 
-    def _note(self, table: TableSchema, encoding: str) -> None:
+    def _record_rounding(self, table: TableSchema, encoding: str) -> None:
         stored = ENCODINGS.get(encoding)  # empty: rows that are gone
         if stored is None or stored.dtype == table.dtype:
             return
@@ -218,12 +218,12 @@ class Arrivals:
 
     def _begin_rows(self) -> Blobs:
         self._dense.finish(blobs=("rng", "meta"))
-        self._blobs = self._judge(self._dense.blobs)
+        self._blobs = self._check_blobs(self._dense.blobs)
         targets = self._targets
         self._applier = FrameApplier(
             [placed.target for placed in targets.placed], mapping=targets.renames, strict=targets.strict
         )
-        self._rows = targets.taker(self._applier)
+        self._rows = targets.frame_consumer(self._applier)
         for frame, tail in self._newer():
             targets.take_newer(self._applier, frame, tail)
         return self._blobs

@@ -42,7 +42,7 @@ class RestoreEvent(Enum):
     EMPTY = "empty"
     RECEIVED = "received"
     APPLIED = "applied"
-    AGAIN = "again"
+    RETRY = "retry"
     ARMED = "armed"
     FAIL = "fail"
 
@@ -56,12 +56,12 @@ TABLE: dict[RestorePhase, dict[RestoreEvent, RestorePhase]] = {
     },
     RestorePhase.RECEIVING: {
         RestoreEvent.RECEIVED: RestorePhase.APPLYING,
-        RestoreEvent.AGAIN: RestorePhase.OPENING,
+        RestoreEvent.RETRY: RestorePhase.OPENING,
         RestoreEvent.FAIL: RestorePhase.FAILED,
     },
     RestorePhase.APPLYING: {
         RestoreEvent.APPLIED: RestorePhase.ARMING,
-        RestoreEvent.AGAIN: RestorePhase.OPENING,
+        RestoreEvent.RETRY: RestorePhase.OPENING,
         RestoreEvent.FAIL: RestorePhase.FAILED,
     },
     RestorePhase.ARMING: {RestoreEvent.ARMED: RestorePhase.DONE, RestoreEvent.FAIL: RestorePhase.FAILED},
@@ -75,7 +75,7 @@ MEANING: dict[RestoreEvent, str] = {
     RestoreEvent.EMPTY: "an attempt is open, and there is no checkpoint (that is whole)",
     RestoreEvent.RECEIVED: "all ranks have all rows and blobs",
     RestoreEvent.APPLIED: "all ranks hold the whole checkpoint, and their replicas are the same",
-    RestoreEvent.AGAIN: "the sidecar died, the checkpoint was retired, or is not whole: another attempt is opened",
+    RestoreEvent.RETRY: "the sidecar died, the checkpoint was retired, or is not whole: another attempt is opened",
     RestoreEvent.ARMED: "the step is set, and the next one may be trained",
     RestoreEvent.FAIL: "an error is raised",
 }
@@ -91,7 +91,7 @@ class RestoreState:
     def now(self) -> RestorePhase:
         return self._now
 
-    def happen(self, event: RestoreEvent) -> None:
+    def transition(self, event: RestoreEvent) -> None:
         """Apply `event`; raises `IllegalEvent` for one that cannot happen now."""
         self._now = after(TABLE, self._now, event, where="restore lifecycle")
 

@@ -31,7 +31,7 @@ def _in_place(tensor: Tensor) -> bool:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Placed:
+class _TargetTable:
     """One table under restore."""
 
     table: TrackedTable
@@ -98,8 +98,8 @@ class ModelTargets:
             CheckpointMismatch: tables differ in a way that is not allowed.
         """
         self.notes: list[str] = []
-        self.placed: list[_Placed] = []
-        """Nothing before `place`."""
+        self.placed: list[_TargetTable] = []
+        """Nothing before `allocate`."""
         self.renames = dict(renames)
         self.strict = strict
         self.weights_only = weights_only
@@ -131,21 +131,21 @@ class ModelTargets:
             )
         self.notes += faults
         # A delta says its tables' names: what it covers must have stored them under the same.
-        self._alike = not faults and all(fqn == held.fqn for fqn, held in fitting.items())
+        self._names_match = not faults and all(fqn == held.fqn for fqn, held in fitting.items())
 
     @property
     def boxes(self) -> list[Box]:
         return [_box(table, held) for table, held in self._tables]
 
-    def place(self, strangers: Collection[int]) -> None:
+    def allocate(self, mismatched_optimizers: Collection[int]) -> None:
         """Make room for rows and their optimizer state.
 
-        `strangers` are the optimizers that were others when this was stored: they get no row state of those.
+        `mismatched_optimizers` are the optimizers that were others when this was stored: they get no row state of those.
         """
         for table, held in self._tables:
-            self.placed.append(self._place(table, held, frozenset(strangers)))
+            self.placed.append(self._allocate_table(table, held, frozenset(mismatched_optimizers)))
 
-    def taker(self, applier: FrameApplier) -> Callable[[Frame, bool], None]:
+    def frame_consumer(self, applier: FrameApplier) -> Callable[[Frame, bool], None]:
         """The consumer of frames: decode, scatter, note what came from deltas."""
         by_target = {id(p.target): p for p in self.placed}
         first = True
@@ -184,18 +184,20 @@ class ModelTargets:
                 marks.mark(torch.from_numpy(ids).to(marks.flags.device))
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every row and row field of the model is stored: a delta may follow. Ask when all is applied."""
-        return self._alike and all(
+        return self._names_match and all(
             p.table.state_tensors().keys() <= p.target.fields.keys() for p in self.placed
         )
 
-    def covers(self, other: ModelTargets) -> list[str]:
+    def uncovered_shards(self, other: ModelTargets) -> list[str]:
         """Shards of which `other` may have written more than this one will."""
         mine = {table.key: _box(table, held).row_stop for table, held in self._tables}
         return [p.table.key for p in other.placed if mine.get(p.table.key, 0) < p.target.box.row_stop]
 
-    def _place(self, table: TrackedTable, held: TableSchema, strangers: Collection[int]) -> _Placed:
+    def _allocate_table(
+        self, table: TrackedTable, held: TableSchema, mismatched_optimizers: Collection[int]
+    ) -> _TargetTable:
         box = _box(table, held)
         rows, width = box.row_stop - box.row_start, box.col_stop - box.col_start
         copies: list[tuple[Tensor, Tensor]] = []
@@ -206,7 +208,7 @@ class ModelTargets:
             if not table.views and not self.strict:
                 self.notes.append(f"{table.fqn}: no optimizer owns its stored state {spec.name}")
                 continue
-            if (owner := table.owner_of(spec)) is not None and owner.index in strangers:
+            if (owner := table.owner_of(spec)) is not None and owner.index in mismatched_optimizers:
                 continue
             live = table.allocate_state(spec)
             specs.append(spec)
@@ -220,7 +222,7 @@ class ModelTargets:
             dtype=table.schema.dtype,
             fields=tuple(specs),
         )
-        return _Placed(
+        return _TargetTable(
             table=table,
             target=TableTarget(schema=schema, box=box, weights=weights, fields=fields),
             copies=copies,

@@ -1,7 +1,7 @@
 """Attach, and open an attempt: what happens before the first step.
 
 Opening wins a slot of the commit log and so fences every older trainer of the run. Rank 0 opens for all ranks of a
-group (`assembly`); the others attach anew with what it won.
+group (`collective`); the others attach anew with what it won.
 
 A store that is full or read-only takes no entry. What it holds is restored all the same, training begins, and the
 attempt is opened late, by the request that the sidecar's answer makes possible (`OpenRequest.basis`).
@@ -31,7 +31,7 @@ from deltashard.errors import (
 )
 from deltashard.group.conductor import Conductor
 from deltashard.program import Program, TrainingLoop
-from deltashard.restore.assembly import Assembly
+from deltashard.restore.collective import CollectiveRestore
 from deltashard.restore.recovery_plan import RecoveryPlan
 
 log = logging.getLogger("deltashard")
@@ -68,12 +68,12 @@ class AttemptOpener:
         loop: TrainingLoop,
         member: RunMember,
         *,
-        hear: Callable[[], None],
+        apply_notifications: Callable[[], None],
         fresh: bool,
         conductor: Conductor | None,
         plan: RecoveryPlan,
     ) -> None:
-        """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
+        """`apply_notifications` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
 
         `conductor` has the orders of several ranks; None: this process is alone.
         """
@@ -83,13 +83,13 @@ class AttemptOpener:
         self._attempt = member.attempt
         self._attachment = member.attachment
         self._listener = member.listener
-        self._hear = hear
+        self._apply_notifications = apply_notifications
         self._fresh = fresh
         self._conductor = conductor
         self._plan = plan
-        self.torn = False
+        self.partially_restored = False
         """Whether a restore wrote into the model and did not finish; only `Restorer` sets it."""
-        self._asked = pb.OpenRequest()
+        self._last_request = pb.OpenRequest()
         """What was asked for last."""
 
     def retry(self, what: str, deadline_s: float, final: type[SidecarUnavailable | RestoreFailed]) -> Retry:
@@ -103,7 +103,7 @@ class AttemptOpener:
         before = session.refused
         while True:
             self._clock.expect()
-            self._hear()
+            self._apply_notifications()
             link = self._attachment.link
             if link is not None:
                 return link
@@ -114,7 +114,7 @@ class AttemptOpener:
             retry.note(SidecarGone(session.why_away, where=self._attachment.run))
             self._clock.pause(0.2)
 
-    def assemble(self, **call: object) -> Assembly | None:
+    def join_ranks(self, **call: object) -> CollectiveRestore | None:
         """Come together with the other ranks, who made the same `call`; None: there are none.
 
         Raises `RanksDiffer` when they did not, and `UserError` when the process group is another.
@@ -134,10 +134,10 @@ class AttemptOpener:
             "recovery": self._plan.terms,
         } | {f"restore({name}=)": repr(value) for name, value in call.items()}
         link = attachment.link
-        return Assembly(self._rank, self._program, facts, None if link is None else link.reply)
+        return CollectiveRestore(self._rank, self._program, facts, None if link is None else link.reply)
 
     def open(
-        self, wanted: pb.OpenRequest, retry: Retry, assembly: Assembly | None
+        self, wanted: pb.OpenRequest, retry: Retry, collective: CollectiveRestore | None
     ) -> tuple[Link, pb.OpenReply]:
         """Ask for an attempt, of one sidecar after the other; the link that knows of it, and the reply.
 
@@ -152,19 +152,19 @@ class AttemptOpener:
                         request = pb.OpenRequest(session=link.session)
                         request.MergeFrom(wanted)
                         request.MergeFrom(together)
-                        self._asked = request
+                        self._last_request = request
                         return link.open(request)
                 except SidecarGone:
                     # It may have won the slot and died before it said so: the next try wins another.
                     retry.pause()
 
-        if assembly is None:
+        if collective is None:
             reply = ask(pb.OpenRequest())
             link = self.link(retry)
         else:
-            reply = assembly.open(ask)
-            with assembly.telling("received" if reply.HasField("resume_seq") else "restored"):
-                link = self._attach_with(reply, retry)
+            reply = collective.open(ask)
+            with collective.reporting_failure("received" if reply.HasField("resume_seq") else "restored"):
+                link = self._attach_to_attempt(reply, retry)
         if reply.log_damage:
             log.warning("run %r: %s", wanted.from_run or self._attachment.run, reply.log_damage)
             self._listener.emit(
@@ -175,7 +175,7 @@ class AttemptOpener:
             )
         return link, reply
 
-    def _attach_with(self, reply: pb.OpenReply, retry: Retry) -> Link:
+    def _attach_to_attempt(self, reply: pb.OpenReply, retry: Retry) -> Link:
         """This rank's sidecar is to know of the attempt that was opened for all; rank 0's does."""
         self._attempt.grant(reply.attempt, reply.layout)
         link = self.link(retry)
@@ -190,7 +190,7 @@ class AttemptOpener:
 
     def _late_request(self, reply: pb.OpenReply) -> pb.OpenRequest:
         request = pb.OpenRequest()
-        request.CopyFrom(self._asked)
+        request.CopyFrom(self._last_request)
         if request.from_run:  # it was read; in our own run nothing is resumed
             request.from_run, request.which = "", "none"
             del request.exclude_seqs[:]
@@ -221,16 +221,16 @@ class AttemptOpener:
 
     def open_unrestored(self) -> None:
         """The first `step()` of a program that did not call `restore()`, or whose call failed."""
-        if self.torn:
+        if self.partially_restored:
             raise NotRestored(
                 "restore() failed after it had begun to write into the model, which is no step's state now",
                 where=self._attachment.run,
                 remedy="call restore() again; to train without the checkpoint, build model and Checkpointer again",
             )
-        assembly = self.assemble(which="not called")
+        collective = self.join_ranks(which="not called")
         retry = self.retry("the first step()", DEADLINE_S, SidecarUnavailable)
         wanted = pb.OpenRequest(which="none" if self._fresh else "latest")
-        _, reply = self.open(wanted, retry, assembly)
+        _, reply = self.open(wanted, retry, collective)
         if reply.HasField("resume_seq"):
             raise NotRestored(
                 f"run {self._attachment.run!r} has checkpoints (the newest is of step {reply.step}), and restore() was "
@@ -238,13 +238,18 @@ class AttemptOpener:
                 where=self._attachment.url,
                 remedy="call restore() before the loop; fresh=True begins anew; or choose another run name",
             )
-        if assembly is not None:
-            assembly.agree("restored")
+        if collective is not None:
+            collective.agree("restored")
         # Nothing was resumed: even this first step is not saved yet.
-        self.begin(reply, step=self._clock.step, resumed=False, assembly=assembly)
+        self.begin(reply, step=self._clock.step, resumed=False, collective=collective)
 
     def begin(
-        self, reply: pb.OpenReply, *, step: int, resumed: bool = True, assembly: Assembly | None = None
+        self,
+        reply: pb.OpenReply,
+        *,
+        step: int,
+        resumed: bool = True,
+        collective: CollectiveRestore | None = None,
     ) -> None:
         """Train on after `step` under the attempt that was opened; `resumed`: `restore()` left the model there."""
         if reply.HasField("basis"):
@@ -261,8 +266,8 @@ class AttemptOpener:
             late=self._late_request(reply) if reply.HasField("basis") else None,
         )
         self._clock.set(step)
-        if assembly is not None:
-            assembly.begun()
-        self._plan.begun(reply, "" if assembly is None else assembly.name)
-        if self._conductor is not None and assembly is not None:
-            self._conductor.begin(assembly.prefix)
+        if collective is not None:
+            collective.release_sent()
+        self._plan.training_started(reply, "" if collective is None else collective.name)
+        if self._conductor is not None and collective is not None:
+            self._conductor.begin(collective.prefix)

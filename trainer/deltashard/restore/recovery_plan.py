@@ -20,7 +20,7 @@ from deltashard.attach.term_signal import TermHandler
 from deltashard.config import CheckpointConfig
 from deltashard.errors import UserError
 from deltashard.program import TrainingLoop
-from deltashard.restore.assembly import Assembly
+from deltashard.restore.collective import CollectiveRestore
 from deltashard.tracking.cut_base import CutBase
 
 
@@ -43,7 +43,7 @@ class PartialRestore(Protocol):
     def frames(self) -> Iterator[FrameBytes]:
         """Rows that are newer than the checkpoint's."""
 
-    def applied(self) -> None:
+    def on_applied(self) -> None:
         """The program is what was agreed to."""
 
 
@@ -77,19 +77,19 @@ class RecoveryPlan:
     ) -> None:
         """All parts are there. `blobs` gives all that this rank has at a step beside rows, by plain names."""
 
-    def resumed(self, metadata: Mapping[str, str]) -> None:
+    def load_metadata(self, metadata: Mapping[str, str]) -> None:
         """The checkpoint of this run that is resumed has `metadata`; of another run's, or none: nothing."""
 
-    def agree(self, ranks: Assembly, reply: pb.OpenReply, *, unusual: str) -> PartialRestore | None:
+    def agree(self, ranks: CollectiveRestore, reply: pb.OpenReply, *, unusual: str) -> PartialRestore | None:
         """What all ranks take beside the checkpoint of `reply`; None: nothing.
 
         `unusual`: what makes it no plain restart; empty: nothing.
         """
 
-    def begun(self, reply: pb.OpenReply, meeting: str) -> None:
-        """Training begins under an attempt; `meeting` names that of the ranks."""
+    def training_started(self, reply: pb.OpenReply, group_name: str) -> None:
+        """Training begins under an attempt; `group_name` names that of the ranks."""
 
-    def raised(self, error: BaseException) -> bool:  # noqa: ARG002
+    def handle_error(self, error: BaseException) -> bool:  # noqa: ARG002
         """`error` came out of the training loop; returns whether it says that a rank died."""
         return False
 
@@ -113,7 +113,7 @@ class PlanContext:
 FACTORIES: list[Callable[[PlanContext], RecoveryPlan | None]] = []
 
 
-def plan_of(context: PlanContext) -> RecoveryPlan:
+def create_plan(context: PlanContext) -> RecoveryPlan:
     """The plan of one Checkpointer; raises `UserError` when partial recovery is wanted, and nothing offers it."""
     for factory in FACTORIES:
         if (plan := factory(context)) is not None:

@@ -32,33 +32,33 @@ from deltashard.attach.session import Link
 from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn, SidecarGone, UserError
 from deltashard.loader.sharding import ResumePositions
 from deltashard.program import TrainingLoop
-from deltashard.restore.assembly import Assembly
 from deltashard.restore.blob import Blobs
-from deltashard.restore.content_hash import Contents, differing, resharded
-from deltashard.restore.frame_stream import Received, read_checkpoint
+from deltashard.restore.collective import CollectiveRestore
+from deltashard.restore.content_hash import ContentHashes, differing_shards, resharded
+from deltashard.restore.frame_stream import ReceivedCheckpoint, read_checkpoint
 from deltashard.restore.lifecycle import RestoreEvent, RestoreState
 from deltashard.restore.model_target import ModelTargets
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.restore.recovery_plan import PartialRestore, RecoveryPlan
 from deltashard.restore.request import Restored, RestoreRequest
 from deltashard.state.fingerprint import differences
-from deltashard.state.rng import apply_globals, capture_globals, draw_apart
+from deltashard.state.rng import apply_globals, capture_globals, reseed_for_rank
 from deltashard.tracking.cut_base import CutBase
 
 log = logging.getLogger("deltashard")
 
-READ_TURNS = 3
+READ_ATTEMPTS = 3
 """How often another run is read anew when it retired what was being read."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Call:
+class _RestoreCall:
     """One `restore()`: what was asked for, and what its tries found."""
 
     request: RestoreRequest
     retry: Retry
     """How long it continues without a sidecar."""
-    assembly: Assembly | None
+    collective: CollectiveRestore | None
     """The other ranks, who do the same; None: there are none."""
     began_s: float = field(default_factory=time.monotonic)
     excluded: list[int] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Call:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """What is done within, all ranks do, or none continues; raises the final error of `retry` when it is time."""
-        together = contextlib.nullcontext() if self.assembly is None else self.assembly.stage(name)
+        together = contextlib.nullcontext() if self.collective is None else self.collective.stage(name)
         with together, self.retry.noting():
             yield
 
@@ -91,14 +91,14 @@ class _Call:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Try:
+class _Candidate:
     """One checkpoint on its way into the program."""
 
     link: Link
     reply: pb.OpenReply
     partial: PartialRestore | None
     targets: ModelTargets = field(init=False)
-    received: Received = field(init=False)
+    received: ReceivedCheckpoint = field(init=False)
     positions: ResumePositions = field(default_factory=lambda: ResumePositions({}))
     notes: list[str] = field(default_factory=list)
     reported: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Restorer:
         *,
         opener: AttemptOpener,
         base: CutBase,
-        contents: Contents | None,
+        contents: ContentHashes | None,
         plan: RecoveryPlan,
     ) -> None:
         self._rank = member.rank
@@ -137,14 +137,14 @@ class Restorer:
 
     def restore(self, request: RestoreRequest) -> Restored | None:
         self._refuse_trained()
-        self._state.happen(RestoreEvent.CALL)
+        self._state.transition(RestoreEvent.CALL)
         try:
             restored = self._restore(request)
         except BaseException:
-            self._state.happen(RestoreEvent.FAIL)
+            self._state.transition(RestoreEvent.FAIL)
             raise
-        self._state.happen(RestoreEvent.ARMED)
-        self._opener.torn = False
+        self._state.transition(RestoreEvent.ARMED)
+        self._opener.partially_restored = False
         if restored is not None:
             self._listener.emit("restored", restored=restored)
         return restored
@@ -152,8 +152,8 @@ class Restorer:
     def _restore(self, request: RestoreRequest) -> Restored | None:
         if not self._called:
             self._called = True
-            self._program.look_at_given()
-        assembly = self._opener.assemble(
+            self._program.record_given()
+        collective = self._opener.join_ranks(
             which=request.which,
             from_run=request.from_run,
             strict=request.strict,
@@ -163,53 +163,53 @@ class Restorer:
             hyperparameters=request.hyperparameters,
         )
         retry = self._opener.retry("restore()", request.deadline_s, RestoreFailed)
-        call = _Call(request=request, assembly=assembly, retry=retry)
+        call = _RestoreCall(request=request, collective=collective, retry=retry)
         while True:
             chosen = self._open(call)
             if chosen is None:
                 return None
             try:
                 self._receive(call, chosen)
-                self._state.happen(RestoreEvent.RECEIVED)
+                self._state.transition(RestoreEvent.RECEIVED)
                 self._apply(call, chosen)
             except (SidecarGone, RunWentOn, InvalidCheckpoint) as error:
-                self._begin_again(call, chosen.reply, error)
-                self._state.happen(RestoreEvent.AGAIN)
+                self._prepare_retry(call, chosen.reply, error)
+                self._state.transition(RestoreEvent.RETRY)
                 continue
-            self._state.happen(RestoreEvent.APPLIED)
+            self._state.transition(RestoreEvent.APPLIED)
             return self._arm(call, chosen)
 
-    def _open(self, call: _Call) -> _Try | None:
+    def _open(self, call: _RestoreCall) -> _Candidate | None:
         """OPENING: the checkpoint that an attempt resumes; None: there is none, and training may begin."""
-        request, assembly = call.request, call.assembly
+        request, collective = call.request, call.collective
         wanted = pb.OpenRequest(
             which=request.which,
             from_run=request.from_run or "",
             exclude_seqs=call.excluded,
             takeover=request.takeover,
         )
-        link, reply = self._opener.open(wanted, call.retry, assembly)
+        link, reply = self._opener.open(wanted, call.retry, collective)
         # Only the first attempt meets what cannot be read in the log: the ones after it find it left behind.
         call.damage = call.damage or reply.log_damage
         if not reply.HasField("resume_seq"):
-            if assembly is not None:
-                assembly.agree("restored")
-            self._state.happen(RestoreEvent.EMPTY)
+            if collective is not None:
+                collective.agree("restored")
+            self._state.transition(RestoreEvent.EMPTY)
             if call.excluded:
                 raise RestoreFailed(
                     f"checkpoints {call.excluded} are not whole and there is no older one",
                     where=self._attachment.run,
                     remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
                 )
-            self._opener.begin(reply, step=0, assembly=assembly)
+            self._opener.begin(reply, step=0, collective=collective)
             return None
-        self._plan.resumed({} if request.from_run else reply.metadata)
-        partial = None if assembly is None else self._plan.agree(assembly, reply, unusual=call.unusual)
-        self._state.happen(RestoreEvent.CHOSEN)
-        return _Try(link=link, reply=reply, partial=partial)
+        self._plan.load_metadata({} if request.from_run else reply.metadata)
+        partial = None if collective is None else self._plan.agree(collective, reply, unusual=call.unusual)
+        self._state.transition(RestoreEvent.CHOSEN)
+        return _Candidate(link=link, reply=reply, partial=partial)
 
-    def _begin_again(
-        self, call: _Call, reply: pb.OpenReply, error: SidecarGone | RunWentOn | InvalidCheckpoint
+    def _prepare_retry(
+        self, call: _RestoreCall, reply: pb.OpenReply, error: SidecarGone | RunWentOn | InvalidCheckpoint
     ) -> None:
         """What is done before the next attempt; raises `error` when there is none."""
         if isinstance(error, SidecarGone):
@@ -218,7 +218,7 @@ class Restorer:
             call.retry.pause()
         elif isinstance(error, RunWentOn):
             call.retired += 1
-            if call.retired == READ_TURNS:
+            if call.retired == READ_ATTEMPTS:
                 raise error
             whose = f" of {call.request.from_run}" if call.request.from_run else ""
             log.info("checkpoint %d%s is asked for anew: %s", reply.resume_seq, whose, error)
@@ -240,14 +240,14 @@ class Restorer:
                 remedy="call it once, before the loop; for another checkpoint close() and make a new Checkpointer",
             )
 
-    def _receive(self, call: _Call, chosen: _Try) -> None:
+    def _receive(self, call: _RestoreCall, chosen: _Candidate) -> None:
         """RECEIVING: rows into the tables, blobs decoded, where loaders continue.
 
         Everything is compared before a byte of the model changes.
         """
         request, reply, partial = call.request, chosen.reply, chosen.partial
 
-        def judge(raw: Mapping[str, memoryview]) -> Blobs:
+        def check_blobs(raw: Mapping[str, memoryview]) -> Blobs:
             if partial is not None:
                 raw = partial.overlay(raw)
                 chosen.notes.extend(partial.notes)
@@ -258,16 +258,16 @@ class Restorer:
             if not request.weights_only:
                 chosen.positions = self._positions(blobs, request)
             for failed in call.earlier:
-                if torn := targets.covers(failed):
+                if uncovered := targets.uncovered_shards(failed):
                     raise RestoreFailed(
-                        f"an older checkpoint does not hold all of {', '.join(torn)}, which a broken newer one "
+                        f"an older checkpoint does not hold all of {', '.join(uncovered)}, which a broken newer one "
                         "overwrote",
                         where=self._attachment.run,
                         remedy=f"build the model anew and restore(which='seq:{reply.resume_seq}', strict=False)",
                     )
             call.earlier.append(targets)
-            self._opener.torn = True
-            targets.place(blobs.strangers(self._tracking))
+            self._opener.partially_restored = True
+            targets.allocate(blobs.mismatched_optimizers(self._tracking))
             return blobs
 
         # Not while other ranks are waited for: they may need a sidecar that this one has to start anew.
@@ -284,14 +284,14 @@ class Restorer:
                 reply.resume_seq,
                 request.from_run or "",
                 targets,
-                judge,
+                check_blobs,
                 rank=self._rank.number,
                 newer=tuple if partial is None else partial.frames,
             )
 
     def _positions(self, blobs: Blobs, request: RestoreRequest) -> ResumePositions:
         """Where loaders continue; raises `CheckpointMismatch` when one is another now, and `loaders="refuse"`."""
-        positions = blobs.loaders_at(self._rank.number, self._rank.world_size)
+        positions = blobs.loader_positions(self._rank.number, self._rank.world_size)
         other = self._loaders.mismatches(positions.positions)
         if request.loaders != "continue":
             positions.refused.update(other)
@@ -305,12 +305,12 @@ class Restorer:
             )
         return positions
 
-    def _apply(self, call: _Call, chosen: _Try) -> None:
+    def _apply(self, call: _RestoreCall, chosen: _Candidate) -> None:
         """APPLYING: everything but rows and the global generators, which the rest may draw from."""
         request, blobs, targets, notes = call.request, chosen.received.blobs, chosen.targets, chosen.notes
         if not request.weights_only:
             chosen.positions.restart_epochs(
-                self._restarted(chosen.positions, call.assembly), chosen.positions.refused
+                self._epochs_to_restart(chosen.positions, call.collective), chosen.positions.refused
             )
         notes += chosen.positions.notes
         script = request.hyperparameters == "script"
@@ -323,36 +323,38 @@ class Restorer:
             targets.mark()
             if not request.weights_only:
                 notes += blobs.apply_state(self._program, strict=request.strict, script=script)
-                notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
+                notes += blobs.copied_from_peer(
+                    self._rank.number, self._rank.world_size, self._program.state.keys()
+                )
                 chosen.rng, drawn = self._generators(blobs, chosen.reply.attempt, strict=request.strict)
                 notes += drawn
                 chosen.reported = self._loaders.resume(
                     chosen.positions.positions,
                     chosen.rng,
-                    step=self._step_after(call, chosen),
+                    step=self._resume_step(call, chosen),
                     on_change=request.loaders,
                 )
                 self._tracking.watch_first_step()
 
     @staticmethod
-    def _step_after(call: _Call, chosen: _Try) -> int:
+    def _resume_step(call: _RestoreCall, chosen: _Candidate) -> int:
         if chosen.partial is not None:
             return chosen.partial.step
         return 0 if call.request.from_run and call.request.weights_only else int(chosen.reply.step)
 
-    def _arm(self, call: _Call, chosen: _Try) -> Restored:
+    def _arm(self, call: _RestoreCall, chosen: _Candidate) -> Restored:
         """ARMING: training may begin; the generators last of all, since everything else may draw."""
         request, reply, partial = call.request, chosen.reply, chosen.partial
         received, weights_only = chosen.received, request.weights_only
-        step = self._step_after(call, chosen)
-        if not request.from_run and not weights_only and chosen.targets.complete:
+        step = self._resume_step(call, chosen)
+        if not request.from_run and not weights_only and chosen.targets.is_complete:
             self._base.lean_on(reply.resume_seq, received.baseline_seq)
         else:
             self._base.lean_on_nothing()
         if partial is not None:
-            partial.applied()
+            partial.on_applied()
         # After a partial recovery no checkpoint is what the model is now: close() saves it, without a step, too.
-        self._opener.begin(reply, step=step, resumed=partial is None, assembly=call.assembly)
+        self._opener.begin(reply, step=step, resumed=partial is None, collective=call.collective)
         verified = self._compare_content(
             received.blobs, weights_only=weights_only, partial=partial is not None
         )
@@ -389,12 +391,14 @@ class Restorer:
             rank_steps=() if partial is None else partial.rank_steps,
         )
 
-    def _restarted(self, positions: ResumePositions, assembly: Assembly | None) -> list[str]:
+    def _epochs_to_restart(
+        self, positions: ResumePositions, collective: CollectiveRestore | None
+    ) -> list[str]:
         """Loaders that begin their epoch again: those that cannot resume on any rank, or ranks would go apart."""
         mine = sorted(positions.refused)
-        if assembly is None:
+        if collective is None:
             return mine
-        told = assembly.settle(
+        told = collective.resolve(
             "loaders",
             json.dumps(mine),
             lambda said: json.dumps(sorted({name for word in said for name in json.loads(word)})),
@@ -405,13 +409,13 @@ class Restorer:
         recorded = blobs.own_content
         if self._contents is None and (recorded is None or partial):
             return None
-        contents = self._contents or Contents()
-        restored = contents.restored(self._tracking)
+        contents = self._contents or ContentHashes()
+        restored = contents.reset_from_model(self._tracking)
         if recorded is None or weights_only or partial:
             return None
         tables = self._tracking.inventory.elsewhere.keys() | {table.fqn for table in self._tracking.tables}
         elsewhere = resharded(recorded, restored, tables)
-        if differ := differing({k: v for k, v in recorded.items() if k not in elsewhere}, restored):
+        if differ := differing_shards({k: v for k, v in recorded.items() if k not in elsewhere}, restored):
             log.error(
                 "restored content differs from what was cut, in %s: please report this", ", ".join(differ)
             )
@@ -432,7 +436,7 @@ class Restorer:
         if blobs.own_rng:
             return rng, []
         apply_globals(rng)
-        draw_apart(self._rank.number, attempt)
+        reseed_for_rank(self._rank.number, attempt)
         note = (
             f"rank {self._rank.number} was not in the group of {blobs.world_size} that saved: its random numbers are "
             "drawn anew, from rank 0's state, its own number and the attempt"
@@ -440,7 +444,7 @@ class Restorer:
         return capture_globals(), [note]
 
 
-def _log_rounded(received: Received) -> None:
+def _log_rounded(received: ReceivedCheckpoint) -> None:
     if received.rounded:
         count = Counter(received.rounded.values())
         log.info(

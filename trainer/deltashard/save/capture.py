@@ -60,8 +60,8 @@ class Capture:
         own = (lambda name: name) if all_here else self._own
         for view in program.tracking.optimizers:
             if all_here:
-                yield optimizer_name(view.index, 0), encode_value(view.capture_here())
-            elif self._rank.number == 0 or (view.spread and program.tracking.saved):
+                yield optimizer_name(view.index, 0), encode_value(view.capture_local())
+            elif self._rank.number == 0 or (view.is_partitioned and program.tracking.saved):
                 yield optimizer_name(view.index, self._rank.number), encode_value(view.capture())
         for source in program.sources:
             if not any(source.subject is loader for loader in wrapped):

@@ -19,7 +19,7 @@ from deltashard.errors import RanksDiffer, SaveFailed
 from deltashard.group.conductor import ANSWER_S, Conductor
 from deltashard.group.order import Proposal
 from deltashard.program import TrainingLoop
-from deltashard.restore.assembly import refuse_differing
+from deltashard.restore.collective import check_replicas_equal
 from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
 from deltashard.save.taker import SnapshotTaker
@@ -169,7 +169,7 @@ class SnapshotCoordinator:
             return
         self._reported = True
         try:
-            refuse_differing(self._program, self.conductor.sums)
+            check_replicas_equal(self._program, self.conductor.sums)
         except RanksDiffer as error:
             log.error("%s", error)  # noqa: TRY400 - a traceback would say nothing more
             self._listener.emit("replicas_differ", error=str(error), step=self._clock.step)

@@ -41,7 +41,7 @@ from deltashard.errors import (
     UserError,
 )
 from deltashard.program import TrainingLoop
-from deltashard.restore.content_hash import Contents
+from deltashard.restore.content_hash import ContentHashes
 from deltashard.save.capture import Capture
 from deltashard.save.handle import Flight
 from deltashard.save.head_start import table_cuts
@@ -83,7 +83,7 @@ class SnapshotTaker:
         outcomes: SnapshotOutcomes,
         *,
         base: CutBase,
-        contents: Contents | None,
+        contents: ContentHashes | None,
         validate: Callable[[], bool] | None,
         metadata: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
@@ -123,7 +123,7 @@ class SnapshotTaker:
             torn=self._stance.torn,
             stepped=not at_step and self._clock.stepped and bool(self._tracking.optimizers),
             accumulating=not self._clock.whole,
-            moved=self._stance.moved or self._loaders.moved,
+            moved=self._stance.moved or self._loaders.batch_requested,
             in_flight=self._outcomes.in_flight or self._outcomes.copying is not None,
             # A link whose news is not applied yet does not count: nothing is known of the save before.
             away=self._attachment.link is None,
@@ -240,7 +240,7 @@ class SnapshotTaker:
             if self._outcomes.in_flight:
                 raise  # the sidecar has it: what came after that failed
             if self._contents is not None:
-                self._contents.dropped()
+                self._contents.discard_staged()
             # A cut of all ranks has failed for all of them: asked for again here, it would wait for the others.
             again = isinstance(error, CutFailed) and error.cause == Cause.BUSY and cut is None
             self._outcomes.not_taken(flight, error, again=again)
@@ -440,20 +440,20 @@ class SnapshotTaker:
             pins=flight.pins,
         )
 
-    def _content(self, contents: Contents, writer: BlockWriter) -> dict[str, str]:
+    def _content(self, contents: ContentHashes, writer: BlockWriter) -> dict[str, str]:
         writer.flush()
         saved = {table.key for table in self._tracking.saved}
-        return {key: value for key, value in contents.sealed().items() if key in saved}
+        return {key: value for key, value in contents.finish_snapshot().items() if key in saved}
 
     def _observe(
-        self, contents: Contents, link: Link, begun: pb.SaveReply.Begun
+        self, contents: ContentHashes, link: Link, begun: pb.SaveReply.Begun
     ) -> Callable[[TableCut, Any, list[torch.Tensor]], None]:
         state_encoding = (
             begun.state_encoding or self._attachment.policy.state_encoding or DEFAULT_STATE_ENCODING
         )
 
         def observe(cut: TableCut, ids: Any, parts: list[torch.Tensor]) -> None:
-            contents.batch(
+            contents.add_batch(
                 link.tables[cut.position],
                 cut.box,
                 ids if isinstance(ids, range) else ids.numpy(),

@@ -22,7 +22,7 @@ import torch
 from deltashard_checkpoint.errors import UserError
 from torch import Tensor, nn
 
-from deltashard.state.forgetful_hook import ForgetfulHook
+from deltashard.state.transient_hook import TransientHook
 
 _log = logging.getLogger("deltashard.tracking")
 
@@ -176,7 +176,7 @@ class KernelShard:
         self.state = state
 
     @property
-    def why_inexact(self) -> str | None:
+    def inexact_reason(self) -> str | None:
         name = self.batch.optimizer
         return (
             None
@@ -188,7 +188,7 @@ class KernelShard:
         return self.batch.listen(self._nth, updated)
 
 
-class _LookupHook(ForgetfulHook):
+class _LookupHook(TransientHook):
     """The forward hook of a kernel; a copy or pickle of the model carries one that does nothing."""
 
     def __init__(self, batch: BatchedKernel | None = None) -> None:

@@ -20,7 +20,7 @@ from deltashard_checkpoint.format.schema import Box, TableSchema
 from torch import nn
 
 from deltashard.sharded.batched_kernel import kernel_of
-from deltashard.state.discovery import REPLICATED, FoundTable, Sharded, world_size
+from deltashard.state.discovery import REPLICATED_REASON, FoundTable, ModuleShards, world_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ _WHOLE_MEMORY = ("DEVICE", "HOST")
 _DTYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
 
 
-def find(path: str, module: nn.Module) -> Sharded | None:
+def find(path: str, module: nn.Module) -> ModuleShards | None:
     """A `discovery.Finder`: what a sharded embedding module at `path` holds.
 
     Raises:
@@ -90,7 +90,7 @@ def _refuse_hidden(path: str, module: nn.Module) -> None:
             )
 
 
-def _said(path: str, module: Any, kind: _Kind) -> Sharded:
+def _said(path: str, module: Any, kind: _Kind) -> ModuleShards:
     shards = []
     for lookup in module._lookups:  # noqa: SLF001 - TorchRec offers no accessor
         while isinstance(lookup, nn.parallel.DistributedDataParallel):
@@ -109,7 +109,7 @@ def _said(path: str, module: Any, kind: _Kind) -> Sharded:
         if (fqn := _fqn(path, config.name)) not in here
     ]
     shards.sort(key=lambda found: found.fqn)  # those of one table one after the other, in the kernels' order
-    return Sharded(shards=tuple(shards), elsewhere=tuple(elsewhere))
+    return ModuleShards(shards=tuple(shards), elsewhere=tuple(elsewhere))
 
 
 def _shards(path: str, kernel: Any, holder: nn.ModuleDict) -> Iterator[FoundTable]:
@@ -178,7 +178,7 @@ def _replicated(path: str, table: Any, holder: nn.ModuleDict) -> FoundTable:
         aliases=(),
         owners=(),
         replicated=world_size() > 1,
-        hashed=REPLICATED,
+        hashed=REPLICATED_REASON,
     )
 
 

@@ -67,18 +67,18 @@ class FusedView(OptimizerView):
     """See `OptimizerView`; of the kernels of `inventory`."""
 
     target: FusedOptimizer
-    spread = True
+    is_partitioned = True
 
     def __init__(self, others: Sequence[OptimizerView], inventory: Inventory) -> None:
         super().__init__(len(others), FusedOptimizer(inventory), inventory.names, inventory.tables)
         self._others = others
-        self.look_at_given()
+        self.record_given()
 
     @property
     def class_name(self) -> str:
         return "deltashard.FusedOptimizer"
 
-    def look_at_given(self) -> None:
+    def record_given(self) -> None:
         kernels = {fqn: held[0] for fqn, held in self.target.tables.items()}
         self.given = [{fqn: kernel.hyperparameters for fqn, kernel in kernels.items()}]
 
@@ -107,10 +107,10 @@ class FusedView(OptimizerView):
     def capture(self) -> dict[str, Any]:
         return self._captured(self.target.first)
 
-    def capture_here(self) -> dict[str, Any]:
+    def capture_local(self) -> dict[str, Any]:
         return self._captured({fqn: kernels[0] for fqn, kernels in self.target.tables.items()})
 
-    def carried(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    def adopt_remote(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         """See `OptimizerView`: all ranks step alike, so that kernels which were alike then are alike now.
 
         Of a table that the other rank has no shard of, it is what became of one that was equal to it.

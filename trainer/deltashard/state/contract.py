@@ -29,10 +29,10 @@ from deltashard.state.value import ValueSource, check_value, tensors_in
 
 log = logging.getLogger("deltashard")
 
-MODULE = "module:"
+MODULE_PREFIX = "module:"
 """What the names of these sources begin with."""
 
-LARGEST_BYTES = 64 << 20
+MAX_EXTRA_BYTES = 64 << 20
 """So much beside its living tensors may be in a module's state_dict: all of it is written at every save."""
 
 _METHODS = (
@@ -59,21 +59,21 @@ class Contract:
         self.module = module
         self.why = why
         """What makes it one: the method or hook."""
-        self._inside = f"{path}." if path else ""
+        self._prefix = f"{path}." if path else ""
         self._inventory = inventory
-        held = self._said()
-        said = {_place(value) for value in held.values()}
+        held = self._module_state()
+        said = {_storage_key(value) for value in held.values()}
         self.left_out = frozenset(
             fqn
             for fqn, t in inventory().dense.items()
-            if fqn.startswith(self._inside)
+            if fqn.startswith(self._prefix)
             and not t.requires_grad
-            and _place(t) not in said
+            and _storage_key(t) not in said
             # A copy under its own name (half(), clone()) is said: the bits are those of the tensor.
-            and fqn.removeprefix(self._inside) not in held
+            and fqn.removeprefix(self._prefix) not in held
         )
         """Frozen tensors that the module does not want saved."""
-        self.source = ValueSource(name=f"{MODULE}{path}", get=self.extras, set=self.load)
+        self.source = ValueSource(name=f"{MODULE_PREFIX}{path}", get=self.extras, set=self.load)
 
     @property
     def name(self) -> str:
@@ -81,8 +81,10 @@ class Contract:
 
     def extras(self) -> dict[str, Any]:
         """What the module says beside its living tensors, by its own key."""
-        living = self._living()
-        return {key: value for key, value in self._said().items() if _place(value) not in living}
+        living = self._live_tensors()
+        return {
+            key: value for key, value in self._module_state().items() if _storage_key(value) not in living
+        }
 
     def load(self, held: Mapping[str, Any]) -> None:
         """Give the module its living tensors and what was stored, by its own `load_state_dict`.
@@ -90,9 +92,9 @@ class Contract:
         Raises:
             CheckpointMismatch: it does not take it, or loading changes rows of a table.
         """
-        said, living = self._said(), self._living()
+        said, living = self._module_state(), self._live_tensors()
         for key, value in said.items():
-            said[key] = living.get(_place(value), value)
+            said[key] = living.get(_storage_key(value), value)
         said.update(held)
         before = self._probe()
         try:
@@ -117,8 +119,8 @@ class Contract:
     def refuse(self) -> None:
         """Raises `StateError` for what cannot be saved, or costs too much at every save."""
         extras = self.extras()
-        said = {_place(value) for value in self._said().values()}
-        copied = {found.fqn: found.param for found in self._tables() if _place(found.param) not in said}
+        said = {_storage_key(value) for value in self._module_state().values()}
+        copied = {found.fqn: found.param for found in self._tables() if _storage_key(found.param) not in said}
         shapes = {tuple(param.shape) for param in copied.values()}
         remedy = (
             "let it return the parameters themselves, as torch's does, and only what is small beside them"
@@ -131,7 +133,7 @@ class Contract:
                 where=self.name,
                 remedy=remedy,
             )
-        if (size := sum(t.numel() * t.element_size() for t in held)) > LARGEST_BYTES:
+        if (size := sum(t.numel() * t.element_size() for t in held)) > MAX_EXTRA_BYTES:
             raise StateError(
                 f"its state_dict() holds {size >> 20} MiB that are no parameters or buffers of it, "
                 "which would be written at every save",
@@ -140,7 +142,7 @@ class Contract:
             )
         check_value(extras, where=self.name)
 
-    def _said(self) -> dict[str, Any]:
+    def _module_state(self) -> dict[str, Any]:
         said = self.module.state_dict()
         if not isinstance(said, dict):
             raise StateError(
@@ -150,16 +152,16 @@ class Contract:
             )
         return said
 
-    def _living(self) -> dict[object, Tensor]:
+    def _live_tensors(self) -> dict[object, Tensor]:
         """Tensors of the module that are saved in place, by where they lie."""
-        living: dict[object, Tensor] = {_place(found.param): found.param for found in self._tables()}
+        living: dict[object, Tensor] = {_storage_key(found.param): found.param for found in self._tables()}
         for fqn, tensor in self._inventory().dense.items():
-            if fqn.startswith(self._inside) and fqn not in self.left_out:
-                living[_place(tensor)] = tensor
+            if fqn.startswith(self._prefix) and fqn not in self.left_out:
+                living[_storage_key(tensor)] = tensor
         return living
 
     def _tables(self) -> list[FoundTable]:
-        return [t for fqn, t in self._inventory().tables.items() if fqn.startswith(self._inside)]
+        return [t for fqn, t in self._inventory().tables.items() if fqn.startswith(self._prefix)]
 
     def _probe(self) -> list[Tensor]:
         """Hashes of up to 2,048 rows of each table, evenly spread."""
@@ -183,7 +185,7 @@ def contracts_of(model: nn.Module, inventory: Callable[[], Inventory]) -> list[C
     for path, module in canonical_prefixes(model):
         if id(module) in inside or is_wrapper(module):
             continue
-        why = _why(module)
+        why = _contract_reason(module)
         if why is None:
             continue
         if any(each is one for each in module.modules() for one in sharded):
@@ -193,11 +195,11 @@ def contracts_of(model: nn.Module, inventory: Callable[[], Inventory]) -> list[C
                 remedy="leave state_dict() to the parts of it that hold no sharded tables",
             )
         inside.update(id(each) for each in module.modules())
-        found.append(_made(path, module, why, inventory))
+        found.append(_make_contract(path, module, why, inventory))
     return found
 
 
-def _made(path: str, module: nn.Module, why: str, inventory: Callable[[], Inventory]) -> Contract:
+def _make_contract(path: str, module: nn.Module, why: str, inventory: Callable[[], Inventory]) -> Contract:
     try:
         contract = Contract(path, module, why, inventory)
         contract.refuse()
@@ -240,9 +242,9 @@ def refuse_model(name: str, value: object, inventory: Inventory) -> None:
             where=f"state[{name!r}]",
             remedy=remedy,
         )
-    dense = {_place(t) for t in inventory.dense.values()}
-    size = sum(t.numel() * t.element_size() for t in tensors_in(value) if _place(t) in dense)
-    if size > LARGEST_BYTES >> 2:
+    dense = {_storage_key(t) for t in inventory.dense.values()}
+    size = sum(t.numel() * t.element_size() for t in tensors_in(value) if _storage_key(t) in dense)
+    if size > MAX_EXTRA_BYTES >> 2:
         raise StateError(
             f"holds {size >> 20} MiB of the model's own parameters, which would be written twice at every save",
             where=f"state[{name!r}]",
@@ -250,14 +252,14 @@ def refuse_model(name: str, value: object, inventory: Inventory) -> None:
         )
 
 
-def unsaid(names: Sequence[str], held: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:
+def missing_contracts(names: Sequence[str], held: Mapping[str, Any], meta: Mapping[str, Any]) -> list[str]:
     """Contracts of which a checkpoint of an older version holds nothing: notes, where others are faults."""
     if "modules" in meta:
         return []
-    return [name for name in names if name.startswith(MODULE) and name not in held]
+    return [name for name in names if name.startswith(MODULE_PREFIX) and name not in held]
 
 
-def _why(module: nn.Module) -> str | None:
+def _contract_reason(module: nn.Module) -> str | None:
     for method in _METHODS:
         if method in module.__dict__:
             return f"its own {method}"
@@ -268,7 +270,7 @@ def _why(module: nn.Module) -> str | None:
     return next((words for hooks, words in _HOOKS.items() if getattr(module, hooks, None)), None)
 
 
-def _place(value: object) -> object:
+def _storage_key(value: object) -> object:
     """The same for a tensor and what `state_dict()` makes of it; something else for everything else."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return id(value)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-REPLICATED = "each rank looks up rows of its own, and all ranks' gradients change it"
+REPLICATED_REASON = "each rank looks up rows of its own, and all ranks' gradients change it"
 """Why a table that every rank holds whole is tracked by row hashes."""
 _TRANSPARENT = ("_orig_mod", "_dmp_wrapped_module")
 
@@ -55,7 +55,7 @@ class Kernel(Protocol):
         """Optimizer state by canonical key, live: [rows] or [rows, columns] of the shard."""
 
     @property
-    def why_inexact(self) -> str | None:
+    def inexact_reason(self) -> str | None:
         """Why rows that nobody looked up may change, too; None: they cannot."""
 
     def listen(self, updated: Callable[[Tensor], None]) -> Callable[[], None]:
@@ -122,7 +122,7 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharded:
+class ModuleShards:
     """What one module that shards its tables itself says."""
 
     shards: tuple[FoundTable, ...]
@@ -131,7 +131,7 @@ class Sharded:
     """Tables of which this process holds nothing, without fields."""
 
 
-Finder = Callable[[str, nn.Module], Sharded | None]
+Finder = Callable[[str, nn.Module], ModuleShards | None]
 """(canonical path, module) -> what it says; None: it is no module that shards tables. Raises `UserError` for one that
 cannot be saved."""
 
@@ -178,7 +178,7 @@ def discover(  # noqa: C901
             continue
         if (said := find(prefix, module)) is not None:
             inside.update(id(each) for each in module.modules())
-            _take(inventory, module, said)
+            _add_sharded(inventory, module, said)
             continue
         persistent = module._non_persistent_buffers_set  # noqa: SLF001 - torch offers no accessor
         held: list[tuple[str, Tensor]] = [(n, p) for n, p in module._parameters.items() if p is not None]  # noqa: SLF001 - as above
@@ -225,7 +225,7 @@ def discover(  # noqa: C901
             aliases=tuple(dict.fromkeys(aliases.get(param, ()))),
             owners=tuple(holders),
             replicated=replicated,
-            hashed=REPLICATED if replicated else "",
+            hashed=REPLICATED_REASON if replicated else "",
         )
     return inventory
 
@@ -235,7 +235,7 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
-def _take(inventory: Inventory, module: nn.Module, said: Sharded) -> None:
+def _add_sharded(inventory: Inventory, module: nn.Module, said: ModuleShards) -> None:
     inventory.sharded.append(module)
     for found in said.shards:
         _refuse_dtype(found.param.dtype, found.fqn)
@@ -263,7 +263,7 @@ def shard_key(box: Box, rows: int, columns: int) -> str:
     return f"{box.table}[{box.row_start}:{box.row_stop}, {box.col_start}:{box.col_stop}]"
 
 
-def sharing(inventory: Inventory) -> dict[str, str]:
+def overlapping_tables(inventory: Inventory) -> dict[str, str]:
     """Tables whose memory overlaps that of another parameter or buffer of the model: shard -> the other's name.
 
     Compared by address, so that views, and several Parameters over one storage, are found.

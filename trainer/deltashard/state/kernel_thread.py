@@ -14,16 +14,16 @@ from functools import cache
 
 import torch
 
-MOST_THREADS = 8
+MAX_THREADS = 8
 """More do not read memory faster, and the training process has others to feed."""
 
 
-def split(rows: int, worth: int, work: Callable[[int, int], None], *, threads: int = 0) -> None:
-    """Call `work(start, stop)` for ranges that cover [0, rows), on at most one thread more than it is `worth`.
+def split(rows: int, max_extra_threads: int, work: Callable[[int, int], None], *, threads: int = 0) -> None:
+    """Call `work(start, stop)` for ranges that cover [0, rows), on at most one thread more than it is `max_extra_threads`.
 
     `threads` at most; 0: as many as torch has.
     """
-    threads = min(threads or torch.get_num_threads(), 1 + worth)
+    threads = min(threads or torch.get_num_threads(), 1 + max_extra_threads)
     if threads < 2:
         work(0, rows)
         return
@@ -52,7 +52,7 @@ def share(jobs: Sequence[Callable[[], None]]) -> None:
                 return
             job()
 
-    threads = min(max(torch.get_num_threads(), len(os.sched_getaffinity(0))), MOST_THREADS)
+    threads = min(max(torch.get_num_threads(), len(os.sched_getaffinity(0))), MAX_THREADS)
     others: list[Future[None]] = []
     with suppress(
         RuntimeError

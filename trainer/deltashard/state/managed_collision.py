@@ -20,7 +20,7 @@ from deltashard.errors import CheckpointMismatch
 from deltashard.state.discovery import canonical_prefixes
 from deltashard.state.value import ValueSource
 
-COLLISIONS = "collisions:"
+COLLISIONS_PREFIX = "collisions:"
 """What the names of these sources begin with."""
 _COUNTS = (
     "_current_iter",
@@ -42,7 +42,9 @@ def histories(model: nn.Module) -> list[ValueSource]:
     for path, module in canonical_prefixes(model):
         if is_managed(module) and id(module) not in found:
             history = _History(module, path)
-            found[id(module)] = ValueSource(name=f"{COLLISIONS}{path}", get=history.get, set=history.set)
+            found[id(module)] = ValueSource(
+                name=f"{COLLISIONS_PREFIX}{path}", get=history.get, set=history.set
+            )
     return list(found.values())
 
 
@@ -80,16 +82,16 @@ class _History:
         for name, value in held["counts"].items():
             setattr(module, name, value)
         if held["evicted"] is not None:
-            module._evicted_emb_indices = self._placed(held["evicted"])  # noqa: SLF001
+            module._evicted_emb_indices = self._to_device(held["evicted"])  # noqa: SLF001
         if size < 0:
             return
         module._history_accumulator = torch.empty(size, dtype=torch.int64, device=module.device)  # noqa: SLF001
-        module._history_accumulator[:seen] = self._placed(held["ids"])  # noqa: SLF001
+        module._history_accumulator[:seen] = self._to_device(held["ids"])  # noqa: SLF001
         for name, values in held["metadata"].items():
             buffer = torch.zeros(size, dtype=torch.int64, device=module.device)
-            buffer[:seen] = self._placed(values)
+            buffer[:seen] = self._to_device(values)
             module.register_buffer(f"_history_{name}", buffer, persistent=False)
             module._history_metadata[name] = buffer  # noqa: SLF001
 
-    def _placed(self, value: Tensor) -> Tensor:
+    def _to_device(self, value: Tensor) -> Tensor:
         return value.to(self._module.device, copy=True)

@@ -28,14 +28,14 @@ class Origin:
     """Shapes and types of dense tensors and tables at construction."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._was = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        self._said: set[str] = set()
+        self._initial = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        self._reported: set[str] = set()
 
     def grown(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int] | None]:
         """Buffers of another shape than at construction, with that one; None: there was no tensor at all."""
         found: dict[str, list[int] | None] = {}
         for name, tensor in tensors.items():
-            was = self._was.get(name)
+            was = self._initial.get(name)
             if isinstance(tensor, nn.Parameter):
                 continue
             if was is None:
@@ -44,10 +44,10 @@ class Origin:
                 found[name] = list(was[0])
         return found
 
-    def say(self, tensors: Mapping[str, Tensor]) -> None:
+    def warn_changes(self, tensors: Mapping[str, Tensor]) -> None:
         """Warn, once for each tensor, of changes that a newly built program will not have."""
         changes = {}
-        for name, (shape, dtype) in self._was.items():
+        for name, (shape, dtype) in self._initial.items():
             now = tensors.get(name)
             if now is None:
                 changes[name] = "is gone"
@@ -58,17 +58,17 @@ class Origin:
         changes |= {
             name: "is new"
             for name, tensor in tensors.items()
-            if name not in self._was and isinstance(tensor, nn.Parameter)
+            if name not in self._initial and isinstance(tensor, nn.Parameter)
         }
-        unsaid = {name: change for name, change in changes.items() if name not in self._said}
-        if not unsaid:
+        unreported = {name: change for name, change in changes.items() if name not in self._reported}
+        if not unreported:
             return
-        self._said |= unsaid.keys()
+        self._reported |= unreported.keys()
         log.warning(
             "the model changed after the Checkpointer was built: %s%s. It is saved as it is now; to restore it, make "
             "the same change before building the Checkpointer",
-            "; ".join(f"{name} {change}" for name, change in list(unsaid.items())[:4]),
-            f" and {len(unsaid) - 4} more" if len(unsaid) > 4 else "",
+            "; ".join(f"{name} {change}" for name, change in list(unreported.items())[:4]),
+            f" and {len(unreported) - 4} more" if len(unreported) > 4 else "",
         )
 
 

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from deltashard.state.value import array_of
 
-MOST_OWNERS = 8
+MAX_OWNERS = 8
 """So many ranks share what is the same on all of them."""
 SUM_WIDTH = 8
 """Characters of a sum."""
 _SAMPLED = 512
 """Values of a tensor that a sum is over."""
-_SHOWN = 4
+_MAX_SHOWN = 4
 
 
 def owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """The rank that saves each replica, by name, of so many bytes: the largest first, to whom has least."""
-    load = [0] * min(world_size, MOST_OWNERS)
+    load = [0] * min(world_size, MAX_OWNERS)
     found: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         found[name] = rank = min(range(len(load)), key=lambda each: (load[each], each))
@@ -48,7 +48,7 @@ def sums(replicas: Mapping[str, Tensor], seed: int) -> str:
     return "".join(found)
 
 
-def differing(names: Collection[str], said: Mapping[int, str]) -> list[str]:
+def differing_replicas(names: Collection[str], said: Mapping[int, str]) -> list[str]:
     """Which replicas are not the same as rank 0's, and where, from the sums by rank."""
     zero = said[0]
     found: dict[str, list[int]] = {}
@@ -57,10 +57,10 @@ def differing(names: Collection[str], said: Mapping[int, str]) -> list[str]:
             if said[rank][i * SUM_WIDTH : (i + 1) * SUM_WIDTH] != zero[i * SUM_WIDTH : (i + 1) * SUM_WIDTH]:
                 found.setdefault(name, []).append(rank)
     return [
-        f"{name} on rank{'s' if len(ranks) > 1 else ''} {some(ranks, _SHOWN)}"
+        f"{name} on rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, _MAX_SHOWN)}"
         for name, ranks in found.items()
     ]
 
 
-def some(ranks: Sequence[int], most: int) -> str:
-    return ", ".join(map(str, ranks[:most])) + (" and more" if len(ranks) > most else "")
+def format_ranks(ranks: Sequence[int], limit: int) -> str:
+    return ", ".join(map(str, ranks[:limit])) + (" and more" if len(ranks) > limit else "")

@@ -75,7 +75,7 @@ def apply_globals(captured: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor_of(state), device)
 
 
-def draw_apart(rank: int, attempt: int) -> None:
+def reseed_for_rank(rank: int, attempt: int) -> None:
     """Give the global generators a state that follows from theirs, `rank` and `attempt`, and is no other rank's."""
     drawn = int(torch.randint(1 << 62, ()).item())
     words = np.random.SeedSequence([drawn, rank, attempt]).generate_state(3, np.uint64)

@@ -50,7 +50,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def why_unstorable(tensor: torch.Tensor) -> str | None:
+def unstorable_reason(tensor: torch.Tensor) -> str | None:
     """What keeps a tensor from being stored, in words; None: it can be."""
     kind = type(tensor)
     if kind.__module__.startswith("torch.distributed."):
@@ -73,7 +73,7 @@ def why_unstorable(tensor: torch.Tensor) -> str | None:
 def adapt(value: object) -> object:
     """What the typed tree stores for a torch value; `NotImplemented` for anything else."""
     if isinstance(value, torch.Tensor):
-        if (why := why_unstorable(value)) is not None:
+        if (why := unstorable_reason(value)) is not None:
             raise StateError(
                 f"a tensor that {why} cannot be stored", remedy="store its parts, or make it dense"
             )
@@ -183,7 +183,7 @@ def _refuse(name: str, value: object) -> StateError:
     )
 
 
-def _put(name: str, target: Any, value: Any) -> None:
+def _write_into(name: str, target: Any, value: Any) -> None:
     """Write `value` into what the program holds: a tensor, an array, a mapping or a sequence."""
     where = f"state[{name!r}]"
     if isinstance(target, torch.Tensor):
@@ -240,7 +240,7 @@ def _holds_stateful(value: Any) -> bool:
     )
 
 
-def _together(name: str, container: Any) -> ValueSource:
+def _combined_source(name: str, container: Any) -> ValueSource:
     def parts() -> dict[Any, ValueSource | None]:
         return {key: source(f"{name}.{key}", member) for key, member in _members(container).items()}
 
@@ -279,13 +279,13 @@ def source(name: str, value: Any) -> ValueSource | None:
     if isinstance(value, Stateful):
         return ValueSource(name=name, get=value.state_dict, set=value.load_state_dict, subject=value)
     if _holds_stateful(value):
-        return _together(name, value)
+        return _combined_source(name, value)
     if is_generator(value):
         return ValueSource(name=name, get=lambda: capture_own(value), set=lambda held: apply_own(value, held))
     if isinstance(value, tuple) and len(value) == 2 and callable(value[0]) and callable(value[1]):
         return ValueSource(name=name, get=value[0], set=value[1])
     if isinstance(value, torch.Tensor | np.ndarray | MutableMapping | MutableSequence):
-        return ValueSource(name=name, get=lambda: value, set=lambda held: _put(name, value, held))
+        return ValueSource(name=name, get=lambda: value, set=lambda held: _write_into(name, value, held))
     if isinstance(value, DataLoader):
         return None
     raise _refuse(name, value)

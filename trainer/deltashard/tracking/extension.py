@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from deltashard.optimizer.optimizer_state import OptimizerView
-from deltashard.state.discovery import Finder, FoundTable, Inventory, Sharded
+from deltashard.state.discovery import Finder, FoundTable, Inventory, ModuleShards
 from deltashard.tracking.marks import Marks
 from deltashard.tracking.tracker import SparseGradientTracker, Tracker
 
@@ -40,7 +40,7 @@ def register(extension: ModuleExtension) -> None:
     _extensions.append(extension)
 
 
-def find(path: str, module: nn.Module) -> Sharded | None:
+def find(path: str, module: nn.Module) -> ModuleShards | None:
     return next((said for each in _extensions if (said := each.find(path, module)) is not None), None)
 
 

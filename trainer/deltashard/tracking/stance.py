@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from deltashard.state.forgetful_hook import ForgetfulHook
+from deltashard.state.transient_hook import TransientHook
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
@@ -75,7 +75,7 @@ class Stance:
             self._handles.append(module.register_forward_pre_hook(hook))
 
 
-class _ForwardHook(ForgetfulHook):
+class _ForwardHook(TransientHook):
     """Before a forward; a copy or pickle of the model carries one that does nothing."""
 
     def __init__(self, stance: Stance | None = None, *, whole: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from deltashard.optimizer.whitelist import why_inexact
+from deltashard.optimizer.whitelist import inexact_reason
 from deltashard.tracking.foreign_step import after_any_step
 from deltashard.tracking.tensor_versions import TensorVersionSet
 
@@ -124,7 +124,7 @@ class StepHooks:
             self._sizes = _sizes(optimizer)
             self._tracking.regrouped(optimizer)
         if self.tables:
-            reason = why_inexact(optimizer) or why_not_alone(optimizer, args, kwargs)
+            reason = inexact_reason(optimizer) or why_not_alone(optimizer, args, kwargs)
             if reason is not None or not self._holds(TensorVersionSet.same):
                 self._versions = None
             for table in self.tables:

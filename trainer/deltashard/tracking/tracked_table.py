@@ -28,7 +28,7 @@ from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from torch import Tensor
 
 from deltashard.optimizer.optimizer_state import OptimizerView
-from deltashard.optimizer.whitelist import why_inexact, why_replaced
+from deltashard.optimizer.whitelist import inexact_reason, replaced_step_reason
 from deltashard.state.discovery import FoundTable, TableSettings, dtype_name
 from deltashard.state.row_hash import Hashing
 from deltashard.tracking.audit import Audit, AuditFault
@@ -196,7 +196,7 @@ class TrackedTable:  # noqa: PLR0904
     def before_step(self, inexact: str | None) -> None:
         """Before the sole owner's step: is the whitelist still true, was the table written from outside?
 
-        `inexact` is what `why_inexact` and `why_not_alone` say of the owner now.
+        `inexact` is what `inexact_reason` and `why_not_alone` say of the owner now.
         """
         if not self.watched or self._left_to_graph():
             return
@@ -246,7 +246,7 @@ class TrackedTable:  # noqa: PLR0904
     def refresh(self, why: _WhyReplaced) -> None:
         """Bring marks and schema up to date for a cut; a look at hashes follows.
 
-        `why` is `why_replaced`, which may remember what it answered at this cut.
+        `why` is `replaced_step_reason`, which may remember what it answered at this cut.
         """
         self.mark_if_written()
         if self.watched and self.marks.flags.device != self.param.device:
@@ -405,7 +405,7 @@ class TrackedTable:  # noqa: PLR0904
         if self.found.hashed:
             return self.found.hashed
         if self.found.kernel is not None:
-            return self._why_shared(self._shares) if self._shares else self.found.kernel.why_inexact
+            return self._why_shared(self._shares) if self._shares else self.found.kernel.inexact_reason
         if len(owners) != 1:
             return "no optimizer owns it" if not owners else "several optimizers own it"
         # A wrapper that is no torch optimizer is not on the whitelist either.
@@ -413,11 +413,11 @@ class TrackedTable:  # noqa: PLR0904
             return self._why_shared(self._shares)
         dense = not all(lookup.sparse for lookup in self.lookups)
         return (
-            why_inexact(owners[0])
+            inexact_reason(owners[0])
             or why_not_alone(owners[0])
             or self._why_not_lookups()
             or ("its gradients are dense (sparse=False)" if dense else None)
-            or self._why_not_here(owners[0], why_replaced)
+            or self._why_not_here(owners[0], replaced_step_reason)
         )
 
     def _why_not_here(self, owner: Any, why: _WhyReplaced) -> str | None:

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from deltashard.optimizer.optimizer_state import OptimizerView, views_of
 from deltashard.optimizer.whitelist import (
     hookable,
-    innermost,
-    why_replaced,
+    replaced_step_reason,
+    wrapped_optimizers,
 )
-from deltashard.state.discovery import FoundTable, Inventory, discover, sharing
+from deltashard.state.discovery import FoundTable, Inventory, discover, overlapping_tables
 from deltashard.state.kernel_thread import share
 from deltashard.state.replica import owners
 from deltashard.state.row_hash import Hashing
@@ -188,7 +188,7 @@ class Tracking:  # noqa: PLR0904
         if self.steps.first is not None:
             self.steps.first.finish()
             self.steps.first = None
-        why = cache(why_replaced)
+        why = cache(replaced_step_reason)
         for table in self.tables:
             table.refresh(why)
         self._look_at_state()
@@ -315,14 +315,16 @@ class Tracking:  # noqa: PLR0904
         self._grouped = _by_view(self.optimizers)
         self._share()
         for table in self.tables:
-            owners = [o for o in self._handed.now if any(_owns(x, table.param) for x in (o, *innermost(o)))]
+            owners = [
+                o for o in self._handed.now if any(_owns(x, table.param) for x in (o, *wrapped_optimizers(o)))
+            ]
             table.attach(owners, [v for v in self.optimizers if _owns(v.target, table.param)])
         self._index()
 
     def _share(self) -> None:
         """Tables that lie in one memory with something else are hashed: another's step writes their rows."""
         self._addresses = [table.param.data_ptr() for table in self.tables]
-        others = sharing(self.inventory)
+        others = overlapping_tables(self.inventory)
         for table in self.tables:
             table.shared_with(others.get(table.key))
 

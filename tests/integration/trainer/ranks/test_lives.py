@@ -40,12 +40,12 @@ SAVE = (
 )
 RESTORE = (
     "meeting.hello",
-    "agree.said",
+    "agree.answered",
     "restore.first_applied",
     "restore.before_dense",
 )
 LEADERS_SAVE = ("order.proposed", "order.settled")
-LEADERS_RESTORE = ("meeting.welcomed", "open.before_told", "open.after_told", "agree.told")
+LEADERS_RESTORE = ("meeting.welcomed", "open.before_publish", "open.after_publish", "agree.published")
 # Instants of a sidecar, of each pod's; then those of the one that commits, whichever that is.
 SIDECAR_SAVE = (
     "stage.granted",

@@ -23,7 +23,7 @@ def taken_over(
 ) -> tuple[dict[str, Any], str]:
     """The position of a loader and the note on it; raises why there is none."""
     found = ResumePositions({"loader": trees.get(rank) or trees.get(0)})
-    found.take_over("loader", trees, rank=rank, saved=saved, world=world)
+    found.reshard("loader", trees, rank=rank, saved=saved, world=world)
     if found.refused:
         raise CheckpointMismatch(found.refused["loader"])
     return found.positions["loader"], "".join(found.notes)

@@ -8,50 +8,50 @@ from typing import Any
 import pytest
 from deltashard.loader.position import Position
 from deltashard.partial.rule import (
-    CARRIED_BYTES,
-    RecoverySituation,
+    MAX_SHARED_BYTES,
+    RecoveryInputs,
+    RecoveryReport,
     RecoveryTerms,
-    RecoveryWord,
-    Staged,
-    judge,
-    moved_on,
-    why_unusable,
+    StagedMetadata,
+    advance_positions,
+    decide,
+    unusable_reason,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 WORLD = 4
-NOW = RecoverySituation(
+NOW = RecoveryInputs(
     run="store run", world_size=WORLD, layout="laid", lineage="born", previous_attempt=5, seq=9, step=30, attempt=5,
     pls=0.0, recoveries=0, rows=400.0,
 )  # fmt: skip
 TERMS = RecoveryTerms(pls_target=0.5, planned_steps=1000)
 
 
-def part(**said: Any) -> Staged:
+def part(**said: Any) -> StagedMetadata:
     """A part that can be used, but for what is `said`."""
     fits: dict[str, Any] = {
         "run": "store run", "attempt": 5, "rank": 0, "world_size": WORLD, "layout": "laid", "lineage": "born",
         "covers": 9, "step": 40, "clean": True, "ahead": False, "pls": 0.0, "recoveries": 0,
     }  # fmt: skip
-    return Staged(**fits | said)
+    return StagedMetadata(**fits | said)
 
 
-def word(rank: int, /, *, lost: bool = False, rows: float = 100.0, **said: Any) -> RecoveryWord:
-    return RecoveryWord(staged=None if lost else part(**{"rank": rank} | said), place="here", rows=rows)
+def word(rank: int, /, *, lost: bool = False, rows: float = 100.0, **said: Any) -> RecoveryReport:
+    return RecoveryReport(staged=None if lost else part(**{"rank": rank} | said), location="here", rows=rows)
 
 
 def test_ranks_of_other_places_are_sent_what_they_take_unless_it_is_too_much() -> None:
     """Which ranks read the donor's part where it lies, and which cannot, all know; where somebody cannot, size counts."""
-    words = [dataclasses.replace(word(r), place="here" if r in (1, 3) else f"there {r}") for r in range(4)]
-    verdict = judge(words, NOW, TERMS)
+    words = [dataclasses.replace(word(r), location="here" if r in (1, 3) else f"there {r}") for r in range(4)]
+    verdict = decide(words, NOW, TERMS)
     assert verdict.partial
-    assert (verdict.donor, verdict.places) == (0, (0, 1, 2, 1))
-    assert (verdict.elsewhere(0), verdict.elsewhere(1)) == ((1, 2, 3), (0, 2))
-    large = [dataclasses.replace(each, carried_bytes=CARRIED_BYTES + 1) for each in words]
-    assert "rank 0" in judge(large, NOW, TERMS).why_full
-    together = [dataclasses.replace(each, place="here") for each in large]
-    assert judge(together, NOW, TERMS).partial
+    assert (verdict.donor, verdict.locations) == (0, (0, 1, 2, 1))
+    assert (verdict.remote_ranks(0), verdict.remote_ranks(1)) == ((1, 2, 3), (0, 2))
+    large = [dataclasses.replace(each, shared_bytes=MAX_SHARED_BYTES + 1) for each in words]
+    assert "rank 0" in decide(large, NOW, TERMS).full_reason
+    together = [dataclasses.replace(each, location="here") for each in large]
+    assert decide(together, NOW, TERMS).partial
 
 
 OF_ANYTHING_ELSE = [
@@ -85,11 +85,11 @@ UNCLEAR = {
     "nobody clean": ([word(r, clean=False) for r in range(4)], "every survivor"),
     "the first is torn": ([word(0, step=41, clean=False), *OTHERS], "was ahead"),
     "another's": (
-        [dataclasses.replace(word(r, lost=True), strays=(3,) if r == 1 else ()) for r in range(4)],
+        [dataclasses.replace(word(r, lost=True), misplaced_ranks=(3,) if r == 1 else ()) for r in range(4)],
         "rank 1 finds what rank 3 staged",
     ),
     "off": (
-        [word(0), dataclasses.replace(word(1), off="there are CUDA devices")],
+        [word(0), dataclasses.replace(word(1), disabled_reason="there are CUDA devices")],
         "rank 1: there are CUDA devices",
     ),
 }
@@ -104,11 +104,11 @@ UNCLEAR = {
     ],
 )
 def test_whatever_is_unclear_makes_all_go_back(
-    words: list[RecoveryWord], now: dict[str, Any], why: str
+    words: list[RecoveryReport], now: dict[str, Any], why: str
 ) -> None:
-    verdict = judge(words, dataclasses.replace(NOW, **now), TERMS)
+    verdict = decide(words, dataclasses.replace(NOW, **now), TERMS)
     assert not verdict.partial
-    assert why in verdict.why_full
+    assert why in verdict.full_reason
 
 
 STEPS = st.integers(28, 43)
@@ -136,11 +136,11 @@ def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: flo
         word(rank, lost=lost, rows=float(each["rows"]), **{k: v for k, v in each.items() if k != "rows"})
         for rank, (lost, each) in enumerate(said)
     ]
-    verdict = judge(words, NOW, RecoveryTerms(pls_target=target, planned_steps=1000))
+    verdict = decide(words, NOW, RecoveryTerms(pls_target=target, planned_steps=1000))
     survivors = {rank: w.staged for rank, w in enumerate(words) if w.staged is not None}
     if not verdict.partial:
         return
-    assert not any(why_unusable(staged, NOW, rank) for rank, staged in survivors.items())
+    assert not any(unusable_reason(staged, NOW, rank) for rank, staged in survivors.items())
     donor = survivors[verdict.donor]
     assert donor.clean
     assert verdict.step == donor.step == max(staged.step for staged in survivors.values())
@@ -153,9 +153,9 @@ def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: flo
         torn = w.staged is not None and w.staged.ahead
         lost_steps += max(verdict.step - at, torn) * w.rows
         assert not verdict.own[rank] or (w.staged is not None and w.staged.clean and at == verdict.step)
-    assert verdict.added == pytest.approx(lost_steps / 400 / 1000)
+    assert verdict.added_pls == pytest.approx(lost_steps / 400 / 1000)
     assert verdict.pls == pytest.approx(
-        verdict.added + max(staged.pls for staged in survivors.values()), abs=1e-12
+        verdict.added_pls + max(staged.pls for staged in survivors.values()), abs=1e-12
     )
     assert verdict.pls <= target
 
@@ -166,14 +166,14 @@ def test_loaders_go_where_the_others_are() -> None:
         for n in (3, 8)
     )  # fmt: skip
     there = {"delivered": 8, "samples": 16, "fingerprint": None}
-    found, notes = moved_on({"a": mine}, {"a": theirs})
+    found, notes = advance_positions({"a": mine}, {"a": theirs})
     assert found["a"] == mine | there
     assert notes == []
-    found, notes = moved_on({"a": mine}, {"a": theirs | {"epoch": 2}})
+    found, notes = advance_positions({"a": mine}, {"a": theirs | {"epoch": 2}})
     assert found["a"] == theirs | there | {"epoch": 2, "first": None, "own": {"g": 3}}
     assert "another rank's random order" in notes[0]
     stateful = mine | {"kind": "stateful"}
-    found, notes = moved_on({"a": stateful}, {"a": theirs | {"kind": "stateful", "epoch": 2}})
+    found, notes = advance_positions({"a": stateful}, {"a": theirs | {"kind": "stateful", "epoch": 2}})
     assert found["a"] == stateful
     assert "once more" in notes[0]
-    assert moved_on({"a": theirs, "b": mine}, {"a": mine}) == ({"a": theirs, "b": mine}, [])
+    assert advance_positions({"a": theirs, "b": mine}, {"a": mine}) == ({"a": theirs, "b": mine}, [])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from deltashard.errors import UserError
 from deltashard.restore import recovery_plan
-from deltashard.restore.frame_stream import Arrivals
-from deltashard.restore.recovery_plan import RecoveryPlan, plan_of
+from deltashard.restore.frame_stream import FrameReceiver
+from deltashard.restore.recovery_plan import RecoveryPlan, create_plan
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodeOptions, encode_rows
@@ -24,7 +24,7 @@ def test_the_first_plan_that_is_offered_is_taken(monkeypatch: pytest.MonkeyPatch
 
     def plan(*factories: Any, partial: bool) -> RecoveryPlan:
         monkeypatch.setattr(recovery_plan, "FACTORIES", factories)
-        return plan_of(SimpleNamespace(config=SimpleNamespace(partial=partial)))  # type: ignore[arg-type]
+        return create_plan(SimpleNamespace(config=SimpleNamespace(partial=partial)))  # type: ignore[arg-type]
 
     with pytest.raises(UserError, match="not installed"):
         plan(partial=True)
@@ -39,4 +39,4 @@ def test_rows_of_a_checkpoint_without_blobs_are_not_taken() -> None:
     rows = RowBlock(schema=schema, ids=range(1), weights=weights, fields={}, columns=range(4))
     frame = encode_rows(rows, EncodeOptions(encoding=encoding_named("fp32")), step=1)
     with pytest.raises(InvalidCheckpoint, match="rng"):
-        Arrivals(targets=None, judge=None).take(parse_frame(frame.data), True)
+        FrameReceiver(targets=None, check_blobs=None).take(parse_frame(frame.data), True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.state.discovery import TableSettings, discover, sharing
+from deltashard.state.discovery import TableSettings, discover, overlapping_tables
 from deltashard_checkpoint.errors import UserError
 from torch import nn
 
@@ -76,9 +76,11 @@ def test_memory_that_two_tensors_share_is_found():
     model["right"].weight = nn.Parameter(whole[15:20])
     model["raw"].weight = nn.Parameter(torch.frombuffer(raw, dtype=torch.float32)[:20].view(5, 4))
     model["again"].weight = nn.Parameter(torch.frombuffer(raw, dtype=torch.float32)[:20].view(5, 4))
-    assert sharing(discover(model)).keys() == {f"{n}.weight" for n in ("a", "b", "view", "raw", "again")}
+    assert overlapping_tables(discover(model)).keys() == {
+        f"{n}.weight" for n in ("a", "b", "view", "raw", "again")
+    }
     model.register_buffer("window", model["alone"].weight.detach()[2:3])
-    assert sharing(discover(model))["alone.weight"] == "window"
+    assert overlapping_tables(discover(model))["alone.weight"] == "window"
 
 
 def test_a_table_of_a_type_that_cannot_be_stored_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from deltashard.state.replica import MOST_OWNERS, differing, owners, sums
+from deltashard.state.replica import MAX_OWNERS, differing_replicas, owners, sums
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ def test_every_replica_has_one_owner_and_no_owner_has_much_more_than_another(
     found = owners(sizes, world_size)
     assert found == owners(dict(reversed(sizes.items())), world_size)
     assert found.keys() == sizes.keys()
-    load = [0] * min(world_size, MOST_OWNERS)
+    load = [0] * min(world_size, MAX_OWNERS)
     for name, rank in found.items():
         load[rank] += sizes[name]
     assert max(load) - min(load) <= max(sizes.values(), default=0)
@@ -27,8 +27,10 @@ def test_every_replica_has_one_owner_and_no_owner_has_much_more_than_another(
 def test_one_changed_value_of_a_small_tensor_is_found() -> None:
     zero = {"a": torch.arange(6.0), "b": torch.ones(3, 2, dtype=torch.bfloat16), "empty": torch.empty(0)}
     other = {name: tensor.clone() for name, tensor in zero.items()}
-    assert differing(zero, {0: sums(zero, 7), 1: sums(other, 7)}) == []
+    assert differing_replicas(zero, {0: sums(zero, 7), 1: sums(other, 7)}) == []
     other["b"][2, 1] = 2
-    assert differing(zero, {0: sums(zero, 7), 1: sums(other, 7), 2: sums(zero, 7)}) == ["b on rank 1"]
+    assert differing_replicas(zero, {0: sums(zero, 7), 1: sums(other, 7), 2: sums(zero, 7)}) == [
+        "b on rank 1"
+    ]
     said = {0: sums(zero, 7)} | {rank: sums(other, 7) for rank in range(1, 7)}
-    assert differing(zero, said) == ["b on ranks 1, 2, 3, 4 and more"]
+    assert differing_replicas(zero, said) == ["b on ranks 1, 2, 3, 4 and more"]

@@ -25,13 +25,13 @@ from deltashard.group.meeting import Meeting
 from deltashard.group.roll import RankManifest, agreed_layout
 from deltashard.program import Program
 from deltashard.restore.frame_stream import RESTORE_DEADLINE_S
-from deltashard.state.replica import differing, sums
+from deltashard.state.replica import differing_replicas, sums
 
-_KINDS = {"went on": RunWentOn, "gone": SidecarGone, "not whole": InvalidCheckpoint}
-_WORST_LAST = ("whole", *_KINDS, "failed")
+_ERROR_KINDS = {"run_advanced": RunWentOn, "sidecar_gone": SidecarGone, "incomplete": InvalidCheckpoint}
+_KINDS_BY_SEVERITY = ("complete", *_ERROR_KINDS, "failed")
 
 
-class Assembly:
+class CollectiveRestore:
     """One rank's side of one `restore()`; on the training thread only."""
 
     def __init__(
@@ -51,19 +51,19 @@ class Assembly:
             boxes=program.boxes,
             took_part=0 if said is None else said.took_part,
         )
-        self._meeting = Meeting(rank.number, rank.world_size, word.text())
-        self._turn = 0
+        self._rendezvous = Meeting(rank.number, rank.world_size, word.text())
+        self._round = 0
         self._sent: list[tuple[str, int]] = []
         """(what, bytes) that lies in the store for others."""
 
     @property
     def name(self) -> str:
-        return self._meeting.name
+        return self._rendezvous.name
 
     @property
     def prefix(self) -> str:
         """Of the group's keys under the attempt that was opened last."""
-        return f"{self._meeting.prefix}{self._turn}/"
+        return f"{self._rendezvous.prefix}{self._round}/"
 
     def open(self, ask: Callable[[pb.OpenRequest], pb.OpenReply]) -> pb.OpenReply:
         """What rank 0's sidecar answers to `ask`, for all; raises what rank 0 met, on every rank.
@@ -72,31 +72,31 @@ class Assembly:
         """
 
         def opened() -> str:
-            words = [RankManifest.of(text) for text in self._meeting.words]
+            words = [RankManifest.of(text) for text in self._rendezvous.words]
             took_part = max(word.took_part for word in words)
             reply = ask(pb.OpenRequest(layout=agreed_layout(words).data, took_part=took_part))
-            crash_point("open.before_told")
+            crash_point("open.before_publish")
             return reply.SerializeToString().hex()
 
-        self._turn += 1
-        told = self._of_rank_0(f"open/{self._turn}", opened)
+        self._round += 1
+        told = self._from_rank_0(f"open/{self._round}", opened)
         if self._rank.number == 0:
-            crash_point("open.after_told")
+            crash_point("open.after_publish")
         return pb.OpenReply.FromString(bytes.fromhex(told))
 
-    def _of_rank_0(self, what: str, make: Callable[[], str]) -> str:
+    def _from_rank_0(self, what: str, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank; raises what it met doing so, on every rank."""
         if self._rank.number == 0:
             try:
                 made = make()
             except BaseException as error:
-                self._meeting.tell(what, b"-" + json.dumps(_text_of(error)).encode())
+                self._rendezvous.tell(what, b"-" + json.dumps(_encode_error(error)).encode())
                 raise
-            self._meeting.tell(what, b"+" + made.encode())
+            self._rendezvous.tell(what, b"+" + made.encode())
             return made
-        told = self._meeting.hear(what, 2 * OPEN_DEADLINE_S).decode()
+        told = self._rendezvous.hear(what, 2 * OPEN_DEADLINE_S).decode()
         if told[0] == "-":
-            raise _error_of(json.loads(told[1:]), "rank 0: ")
+            raise _decode_error(json.loads(told[1:]), "rank 0: ")
         return told[1:]
 
     def agree(self, stage: str, error: BaseException | None = None) -> None:
@@ -109,62 +109,62 @@ class Assembly:
             RanksDiffer: replicas are not the same on all ranks.
             what the rank that failed raised: here `error` itself.
         """
-        stage = f"{stage}/{self._turn}"
+        stage = f"{stage}/{self._round}"
         kind = (
-            "whole"
+            "complete"
             if error is None
-            else next((k for k, e in _KINDS.items() if isinstance(error, e)), "failed")
+            else next((k for k, e in _ERROR_KINDS.items() if isinstance(error, e)), "failed")
         )
-        mine: dict[str, Any] = {"kind": kind, "error": None if error is None else _text_of(error)}
+        mine: dict[str, Any] = {"kind": kind, "error": None if error is None else _encode_error(error)}
         if stage.startswith("restored") and error is None:
             mine["sums"] = self.sums(0)
-        self._meeting.answer(stage, json.dumps(mine).encode())
-        crash_point("agree.said")
+        self._rendezvous.answer(stage, json.dumps(mine).encode())
+        crash_point("agree.answered")
         if self._rank.number == 0:
-            said = [json.loads(text) for text in self._meeting.answers(stage, RESTORE_DEADLINE_S)]
-            self._meeting.tell(stage, json.dumps(self._verdict(said)).encode())
-            crash_point("agree.told")
-        verdict = json.loads(self._meeting.hear(stage, RESTORE_DEADLINE_S))
-        if verdict["kind"] == "whole":
+            said = [json.loads(text) for text in self._rendezvous.answers(stage, RESTORE_DEADLINE_S)]
+            self._rendezvous.tell(stage, json.dumps(self._resolve_outcome(said)).encode())
+            crash_point("agree.published")
+        verdict = json.loads(self._rendezvous.hear(stage, RESTORE_DEADLINE_S))
+        if verdict["kind"] == "complete":
             return
         if error is not None and verdict["kind"] == kind:
             raise error
-        if verdict["kind"] == "not whole":
+        if verdict["kind"] == "incomplete":
             raise InvalidCheckpoint(verdict["error"]["what"], where=f"rank {verdict['rank']}")
-        raise _error_of(verdict["error"], f"rank {verdict['rank']}: ")
+        raise _decode_error(verdict["error"], f"rank {verdict['rank']}: ")
 
-    def settle(self, what: str, word: str, judge: Callable[[list[str]], str]) -> str:
+    def resolve(self, what: str, word: str, decide: Callable[[list[str]], str]) -> str:
         """What rank 0 makes of all ranks' words, for all; raises what it met doing so, on every rank."""
-        what = f"{what}/{self._turn}"
-        self._meeting.answer(what, word.encode())
-        return self._of_rank_0(
-            what, lambda: judge([text.decode() for text in self._meeting.answers(what, OPEN_DEADLINE_S)])
+        what = f"{what}/{self._round}"
+        self._rendezvous.answer(what, word.encode())
+        return self._from_rank_0(
+            what, lambda: decide([text.decode() for text in self._rendezvous.answers(what, OPEN_DEADLINE_S)])
         )
 
     def send(self, what: str, data: bytes | None) -> None:
-        """Give the others bytes of this rank's, until `begun`; None: it cannot, after all."""
-        what = f"{what}/{self._turn}"
-        self._meeting.send(what, data)
+        """Give the others bytes of this rank's, until `release_sent`; None: it cannot, after all."""
+        what = f"{what}/{self._round}"
+        self._rendezvous.send(what, data)
         self._sent.append((what, 0 if data is None else len(data)))
 
     def receive(self, what: str) -> bytes | None:
         """What another rank sends; None: it cannot. Raises `RanksDiffer` when it answers nothing."""
-        return self._meeting.receive(f"{what}/{self._turn}", RESTORE_DEADLINE_S)
+        return self._rendezvous.receive(f"{what}/{self._round}", RESTORE_DEADLINE_S)
 
-    def begun(self) -> None:
+    def release_sent(self) -> None:
         for what, size in self._sent:
-            self._meeting.unsend(what, size)
+            self._rendezvous.unsend(what, size)
         self._sent.clear()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """What is done within, all ranks do, or none goes on; raises as `agree`."""
-        with self.telling(name):
+        with self.reporting_failure(name):
             yield
         self.agree(name)
 
     @contextlib.contextmanager
-    def telling(self, name: str) -> Iterator[None]:
+    def reporting_failure(self, name: str) -> Iterator[None]:
         """Who fails within tells those that will wait for it at the end of stage `name`; raises as `agree`."""
         try:
             yield
@@ -175,21 +175,21 @@ class Assembly:
     def sums(self, seed: int) -> str:
         return sums(self._program.tracking.replicas, seed)
 
-    def _verdict(self, said: list[dict[str, Any]]) -> dict[str, Any]:
-        worst = max(range(len(said)), key=lambda rank: (_WORST_LAST.index(said[rank]["kind"]), -rank))
-        if said[worst]["kind"] != "whole":
+    def _resolve_outcome(self, said: list[dict[str, Any]]) -> dict[str, Any]:
+        worst = max(range(len(said)), key=lambda rank: (_KINDS_BY_SEVERITY.index(said[rank]["kind"]), -rank))
+        if said[worst]["kind"] != "complete":
             return {"kind": said[worst]["kind"], "rank": worst, "error": said[worst]["error"]}
         if "sums" in said[0]:
             try:
-                refuse_differing(self._program, {rank: each["sums"] for rank, each in enumerate(said)})
+                check_replicas_equal(self._program, {rank: each["sums"] for rank, each in enumerate(said)})
             except RanksDiffer as error:
-                return {"kind": "failed", "rank": 0, "error": _text_of(error)}
-        return {"kind": "whole"}
+                return {"kind": "failed", "rank": 0, "error": _encode_error(error)}
+        return {"kind": "complete"}
 
 
-def refuse_differing(program: Program, said: Mapping[int, str]) -> None:
+def check_replicas_equal(program: Program, said: Mapping[int, str]) -> None:
     """Raises `RanksDiffer` when what every rank has, by the sums each said, is not the same on all."""
-    differ = differing(program.tracking.replicas, said)
+    differ = differing_replicas(program.tracking.replicas, said)
     if differ:
         shown = "; ".join(differ[:4]) + (f" and {len(differ) - 4} more" if len(differ) > 4 else "")
         raise RanksDiffer(
@@ -200,7 +200,7 @@ def refuse_differing(program: Program, said: Mapping[int, str]) -> None:
         )
 
 
-def _text_of(error: BaseException) -> dict[str, str]:
+def _encode_error(error: BaseException) -> dict[str, str]:
     if isinstance(error, DeltashardError):
         return {
             "kind": type(error).__name__,
@@ -216,6 +216,6 @@ def _text_of(error: BaseException) -> dict[str, str]:
     }
 
 
-def _error_of(said: Mapping[str, str], whose: str) -> DeltashardError:
+def _decode_error(said: Mapping[str, str], whose: str) -> DeltashardError:
     kind: type[DeltashardError] = getattr(errors, said["kind"], RestoreFailed)
     return kind(whose + said["what"], where=said["where"], remedy=said["remedy"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 
-class ForgetfulHook:
+class TransientHook:
     """A callable that can be made without arguments, and does nothing then: what its copies are."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
