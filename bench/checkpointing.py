@@ -214,7 +214,7 @@ def _measure_sequences(place: Place, folder: Path, *, megabytes: int, intervals:
             "encoding": encoding,
             "differential": "intermittent",
             "keep_last": 3,
-            "housekeeping_s": 0,
+            "maintenance_interval_s": 0,
             "gc_grace_s": 0,
         }
         stored, kinds, held = [], [], []

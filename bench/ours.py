@@ -34,7 +34,7 @@ class Sidecar:
         self.url = f"s3://{place.root}" if place.remote else f"file://{place.root}"
         self.run = run
         self.folder = folder
-        self.flags = {"keep_last": 3, "housekeeping_s": -1} | flags
+        self.flags = {"keep_last": 3, "maintenance_interval_s": -1} | flags
         self.environment = dict(os.environ)
         if place.remote:
             self.environment |= {

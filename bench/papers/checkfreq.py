@@ -156,7 +156,7 @@ def _arm(folder: Path, training: Training, run: str, **settings: object) -> Iter
 
     place = Place(name="file", root=str(folder / "store"))
     # What nobody needs is deleted while it runs: a hundred checkpoints would fill the disk.
-    flags = {"housekeeping_s": 10, "gc_grace_s": 5, **settings}
+    flags = {"maintenance_interval_s": 10, "gc_grace_s": 5, **settings}
     track = Track()
     with Sidecar(place, run, folder / run, **flags) as sidecar:
         ckpt = deltashard.Checkpointer(
@@ -306,7 +306,7 @@ def _kills(folder: Path, size: Size) -> Found:
     from peers import Place
 
     place, every = Place(name="file", root=str(folder / "store")), size.every_steps
-    flags = {"every_steps": every, "housekeeping_s": 10, "gc_grace_s": 5}
+    flags = {"every_steps": every, "maintenance_interval_s": 10, "gc_grace_s": 5}
     lives: list[Found] = []
     with Sidecar(place, "killed", folder / "killed", **flags):
         for instant in (*size.instants, ""):

@@ -146,11 +146,11 @@ class Decisions:
 
 def decided(line: str) -> dict[str, Any] | None:
     """A decision about the interval of a line of a sidecar's log; None: it is about something else."""
-    if '"decided"' not in line:
+    if '"interval.decided"' not in line:
         return None
     try:
         said = json.loads(line)
-        if said["event"] != "decided":
+        if said["event"] != "interval.decided":
             return None
         at = datetime.fromisoformat(said["timestamp"])
         return {"at_s": at.timestamp()} | {key: str(said[key]) for key in ("interval", "cause", "why")}

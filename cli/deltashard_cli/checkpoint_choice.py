@@ -26,7 +26,7 @@ def read_state(target: Target) -> RunState:
     return RunLog(target.store, target.run).refresh(deadline_s=POLICY.deadline_s)
 
 
-def followed(log: RunLog) -> tuple[RunState | None, str]:
+def read_to_tip(log: RunLog) -> tuple[RunState | None, str]:
     """(the state at the tip, "") or (None, why the log cannot be followed to it). Raises store errors."""
     try:
         state = log.refresh(deadline_s=POLICY.deadline_s)
@@ -41,24 +41,24 @@ def open_checkpoint(target: Target, which: str, *, state: RunState | None = None
     Raises `CheckpointNotFound`, `InvalidCheckpoint`, `StoreUnavailable` and what the log raises.
     """
     if state is None:
-        return using(target, which, lambda checkpoint: checkpoint)
+        return with_checkpoint(target, which, lambda checkpoint: checkpoint)
     return OpenCheckpoint.of(target.store, state, choose(state, which))
 
 
-def using(target: Target, which: str, use: Callable[[OpenCheckpoint], T]) -> T:
+def with_checkpoint(target: Target, which: str, use: Callable[[OpenCheckpoint], T]) -> T:
     """What `use` makes of the checkpoint `which`, from the start again when the run went on under it.
 
     Raises what `open_checkpoint` and `use` raise.
     """
-    said: list[str] = []
+    warned: list[str] = []
 
-    def turn(state: RunState) -> T:
-        if (damage := state.damage()) is not None and damage not in said:
-            said.append(damage)
+    def open_and_use(state: RunState) -> T:
+        if (damage := state.damage()) is not None and damage not in warned:
+            warned.append(damage)
             warn(damage)
         return use(open_checkpoint(target, which, state=state))
 
-    return read_consistent(RunLog(target.store, target.run), turn, deadline_s=POLICY.deadline_s)
+    return read_consistent(RunLog(target.store, target.run), open_and_use, deadline_s=POLICY.deadline_s)
 
 
 def compaction_indexes(store: Store, state: RunState) -> Mapping[str, Index]:

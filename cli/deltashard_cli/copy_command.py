@@ -13,10 +13,10 @@ from deltashard_checkpoint.whole_run import removal, run_copy
 from deltashard_checkpoint.whole_run.incomplete_state import IncompleteState, incomplete_state
 
 from deltashard_cli import verification
-from deltashard_cli.checkpoint_choice import followed
+from deltashard_cli.checkpoint_choice import read_to_tip
 from deltashard_cli.option import ended_option, run_options, spool_cache, spool_option
-from deltashard_cli.output import console, note, number, plural, print_json, progress, size, tell
-from deltashard_cli.target import POLICY, Target, Unfinished, find_run, named_run, new_run, run_of_url
+from deltashard_cli.output import console, note, number, plural, print_json, print_result, progress, size
+from deltashard_cli.target import POLICY, IncompleteRun, Target, find_run, named_run, new_run, run_of_url
 
 
 @click.command()
@@ -99,22 +99,22 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
 
     Refused while a trainer may hold the run. A removal that was cut short leaves nothing that restores: call it again.
     """
-    target = _removable(url, run)
+    target = _removal_target(url, run)
     log = RunLog(target.store, target.run)
     held = removal.content(log)
-    said, through = _look(log, ended=ended)
+    description, through = _check_removable(log, ended=ended)
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here (--json, or no terminal): say --yes")
         click.confirm(
-            f"remove run {target.run} at {target.store.url}: {said}, {plural(held.objects, 'object')} "
+            f"remove run {target.run} at {target.store.url}: {description}, {plural(held.objects, 'object')} "
             f"({size(held.bytes)})?",
             abort=True,
             err=True,
         )
     with progress("removing", held.bytes) as advance:
         gone = removal.remove(log, through=through, advance=advance)
-    tell(
+    print_result(
         f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}",
         as_json=as_json,
         run=target.run,
@@ -130,15 +130,15 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
         click.get_current_context().exit(1)
 
 
-def _removable(url: str, run: str | None) -> Target:
+def _removal_target(url: str, run: str | None) -> Target:
     """The run that `url` or `--run` names, or what is left of it. Raises what `named_run` raises."""
     try:
         return named_run(url, run)
-    except Unfinished:
+    except IncompleteRun:
         return run_of_url(url, run)
 
 
-def _look(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
+def _check_removable(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
     """What is about to be removed, for people, and up to which slot it was seen that nobody holds it.
 
     None: it was not looked at for that. Raises `RunInUse`.
@@ -154,7 +154,7 @@ def _look(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
                 remedy="end its trainers, if there are any, and say --ended",
             )
         return "a copy that was cut short", None if ended else -1
-    state, damage = followed(log)
+    state, damage = read_to_tip(log)
     if state is None and ended:
         return f"its log is damaged ({damage})", None
     if state is None:

@@ -30,7 +30,7 @@ DENSE = "dense/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class NamedArray:
     """An array with the name of its element type; `values` holds the bits (bfloat16 as uint16)."""
 
     name: str
@@ -39,7 +39,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class ExportResult:
     """What was written where."""
 
     path: str
@@ -55,7 +55,7 @@ class Written:
     """What else was asked for and has no place there, each with the reason."""
 
     @classmethod
-    def of(cls, checkpoint: OpenCheckpoint, out: Path, **found: Any) -> Written:
+    def of(cls, checkpoint: OpenCheckpoint, out: Path, **found: Any) -> ExportResult:
         entry = checkpoint.entry
         return cls(path=str(out), seq=entry.seq, step=entry.step, tables=len(entry.tables), **found)
 
@@ -75,14 +75,14 @@ def array_of(tensor: typed_tree.Tensor) -> Array:
     return np.frombuffer(tensor.data, element_type.by_name(tensor.dtype).carrier).reshape(tensor.shape)
 
 
-def dense_tensors(blobs: Mapping[str, memoryview]) -> Iterator[Named]:
+def dense_tensors(blobs: Mapping[str, memoryview]) -> Iterator[NamedArray]:
     """Parameters and buffers that are no tables, under their names in the model."""
     for name, blob in sorted(blobs.items()):
         if name.startswith(DENSE) and (tensor := tensor_of(typed_tree.decode(blob))) is not None:
-            yield Named(name=name[len(DENSE) :], dtype=tensor.dtype, values=array_of(tensor))
+            yield NamedArray(name=name[len(DENSE) :], dtype=tensor.dtype, values=array_of(tensor))
 
 
-def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, advance: Advance) -> Written:
+def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, advance: Advance) -> ExportResult:
     """Write tables, their optimizer state and all blobs under the new directory `out`, with manifest.json.
 
     `tables/{fqn}/weight.npy`, `tables/{fqn}/{field}.npy`, `dense/{name}.npy` and `blobs/{name}.tree` (a typed tree as
@@ -100,7 +100,7 @@ def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, advance: Advance
         "blobs": {},
     }
     arrays = 0
-    with appearing(out) as place:
+    with atomic_output(out) as place:
         for table in checkpoint.tables(advance=advance):
             schema = table.schema
             directory = Path("tables") / _file_name(schema.fqn)
@@ -125,10 +125,10 @@ def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, advance: Advance
                 manifest["blobs"][name] = {"file": str(path), "bytes": len(blob)}
         _new_file(place / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
         written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-    return Written.of(checkpoint, out, tensors=arrays, blobs=len(manifest["blobs"]), bytes=written)
+    return ExportResult.of(checkpoint, out, tensors=arrays, blobs=len(manifest["blobs"]), bytes=written)
 
 
-def no_tensors(blobs: Iterable[str], dense: Iterable[Named]) -> tuple[str, ...]:
+def non_tensor_blobs(blobs: Iterable[str], dense: Iterable[NamedArray]) -> tuple[str, ...]:
     """Names of the dense blobs that are not among the tensors."""
     tensors = {DENSE + each.name for each in dense}
     return tuple(sorted(name for name in blobs if name.startswith(DENSE) and name not in tensors))
@@ -164,7 +164,7 @@ def check_output(out: Path, *, force: bool | None = None) -> None:
 
 
 @contextmanager
-def appearing(out: Path) -> Iterator[Path]:
+def atomic_output(out: Path) -> Iterator[Path]:
     """A path beside `out`: the file or directory made there becomes `out` when all went well, and goes when not."""
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"

@@ -9,8 +9,8 @@ import click
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 
 from deltashard_cli import verification
-from deltashard_cli.checkpoint_choice import using
-from deltashard_cli.directory import Written
+from deltashard_cli.checkpoint_choice import with_checkpoint
+from deltashard_cli.directory import ExportResult
 from deltashard_cli.export import export_safetensors, export_torch, require_torch
 from deltashard_cli.option import json_option, run_options, spool_option, which_option
 from deltashard_cli.output import console, note, number, plural, print_json, progress, size
@@ -59,7 +59,7 @@ def export(
     if kind == "dcp":
         require_torch("export for DCP", "export to .safetensors, which needs nothing")
 
-    def write(checkpoint: OpenCheckpoint) -> Written:
+    def write(checkpoint: OpenCheckpoint) -> ExportResult:
         with progress("exporting", bytes_of(checkpoint, fields=state)) as advance:
             if kind == "dcp":
                 from deltashard_cli.dcp.writer import export_dcp
@@ -68,7 +68,7 @@ def export(
             made = export_torch if kind == "torch" else export_safetensors
             return made(checkpoint, file, state=state, force=force, advance=advance)
 
-    report(using(find_run(url, run), which, write), as_json=as_json)
+    report(with_checkpoint(find_run(url, run), which, write), as_json=as_json)
 
 
 @click.command("import")
@@ -108,17 +108,17 @@ def import_(url: str, directory: Path, run: str, spool: Path | None, *, as_json:
 
     target = new_run(url, run)
     check_new(target)
-    wish = ImportRequest(**wished)
-    made = draft(directory, wish)
+    request = ImportRequest(**wished)
+    made = draft(directory, request)
     with progress("importing", made.bytes) as advance:
-        seq, stored_bytes = import_draft(made, target, wish, spool=spool, advance=advance)
+        seq, stored_bytes = import_draft(made, target, request, spool=spool, advance=advance)
     found = verification.verify(target, deep=True)
     names = [table.fqn for table in made.tables]
     if as_json:
         done = {
             "run": target.run,
             "seq": seq,
-            "step": wish.step,
+            "step": request.step,
             "tables": names,
             "tables_guessed": made.guessed,
             "matrices": made.matrices,
@@ -130,7 +130,7 @@ def import_(url: str, directory: Path, run: str, spool: Path | None, *, as_json:
         print_json({"imported": done, "verified": found.ok, "problems": found.problems})
     else:
         console().print(
-            f"run {target.run} begins at step {number(wish.step)} (checkpoint {seq}): {plural(len(names), 'table')}, "
+            f"run {target.run} begins at step {number(request.step)} (checkpoint {seq}): {plural(len(names), 'table')}, "
             f"{plural(made.dense, 'dense tensor')}, {made.optimizer or 'no optimizer state'}, {size(stored_bytes)}"
         )
         how = "guessed, --tables says them" if made.guessed else "as said"

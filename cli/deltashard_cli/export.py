@@ -17,12 +17,12 @@ from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 
 from deltashard_cli.directory import (
     Array,
-    Named,
-    Written,
-    appearing,
+    ExportResult,
+    NamedArray,
+    atomic_output,
     check_output,
     dense_tensors,
-    no_tensors,
+    non_tensor_blobs,
 )
 from deltashard_cli.output import Advance
 
@@ -38,7 +38,7 @@ _SAFETENSORS = {
 
 def export_safetensors(
     checkpoint: OpenCheckpoint, out: Path, *, state: bool, force: bool, advance: Advance
-) -> Written:
+) -> ExportResult:
     """Weights of tables and dense tensors in one safetensors file, streamed: no more than one table in memory.
 
     `state` adds optimizer-state fields as `{table}.{field}`. Raises `UserError` for a dtype that the format
@@ -90,7 +90,7 @@ def export_safetensors(
 
 def export_torch(
     checkpoint: OpenCheckpoint, out: Path, *, state: bool, force: bool, advance: Advance
-) -> Written:
+) -> ExportResult:
     """`torch.save` of a state_dict {name: tensor}; `state` adds {table}.{field}. All of it is in memory at once.
 
     Raises `UserError` when torch is not installed, and what `check_output` raises.
@@ -116,13 +116,15 @@ def export_torch(
 
 
 def _arrays(
-    checkpoint: OpenCheckpoint, dense: Iterable[Named], *, state: bool, advance: Advance
-) -> Iterator[Named]:
+    checkpoint: OpenCheckpoint, dense: Iterable[NamedArray], *, state: bool, advance: Advance
+) -> Iterator[NamedArray]:
     for table in checkpoint.tables(fields=state, advance=advance):
         schema = table.schema
-        yield Named(name=schema.fqn, dtype=schema.dtype, values=table.weights)
+        yield NamedArray(name=schema.fqn, dtype=schema.dtype, values=table.weights)
         for spec in schema.fields if state else ():
-            yield Named(name=f"{schema.fqn}.{spec.name}", dtype=spec.dtype, values=table.fields[spec.name])
+            yield NamedArray(
+                name=f"{schema.fqn}.{spec.name}", dtype=spec.dtype, values=table.fields[spec.name]
+            )
     yield from dense
 
 
@@ -147,16 +149,16 @@ def torch_tensor(dtype: str, values: Array) -> torch.Tensor:
 
 
 def _exported(
-    checkpoint: OpenCheckpoint, out: Path, tensors: int, blobs: Iterable[str], dense: Iterable[Named]
-) -> Written:
-    return Written.of(
-        checkpoint, out, tensors=tensors, bytes=out.stat().st_size, skipped=no_tensors(blobs, dense)
+    checkpoint: OpenCheckpoint, out: Path, tensors: int, blobs: Iterable[str], dense: Iterable[NamedArray]
+) -> ExportResult:
+    return ExportResult.of(
+        checkpoint, out, tensors=tensors, bytes=out.stat().st_size, skipped=non_tensor_blobs(blobs, dense)
     )
 
 
 @contextmanager
 def _new_file(out: Path) -> Iterator[BinaryIO]:
-    with appearing(out) as place, place.open("wb") as file:
+    with atomic_output(out) as place, place.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -32,7 +32,7 @@ _ORDER = (GcStatus.DELETABLE, GcStatus.IN_GRACE, GcStatus.KEPT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
+class ReasonGroup:
     """Objects that share a fate, and the reason of it."""
 
     status: GcStatus
@@ -41,14 +41,14 @@ class Reason:
     bytes: int
 
 
-def by_reason(items: Iterable[Item]) -> list[Reason]:
+def by_reason(items: Iterable[Item]) -> list[ReasonGroup]:
     """What goes first, then what waits, then what is kept; the largest first."""
     sums: dict[tuple[GcStatus, str], tuple[int, int]] = {}
     for item in items:
         objects, count = sums.get((item.status, item.reason), (0, 0))
         sums[item.status, item.reason] = (objects + 1, count + item.bytes)
     found = [
-        Reason(status=status, reason=reason, objects=objects, bytes=count)
+        ReasonGroup(status=status, reason=reason, objects=objects, bytes=count)
         for (status, reason), (objects, count) in sums.items()
     ]
     return sorted(found, key=lambda one: (_ORDER.index(one.status), -one.bytes, one.reason))

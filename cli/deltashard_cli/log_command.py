@@ -34,7 +34,18 @@ from deltashard_cli.target import POLICY, Target, find_run
 _READERS = 16
 _NAMED = 12
 """Checkpoints that a sentence lists."""
-_COLUMNS = (">seq", "kind", "when", ">step", ">attempt", ">ranks", ">bytes", "~pins", "~says", "~writer")
+_COLUMNS = (
+    ">seq",
+    "kind",
+    "when",
+    ">step",
+    ">attempt",
+    ">ranks",
+    ">bytes",
+    "~pins",
+    "~description",
+    "~writer",
+)
 
 
 @click.command()
@@ -96,7 +107,7 @@ def read_lines(target: Target, *, count: int, since: int) -> tuple[list[LogLine]
     # What makes a slot void comes after it, so whatever is shown is known to count or not.
     void = void_slots([slots[seq] for seq in sorted(slots)])
     return [
-        line_of(seq, slots.get(seq), counts=seq not in void and (stopped is None or seq < stopped))
+        line_of(seq, slots.get(seq), valid=seq not in void and (stopped is None or seq < stopped))
         for seq in wanted
     ], tip + 1
 
@@ -105,17 +116,17 @@ def _row(line: LogLine) -> tuple[object, ...]:
     def shown(value: int | None) -> str:
         return "" if value is None else number(value)
 
-    says = line.says if line.counts else f"{line.says} (counts for nothing)"
+    description = line.description if line.valid else f"{line.description} (counts for nothing)"
     return (
         line.seq,
-        line.kind if line.counts else Text(line.kind, style="red"),
+        line.kind if line.valid else Text(line.kind, style="red"),
         "-" if line.at_s is None else age(line.at_s),
         shown(line.step),
         "" if line.attempt is None else line.attempt if line.cut is None else f"{line.attempt}.{line.cut}",
         shown(line.ranks),
         "" if line.bytes is None else size(line.bytes),
         " ".join(line.pins),
-        says,
+        description,
         line.writer,
     )
 
@@ -127,9 +138,9 @@ class LogLine:
     seq: int
     kind: str
     """Of the entry; `unreadable` or `missing` where there is none to read."""
-    says: str
+    description: str
     """What the kind's own fields say, for people; of a slot that cannot be read what is wrong."""
-    counts: bool = True
+    valid: bool = True
     """False: a later attempt made it void, or it lies behind the slot past which the log cannot be followed."""
     at_s: float | None = None
     """By the writer's clock; None where the entry cannot be read."""
@@ -144,26 +155,28 @@ class LogLine:
     pins: tuple[str, ...] = ()
 
 
-def line_of(seq: int, slot: Slot | None, *, counts: bool = True) -> LogLine:
+def line_of(seq: int, slot: Slot | None, *, valid: bool = True) -> LogLine:
     """The line of a slot; None: it is not there."""
     if slot is None:
-        return LogLine(seq=seq, kind="missing", says="the entry is missing", counts=False)
+        return LogLine(seq=seq, kind="missing", description="the entry is missing", valid=False)
     if isinstance(slot, Unreadable):
-        return LogLine(seq=seq, kind="unreadable", says=slot.error.what, counts=False)
+        return LogLine(seq=seq, kind="unreadable", description=slot.error.what, valid=False)
     entry = slot.entry
-    said = LogLine(seq=seq, kind=_kind(entry), says="", counts=counts, at_s=entry.at_s, writer=entry.writer)
+    line = LogLine(
+        seq=seq, kind=_kind(entry), description="", valid=valid, at_s=entry.at_s, writer=entry.writer
+    )
     match entry:
         case Genesis():
             return replace(
-                said, says=f"the run is {entry.owner}'s" if entry.owner else "the run has no owner"
+                line, description=f"the run is {entry.owner}'s" if entry.owner else "the run has no owner"
             )
         case AttemptOpened():
-            return replace(said, says=_opened(entry), attempt=entry.seq, ranks=entry.world_size)
+            return replace(line, description=_opened(entry), attempt=entry.seq, ranks=entry.world_size)
         case Checkpoint():
             rows = "all rows" if entry.baseline else f"rows since {_listed(entry.covered)}"
             return replace(
-                said,
-                says="; ".join(part for part in (rows, entry.directive) if part),
+                line,
+                description="; ".join(part for part in (rows, entry.directive) if part),
                 attempt=entry.attempt,
                 cut=entry.cut,
                 step=entry.step,
@@ -173,27 +186,27 @@ def line_of(seq: int, slot: Slot | None, *, counts: bool = True) -> LogLine:
                 pins=entry.pins,
             )
         case Compacted():
-            says = f"checkpoint {entry.replaces} restores from itself"
-            return replace(said, says=says, ranks=len(entry.parts), bytes=entry.stored_bytes)
+            description = f"checkpoint {entry.replaces} restores from itself"
+            return replace(line, description=description, ranks=len(entry.parts), bytes=entry.stored_bytes)
         case Retired():
             gone = f"retires {_listed(entry.checkpoints)}, " if entry.checkpoints else ""
-            says = (
+            description = (
                 f"{gone}lets {len(entry.prefixes)} {'prefix' if len(entry.prefixes) == 1 else 'prefixes'} go"
             )
-            return replace(said, says=says)
+            return replace(line, description=description)
         case Pinned():
-            says = f"{entry.name} is " + (
+            description = f"{entry.name} is " + (
                 "nobody's" if entry.checkpoint is None else f"checkpoint {entry.checkpoint}"
             )
-            return replace(said, says=says, pins=(entry.name,))
+            return replace(line, description=description, pins=(entry.name,))
         case Rewound():
-            return replace(said, says=f"the run goes on from checkpoint {entry.to}")
+            return replace(line, description=f"the run goes on from checkpoint {entry.to}")
         case Reclaimed():
-            return replace(said, says=f"what was retired up to {entry.through} is gone")
+            return replace(line, description=f"what was retired up to {entry.through} is gone")
         case Repaired():
-            return replace(said, says=f"gives up {_listed(entry.lost) or 'nothing'}")
+            return replace(line, description=f"gives up {_listed(entry.lost) or 'nothing'}")
         case _:
-            return replace(said, says="of a version that this one does not know, and may pass over")
+            return replace(line, description="of a version that this one does not know, and may pass over")
 
 
 def _kind(entry: Entry) -> str:

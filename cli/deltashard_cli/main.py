@@ -22,10 +22,10 @@ from deltashard_cli import (
     read_command,
     reclaim_command,
     repair_command,
-    word_command,
+    user_entry_command,
     write_command,
 )
-from deltashard_cli.output import escaped, nobody_reads, note, print_json, warnings
+from deltashard_cli.output import discard_stdout, escaped, note, print_json, warnings
 
 OK = 0
 PROBLEMS = 1
@@ -115,10 +115,10 @@ for command in (
     repair_command.scan,
     repair_command.repair,
     write_command.restore,
-    word_command.pin,
-    word_command.unpin,
-    word_command.retire,
-    word_command.rewind,
+    user_entry_command.pin,
+    user_entry_command.unpin,
+    user_entry_command.retire,
+    user_entry_command.rewind,
     copy_command.cp,
     copy_command.rm,
     reclaim_command.reclaim,
@@ -142,10 +142,10 @@ def exit_code(error: BaseException) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    end_with(cli, arguments, name="deltashard")
+    run_group(cli, arguments, name="deltashard")
 
 
-def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> None:
+def run_group(group: click.Group, arguments: list[str] | None, *, name: str) -> None:
     """Run a group of commands under this name, and exit with its code: every error becomes a message and a code.
 
     A call without any argument prints the help, as a usage error.
@@ -160,16 +160,16 @@ def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> N
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):
         # Only for a pipe that nobody reads does click leave by itself (with 1, which says something else here).
-        nobody_reads()
+        discard_stdout()
         code = OK
     except Exception as raised:  # noqa: BLE001 - the outermost rim: every error becomes a message and a code
-        found = named(raised)
+        found = wrap_os_error(raised)
         code = exit_code(found)
         _show(found, code, name=name, as_json="--json" in given)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        nobody_reads()
+        discard_stdout()
     sys.exit(code if isinstance(code, int) else OK)
 
 
@@ -177,7 +177,7 @@ class LocalFault(EnvironmentFault):
     """A file or directory of this machine, or its memory, did not serve."""
 
 
-def named(error: Exception) -> Exception:
+def wrap_os_error(error: Exception) -> Exception:
     """The error to show: what Python or a library raises of files and memory gets a place and a remedy."""
     if isinstance(error, MemoryError):
         return LocalFault("there is not enough memory", where="this process", remedy="give it more memory")

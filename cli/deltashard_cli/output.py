@@ -30,7 +30,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-_FOLDED = 28
+_MIN_FOLDED_WIDTH = 28
 """A column that may be folded keeps at least this width."""
 Advance = Callable[[int], None]
 """Called with bytes done."""
@@ -88,17 +88,17 @@ def print_json(value: Any) -> None:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        nobody_reads()
+        discard_stdout()
 
 
-def tell(text: str, *, as_json: bool, **document: object) -> None:
+def print_result(text: str, *, as_json: bool, **document: object) -> None:
     if as_json:
         print_json(document)
     else:
         console().print(text)
 
 
-def nobody_reads() -> None:
+def discard_stdout() -> None:
     """The reader of stdout has gone (`| head`): the command goes on to its own exit code, and says no more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
@@ -123,7 +123,7 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        nobody_reads()
+        discard_stdout()
 
 
 class _Escaping(RenderHook):
@@ -169,7 +169,7 @@ def show(
     ]
     for at, column in enumerate(columns):
         if column[0] == "~":
-            widths[at] = min(widths[at], _FOLDED)
+            widths[at] = min(widths[at], _MIN_FOLDED_WIDTH)
     kept = [at for at in range(len(columns)) if not rows or any(row[at] for row in cells)]
     dropped: list[str] = []
     for name in droppable:
@@ -199,7 +199,7 @@ def show(
         out.print(caption, style="dim")
 
 
-def facts(pairs: Sequence[tuple[str, object]]) -> Table:
+def key_value_table(pairs: Sequence[tuple[str, object]]) -> Table:
     made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")

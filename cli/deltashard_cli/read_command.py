@@ -14,13 +14,13 @@ from deltashard_checkpoint.whole_run.incomplete_state import incomplete_state
 from rich.text import Text
 
 from deltashard_cli import verification
-from deltashard_cli.checkpoint_choice import compaction_indexes, open_checkpoint, read_state, using
+from deltashard_cli.checkpoint_choice import compaction_indexes, open_checkpoint, read_state, with_checkpoint
 from deltashard_cli.diff import Difference, compare
 from deltashard_cli.option import json_option, run_option, run_options, which_option
 from deltashard_cli.output import (
     age,
     console,
-    facts,
+    key_value_table,
     number,
     plural,
     print_json,
@@ -38,14 +38,14 @@ from deltashard_cli.summary import (
     summarize_run,
 )
 from deltashard_cli.target import (
+    IncompleteRun,
     NoSuchRun,
     Target,
-    Unfinished,
     find_run,
     must_exist,
-    names,
     open_root,
     runs_of,
+    url_names_run,
 )
 
 _SHOWN_BLOBS = 12
@@ -93,12 +93,12 @@ def _run_or_none(url: str, run: str | None) -> Target | None:
         return find_run(url, run)
     try:
         target = find_run(url, None)
-    except Unfinished:
+    except IncompleteRun:
         raise
     except NoSuchRun:
         return None
     # A root with a single run also leads to a run; it is the run itself only when the URL says its name.
-    return target if names(url, target.run) else None
+    return target if url_names_run(url, target.run) else None
 
 
 def _list_runs(url: str, *, as_json: bool) -> None:
@@ -160,7 +160,7 @@ def _checkpoint_row(one: CheckpointSummary) -> tuple[object, ...]:
         number(one.step),
         age(one.at_s),
         f"{one.attempt}.{one.cut}",
-        kind + (", compacted" if one.compacted else "") + (", set aside" if one.aside else ""),
+        kind + (", compacted" if one.compacted else "") + (", set aside" if one.detached else ""),
         len(one.chain) or Text("broken", style="red"),
         number(one.rows),
         "-" if one.raw_bytes is None else size(one.raw_bytes),
@@ -192,7 +192,7 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
     out.print(Text(f"{found.run}  checkpoint {one.seq}", style="bold"))
     chain = " <- ".join(str(seq) for seq in one.chain)
     out.print(
-        facts(
+        key_value_table(
             [
                 ("step", number(one.step)),
                 ("saved", f"{when(one.at_s)} ({age(one.at_s)})"),
@@ -207,7 +207,7 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
                 ("stored", f"{size(one.stored_bytes)} in {_encodings(one) or 'no rows'}"),
                 ("stall", f"{one.stall_s * 1e3:.1f} ms"),
                 *([("pins", " ".join(one.pins))] if one.pins else []),
-                *([("set aside", "by a rewind: the run goes on from an older one")] if one.aside else []),
+                *([("set aside", "by a rewind: the run goes on from an older one")] if one.detached else []),
                 *(
                     [
                         (
@@ -355,7 +355,7 @@ def diff(url: str, a: str, b: str, run: str | None, *, as_json: bool) -> None:
         with progress("comparing", total) as advance:
             return compare(left, right, advance=advance)
 
-    found = using(target, a, compared)
+    found = with_checkpoint(target, a, compared)
     if as_json:
         print_json({"equal": found.equal, **{name: getattr(found, name) for name in found.__slots__}})
     else:

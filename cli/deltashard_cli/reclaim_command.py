@@ -23,21 +23,21 @@ from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.whole_run import removal
 from deltashard_checkpoint.whole_run.incomplete_state import IncompleteState, incomplete_state
 
-from deltashard_cli.checkpoint_choice import followed
+from deltashard_cli.checkpoint_choice import read_to_tip
 from deltashard_cli.option import json_option
 from deltashard_cli.output import console, plural, print_json, size
 from deltashard_cli.target import POLICY, open_root
 
 _NUMBER = re.compile(r"-([a-z0-9.-]+-)?[0-9]+", re.ASCII)
 """How the name of a numbered pod's run goes on: with its number, after its part's or its Job's."""
-MOST_WHY = 300
+MAX_REASON_CHARS = 300
 """Characters of a reason in the last word."""
-MOST_SAID_BYTES = 4000
+MAX_RESULT_BYTES = 4000
 """A kubelet keeps 4,096 of a container's last word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptRun:
     """A run that stays, and why."""
 
     run: str
@@ -49,13 +49,13 @@ class Kept:
 @click.option("--run", required=True, metavar="NAME", help="The workload's run.")
 @click.option("--workload", required=True, metavar="UID", help="Whose run it is: others' are left alone.")
 @click.option(
-    "--said",
+    "--result-file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Write what came of it there, too, as JSON of at most 4,000 bytes (a container's termination message).",
 )
 @json_option
-def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bool) -> None:
+def reclaim(url: str, run: str, workload: str, *, result_file: Path | None, as_json: bool) -> None:
     """Remove the run of a workload that has ended, if it is that workload's alone.
 
     With it go the runs of its numbered pods (NAME-0, NAME-1, ...), where each trained one of its own. A run that
@@ -66,24 +66,24 @@ def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bo
         raise click.UsageError("--workload is empty: whose run it is has to be said")
     store = open_root(url)
     removed: list[str] = []
-    kept: list[Kept] = []
+    kept: list[KeptRun] = []
     objects = size_bytes = 0
     for name in _runs(store, validate_run(run)):
         log = RunLog(store, name)
         try:
-            gone = removal.remove(log, through=_through(log, workload))
-        except (Stays, removal.RunAdvanced) as why:
-            if name == run or _was_ever(log, workload):
-                kept.append(Kept(run=name, why=why.what))
+            gone = removal.remove(log, through=_removable_through(log, workload))
+        except (NotRemovable, removal.RunAdvanced) as why:
+            if name == run or _ever_opened_by(log, workload):
+                kept.append(KeptRun(run=name, why=why.what))
             continue
         removed.append(name)
         objects, size_bytes = objects + gone.objects, size_bytes + gone.bytes
         if gone.left:
-            kept.append(Kept(run=name, why=f"{plural(gone.left, 'object')} came while it was removed"))
+            kept.append(KeptRun(run=name, why=f"{plural(gone.left, 'object')} came while it was removed"))
     found = {"removed": removed, "kept": kept, "objects": objects, "bytes": size_bytes}
-    if said is not None:
-        counts = {"runs": len(removed), "stay": len(kept), "objects": objects, "bytes": size_bytes}
-        said.write_text(_last_word(counts, kept), encoding="utf-8")
+    if result_file is not None:
+        counts = {"runs": len(removed), "retained": len(kept), "objects": objects, "bytes": size_bytes}
+        result_file.write_text(_result_json(counts, kept), encoding="utf-8")
     if as_json:
         print_json(found)
         return
@@ -94,15 +94,15 @@ def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bo
     out.print(f"removed: {', '.join(removed)} ({text})" if removed else "nothing is removed")
 
 
-def _last_word(counts: Mapping[str, int], kept: Sequence[Kept]) -> str:
+def _result_json(counts: Mapping[str, int], kept: Sequence[KeptRun]) -> str:
     """What came of it, as JSON that a kubelet takes whole: of the runs that stay, as many as fit."""
     text = json.dumps({**counts, "kept": []})
     for n in range(1, len(kept) + 1):
         longer = json.dumps(
-            {**counts, "kept": [{"run": each.run, "why": each.why[:MOST_WHY]} for each in kept[:n]]},
+            {**counts, "kept": [{"run": each.run, "why": each.why[:MAX_REASON_CHARS]} for each in kept[:n]]},
             ensure_ascii=False,
         )
-        if len(longer.encode()) > MOST_SAID_BYTES:
+        if len(longer.encode()) > MAX_RESULT_BYTES:
             break
         text = longer
     return text
@@ -120,28 +120,28 @@ def _runs(store: Store, run: str) -> Iterator[str]:
         after = f"{name}/~"  # sorts after every key of it
 
 
-class Stays(UserError):
+class NotRemovable(UserError):
     """The run is not the workload's to remove."""
 
 
-def _through(log: RunLog, workload: str) -> int | None:
-    """The slot up to which a run was seen to be the workload's; None: its removal was begun. Raises `Stays`."""
+def _removable_through(log: RunLog, workload: str) -> int | None:
+    """The slot up to which a run was seen to be the workload's; None: its removal was begun. Raises `NotRemovable`."""
     left = incomplete_state(log.store, log.key(""))
     if left is IncompleteState.REMOVING:
         return None  # it was ours when that was begun
     if left is not None:
-        raise Stays(f"{left}: `deltashard ls` says more")
-    state, damage = followed(log)
+        raise NotRemovable(f"{left}: `deltashard ls` says more")
+    state, damage = read_to_tip(log)
     if state is None:
-        raise Stays(f"its log is damaged: {damage}")
+        raise NotRemovable(f"its log is damaged: {damage}")
     if (why := not_last_trained_by(log, state, workload)) is not None:
-        raise Stays(why)
+        raise NotRemovable(why)
     if state.pinned:
-        raise Stays(f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it")
+        raise NotRemovable(f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it")
     return state.tip
 
 
-def _was_ever(log: RunLog, workload: str) -> bool:
+def _ever_opened_by(log: RunLog, workload: str) -> bool:
     """Whether the workload ever opened a run, as far as its log can be read: a name alone says nothing."""
     try:
         attempts = log.refresh(deadline_s=POLICY.deadline_s).attempts

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from deltashard_cli.option import run_options
 from deltashard_cli.output import console, number, plural, print_json, show, size
-from deltashard_cli.target import POLICY, Target, Unfinished, named_run, scanned_run
+from deltashard_cli.target import POLICY, IncompleteRun, Target, named_run, scanned_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +154,11 @@ def _save(store: Store, run: str, prefix: str, objects: Mapping[str, int], seq: 
 @run_options
 @click.option("--dry-run", is_flag=True, help="Change nothing; say what would be kept.")
 @click.option(
-    "--even-newer",
+    "--skip-unknown",
     is_flag=True,
     help="Pass over whole entries that this version does not know, too: only if no newer version wrote them.",
 )
-def repair(url: str, run: str | None, *, dry_run: bool, even_newer: bool, as_json: bool) -> None:
+def repair(url: str, run: str | None, *, dry_run: bool, skip_unknown: bool, as_json: bool) -> None:
     """Let a run whose log is damaged go on with every checkpoint that can be kept. End its trainers first.
 
     Writes one entry and one folded state; changes and deletes nothing. A healthy log is left alone (exit code 2).
@@ -170,8 +170,8 @@ def repair(url: str, run: str | None, *, dry_run: bool, even_newer: bool, as_jso
         IncompleteState.REMOVING,
         IncompleteState.COPYING,
     }:
-        raise Unfinished(f"{target.run} is no run: {left}", where=target.store.url, remedy=left.remedy)
-    found = salvage(log, even_newer=even_newer, deadline_s=POLICY.deadline_s)
+        raise IncompleteRun(f"{target.run} is no run: {left}", where=target.store.url, remedy=left.remedy)
+    found = salvage(log, even_newer=skip_unknown, deadline_s=POLICY.deadline_s)
     seq = None if dry_run else repair_log(log, found)
     kept = sorted(found.state.checkpoints)
     if as_json:

@@ -66,7 +66,7 @@ class CheckpointSummary:
     encodings: Mapping[str, tuple[str, ...]]
     """Of the rows of its own parts (its compaction's), by table."""
     pins: tuple[str, ...]
-    aside: bool
+    detached: bool
     """A rewind has set it aside: it is not what a restore takes for the newest, or falls back to."""
     directive: str
 
@@ -89,7 +89,7 @@ def summarize_run(state: RunState) -> RunSummary:
     )
 
 
-def _read_by(state: RunState, seq: int) -> tuple[tuple[int, ...], int]:
+def _restore_chain(state: RunState, seq: int) -> tuple[tuple[int, ...], int]:
     """(checkpoints that a restore of this one reads, newest first, and their bytes); without reading a manifest."""
     seqs = closure(state, (seq,))
     if any(state.checkpoints[at].listed is not None for at in seqs):
@@ -112,7 +112,7 @@ def summarize_checkpoint(
     covers = () if compaction is not None else tuple(reversed(entry.covered))
     moved = [] if compaction is None else [(indexes or {}).get(part.index_key) for part in compaction.parts]
     known = [index for index in moved if index is not None]
-    seqs, restore_bytes = _read_by(state, entry.seq)
+    seqs, restore_bytes = _restore_chain(state, entry.seq)
     return CheckpointSummary(
         seq=entry.seq,
         step=entry.step,
@@ -136,7 +136,7 @@ def summarize_checkpoint(
         cut_at_s=entry.cut_at_s or None,
         encodings=entry.encodings if compaction is None else compaction.encodings,
         pins=state.pins_of(entry.seq),
-        aside=entry.seq in state.detached,
+        detached=entry.seq in state.detached,
         directive=entry.directive,
     )
 

@@ -27,7 +27,7 @@ from deltashard_checkpoint.whole_run.incomplete_state import incomplete_state, i
 _INSIDE_RUN = re.compile(r"/(?:cache|closing|data|log|probe)/")
 POLICY = RetryPolicy(deadline_s=15.0)
 """A person waits: whoever wants a store that is down for longer calls again."""
-PATIENCE = 20_000
+MAX_OTHER_OBJECTS = 20_000
 """Objects of no run that are looked through for the name of one: a directory may be of anything, and of any size."""
 _NAMED = 20
 """Runs that a message lists."""
@@ -37,11 +37,11 @@ class NoSuchRun(UserError):
     """The store holds no run of that name."""
 
 
-class Unfinished(NoSuchRun):
+class IncompleteRun(NoSuchRun):
     """There is something of that name, and it is no run (any more, or yet)."""
 
 
-class TooMuchElse(NoSuchRun):
+class TooManyOtherObjects(NoSuchRun):
     """So many objects of no run that the others were not looked at."""
 
 
@@ -80,7 +80,7 @@ def find_run(url: str, run: str | None) -> Target:
         if _is_run(store, validate_run(run)):
             return Target(store=store, run=run)
         raise _unfinished(store, f"{run}/", run) or NoSuchRun(
-            f"no run {run!r}", where=store.url, remedy=_known(store)
+            f"no run {run!r}", where=store.url, remedy=_suggestion(store)
         )
     if not _has_log(store, ""):
         try:
@@ -89,20 +89,20 @@ def find_run(url: str, run: str | None) -> Target:
             raise _unfinished(store, "", url) or error from None
     base, question, query = url.partition("?")
     base = base.rstrip("/")
-    said = [name for name in _said_names(store) if f"{base}/".endswith(f"/{name}/")]
+    said = [name for name in _recorded_names(store) if f"{base}/".endswith(f"/{name}/")]
     name = said[0] if said else base.rpartition("/")[2]
     store.close()
     return Target(store=open_root(base[: -len(name)].rstrip("/") + question + query), run=name)
 
 
-def _unfinished(store: Store, root: str, name: str) -> Unfinished | None:
+def _unfinished(store: Store, root: str, name: str) -> IncompleteRun | None:
     """The error of what is left under `root`; None: nothing is, or a whole run."""
     if (found := incomplete_state(store, root)) is None:
         return None
-    return Unfinished(f"{name} is no run: {found}", where=store.url, remedy=found.remedy)
+    return IncompleteRun(f"{name} is no run: {found}", where=store.url, remedy=found.remedy)
 
 
-def _said_names(store: Store) -> Iterator[str]:
+def _recorded_names(store: Store) -> Iterator[str]:
     """The run's own name, by its first entry, or by a folded state where that is lost; none where none can be read."""
     for key in (entry_key(0), *(info.key for info in store.list("log/fold-"))):
         with suppress(ObjectNotFound, FormatError):
@@ -125,7 +125,7 @@ def must_exist(store: Store) -> None:
         )
 
 
-def names(url: str, run: str) -> bool:
+def url_names_run(url: str, run: str) -> bool:
     """Whether `url` says the run's name, and not only the store's that it lies in."""
     said = url.partition("?")[0].rstrip("/")
     return f"{said}/".endswith(f"/{run}/") or said == run
@@ -137,7 +137,7 @@ def named_run(url: str, run: str | None) -> Target:
     Raises `NoSuchRun`.
     """
     target = find_run(url, run)
-    if run is None and not names(url, target.run):
+    if run is None and not url_names_run(url, target.run):
         raise NoSuchRun(
             "this is a store and not a run",
             where=target.store.url,
@@ -166,11 +166,11 @@ def run_of_url(url: str, run: str | None = None) -> Target:
     return Target(store=open_root(root + question + query), run=name)
 
 
-def runs_of(store: Store, *, patience: float = math.inf, unfinished: bool = False) -> Iterator[str]:
+def runs_of(store: Store, *, max_others: float = math.inf, unfinished: bool = False) -> Iterator[str]:
     """Names of the runs on a store, in order; one listing request or two for each, and one for many other objects.
 
     `unfinished`: also of what has no log (`IncompleteState`), or not yet.
-    Raises `TooMuchElse` after `patience` other objects.
+    Raises `TooManyOtherObjects` after `max_others` other objects.
     """
     after, others, more = "", 0, True
     none: set[str] = set()  # what might have been a run, and is not
@@ -183,8 +183,8 @@ def runs_of(store: Store, *, patience: float = math.inf, unfinished: bool = Fals
                 after, more = f"{run}/~", True  # sorts after every key of the run
                 break
             others += 1
-            if others >= patience:
-                raise TooMuchElse(
+            if others >= max_others:
+                raise TooManyOtherObjects(
                     f"{others:,} objects here are of no run, and no more were looked at",
                     where=store.url,
                     remedy="check the store URL, or say --run",
@@ -205,11 +205,11 @@ def _run_of(store: Store, key: str, none: set[str], *, unfinished: bool) -> str 
 
 
 def _only_run(store: Store) -> Target:
-    runs = list(islice(runs_of(store, patience=PATIENCE), 2))
+    runs = list(islice(runs_of(store, max_others=MAX_OTHER_OBJECTS), 2))
     if len(runs) == 1:
         return Target(store=store, run=runs[0])
     what = "which run? The store holds several" if runs else "no run here"
-    raise NoSuchRun(what, where=store.url, remedy=_known(store) if runs else "check the store URL")
+    raise NoSuchRun(what, where=store.url, remedy=_suggestion(store) if runs else "check the store URL")
 
 
 def _is_run(store: Store, run: str) -> bool:
@@ -225,10 +225,10 @@ def _has_log(store: Store, root: str) -> bool:
     return any(seq_of(found.key[len(root) :]) is not None for found in store.list(f"{root}log/"))
 
 
-def _known(store: Store) -> str:
+def _suggestion(store: Store) -> str:
     found: list[str] = []
     with suppress(DeltashardError):  # what is wrong is known already: this only helps
-        found.extend(islice(runs_of(store, patience=PATIENCE), _NAMED + 1))
+        found.extend(islice(runs_of(store, max_others=MAX_OTHER_OBJECTS), _NAMED + 1))
     if not found:
         return "check the URL: no run was found there"
     return f"use --run with one of: {', '.join([*found[:_NAMED], *(['...'] if len(found) > _NAMED else [])])}"

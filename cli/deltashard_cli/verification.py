@@ -63,7 +63,7 @@ class Problem:
 class Problems(list[Problem]):
     """What is found on the way."""
 
-    def found(self, key: str, what: str, checkpoints: Iterable[int] = ()) -> None:
+    def add(self, key: str, what: str, checkpoints: Iterable[int] = ()) -> None:
         self.append(Problem(object=key, what=what, checkpoints=tuple(checkpoints)))
 
 
@@ -97,7 +97,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
     try:
         state = read_log(log, problems)
     except LogGap as gap:
-        problems.found("log/", gap.what)
+        problems.add("log/", gap.what)
         return Verification(run=target.run, deep=deep, problems=tuple(problems))
     live = frozenset(state.checkpoints)
     if which is not None:
@@ -160,11 +160,11 @@ def read_log(log: RunLog, problems: Problems) -> RunState:
     ]
     if quick.stopped is not None:
         what = f"{quick.stopped.error.what}; what follows it in the log cannot be followed"
-        problems.found(entry_key(quick.stopped.seq), what)
+        problems.add(entry_key(quick.stopped.seq), what)
         known |= set(range(quick.stopped.seq, quick.tip + 1))
     for seq, what in behind:
         if seq not in known:
-            problems.found(entry_key(seq), f"{what}; readers begin with a folded state of what follows it")
+            problems.add(entry_key(seq), f"{what}; readers begin with a folded state of what follows it")
     if len(there) <= quick.tip:
         return quick
     _check_folds(log, seen, slots, problems)
@@ -172,7 +172,7 @@ def read_log(log: RunLog, problems: Problems) -> RunState:
     if state.stopped is not None:
         return quick
     if quick != state and not any(problem.object.startswith("log/fold-") for problem in problems):
-        problems.found("log/", "what a folded state leads to is not what the log says")
+        problems.add("log/", "what a folded state leads to is not what the log says")
     return state
 
 
@@ -186,14 +186,14 @@ def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: Pr
         try:
             said = log.folds.load(name)
         except FormatError as error:
-            problems.found(fold_key(name), error.what)
+            problems.add(fold_key(name), error.what)
             continue
         except StoreUnavailable:
             if name in log.listed().folds:
                 raise
             continue  # the run goes on: newer ones have taken its place
         if truth.stopped is None and said != truth:
-            problems.found(fold_key(name), "the folded state is not that of the entries before it")
+            problems.add(fold_key(name), "the folded state is not that of the entries before it")
 
 
 def _with_listings(target: Target, state: RunState, live: Iterable[int], problems: Problems) -> RunState:
@@ -204,7 +204,7 @@ def _with_listings(target: Target, state: RunState, live: Iterable[int], problem
             state = manifests.listing(state, (seq,))
         except FormatError as error:
             needed = sorted(at for at in live if seq in closure(state, (at,)))
-            problems.found(f"checkpoint {seq}", str(error), needed)
+            problems.add(f"checkpoint {seq}", str(error), needed)
     return state
 
 
@@ -245,11 +245,11 @@ def _read_indexes(
         for key, found in zip(needed_by, pool.map(read, needed_by), strict=True):
             part, seqs = needed_by[key]
             if isinstance(found, FormatError):
-                problems.found(key, found.what, seqs)
+                problems.add(key, found.what, seqs)
                 continue
             indexes[key] = found
             if found.covers != part.covers or set(found.boxes) != set(part.boxes):
-                problems.found(key, "the index and its log entry differ in what the part covers", seqs)
+                problems.add(key, "the index and its log entry differ in what the part covers", seqs)
     return indexes
 
 
@@ -265,10 +265,10 @@ def _check_packs(
         for pack in index.packs:
             found = sizes.get(pack.key)
             if found is None:
-                problems.found(pack.key, "the pack does not exist", needed_by[key][1])
+                problems.add(pack.key, "the pack does not exist", needed_by[key][1])
             elif found != pack.bytes:
                 what = f"the pack has {found} bytes, its index says {pack.bytes}"
-                problems.found(pack.key, what, needed_by[key][1])
+                problems.add(pack.key, what, needed_by[key][1])
             else:
                 there[pack.key] = found
     return there
@@ -285,7 +285,7 @@ def _check_encodings(
             continue  # told of already
         if all_encodings(indexes[key].encodings for key in keys) != entry.encodings:
             what = "the entry and the indexes differ in the encodings of tables"
-            problems.found(entry_key(entry.seq), what, (seq,))
+            problems.add(entry_key(entry.seq), what, (seq,))
 
 
 def _check_hints(
@@ -302,7 +302,7 @@ def _check_hints(
                 if len(named) > 1 or max(named) >= seq:
                     slots = ", ".join(map(str, sorted(named)))
                     what = f"frames of {table} say since {slots}, not one earlier checkpoint"
-                    problems.found(part.index_key, what, (seq,))
+                    problems.add(part.index_key, what, (seq,))
 
 
 def _check_plan(checkpoint: OpenCheckpoint, problems: Problems) -> bool:
@@ -353,26 +353,26 @@ def _check_pack(
         try:
             store.get_into(key, start, buffer)
         except (FormatError, ObjectNotFound) as error:
-            problems.found(name, error.what, seqs)
+            problems.add(name, error.what, seqs)
             return whole, problems
         for piece in batch:
             view = buffer[piece.offset - start :][: piece.length]
-            fault = _wrong(view, piece)
+            fault = _frame_error(view, piece)
             if fault is not None:  # once more from the store: the wrong bit may have been ours
                 store.get_into(key, piece.offset, view)
-                fault = _wrong(view, piece)
+                fault = _frame_error(view, piece)
             if fault is None:
                 whole += 1
             else:
                 subject = piece.info.table or f"blob {piece.info.name}"
                 kind = "tail" if piece.tail else "frame"
                 what = f"{kind} at {piece.offset} (+{piece.length}) of {subject}: {fault.what}"
-                problems.found(name, what, seqs)
+                problems.add(name, what, seqs)
             advance(piece.length)
     return whole, problems
 
 
-def _wrong(view: memoryview, piece: Piece) -> FormatError | None:
+def _frame_error(view: memoryview, piece: Piece) -> FormatError | None:
     try:
         found = piece.check(view)
         if isinstance(found, Frame) and found.table is not None:
@@ -439,7 +439,7 @@ def _check_since(
                 applier.apply(fetched.frame)
         except (FormatError, IncompletePlan, SchemaMismatch, ObjectNotFound) as error:
             what = f"{schema.fqn} cannot be followed from checkpoint {since}: {error.what}"
-            problems.found(part.index_key, what, (seq,))
+            problems.add(part.index_key, what, (seq,))
             continue
         for each in followed:
             differ = _differing(table, each)
@@ -450,7 +450,7 @@ def _check_since(
                     f"with the frames that say since {since}: the checkpoint restores, "
                     f"a follower of {since} must read it whole"
                 )
-                problems.found(part.index_key, what, (seq,))
+                problems.add(part.index_key, what, (seq,))
 
 
 def _rows_of_box(rows: TableArrays, box: Box) -> TableTarget:

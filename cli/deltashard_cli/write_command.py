@@ -10,10 +10,10 @@ from deltashard_checkpoint.maintenance.compaction import compact as compact_run
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 
-from deltashard_cli.checkpoint_choice import using
-from deltashard_cli.directory import Written, restore_directory
+from deltashard_cli.checkpoint_choice import with_checkpoint
+from deltashard_cli.directory import ExportResult, restore_directory
 from deltashard_cli.option import run_options, spool_cache, spool_option, which_option
-from deltashard_cli.output import console, note, number, plural, print_json, progress, size, tell
+from deltashard_cli.output import console, note, number, plural, print_json, print_result, progress, size
 from deltashard_cli.target import POLICY, find_run
 
 
@@ -27,11 +27,11 @@ def restore(url: str, directory: Path, run: str | None, which: str, *, as_json: 
     To train on from it: `deltashard rewind` in the same run, `deltashard cp --as NAME -c WHICH` in a new one.
     """
 
-    def write(checkpoint: OpenCheckpoint) -> Written:
+    def write(checkpoint: OpenCheckpoint) -> ExportResult:
         with progress("restoring", bytes_of(checkpoint)) as advance:
             return restore_directory(checkpoint, directory, advance=advance)
 
-    report(using(find_run(url, run), which, write), as_json=as_json)
+    report(with_checkpoint(find_run(url, run), which, write), as_json=as_json)
 
 
 def bytes_of(checkpoint: OpenCheckpoint, *, fields: bool = True) -> int:
@@ -39,7 +39,7 @@ def bytes_of(checkpoint: OpenCheckpoint, *, fields: bool = True) -> int:
     return checkpoint.plan(checkpoint.entry.tables, blobs=True, fields=fields).bytes
 
 
-def report(written: Written, *, as_json: bool) -> None:
+def report(written: ExportResult, *, as_json: bool) -> None:
     if as_json:
         print_json(written)
         return
@@ -74,4 +74,4 @@ def compact(url: str, run: str | None, which: str, spool: Path | None, *, as_jso
             f"checkpoint {seq} restores from itself now: {number(entry.rows)} rows, {size(entry.stored_bytes)} "
             f"(log entry {entry.seq}); `deltashard gc` clears away what only its old chain needed"
         )
-    tell(done, as_json=as_json, seq=seq, compacted=entry)
+    print_result(done, as_json=as_json, seq=seq, compacted=entry)

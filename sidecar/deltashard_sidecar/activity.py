@@ -21,16 +21,16 @@ class Activity:
 
     def __init__(self, incidents: Incidents) -> None:
         self.incidents = incidents
-        self.failed_in_a_row = 0
-        self.closed_in_order = False
+        self.consecutive_failures = 0
+        self.closed_cleanly = False
         """The last trainer detached at a step that is durable, with no save in flight."""
 
-    def lost(self, session: Session, *, step: int) -> None:
+    def record_trainer_lost(self, session: Session, *, step: int) -> None:
         if session.attempt is not None:
             self.incidents.add(
                 fleet.INCIDENT_KIND_TRAINER_LOST,
                 cause=Cause.LOST,
-                message=f"the trainer of rank {session.who.rank} went away at step {step} without detaching",
+                message=f"the trainer of rank {session.attachment.rank} went away at step {step} without detaching",
                 step=step,
             )
 
@@ -46,9 +46,11 @@ class Activity:
             )
 
     def restored(self, session: Session, *, step: int, source: str) -> None:
-        if not session.handed_over() or session.who.rank != 0:  # one restore of a run, however many ranks
+        if (
+            not session.mark_restored() or session.attachment.rank != 0
+        ):  # one restore of a run, however many ranks
             return
-        seconds = max(0.0, time.time() - session.asked_at_s)
+        seconds = max(0.0, time.time() - session.open_requested_s)
         who = "the trainer" if session.attempt is None else f"attempt {session.attempt}"
         self.incidents.add(
             fleet.INCIDENT_KIND_RESTORED,
@@ -76,9 +78,9 @@ class Activity:
 
     def ended(self, save: Save) -> None:
         if save.commit is not None:
-            self.failed_in_a_row = 0
+            self.consecutive_failures = 0
             return
-        self.failed_in_a_row += 1
+        self.consecutive_failures += 1
         cause, message = save.failure
         kind = fleet.INCIDENT_KIND_FENCED if cause in FENCED else fleet.INCIDENT_KIND_SAVE_FAILED
         self.incidents.add(kind, cause=cause, message=message, step=save.cut.step)

@@ -31,7 +31,7 @@ from deltashard_sidecar.session.session import UnknownSession
 from deltashard_sidecar.sidecar import RankTaken, Sidecar
 from deltashard_sidecar.telemetry.structured_logging import explain
 
-CALLS = 256
+MAX_CALLS = 256
 """Calls at once: every trainer holds a Watch and a Save, and may restore."""
 
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
@@ -88,7 +88,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:  # noqa: N802 - gRPC
         try:
             session = self._sidecar.sessions.get(request.session)
-            context.add_callback(session.notices.poke)
+            context.add_callback(session.notices.wake)
             yield from self._sidecar.control.watch(session, context.is_active)
         except DeltashardError as error:
             self._fail("watch", context, error)
@@ -106,7 +106,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             session = self._sidecar.sessions.get(session_id)
             with (
                 session.presence.stream(context.cancel),
-                closing(Preparation(self._sidecar.keeper, session.who.local_rank)) as preparation,
+                closing(Preparation(self._sidecar.keeper, session.attachment.local_rank)) as preparation,
             ):
                 begin: pb.SaveRequest.Begin | None = None
                 for request in _before_begin(first, requests):
@@ -119,7 +119,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 if begin is None:
                     return
                 save = self._sidecar.begin(begin)
-                save.start(prepared=preparation.hand_over())
+                save.start(prepared=preparation.transfer_blocks())
                 name = f"save-{save.cut.attempt}-{save.cut.cut}"
                 threading.Thread(target=save.read, args=(requests,), name=name, daemon=True).start()
                 yield from save.replies()
@@ -157,9 +157,9 @@ def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> 
             return
 
 
-def served(sidecar: Sidecar, path: Path) -> grpc.Server:
+def start_server(sidecar: Sidecar, path: Path) -> grpc.Server:
     """The running gRPC server on its socket."""
-    server = grpc.server(ThreadPoolExecutor(CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS)
+    server = grpc.server(ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS)
     trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
         TrainerService(sidecar), server
     )

@@ -62,4 +62,4 @@ class PendingUploadMarkers:
             with deadline(MARK_DEADLINE_S):
                 (mark_closing if begun else unmark_closing)(self._run.log, attempt, self._run.token)
         except DeltashardError as error:
-            self._run.logger.warning("closing.unmarked", **explain(error))
+            self._run.logger.warning("pending_upload.mark_failed", **explain(error))

@@ -1,7 +1,7 @@
 """The process: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe).
 
 One process owns a runtime directory, by a POSIX record lock on `LOCK` in it: a second one exits at once with code
-`EXIT_OWNED`, so that whoever started it attaches to the first. `serve` writes `ready.json` atomically when it serves.
+`EXIT_ALREADY_RUNNING`, so that whoever started it attaches to the first. `serve` writes `ready.json` atomically when it serves.
 SIGTERM and SIGINT: no new save, what is in flight is finished or aborted by `term_deadline_s`, exit 0. A second signal
 ends the waiting. SIGUSR1 writes every thread's stack to stderr.
 """
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from deltashard_sidecar.telemetry.structured_logging import Logger
 
 EXIT_USAGE = 2
-EXIT_OWNED = 3
+EXIT_ALREADY_RUNNING = 3
 EXIT_ENVIRONMENT = 4
 TICK_S = 0.1
 HEALTH_DEADLINE_S = 2.0
 NOTIFY_DEADLINE_S = 5.0
-STILL_S = 30.0
+STALE_S = 30.0
 """A sidecar whose main loop stood still for so long is not healthy."""
 LOCK = "LOCK"
 
@@ -63,28 +63,28 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._taken = 0
+        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._waited_for = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        self._came.put(number)
+        self._received.put(number)
 
     def wait(self, timeout_s: float) -> bool:
         try:
-            self._came.get(timeout=timeout_s)
+            self._received.get(timeout=timeout_s)
         except queue.Empty:
             return False
-        self._taken += 1
+        self._waited_for += 1
         return True
 
-    def again(self) -> bool:
+    def received_twice(self) -> bool:
         """Whether a second one came, also where nobody waited for the first."""
-        return self._taken + self._came.qsize() > 1
+        return self._waited_for + self._received.qsize() > 1
 
 
-def own(directory: Path) -> int | None:
+def lock_directory(directory: Path) -> int | None:
     """The descriptor of the runtime directory's lock; None: another process owns that. Raises `NotPrivate`."""
     directory.mkdir(mode=0o770, parents=True, exist_ok=True)
     fd = open_private(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o660)
@@ -96,7 +96,7 @@ def own(directory: Path) -> int | None:
     return fd
 
 
-def owns(directory: Path, fd: int) -> bool:
+def holds_lock(directory: Path, fd: int) -> bool:
     """Whether the directory is still the one whose lock `fd` holds, and was not removed meanwhile."""
     try:
         return os.path.samestat((directory / LOCK).lstat(), os.fstat(fd))
@@ -112,10 +112,10 @@ def serve(argv: Sequence[str]) -> int:
     from deltashard_sidecar.telemetry.structured_logging import configure, explain
 
     log = configure(config.log_level, run=config.run)
-    lock = own(config.dir)
+    lock = lock_directory(config.dir)
     if lock is None:
-        log.error("sidecar.owned", dir=str(config.dir))
-        return EXIT_OWNED
+        log.error("sidecar.already_running", dir=str(config.dir))
+        return EXIT_ALREADY_RUNNING
     crash_point("serve.owned")
     config.ready_path.unlink(missing_ok=True)
     try:
@@ -132,7 +132,7 @@ def serve(argv: Sequence[str]) -> int:
 
 def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     from deltashard_sidecar.arena.arena import ArenaKeeper
-    from deltashard_sidecar.grpc_server import served
+    from deltashard_sidecar.grpc_server import start_server
     from deltashard_sidecar.run.run import Run
     from deltashard_sidecar.sidecar import Sidecar
     from deltashard_sidecar.telemetry.metric import Metrics
@@ -141,12 +141,12 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     faulthandler.register(signal.SIGUSR1)
     signals = StopSignals()
     metrics = Metrics()
-    _judge_kernels(config, log)
+    _check_kernels(config, log)
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
     run = Run(config, metrics=metrics, log=log)
     sidecar = Sidecar(keeper, run)
     scraped = _serve_metrics(config, metrics, log)
-    server = served(sidecar, config.socket_path)
+    server = start_server(sidecar, config.socket_path)
     facts = {
         "pid": os.getpid(),
         "epoch": keeper.epoch,
@@ -157,13 +157,13 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     write_private(config.ready_path, json.dumps(facts), 0o660)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
     sidecar.maintenance.start()
-    reports = _reports(sidecar)
+    reports = _start_reports(sidecar)
     status = 0
     while not signals.wait(TICK_S):
         bound(config.dir / "sidecar.log")
         with contextlib.suppress(FileNotFoundError):
             os.utime(config.socket_path)  # for `health`
-        if not owns(config.dir, lock) or not keeper.whole:
+        if not holds_lock(config.dir, lock) or not keeper.whole:
             # Nobody finds this one any more, or its memory is gone: the next one makes both again.
             what = "the runtime directory was removed" if keeper.whole else "the arena was truncated"
             remedy = "leave it to the sidecar while that lives; this one stops, and the next makes it again"
@@ -171,13 +171,13 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
             status = EXIT_ENVIRONMENT
             break
         if not sidecar.tick():
-            log.info("sidecar.lingered", linger_s=config.linger_s)
+            log.info("sidecar.idle_exit", linger_s=config.linger_s)
             break
     log.info("sidecar.stopping", in_flight=len(sidecar.in_flight_saves.in_flight()))
-    sidecar.terminate(hurry=lambda: signals.again() or not keeper.whole)
+    sidecar.terminate(stop_now=lambda: signals.received_twice() or not keeper.whole)
     if reports is not None:
         reports.stop()
-    mine = owns(config.dir, lock)  # the next one may serve there already
+    mine = holds_lock(config.dir, lock)  # the next one may serve there already
     if mine:
         config.ready_path.unlink(missing_ok=True)
     server.stop(0.5).wait()
@@ -186,7 +186,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     if scraped is not None:
         scraped.shutdown()
     run.close()
-    keeper.retire()
+    keeper.close()
     log.info("sidecar.stopped")
     return status
 
@@ -199,11 +199,11 @@ def _serve_metrics(config: settings.Settings, metrics: Metrics, log: Logger) -> 
         return metrics.serve(config.metrics_host, config.metrics_port)
     except OSError as error:
         where, remedy = f"{config.metrics_host}:{config.metrics_port}", "set another metrics_port"
-        log.warning("sidecar.no_metrics", what=str(error), where=where, remedy=remedy)
+        log.warning("sidecar.metrics_unavailable", what=str(error), where=where, remedy=remedy)
         return None
 
 
-def _judge_kernels(config: settings.Settings, log: Logger) -> None:
+def _check_kernels(config: settings.Settings, log: Logger) -> None:
     """Warn where numpy encodes; `UserError` in a pod, whose limits were chosen for the native kernels."""
     from deltashard_checkpoint.codecs import kernel_choice
 
@@ -216,7 +216,7 @@ def _judge_kernels(config: settings.Settings, log: Logger) -> None:
     log.warning("sidecar.numpy_kernels", remedy=kernel_choice.SLOW_MESSAGE)
 
 
-def _reports(sidecar: Sidecar) -> ReportClient | None:
+def _start_reports(sidecar: Sidecar) -> ReportClient | None:
     if not sidecar.settings.fleet:
         return None
     from deltashard_sidecar.fleet.report import SidecarState
@@ -262,10 +262,10 @@ def health(argv: Sequence[str]) -> int:
         probe.settimeout(HEALTH_DEADLINE_S)
         try:
             probe.connect(path)
-            still_s = time.time() - Path(path).stat().st_mtime
+            stale_s = time.time() - Path(path).stat().st_mtime
         except OSError:
             return 1
-    return 0 if still_s < STILL_S else 1
+    return 0 if stale_s < STALE_S else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """What a sidecar does unasked, on one thread of its own: a look at the log at start, then retention, gc and compaction.
 
-A round begins after a commit of rank 0, or a save that found the store full, not more often than `housekeeping_s`:
+A round begins after a commit of rank 0, or a save that found the store full, not more often than `maintenance_interval_s`:
 compact a chain that grew too long, or that a cut was made to build on (`run.synthetic_baseline`; not on a full store),
 name in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and
 run again; one that fails is counted and logged. Nothing waits for a round, and a compaction lets saves and restores go
@@ -31,13 +31,13 @@ from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.telemetry.structured_logging import explain
 
 ROUND_DEADLINE_S = 300.0
-LEARN_DEADLINE_S = 30.0
+READ_DEADLINE_S = 30.0
 BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 """Between looks for a store that does not answer at start."""
 GIVE_WAY_S = 1.0
 """A compaction waits so long, before each frame, for a save or restore to end. Not longer: a save may itself wait for
 room in the cache, of which the compaction holds a pack."""
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 class MaintenanceLoop:
@@ -55,7 +55,7 @@ class MaintenanceLoop:
         self._due: tuple[RunLog, int, bool] | None = None
         """A handle on the log, the attempt that saves through it, and whether its store is full."""
         self._stopped = False
-        self._thread = threading.Thread(target=self._work, name="housekeeping", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="maintenance", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -83,31 +83,31 @@ class MaintenanceLoop:
 
     def _work(self) -> None:
         self._step("sweep", self._sweep)
-        self._learn()
+        self._read_log()
         last_s = -float("inf")
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._called)
-                pause_s = last_s + self._settings.housekeeping_s - time.monotonic()
+                self._wake.wait_for(lambda: self._has_work)
+                pause_s = last_s + self._settings.maintenance_interval_s - time.monotonic()
                 if pause_s > 0 and not self._stopped:
                     self._wake.wait_for(lambda: self._stopped, pause_s)
                 if self._stopped:
                     return
                 due, self._due = self._due, None
             last_s = time.monotonic()
-            if due is not None and self._settings.housekeeping_s >= 0:
+            if due is not None and self._settings.maintenance_interval_s >= 0:
                 self._round(due[0].fork(), due[1], full=due[2])
 
-    def _learn(self) -> None:
+    def _read_log(self) -> None:
         """Look at the log until the store answers: credentials that are missing are found before anybody needs them."""
         failures = 0
-        while not (self._called or self._run.learn(self._run.log, deadline_s=LEARN_DEADLINE_S)):
+        while not (self._has_work or self._run.read_log(self._run.log, deadline_s=READ_DEADLINE_S)):
             failures += 1
             with self._wake:
-                self._wake.wait_for(lambda: self._called, BACKOFF.delay_s(failures))
+                self._wake.wait_for(lambda: self._has_work, BACKOFF.delay_s(failures))
 
     @property
-    def _called(self) -> bool:
+    def _has_work(self) -> bool:
         return self._stopped or self._due is not None
 
     def _round(self, log: RunLog, attempt: int, *, full: bool) -> None:
@@ -118,7 +118,7 @@ class MaintenanceLoop:
         """
         if not full:
             self._step("compact", lambda: self._compact(log, attempt))
-        self._step("look", lambda: self._look(log, attempt))
+        self._step("chain_check", lambda: self._check_chain(log, attempt))
         self._step("retire", lambda: self._retire(log, attempt))
         self._step("gc", lambda: self._gc(log, attempt))
         self._step("sweep", self._sweep)
@@ -149,12 +149,12 @@ class MaintenanceLoop:
         done = collect(log, grace_s=self._settings.gc_grace_s, deadline_s=ROUND_DEADLINE_S)
         return f"{done.objects} objects, {done.bytes} bytes" if done.objects else None
 
-    def _look(self, log: RunLog, attempt: int) -> None:
+    def _check_chain(self, log: RunLog, attempt: int) -> None:
         """At the newest checkpoint's chain; each rank of many looks at its own before it commits."""
         newest, state = self._newest(log, attempt), log.state
-        if newest is not None and newest.listed is None and not self._run.chains.broken(state, newest.seq):
+        if newest is not None and newest.listed is None and not self._run.chains.is_broken(state, newest.seq):
             manifests = self._run.manifests_of(log.run)
-            self._run.chains.look(state, newest.seq, manifests=manifests, deadline_s=ROUND_DEADLINE_S)
+            self._run.chains.check(state, newest.seq, manifests=manifests, deadline_s=ROUND_DEADLINE_S)
 
     def _compact(self, log: RunLog, attempt: int) -> str | None:
         newest = self._newest(log, attempt)
@@ -186,10 +186,10 @@ class MaintenanceLoop:
     def _give_way(self) -> None:
         until_s = time.monotonic() + GIVE_WAY_S
         while (self._restoring or self._saving()) and not self._stopped and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _step(self, task: str, work: Callable[[], str | None]) -> None:
-        counter = self._run.metrics.housekeeping
+        counter = self._run.metrics.maintenance
         try:
             done = work()
         except DeltashardError as error:

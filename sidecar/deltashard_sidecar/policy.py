@@ -53,25 +53,25 @@ def chooses_bits(policy: pb.Policy) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InForce:
+class ActivePolicy:
     """What holds now."""
 
-    started_with: pb.Policy
+    initial: pb.Policy
     directive: fleet.Directive | None = None
 
     @property
     def policy(self) -> pb.Policy:
         if self.directive is None:
-            return self.started_with
+            return self.initial
         asked = self.directive.policy
         whole = {name: getattr(asked, name) for name in _whole(self.directive)}
-        return changed(self.started_with, **stated(asked) | whole)
+        return changed(self.initial, **stated(asked) | whole)
 
     @property
     def id(self) -> int:
         return 0 if self.directive is None else self.directive.id
 
-    def after(self, directive: fleet.Directive) -> InForce:
+    def with_directive(self, directive: fleet.Directive) -> ActivePolicy:
         """What holds after `directive` came: itself when that is in force."""
         return replace(self, directive=directive) if directive.id != self.id else self
 
@@ -89,13 +89,13 @@ def received(message: fleet.Directive, workload: str) -> fleet.Directive:
     return _checked(directive)
 
 
-def text_of(directive: fleet.Directive) -> str:
+def format_directive(directive: fleet.Directive) -> str:
     fields = {field.name: value for field, value in directive.ListFields()}
     fields |= {"policy": stated(directive.policy), "whole": list(directive.whole)}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
-def recorded(text: str) -> fleet.Directive:
+def parse_directive(text: str) -> fleet.Directive:
     """The directive in a commit's metadata; raises `BadDirective`: any writer of the bucket may have written it."""
     unreadable = BadDirective("the recorded directive cannot be read", where=KEY)
     try:

@@ -85,20 +85,20 @@ class Restore:
     """One Restore call."""
 
     def __init__(
-        self, *, run: Run, who: Attachment, want: pb.RestoreRequest.Want, keeper: ArenaKeeper
+        self, *, run: Run, attachment: Attachment, want: pb.RestoreRequest.Want, keeper: ArenaKeeper
     ) -> None:
         self._run = run
-        self._who = who
+        self._attachment = attachment
         self._want = want
         self._keeper = keeper
-        self._log = run.logger.bind(seq=want.seq, rank=who.rank)
+        self._log = run.logger.bind(seq=want.seq, rank=attachment.rank)
         self._blocks: dict[int, int] = {}
         self._places: list[tuple[int, int]] = []
         self._next = 0
-        self._over = threading.Event()
+        self._stream_ended = threading.Event()
         self._clean = False
-        self._heard_s = time.monotonic()
-        self._other: tuple[RunLog, RunState] | None = None
+        self._last_message_s = time.monotonic()
+        self._source_run: tuple[RunLog, RunState] | None = None
         """Another run that is read, and what its log said when this was planned: it may go on meanwhile."""
         self.step = 0
         self.source = ""
@@ -107,16 +107,16 @@ class Restore:
     def plan(self) -> tuple[RunState, Plan]:
         want, deadline_s = self._want, self._run.settings.restore_deadline_s
         other = want.from_run if want.from_run != self._run.name else ""
-        log = RunLog(self._run.store, other) if other else self._run.log_of(self._who)
+        log = RunLog(self._run.store, other) if other else self._run.log_of(self._attachment)
         state = log.state
         if want.seq not in state.checkpoints:
             state = log.refresh(deadline_s=deadline_s)
         if other:
-            self._other = log, state
+            self._source_run = log, state
         wanted: dict[str, list[Box]] = {}
         for message in want.boxes:
             wanted.setdefault(message.table, []).append(box_of(message))
-        schemas = {table.fqn: table for table in self._who.tables}
+        schemas = {table.fqn: table for table in self._attachment.tables}
         if unknown := wanted.keys() - schemas.keys():
             raise IncompletePlan(f"table {min(unknown)} was not named at Attach", where="restore")
         plan = plan_restore(
@@ -126,12 +126,12 @@ class Restore:
             [Want(schema=schemas[fqn], boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
             blobs=want.blobs,
             rank=want.rank,
-            world_size=self._who.world_size,
+            world_size=self._attachment.world_size,
             strict=not want.lenient,
             mapping=dict(want.mapping),
             weights_only=want.weights_only,
             manifests=self._run.manifests_of(state.run),
-            shared=self._run.shared(self._who),
+            shared=self._run.shared(self._attachment),
             deadline_s=deadline_s,
         )
         return state, plan
@@ -159,7 +159,7 @@ class Restore:
                 self._run.store,
                 state.run,
                 cache=self._run.cache,
-                shared=self._run.shared(self._who),
+                shared=self._run.shared(self._attachment),
                 prefetch_bytes=PREFETCH_BYTES,
                 workers=FETCH_THREADS,
                 deadline_s=self._run.settings.restore_deadline_s,
@@ -180,8 +180,8 @@ class Restore:
             yield pb.RestoreReply(done=done)
         except DeltashardError as error:
             cause = cause_of(error)
-            lacks = cause is Cause.NOT_FOUND and self._other is not None
-            if lacks or (cause is Cause.INVALID and self._moved()):
+            lacks = cause is Cause.NOT_FOUND and self._source_run is not None
+            if lacks or (cause is Cause.INVALID and self._source_changed()):
                 cause = Cause.MOVED
             metrics.restores.labels(cause).inc()
             self._log.warning("restore.failed", cause=cause, **explain(error))
@@ -193,15 +193,15 @@ class Restore:
         finally:
             self._wait_for_reader(alive)
 
-    def _moved(self) -> bool:
+    def _source_changed(self) -> bool:
         """Whether the other run went on while it was read: what lacks may merely have been retired."""
-        if self._other is None:
+        if self._source_run is None:
             return False
-        log, state = self._other
+        log, state = self._source_run
         try:
             return has_advanced(log, state, deadline_s=self._run.settings.restore_deadline_s)
         except DeltashardError as error:
-            self._log.info("restore.unsure", **explain(error))
+            self._log.info("restore.recheck_failed", **explain(error))
             return False
 
     def _frames(self, fetcher: Fetcher, plan: Plan, alive: Callable[[], bool]) -> Iterator[pb.RestoreReply]:
@@ -244,13 +244,13 @@ class Restore:
             fetched.close()  # type: ignore[attr-defined]  # a generator: waits for reads into our blocks
 
     def _destination(self, request: RangeRequest, *, wait: bool) -> memoryview | None:
-        if self._over.is_set():
+        if self._stream_ended.is_set():
             raise RestoreStopped("the trainer wants no more of it", where="restore")
         number, offset = self._places[self._next]
         if number not in self._blocks:
             looks = iter((False,))  # or one look
-            gives_up = self._gives_up if wait else lambda: next(looks, True)
-            block = self._keeper.take_serving(self._who.local_rank, give_up=gives_up)
+            should_stop_now = self._should_stop if wait else lambda: next(looks, True)
+            block = self._keeper.take_serving(self._attachment.local_rank, should_stop=should_stop_now)
             if block is None:
                 if wait:
                     raise RestoreStopped("no block came free: the trainer stopped reading", where="restore")
@@ -259,31 +259,31 @@ class Restore:
         self._next += 1
         return self._keeper.arena.block(self._blocks[number])[offset : offset + request.length]
 
-    def _gives_up(self) -> bool:
-        idle_s = time.monotonic() - self._heard_s
-        return self._over.is_set() or not self._alive() or idle_s > self._run.settings.stream_idle_s
+    def _should_stop(self) -> bool:
+        idle_s = time.monotonic() - self._last_message_s
+        return self._stream_ended.is_set() or not self._alive() or idle_s > self._run.settings.stream_idle_s
 
     def _read(self, requests: Iterator[pb.RestoreRequest]) -> None:
         try:
             for request in requests:
-                self._heard_s = time.monotonic()
+                self._last_message_s = time.monotonic()
                 for block in request.freed.blocks:
-                    self._keeper.served(self._who.local_rank, block)
+                    self._keeper.served(self._attachment.local_rank, block)
             self._clean = True
         except Exception as error:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
             self._log.debug("restore.stream_broke", **explain(error))
         finally:
-            self._over.set()
+            self._stream_ended.set()
 
     def _wait_for_reader(self, alive: Callable[[], bool]) -> None:
         """Blocks come back by the trainer's word: `freed`, or the end of its half of the stream."""
         until = time.monotonic() + self._run.settings.stream_idle_s
-        while alive() and not self._over.wait(0.2) and time.monotonic() < until:
+        while alive() and not self._stream_ended.wait(0.2) and time.monotonic() < until:
             pass
-        if self._over.is_set() and self._clean:
-            self._keeper.read_all(self._who.local_rank)
+        if self._stream_ended.is_set() and self._clean:
+            self._keeper.release_serving(self._attachment.local_rank)
         else:
-            self._keeper.quarantine(self._who.local_rank, Use.SERVING)
+            self._keeper.quarantine(self._attachment.local_rank, Use.SERVING)
 
 
 def _failed(cause: Cause, message: str) -> pb.RestoreReply:

@@ -1,7 +1,7 @@
 """Saves that the controller ordered: each is carried out once, and how it ended is told until no answer names it.
 
 The first cut of this pod that begins after an order came carries it out, whoever asked for that cut: its id and its pin
-go into the commit. A cut that fails ends the order, too, but for one that another takes the place of. The newest `KEPT`
+go into the commit. A cut that fails ends the order, too, but for one that another takes the place of. The newest `MAX_ORDERS`
 ids are remembered. A sidecar that starts again, or of another pod, finds in the log what was done; what is not seen
 there (it is retired by then) is done once more.
 """
@@ -21,21 +21,21 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.session.session import Session
 
-KEPT = 64
-Over = fleet.SaveOver
+MAX_ORDERS = 64
+SaveOutcome = fleet.SaveOver
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _TrackedOrder:
     """One order."""
 
     order: fleet.SaveOrder
-    came_s: float
-    named: bool = True
+    received_s: float
+    is_open: bool = True
     """Whether somebody waits for it: the newest answer names it, or does not know yet how it ended."""
-    told: Session | None = None
+    asked_session: Session | None = None
     """Whose trainer was asked."""
-    over: Over | None = None
+    outcome: SaveOutcome | None = None
 
 
 class SaveOrders:
@@ -44,38 +44,42 @@ class SaveOrders:
     def __init__(
         self,
         *,
-        ask: Callable[[fleet.SaveOrder], Session | None],
+        request_save: Callable[[fleet.SaveOrder], Session | None],
         state: Callable[[], RunState],
         in_flight: Callable[[], Iterable[Save]],
     ) -> None:
-        """`ask` has the trainers save and gives a session that was told; None: none may save now."""
-        self._ask, self._state, self._in_flight = ask, state, in_flight
+        """`request_save` has the trainers save and gives a session that was told; None: none may save now."""
+        self._request_save, self._state, self._in_flight = request_save, state, in_flight
         self._lock = threading.Lock()
-        self._known: dict[str, _Known] = {}
+        self._orders: dict[str, _TrackedOrder] = {}
 
-    def answered(self, saves: Sequence[fleet.SaveOrder], told: Container[str]) -> None:
-        """An answer names these open orders; its report `told` how some ended."""
-        named = {order.id for order in saves}
+    def handle_reply(self, saves: Sequence[fleet.SaveOrder], reported: Container[str]) -> None:
+        """An answer names these open orders; its report `reported` how some ended."""
+        open_ids = {order.id for order in saves}
         with self._lock:
-            for name, known in self._known.items():
-                known.named = name in named or (known.named and known.over is not None and name not in told)
+            for name, tracked in self._orders.items():
+                tracked.is_open = name in open_ids or (
+                    tracked.is_open and tracked.outcome is not None and name not in reported
+                )
             for order in saves:
-                self._known.setdefault(order.id, _Known(order, time.monotonic()))
-            over = [name for name, known in self._known.items() if not known.named]
-            for name in over[: max(0, len(self._known) - KEPT)]:
-                del self._known[name]
+                self._orders.setdefault(order.id, _TrackedOrder(order, time.monotonic()))
+            closed = [name for name, tracked in self._orders.items() if not tracked.is_open]
+            for name in closed[: max(0, len(self._orders) - MAX_ORDERS)]:
+                del self._orders[name]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Ask trainers for what is open; notice what is done, or too late."""
         with self._lock:
-            still = [known for known in self._known.values() if known.named and known.over is None]
+            still = [
+                tracked for tracked in self._orders.values() if tracked.is_open and tracked.outcome is None
+            ]
         state = self._state() if still else RunState(run="")
         done = _done(state)
-        for known in still:
-            order, age_s, over = known.order, time.monotonic() - known.came_s, None
+        for tracked in still:
+            order, age_s, outcome = tracked.order, time.monotonic() - tracked.received_s, None
             if order.id in done:
                 step, seq = done[order.id]
-                over = Over(id=order.id, outcome=Over.OUTCOME_COMMITTED, step=step, seq=seq)
+                outcome = SaveOutcome(id=order.id, outcome=SaveOutcome.OUTCOME_COMMITTED, step=step, seq=seq)
             elif any(order in save.cut.orders for save in self._in_flight()):
                 continue
             elif order.pin and (held := state.pinned.get(order.pin)) is not None:
@@ -83,19 +87,21 @@ class SaveOrders:
                 why = (
                     f"pin {order.pin} is at step {step}: choose another name, or unpin that checkpoint first"
                 )
-                over = Over(id=order.id, outcome=Over.OUTCOME_FAILED, cause=why)
+                outcome = SaveOutcome(id=order.id, outcome=SaveOutcome.OUTCOME_FAILED, cause=why)
             elif 0 < order.deadline_s < age_s:
-                over = Over(id=order.id, outcome=Over.OUTCOME_EXPIRED)
-            elif known.told is None or known.told.closed:
-                known.told = self._ask(order)
+                outcome = SaveOutcome(id=order.id, outcome=SaveOutcome.OUTCOME_EXPIRED)
+            elif tracked.asked_session is None or tracked.asked_session.closed:
+                tracked.asked_session = self._request_save(order)
             with self._lock:
-                known.over = known.over or over  # a save that ended meanwhile has said so
+                tracked.outcome = tracked.outcome or outcome  # a save that ended meanwhile has said so
 
     def open(self) -> tuple[fleet.SaveOrder, ...]:
         """Those that a cut which begins now carries out: none that the log has, nor that would move a pin it has."""
         with self._lock:
-            known = [each for each in self._known.values() if each.named or each.told is not None]
-            still = tuple(each.order for each in known if each.over is None)
+            tracked = [
+                each for each in self._orders.values() if each.is_open or each.asked_session is not None
+            ]
+            still = tuple(each.order for each in tracked if each.outcome is None)
         state = self._state() if still else RunState(run="")
         done = _done(state)
         # While the log is not read yet, what was done is not known.
@@ -108,16 +114,22 @@ class SaveOrders:
         if commit is None and cause is Cause.SUPERSEDED:
             return
         for order in save.cut.orders:
-            over = Over(id=order.id, outcome=Over.OUTCOME_FAILED, cause=f"{cause}: {message}")
+            outcome = SaveOutcome(
+                id=order.id, outcome=SaveOutcome.OUTCOME_FAILED, cause=f"{cause}: {message}"
+            )
             if commit is not None:
-                over = Over(id=order.id, outcome=Over.OUTCOME_COMMITTED, step=commit.step, seq=commit.seq)
+                outcome = SaveOutcome(
+                    id=order.id, outcome=SaveOutcome.OUTCOME_COMMITTED, step=commit.step, seq=commit.seq
+                )
             with self._lock:
-                if (known := self._known.get(order.id)) is not None and known.over is None:
-                    known.over = over
+                if (tracked := self._orders.get(order.id)) is not None and tracked.outcome is None:
+                    tracked.outcome = outcome
 
-    def over(self) -> list[Over]:
+    def finished(self) -> list[SaveOutcome]:
         with self._lock:
-            return [each.over for each in self._known.values() if each.named and each.over is not None]
+            return [
+                each.outcome for each in self._orders.values() if each.is_open and each.outcome is not None
+            ]
 
 
 def _done(state: RunState) -> dict[str, tuple[int, int]]:

@@ -20,8 +20,8 @@ from deltashard_sidecar.deciding.measurements import Cost, MeasuredSave
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.maintenance import MaintenanceLoop
 from deltashard_sidecar.parts import Parts
-from deltashard_sidecar.policy import chooses_bits, text_of
-from deltashard_sidecar.run.bit_choice import Ranks
+from deltashard_sidecar.policy import chooses_bits, format_directive
+from deltashard_sidecar.run.bit_choice import VisibleRanks
 from deltashard_sidecar.run.cut_content import CutContent
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
@@ -66,7 +66,7 @@ class SaveService:
         self._parts = parts
         self._run = parts.run
         self._joint = JointCommits()
-        self._gone: dict[int, tuple[Attachment, int]] = {}
+        self._lost_ranks: dict[int, tuple[Attachment, int]] = {}
         self._control = control
         self._maintenance = maintenance
         self._orders = orders
@@ -74,21 +74,21 @@ class SaveService:
     def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """Begin a save; raises `SaveRefused`, and then a peer need not wait for this rank's part of the cut."""
         attempt = session.attempt
-        if attempt is not None and (why := self._run.still_removed(session.who, attempt)) is not None:
+        if attempt is not None and (why := self._run.still_removed(session.attachment, attempt)) is not None:
             self._parts.metrics.failures.labels(Cause.REMOVED).inc()
             raise SaveRefused(begin.cut, Cause.REMOVED, why)
         try:
-            return self._begun(session, begin)
+            return self._start(session, begin)
         except SaveRefused:
-            if attempt is not None and session.who.world_size > 1:
-                decline(self._run, session.who, attempt, begin.cut, joint=self._joint)
+            if attempt is not None and session.attachment.world_size > 1:
+                decline(self._run, session.attachment, attempt, begin.cut, joint=self._joint)
             raise
 
     def prepare(
         self, session: Session, begin: pb.SaveRequest.Begin, preparation: Preparation
     ) -> Iterator[pb.SaveReply]:
         """A cut of this session is near: blocks for it, and what it would be asked for if it began now."""
-        running, why = self._parts.in_flight_saves.of_rank(session.who.local_rank), self._run.removed
+        running, why = self._parts.in_flight_saves.of_rank(session.attachment.local_rank), self._run.removed
         attempt = 0
         try:
             attempt = _attempt_of(session, begin)
@@ -102,63 +102,63 @@ class SaveService:
         content = self._content(session, attempt, begin, self._ranks(session))
         since = self._since(session, attempt, begin, content)
         granted = preparation.grant()
-        if session.who.rank == 0:
-            self._parts.decider.prepares()
+        if session.attachment.rank == 0:
+            self._parts.decider.precopy_started()
         crash_point("stage.prepared")
         prepared = pb.SaveReply.Prepared(covers=content.covers, fresh_first=since is not None)
         yield pb.SaveReply(prepared=prepared)
         yield pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted))
 
-    def gone(self, session: Session) -> None:
+    def trainer_lost(self, session: Session) -> None:
         """A rank's process has died. What the others cut with it, and it did not, waits for no part of it."""
-        attempt, who = session.attempt, session.who
-        if attempt is None or who.world_size == 1:
+        attempt, attachment = session.attempt, session.attachment
+        if attempt is None or attachment.world_size == 1:
             return
-        self._gone[who.local_rank] = who, attempt
+        self._lost_ranks[attachment.local_rank] = attachment, attempt
         in_flight = self._parts.in_flight_saves.in_flight()
         for cut in {save.cut.cut for save in in_flight if save.cut.attempt == attempt}:
-            self._decline_for_gone(attempt, cut)
+            self._decline_for_lost(attempt, cut)
 
-    def came_back(self, session: Session) -> None:
+    def trainer_reattached(self, session: Session) -> None:
         """A process attached that may train on under its attempt: it had not died."""
-        _, under = self._gone.get(session.who.local_rank, (None, None))
-        if under is not None and under == session.attempt:
-            del self._gone[session.who.local_rank]
+        _, lost_attempt = self._lost_ranks.get(session.attachment.local_rank, (None, None))
+        if lost_attempt is not None and lost_attempt == session.attempt:
+            del self._lost_ranks[session.attachment.local_rank]
 
-    def _decline_for_gone(self, attempt: int, cut: int) -> None:
-        for who, under in list(self._gone.values()):
-            last = self._parts.in_flight_saves.of_rank(who.local_rank)
+    def _decline_for_lost(self, attempt: int, cut: int) -> None:
+        for attachment, lost_attempt in list(self._lost_ranks.values()):
+            last = self._parts.in_flight_saves.of_rank(attachment.local_rank)
             brought = last is not None and (last.cut.attempt, last.cut.cut) == (attempt, cut)
-            if under == attempt and not brought:
-                decline(self._run, who, attempt, cut, joint=self._joint, gone=True)
+            if lost_attempt == attempt and not brought:
+                decline(self._run, attachment, attempt, cut, joint=self._joint, process_died=True)
 
-    def _begun(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
+    def _start(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         _attempt_of(session, begin)
-        parts, rank = self._parts, session.who.local_rank
-        self._make_way(rank, begin)
+        parts, rank = self._parts, session.attachment.local_rank
+        self._wait_for_previous(rank, begin)
         parts.keeper.copies_stopped(rank)
-        save = parts.in_flight_saves.begin(rank, lambda: self._made(session, begin))
+        save = parts.in_flight_saves.begin(rank, lambda: self._create(session, begin))
         if save is None:
             raise SaveRefused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
         if begin.urgent:
-            self._control.hurried(session)
-        self._control.direct(session)
+            self._control.urgent_started(session)
+        self._control.write_control_line(session)
         if begin.tracking_faults:
             parts.activity.tracking_fault(begin.tracking_faults, step=begin.step)
             parts.metrics.tracking_faults.inc(begin.tracking_faults)
-        self._decline_for_gone(save.cut.attempt, save.cut.cut)
-        save.log.info("save.begun", reason=save.cut.reason, covers=save.cut.content.covers)
+        self._decline_for_lost(save.cut.attempt, save.cut.cut)
+        save.log.info("save.started", reason=save.cut.reason, covers=save.cut.content.covers)
         return save
 
-    def _made(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
+    def _create(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """The save, decided and counted as begun; only `InFlightSaves` calls this, so it cannot end before."""
         attempt = _attempt_of(session, begin)  # while an urgent save waited, another may have been opened
-        parts, cut = self._parts, self._decided(session, attempt, begin)
+        parts, cut = self._parts, self._plan(session, attempt, begin)
         save = Save(
             session=session,
             cut=cut,
             sink=PartSink(
-                self._run, session.who, cut, joint=self._joint, expected=lambda: self._expected(cut)
+                self._run, session.attachment, cut, joint=self._joint, expected=lambda: self._expected(cut)
             ),
             keeper=parts.keeper,
             submit=self.pool.submit,
@@ -166,30 +166,34 @@ class SaveService:
             log=parts.log,
             ended=self._ended,
         )
-        self._control.begins(session, attempt, step=begin.step)
-        if session.who.rank == 0:
+        self._control.save_started(session, attempt, step=begin.step)
+        if session.attachment.rank == 0:
             # Its boundary of that step waits for us: the control line stands still.
-            reading = Reading(begin.step, parts.keeper.step_time_s(session.who.local_rank))
-            parts.decider.save_begins(
-                MeasuredSave(cut=cut.cut, begun=reading, timed=cut.reason in PERIODIC),
+            reading = Reading(begin.step, parts.keeper.step_time_s(session.attachment.local_rank))
+            parts.decider.save_started(
+                MeasuredSave(cut=cut.cut, started=reading, timed=cut.reason in PERIODIC),
                 planned_steps=begin.planned_steps,
                 partial=begin.pls_target > 0,
             )
         return save
 
-    def _decided(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Cut:
+    def _plan(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Cut:
         """What the cut holds and how long it may hold training, by the policy in force. No store is asked."""
-        parts, in_force, who = self._parts, self._control.in_force, session.who
+        parts, active_policy, attachment = self._parts, self._control.active_policy, session.attachment
         ranks = self._ranks(session)
         content = self._content(session, attempt, begin, ranks)
         if content.override:
-            parts.log.info("save.decided", cut=begin.cut, covers=content.covers, why=content.override)
-        waits = session.waits_out_stall
+            parts.log.info(
+                "save.content_overridden", cut=begin.cut, covers=content.covers, why=content.override
+            )
+        waits = session.waits_for_stall
         if waits:
-            parts.log.warning("save.waits_out_its_stall", aborted=session.stall_aborts, cut=begin.cut)
+            parts.log.warning("save.waiting_for_stall", aborted=session.stall_aborts, cut=begin.cut)
         # One that is larger than the arena can only go on as batches are encoded: to abort it and try again would take
         # longer still.
-        waits |= content.covers is None and who.raw_bytes > parts.settings.blocks * parts.keeper.block_bytes
+        waits |= (
+            content.covers is None and attachment.raw_bytes > parts.settings.blocks * parts.keeper.block_bytes
+        )
         closing = begin.urgent or begin.reason == "close"
         return Cut(
             attempt=attempt,
@@ -201,18 +205,24 @@ class SaveService:
             stall_budget_s=0.0 if waits else parts.settings.stall_budget_s,
             deadline_s=parts.settings.save_deadline_s,
             since=self._since(session, attempt, begin, content),
-            samples=chooses_bits(in_force.policy) and (who.rank == 0 or ranks.here),
+            samples=chooses_bits(active_policy.policy) and (attachment.rank == 0 or ranks.is_complete),
             layout=session.layout,
             orders=self._orders.open(),
-            follows=None if in_force.directive is None else text_of(in_force.directive),
-            profile=parts.decider.text(closing=closing) if who.rank == 0 else None,
+            directive_text=None
+            if active_policy.directive is None
+            else format_directive(active_policy.directive),
+            profile=parts.decider.text(closing=closing) if attachment.rank == 0 else None,
         )
 
     def _content(
-        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, ranks: Ranks
+        self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, ranks: VisibleRanks
     ) -> CutContent:
-        who, policy, expected = session.who, self._control.in_force.policy, self._parts.decider.expected()
-        return self._run.cuts.decide(self._run.state(), who, attempt, begin, policy, expected, ranks)
+        attachment, policy, expected = (
+            session.attachment,
+            self._control.active_policy.policy,
+            self._parts.decider.expected(),
+        )
+        return self._run.cuts.decide(self._run.state(), attachment, attempt, begin, policy, expected, ranks)
 
     def _since(
         self, session: Session, attempt: int, begin: pb.SaveRequest.Begin, content: CutContent
@@ -222,27 +232,29 @@ class SaveService:
         # IMPORTANT: who asks for all rows may not vouch for its marks.
         if commit is None or begin.full or commit == content.covers:
             return None
-        state, who = self._run.state(), session.who
-        alike = encoded_alike(state, attempt, commit, tables=who.tables, precision=content.precision)
+        state, attachment = self._run.state(), session.attachment
+        alike = encoded_alike(state, attempt, commit, tables=attachment.tables, precision=content.precision)
         return commit if alike else None
 
-    def _ranks(self, session: Session) -> Ranks:
-        others = (s.who for s in self._parts.sessions.all() if s.attempt == session.attempt)
-        found = {who.rank: who for who in (*others, session.who)}
-        tables = {table.fqn: table for who in found.values() for table in who.tables}
-        return Ranks(tables=tuple(tables.values()), here=len(found) == session.who.world_size)
+    def _ranks(self, session: Session) -> VisibleRanks:
+        others = (s.attachment for s in self._parts.sessions.all() if s.attempt == session.attempt)
+        found = {attachment.rank: attachment for attachment in (*others, session.attachment)}
+        tables = {table.fqn: table for attachment in found.values() for table in attachment.tables}
+        return VisibleRanks(
+            tables=tuple(tables.values()), is_complete=len(found) == session.attachment.world_size
+        )
 
     def _expected(self, cut: Cut) -> set[int]:
         """Ranks of this pod that bring, or brought, a part to the cut: they train under its attempt, or save it."""
-        trains = {s.who.rank for s in self._parts.sessions.all() if s.attempt == cut.attempt}
+        trains = {s.attachment.rank for s in self._parts.sessions.all() if s.attempt == cut.attempt}
         saves = {
-            save.who.rank
+            save.attachment.rank
             for save in self._parts.in_flight_saves.in_flight()
             if (save.cut.attempt, save.cut.cut) == (cut.attempt, cut.cut)
         }
         return trains | saves
 
-    def _make_way(self, rank: int, begin: pb.SaveRequest.Begin) -> None:
+    def _wait_for_previous(self, rank: int, begin: pb.SaveRequest.Begin) -> None:
         """Refuse while another save of the rank is in flight.
 
         An urgent save cancels one that stages and waits a while for one that uploads; any other waits only for what is
@@ -254,18 +266,18 @@ class SaveService:
         if begin.urgent and running.staging and not running.cut.urgent:
             running.cancel(Cause.SUPERSEDED, f"an urgent save ({begin.reason}) takes its place")
         brief = running.staging or running.has_ended
-        patience_s = URGENT_WAIT_S if begin.urgent else BRIEF_WAIT_S if brief else 0.0
-        if running.over.wait(patience_s) and running.stream_over.wait(BRIEF_WAIT_S):
+        timeout_s = URGENT_WAIT_S if begin.urgent else BRIEF_WAIT_S if brief else 0.0
+        if running.finished.wait(timeout_s) and running.stream_finished.wait(BRIEF_WAIT_S):
             return
         self._parts.metrics.skipped.inc()
         raise SaveRefused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.state.value.lower()}")
 
     def _ended(self, save: Save) -> None:
         """A save committed or failed: the metrics, people, the trainer and other pods hear of it."""
-        parts, cut, commit, rank0 = self._parts, save.cut, save.commit, save.who.rank == 0
+        parts, cut, commit, rank0 = self._parts, save.cut, save.commit, save.attachment.rank == 0
         # Of the saves of the pod that make one checkpoint, one counts it.
-        same = [s.who.local_rank for s in parts.in_flight_saves.newest() if s.cut.cut == cut.cut]
-        if commit is not None and save.who.local_rank == min(same, default=save.who.local_rank):
+        same = [s.attachment.local_rank for s in parts.in_flight_saves.newest() if s.cut.cut == cut.cut]
+        if commit is not None and save.attachment.local_rank == min(same, default=save.attachment.local_rank):
             parts.metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
             facts = {"seq": commit.seq, "baseline": commit.baseline, "stored_bytes": commit.stored_bytes}
             save.log.info("save.committed", durable_s=round(commit.durable_s, 3), **facts)
@@ -275,21 +287,21 @@ class SaveService:
         if rank0:
             parts.decider.save_ended(cut.cut, self._cost(save))
         # In this order: a save that begins is in flight before its wish is taken back.
-        awaited = self._control.awaits_urgent(cut.attempt)
+        urgent_pending = self._control.is_urgent_pending(cut.attempt)
         others = (each for each in parts.in_flight_saves.in_flight() if each is not save)
-        if not awaited and all(each.cut.attempt != cut.attempt for each in others):
+        if not urgent_pending and all(each.cut.attempt != cut.attempt for each in others):
             parts.markers.end(cut.attempt)
         full = commit is None and save.failure[0] is Cause.FULL
         if rank0 and (commit is not None or full):
-            self._maintenance.due(self._run.log_of(save.who), cut.attempt, full=full)
+            self._maintenance.due(self._run.log_of(save.attachment), cut.attempt, full=full)
 
     def _cost(self, save: Save) -> Cost | None:
         commit, seal = save.commit, save.sealed
         if commit is None or seal is None:
             return None
-        entry = self._run.log_of(save.who).state.checkpoints.get(commit.seq)
+        entry = self._run.log_of(save.attachment).state.checkpoints.get(commit.seq)
         stall_s = seal.stall_s if entry is None else entry.stall_s  # of the slowest rank
-        return Cost(stall_s=stall_s, slower_s=seal.slowdown_s, durable_s=commit.durable_s)
+        return Cost(stall_s=stall_s, slowdown_s=seal.slowdown_s, durable_s=commit.durable_s)
 
 
 def _attempt_of(session: Session, begin: pb.SaveRequest.Begin) -> int:

@@ -33,9 +33,9 @@ _PLAIN_VARIABLES = frozenset({"pod_name", "pod_namespace", "pod_uid", "node_name
 _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _YEAR_S = 366 * 86400.0
-_EXACT = 1 << 53
+_MAX_EXACT_INT = 1 << 53
 """Steps beyond this are no exact numbers in every language that reads the log."""
-WORDS: Mapping[str, Sequence[str]] = {
+SETTING_CHOICES: Mapping[str, Sequence[str]] = {
     **CHOICES,
     "runs": ("", ONE_RUN, RUN_PER_POD),
     "log_level": ("debug", "info", "warning", "error"),
@@ -47,7 +47,7 @@ class SettingError(UserError):
     """A variable or flag is unknown, missing or malformed."""
 
 
-def _number(default: float, least: float, most: float) -> Any:
+def _ranged(default: float, least: float, most: float) -> Any:
     """A number with its least and greatest value: what is outside is refused at start, instead of failing later."""
     return field(default=default, metadata={"range": (least, most)})
 
@@ -68,30 +68,30 @@ class Settings:
     """Unix socket to serve on; default `sidecar.sock` in the runtime directory."""
     owner: str = ""
     """Workload identity written to the run's first entry; another owner is refused unless it says takeover."""
-    arena_bytes: int = _number(256 << 20, 4 * DEFAULT_BLOCK_BYTES, 1 << 44)
+    arena_bytes: int = _ranged(256 << 20, 4 * DEFAULT_BLOCK_BYTES, 1 << 44)
     """Shared memory for cuts and restores, allocated in full at start."""
-    block_bytes: int = _number(DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES, 1 << 30)
+    block_bytes: int = _ranged(DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES, 1 << 30)
     """Size of one block of the arena; at least the largest frame (8 MiB)."""
-    cache_bytes: int = _number(10 << 30, 32 << 20, 1 << 50)
+    cache_bytes: int = _ranged(10 << 30, 32 << 20, 1 << 50)
     """Budget of the local cache, packs that wait for the store included."""
-    cache_total_bytes: int = _number(0, 0, 1 << 50)
+    cache_total_bytes: int = _ranged(0, 0, 1 << 50)
     """Budget of this cache and other runs' beside it, of which the least recently used go; 0: they are left alone."""
-    every_s: float = _number(0.0, 0, _YEAR_S)
+    every_s: float = _ranged(0.0, 0, _YEAR_S)
     """Save every so many seconds; 0 is off."""
-    every_steps: int = _number(0, 0, _EXACT)
+    every_steps: int = _ranged(0, 0, _MAX_EXACT_INT)
     """Save every so many steps; 0 is off."""
     goal: str = ""
     """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02; nothing or fixed: as `every_s` and
     `every_steps` say. Until saves were measured it is `every_s`, or a minute."""
-    least_s: float = _number(0.0, 0, _YEAR_S)
+    least_s: float = _ranged(0.0, 0, _YEAR_S)
     """Shortest interval that may be chosen, in seconds; 0: no bound of the user's."""
-    most_s: float = _number(0.0, 0, _YEAR_S)
+    most_s: float = _ranged(0.0, 0, _YEAR_S)
     """Longest interval that may be chosen, in seconds; 0: no bound of the user's."""
     profile_key: str = ""
     """Names image and limits: what saves cost, as a commit says, counts where this and the machine are the same."""
     bits_goal: str = ""
     """How bits of weights are chosen, by table: budget or check-n-run; nothing or fixed: as `encoding` says."""
-    least_bits: int = _number(0, 0, 8)
+    least_bits: int = _ranged(0, 0, 8)
     """Bits that no table is stored below when they are chosen; 0: no bound of the user's."""
     tables: str = ""
     """Encodings of single tables, before all else: `emb.user=q8,emb.item=q4`."""
@@ -101,37 +101,37 @@ class Settings:
     """Encoding of point-wise optimizer state: {choices}. Row-wise state is always exact."""
     differential: str = DEFAULT_DIFFERENTIAL
     """Which rows a save holds: {choices}."""
-    pack_bytes: int = _number(64 << 20, MAX_FRAME_BYTES, MAX_PACK_BYTES)
+    pack_bytes: int = _ranged(64 << 20, MAX_FRAME_BYTES, MAX_PACK_BYTES)
     """A pack object is closed at this size."""
-    stall_budget_s: float = _number(30.0, 0, _YEAR_S)
+    stall_budget_s: float = _ranged(30.0, 0, _YEAR_S)
     """Longest time a cut may hold the trainer, which then aborts it; after two such aborts the next waits it out."""
-    stream_idle_s: float = _number(120.0, 1, _YEAR_S)
+    stream_idle_s: float = _ranged(120.0, 1, _YEAR_S)
     """A save or restore whose trainer says nothing for so long is ended."""
-    save_deadline_s: float = _number(1800.0, 1, _YEAR_S)
+    save_deadline_s: float = _ranged(1800.0, 1, _YEAR_S)
     """From staged to committed; beyond it the save fails and the next one covers its rows."""
-    attach_deadline_s: float = _number(60.0, 0, _YEAR_S)
+    attach_deadline_s: float = _ranged(60.0, 0, _YEAR_S)
     """How long Attach waits for the save an earlier trainer of this rank left behind, before it aborts that save."""
-    open_deadline_s: float = _number(300.0, 1, _YEAR_S)
+    open_deadline_s: float = _ranged(300.0, 1, _YEAR_S)
     """How long Open waits for the store and for another pod's closing save."""
-    restore_deadline_s: float = _number(600.0, 1, _YEAR_S)
+    restore_deadline_s: float = _ranged(600.0, 1, _YEAR_S)
     """How long a restore retries an unreachable store before it fails as unavailable."""
-    term_deadline_s: float = _number(25.0, 0, _YEAR_S)
+    term_deadline_s: float = _ranged(25.0, 0, _YEAR_S)
     """After SIGTERM: a save in flight is finished within this time or aborted."""
-    keep_last: int = _number(3, 1, _EXACT)
+    keep_last: int = _ranged(3, 1, _MAX_EXACT_INT)
     """Retention: the newest so many checkpoints are kept (with all that they cover)."""
-    gc_grace_s: float = _number(3600.0, 0, _YEAR_S)
+    gc_grace_s: float = _ranged(3600.0, 0, _YEAR_S)
     """Retired objects are deleted after this time, by the store's clock."""
-    housekeeping_s: float = _number(60.0, -_YEAR_S, _YEAR_S)
+    maintenance_interval_s: float = _ranged(60.0, -_YEAR_S, _YEAR_S)
     """Shortest time between rounds of retention, gc and compaction; 0: one after every commit; negative: off."""
-    compact_after: int = _number(16, 0, _EXACT)
+    compact_after: int = _ranged(16, 0, _MAX_EXACT_INT)
     """A chain of consecutive deltas longer than this is compacted into one part; 0 is off."""
     synthetic_baselines: bool = True
     """At one rank, where it costs training less than a cut of all rows, the baseline is made by compaction."""
-    metrics_port: int = _number(-1, -1, 65535)
+    metrics_port: int = _ranged(-1, -1, 65535)
     """Port of the Prometheus endpoint; 0 picks a free one (see ready.json), -1 is off."""
     metrics_host: str = "127.0.0.1"
     """Address the Prometheus endpoint binds; in a pod `::`, every one of both families."""
-    linger_s: float = _number(-1.0, -1, _YEAR_S)
+    linger_s: float = _ranged(-1.0, -1, _YEAR_S)
     """Exit when no trainer was attached and no save in flight for so long (at start 30 s more); -1: never (pods)."""
     log_level: str = "info"
     """debug, info, warning or error."""
@@ -159,7 +159,7 @@ class Settings:
     """The pod's completion index or ordinal."""
     replica: str = ""
     """Which Job of a JobSet, which part of a PyTorchJob (master, worker); goes before the index."""
-    pods: int = _number(0, 0, _EXACT)
+    pods: int = _ranged(0, 0, _MAX_EXACT_INT)
     """Numbered pods that the workload was made with; 0: not known, or without numbers."""
     runs: str = ""
     """one: the workload's pods are ranks of one run; per-pod: each numbered pod trains a run of its own,
@@ -222,9 +222,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
 
 def check(name: str, value: Any, *, where: str) -> None:
     """Raises a `UserError` unless `value`, of the setting's type, is one of its words or within its range."""
-    if name in WORDS and value not in WORDS[name]:
+    if name in SETTING_CHOICES and value not in SETTING_CHOICES[name]:
         what = f"{name} is {value[:40]!r}"
-        raise SettingError(what, where=where, remedy=f"one of {', '.join(WORDS[name])}")
+        raise SettingError(what, where=where, remedy=f"one of {', '.join(SETTING_CHOICES[name])}")
     least, most = RANGES.get(name, (None, None))
     if least is not None and most is not None and not least <= value <= most:  # nor is NaN
         remedy = f"from {int(least)} to {int(most)}; see the settings reference"

@@ -31,7 +31,7 @@ from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.maintenance import MaintenanceLoop
 from deltashard_sidecar.parts import Parts
 from deltashard_sidecar.restore import Restore
-from deltashard_sidecar.run.identity import check_alone
+from deltashard_sidecar.run.identity import check_run_assignment
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.save_orders import SaveOrders
@@ -40,9 +40,9 @@ from deltashard_sidecar.session.attachment import BadAttach, check_attach, check
 from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.trainer_control import TrainerControl
 
-FIRST_S = 30.0
+FIRST_TRAINER_WAIT_S = 30.0
 """So long, beside `linger_s`, a sidecar waits for its first trainer."""
-LET_GO_S = 5.0
+LOCK_RELEASE_S = 5.0
 """A killed process lets its lock go within moments; a live one keeps it."""
 
 
@@ -64,16 +64,16 @@ class Sidecar(Parts):
         in_flight = self.in_flight_saves.in_flight
         self.control = TrainerControl(self)
         self.maintenance = MaintenanceLoop(
-            run, policy=lambda: self.control.in_force.policy, saving=lambda: bool(in_flight())
+            run, policy=lambda: self.control.active_policy.policy, saving=lambda: bool(in_flight())
         )
-        self.orders = SaveOrders(ask=self.control.save_ordered, state=run.state, in_flight=in_flight)
+        self.orders = SaveOrders(request_save=self.control.request_save, state=run.state, in_flight=in_flight)
         self.saves = SaveService(self, control=self.control, maintenance=self.maintenance, orders=self.orders)
         self.stopping = False
         self._attaching = threading.Lock()
-        self._outlived = 0, 0.0
+        self._predecessor_deadline = 0, 0.0
         """Attempt whose saves an Attach has waited for, and until when (monotonic) any does."""
-        self._idle_since_s = time.monotonic() + FIRST_S
-        self._unseen: Session | None = None
+        self._idle_since_s = time.monotonic() + FIRST_TRAINER_WAIT_S
+        self._unread_session: Session | None = None
         """Rank 0's, which goes on in an attempt that is not seen in the log yet."""
         self.metrics.watch_blocks(keeper.counts, [use.value for use in Use])
         self.metrics.blocked.set_function(lambda: self.blocked()[0])
@@ -81,16 +81,19 @@ class Sidecar(Parts):
 
     def blocked(self) -> tuple[float, str]:
         """(seconds, why) of the save that is due and blocked for longest, by the trainers' word."""
-        return self.keeper.blocked(session.who.local_rank for session in self.sessions.all())
+        return self.keeper.blocked(session.attachment.local_rank for session in self.sessions.all())
 
     def _steps(self) -> dict[tuple[str, int], int]:
-        training = [each.who for each in self.sessions.all() if each.attempt is not None]
-        return {(self.run.name, who.rank): self.keeper.step_of(who.local_rank) for who in training}
+        training = [each.attachment for each in self.sessions.all() if each.attempt is not None]
+        return {
+            (self.run.name, attachment.rank): self.keeper.step_of(attachment.local_rank)
+            for attachment in training
+        }
 
     def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
-        """Take a trainer process in; raises `BadAttach`, `AloneAmongPods`, `RankTaken` or `Stopping`."""
+        """Take a trainer process in; raises `BadAttach`, `AmbiguousRun`, `RankTaken` or `Stopping`."""
         protocol = check_attach(request, LINES)
-        check_alone(self.settings, max(1, request.world_size))
+        check_run_assignment(self.settings, max(1, request.world_size))
         self._refuse_when_stopping()
         with self._attaching:
             self._await_free_rank(request.local_rank, request.pid)
@@ -100,17 +103,17 @@ class Sidecar(Parts):
             self._admit_to_arena(request.local_rank)
             session = self.control.admit(request)
             self._idle_since_s = time.monotonic()  # it may be gone again before anybody looks
-            self.saves.came_back(session)
+            self.saves.trainer_reattached(session)
         crash_point("attach.admitted")
         attempt = session.attempt
         if attempt is not None:
-            session.last_commit = self.run.resume(session.who, attempt)
-            self._found(session, attempt)
-        elif session.who.rank == 0:
-            self.decider.came()
-        self.metrics.leads |= session.who.rank == 0
+            session.last_commit = self.run.resume(session.attachment, attempt)
+            self._continue_attempt(session, attempt)
+        elif session.attachment.rank == 0:
+            self.decider.trainer_attached()
+        self.metrics.has_rank0 |= session.attachment.rank == 0
         self.decider.attached(len(self.sessions.all()))
-        self.activity.closed_in_order = False
+        self.activity.closed_cleanly = False
         self.log.info(
             "trainer.attached",
             session=session.id,
@@ -140,7 +143,7 @@ class Sidecar(Parts):
 
         A killed group's other ranks let their locks go within moments. Raises `BadAttach`.
         """
-        until_s = time.monotonic() + min(LET_GO_S, self.settings.attach_deadline_s)
+        until_s = time.monotonic() + min(LOCK_RELEASE_S, self.settings.attach_deadline_s)
         while self._disagreement(request) is not None:
             self._reap()
             if (what := self._disagreement(request)) is not None and time.monotonic() > until_s:
@@ -151,14 +154,14 @@ class Sidecar(Parts):
     def _disagreement(self, request: pb.AttachRequest) -> str | None:
         mine = f"rank {request.rank} of {max(1, request.world_size)}"
         for session in self.sessions.all():
-            who, attempt = session.who, session.attempt
-            if who.local_rank == request.local_rank:
+            attachment, attempt = session.attachment, session.attempt
+            if attachment.local_rank == request.local_rank:
                 continue
-            theirs = f"rank {who.rank} of {who.world_size} (process {who.pid})"
-            if who.world_size != max(1, request.world_size):
+            theirs = f"rank {attachment.rank} of {attachment.world_size} (process {attachment.pid})"
+            if attachment.world_size != max(1, request.world_size):
                 return f"{mine} attaches beside {theirs}: they are not of one group"
-            if who.rank == request.rank:
-                return f"{mine} attaches as local rank {request.local_rank}, {theirs} is local rank {who.local_rank}"
+            if attachment.rank == request.rank:
+                return f"{mine} attaches as local rank {request.local_rank}, {theirs} is local rank {attachment.local_rank}"
             if request.HasField("attempt") and attempt is not None:
                 if attempt == request.attempt and session.layout != request.layout:
                     return f"{mine} attaches with another layout than {theirs}"
@@ -179,7 +182,7 @@ class Sidecar(Parts):
             raise Stopping("the sidecar is stopping", where="sidecar", remedy="wait for the next one")
 
     def _await_free_rank(self, rank: int, pid: int) -> None:
-        until_s = time.monotonic() + min(LET_GO_S, self.settings.attach_deadline_s)
+        until_s = time.monotonic() + min(LOCK_RELEASE_S, self.settings.attach_deadline_s)
         while (holder := self.keeper.writer_pid(rank)) is not None and holder not in (0, pid):
             if time.monotonic() > until_s:
                 what = f"process {holder} trains as local rank {rank} of this sidecar"
@@ -194,87 +197,87 @@ class Sidecar(Parts):
             self.sessions.close(old)
             old.presence.cancel_streams()
             if not request.HasField("attempt"):
-                self.saves.gone(old)
-                self._lost(old)
+                self.saves.trainer_lost(old)
+                self._trainer_lost(old)
         if save is None:
             return
-        save.stream_over.wait(5.0)
-        if old is not None and old.who.pid == request.pid and request.HasField("attempt"):
+        save.stream_finished.wait(5.0)
+        if old is not None and old.attachment.pid == request.pid and request.HasField("attempt"):
             return  # the same process goes on
         # One deadline for all ranks of a group.
-        if self._outlived[0] != save.cut.attempt:
-            self._outlived = save.cut.attempt, time.monotonic() + self.settings.attach_deadline_s
-        if not save.over.wait(max(0.0, self._outlived[1] - time.monotonic())):
+        if self._predecessor_deadline[0] != save.cut.attempt:
+            self._predecessor_deadline = save.cut.attempt, time.monotonic() + self.settings.attach_deadline_s
+        if not save.finished.wait(max(0.0, self._predecessor_deadline[1] - time.monotonic())):
             save.cancel(Cause.SUPERSEDED, "a new trainer attached and this save did not end in time")
 
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
         self._refuse_when_stopping()
         session = self.sessions.get(request.session)
-        who = session.who
-        if who.rank != 0 or (who.world_size > 1) != bool(request.layout):
+        attachment = session.attachment
+        if attachment.rank != 0 or (attachment.world_size > 1) != bool(request.layout):
             how = "with a layout" if request.layout else "without a layout"
-            what = f"rank {who.rank} of {who.world_size} opens an attempt {how}"
+            what = f"rank {attachment.rank} of {attachment.world_size} opens an attempt {how}"
             remedy = "rank 0 opens it for all, with the layout of all ranks; one rank alone has none"
             raise UserError(what, where="open attempt", remedy=remedy)
-        step_seen = self.keeper.step_of(who.local_rank)
-        session.asked_at_s = time.time()
+        step_seen = self.keeper.step_of(attachment.local_rank)
+        session.open_requested_s = time.time()
         try:
-            reply = self.run.open(request, who, gone=lambda: session.closed, step_seen=step_seen)
+            reply = self.run.open(request, attachment, gone=lambda: session.closed, step_seen=step_seen)
         except FencedError as error:
             self.activity.fenced(Cause(error.cause), str(error), step=step_seen)
             raise
         if reply.HasField("basis"):
             return reply  # nothing is open: the trainer restores, and asks again
         late = request.HasField("basis")
-        self.control.adopt()  # first: what was measured stands under the goal that it was measured for
+        self.control.adopt_recorded()  # first: what was measured stands under the goal that it was measured for
         # Rank 0 begins an attempt: its sidecar decides how often the run saves. One that is opened late trains already.
-        self._unseen = None
+        self._unread_session = None
         opening = self._opening(session, reply.attempt)
         if not late:
-            opening = replace(opening, reading=Reading(reply.step, session.asked_at_s))
+            opening = replace(opening, reading=Reading(reply.step, session.open_requested_s))
         opening = replace(opening, resumed=reply.HasField("resume_seq"), step_seen=reply.last_step_seen)
-        self.decider.opened(opening, self.run.log_of(who).state)
+        self.decider.opened(opening, self.run.log_of(attachment).state)
         self.control.opened(session, reply, late=late)
         self.activity.opened(reply)
-        self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=who.rank)
-        self.control.direct(session)
+        self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=attachment.rank)
+        self.control.write_control_line(session)
         return reply
 
     def _opening(self, session: Session, attempt: int) -> Opening:
         return Opening(
             attempt=attempt,
-            world_size=session.who.world_size,
+            world_size=session.attachment.world_size,
             ranks_here=len(self.sessions.all()),
             reading=self._reading(session),
         )
 
-    def _found(self, session: Session, attempt: int) -> None:
+    def _continue_attempt(self, session: Session, attempt: int) -> None:
         """A trainer goes on in the middle of its attempt, with a sidecar that was started since.
 
         What the run was told, measured and chose stands in its log. Where that cannot be read yet, nothing is decided
         before it is: a commit would say that nothing had been known.
         """
         state = self.run.state()
-        self.control.adopt()
-        if session.who.rank != 0:
+        self.control.adopt_recorded()
+        if session.attachment.rank != 0:
             return
-        self._unseen = None if attempt in state.attempts else session
-        if self._unseen is None:
-            self.run.bits.goes_on(state, attempt)
+        self._unread_session = None if attempt in state.attempts else session
+        if self._unread_session is None:
+            self.run.bits.continue_attempt(state, attempt)
             self.decider.opened(self._opening(session, attempt), state)
-            self.control.decided()
+            self.control.interval_changed()
 
     def _reading(self, session: Session) -> Reading:
-        rank = session.who.local_rank
+        rank = session.attachment.local_rank
         return Reading(self.keeper.step_of(rank), self.keeper.step_time_s(rank))
 
-    def _look(self) -> None:
+    def _update_decider(self) -> None:
         for session in self.sessions.all():
-            if session.who.rank == 0 and session.attempt is not None:
-                if session is self._unseen:
-                    self._found(session, session.attempt)
-                if self.decider.look(self._reading(session)):
-                    self.control.decided()
+            if session.attachment.rank == 0 and session.attempt is not None:
+                if session is self._unread_session:
+                    self._continue_attempt(session, session.attempt)
+                if self.decider.observe(self._reading(session)):
+                    self.control.interval_changed()
                 return
 
     def begin(self, begin: pb.SaveRequest.Begin) -> Save:
@@ -290,27 +293,27 @@ class Sidecar(Parts):
         requests: Iterator[pb.RestoreRequest],
         alive: Callable[[], bool],
     ) -> Iterator[pb.RestoreReply]:
-        restore = Restore(run=self.run, who=session.who, want=want, keeper=self.keeper)
+        restore = Restore(run=self.run, attachment=session.attachment, want=want, keeper=self.keeper)
         try:
-            with self.maintenance.restoring(), session.presence.sign():
+            with self.maintenance.restoring(), session.presence.keep_alive():
                 yield from restore.serve(requests, alive)
         finally:
-            if restore.source and (want.boxes or not session.who.boxes):  # blobs come first, rows last
+            if restore.source and (want.boxes or not session.attachment.boxes):  # blobs come first, rows last
                 self.activity.restored(session, step=restore.step, source=restore.source)
 
     def tick(self) -> bool:
         """Once in a while: timers, dead trainers, silent streams. False when a lingering sidecar may exit."""
         self.keeper.sweep()
         for session in self.sessions.all():
-            self.control.direct(session)
-        self._look()
+            self.control.write_control_line(session)
+        self._update_decider()
         self._reap()
         now_s, idle_s = time.monotonic(), self.settings.stream_idle_s
         for save in self.in_flight_saves.newest():
-            if save.staging and now_s - save.heard_s > idle_s:
+            if save.staging and now_s - save.last_message_s > idle_s:
                 save.cancel(Cause.DEADLINE, f"the trainer said nothing for {idle_s} s")
         self.metrics.spooled.set(self.run.cache.used_bytes)
-        self.run.forget_others(self._sessions_in_use)
+        self.run.release_unused(self._sessions_in_use)
         if self.sessions.all() or self.in_flight_saves.in_flight():
             self._idle_since_s = now_s
             return True
@@ -319,53 +322,53 @@ class Sidecar(Parts):
 
     def _reap(self) -> None:
         for session in self.sessions.reap(lambda rank: self.keeper.writer_pid(rank) is not None):
-            self.log.info("trainer.gone", session=session.id, rank=session.who.rank)
-            self.saves.gone(session)
-            self._lost(session)
+            self.log.info("trainer.lost", session=session.id, rank=session.attachment.rank)
+            self.saves.trainer_lost(session)
+            self._trainer_lost(session)
             session.presence.cancel_streams()
-            self.keeper.dismiss(session.who.local_rank)
+            self.keeper.remove_rank(session.attachment.local_rank)
 
-    def _lost(self, session: Session) -> None:
+    def _trainer_lost(self, session: Session) -> None:
         """A trainer went without a word; what it had staged goes on."""
-        if session.who.rank == 0:
-            self.decider.gone()
-        self.activity.lost(session, step=self.keeper.step_of(session.who.local_rank))
-        self._stopped_saving(session)
+        if session.attachment.rank == 0:
+            self.decider.trainer_lost()
+        self.activity.record_trainer_lost(session, step=self.keeper.step_of(session.attachment.local_rank))
+        self._remove_marker(session)
 
-    def _stopped_saving(self, session: Session) -> None:
+    def _remove_marker(self, session: Session) -> None:
         """The trainer is gone: only a save that is on its way is worth waiting for."""
         if not any(save.cut.attempt == session.attempt for save in self.in_flight_saves.in_flight()):
             self.markers.end(session.attempt)
 
     def _sessions_in_use(self) -> set[str]:
-        saving = {save.who.id for save in self.in_flight_saves.in_flight()}
+        saving = {save.attachment.id for save in self.in_flight_saves.in_flight()}
         return {session.id for session in self.sessions.all()} | saving
 
     def detach(self, request: pb.DetachRequest) -> pb.DetachReply:
         """A trainer leaves; with `wait`, once its save has ended or the deadline passed."""
         session = self.sessions.get(request.session)
-        rank = session.who.local_rank
+        rank = session.attachment.local_rank
         save = self.in_flight_saves.of_rank(rank)
-        idle = save is None or save.over.is_set()
+        idle = save is None or save.finished.is_set()
         if request.wait and save is not None:
-            idle = save.over.wait(request.deadline_s or self.settings.save_deadline_s)
+            idle = save.finished.wait(request.deadline_s or self.settings.save_deadline_s)
         durable = session.attempt is not None and session.durable_step == self.keeper.step_of(rank)
-        self.activity.closed_in_order = idle and durable
+        self.activity.closed_cleanly = idle and durable
         self.sessions.close(session)
         session.presence.cancel_streams()
-        self._stopped_saving(session)
-        self.keeper.dismiss(rank)
-        self.log.info("trainer.detached", session=session.id, rank=session.who.rank, idle=idle)
+        self._remove_marker(session)
+        self.keeper.remove_rank(rank)
+        self.log.info("trainer.detached", session=session.id, rank=session.attachment.rank, idle=idle)
         return pb.DetachReply(last_commit=session.last_commit, idle=idle)
 
-    def terminate(self, hurry: Callable[[], bool]) -> None:
-        """Finish or abort what is in flight, by the deadline or until `hurry()`; afterwards nothing is half done."""
+    def terminate(self, stop_now: Callable[[], bool]) -> None:
+        """Finish or abort what is in flight, by the deadline or until `stop_now()`; afterwards nothing is half done."""
         self.stopping = True
         self.maintenance.stop()
         until_s = time.monotonic() + self.settings.term_deadline_s
         self.markers.begin({save.cut.attempt for save in self.in_flight_saves.in_flight()})
         for save in self.in_flight_saves.in_flight():
-            while not (hurry() or save.over.wait(0.05)) and time.monotonic() < until_s:
+            while not (stop_now() or save.finished.wait(0.05)) and time.monotonic() < until_s:
                 pass
         for save in self.in_flight_saves.in_flight():
             save.cancel(Cause.STOPPING, "the sidecar had to stop before this save was durable")

@@ -21,7 +21,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.activity import FENCED
 from deltashard_sidecar.parts import Parts
-from deltashard_sidecar.policy import KEY, InForce, policy_of, recorded, stated
+from deltashard_sidecar.policy import KEY, ActivePolicy, parse_directive, policy_of, stated
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.session.schedule import Schedule
 from deltashard_sidecar.session.session import Session
@@ -35,22 +35,22 @@ class TrainerControl:
         self._parts = parts
         self._sessions = parts.sessions
         self._lock = threading.Lock()
-        self._in_force = InForce(started_with=policy_of(parts.settings))
-        self._governed = False
+        self._active_policy = ActivePolicy(initial=policy_of(parts.settings))
+        self._has_directive = False
         """Whether a controller gave this process a directive."""
-        self._told = self._in_force.policy
+        self._sent_policy = self._active_policy.policy
         """What trainers were told last."""
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
         """Local rank -> (attempt, how its last save ended): for a session that comes too late to be told."""
 
     @property
-    def in_force(self) -> InForce:
-        return self._in_force
+    def active_policy(self) -> ActivePolicy:
+        return self._active_policy
 
     @property
     def policy(self) -> pb.Policy:
         """What trainers are told: the policy in force, with the timers that the decider chose."""
-        return self._parts.decider.over(self._in_force.policy)
+        return self._parts.decider.apply_to(self._active_policy.policy)
 
     def admit(self, request: pb.AttachRequest) -> Session:
         """A new session, under the policy in force; the rank's older one must have been closed."""
@@ -72,32 +72,32 @@ class TrainerControl:
         with self._lock:
             session.opened(reply)
             if late:
-                session.handed_over()
-            self._pace()
+                session.mark_restored()
+            self._apply_timers()
             session.schedule = session.schedule.opened(now_s=time.monotonic(), step=reply.step)
-        self._tell()
+        self._send_policy()
 
-    def follow(self, directive: fleet.Directive, *, adopted: bool = False) -> None:
+    def apply_directive(self, directive: fleet.Directive, *, adopted: bool = False) -> None:
         """Go on under `directive`, an answer's or, `adopted`, a commit's. No save is touched that has begun."""
         with self._lock:
-            if adopted and self._governed:
+            if adopted and self._has_directive:
                 return
-            self._governed |= not adopted
-            before = self._in_force
-            self._in_force = after = before.after(directive)
+            self._has_directive |= not adopted
+            before = self._active_policy
+            self._active_policy = after = before.with_directive(directive)
             if after is not before:
-                self._parts.decider.governed(after.policy)
-            self._pace()
+                self._parts.decider.set_policy(after.policy)
+            self._apply_timers()
         if after is not before:
-            self._parts.log.info("directive.followed", id=directive.id, policy=stated(after.policy))
-            self._tell(anew=True)
+            self._parts.log.info("directive.applied", id=directive.id, policy=stated(after.policy))
+            self._send_policy(force=True)
 
-    def decided(self) -> None:
+    def interval_changed(self) -> None:
         with self._lock:
-            self._pace()
-        self._tell()
+            self._apply_timers()
+        self._send_policy()
 
-    def _pace(self) -> None:
+    def _apply_timers(self) -> None:
         """Set every session's timer to the policy; the lock is held."""
         policy = self.policy
         for session in self._sessions.all():
@@ -105,30 +105,30 @@ class TrainerControl:
                 session.schedule, every_s=policy.every_s, every_steps=policy.every_steps
             )
 
-    def _tell(self, *, anew: bool = False) -> None:
-        """Tell trainers the policy, where it is another one than they were told last, or `anew`."""
-        told, self._told = self._told, self.policy
-        if self._told == told and not anew:
+    def _send_policy(self, *, force: bool = False) -> None:
+        """Tell trainers the policy, where it is another one than they were told last, or `force`."""
+        previous, self._sent_policy = self._sent_policy, self.policy
+        if self._sent_policy == previous and not force:
             return
         for session in self._sessions.all():
-            session.notices.post(pb.Notice(policy=self._told))
-            self.direct(session)
+            session.notices.post(pb.Notice(policy=self._sent_policy))
+            self.write_control_line(session)
 
-    def adopt(self) -> None:
+    def adopt_recorded(self) -> None:
         """Follow what this workload's newest commit was told, as long as no controller has said anything."""
         newest = self._parts.run.state().newest()
         text = None if newest is None else newest.metadata.get(KEY)
         if text is None:
             return
         try:
-            directive = recorded(text)
+            directive = parse_directive(text)
         except UserError as error:
             self._parts.log.warning("directive.unreadable", **explain(error))
             return
         if directive.workload == self._parts.settings.workload_uid:
-            self.follow(directive, adopted=True)
+            self.apply_directive(directive, adopted=True)
 
-    def save_ordered(self, order: fleet.SaveOrder) -> Session | None:
+    def request_save(self, order: fleet.SaveOrder) -> Session | None:
         """Have the trainers save at their next step; who was told, None: nobody may save now.
 
         Of several ranks one is enough: whichever it is, they cut together.
@@ -137,24 +137,24 @@ class TrainerControl:
         if able is not None and order.urgent:
             self.notify(order.reason, order.deadline_s)
         elif able is not None:
-            _ask(able, order.reason, order.deadline_s, urgent=False)
-            self._parts.log.info("save.ordered", reason=order.reason, id=order.id, rank=able.who.rank)
+            _request_save(able, order.reason, order.deadline_s, urgent=False)
+            self._parts.log.info("save.ordered", reason=order.reason, id=order.id, rank=able.attachment.rank)
         return able
 
-    def begins(self, session: Session, attempt: int, *, step: int) -> None:
+    def save_started(self, session: Session, attempt: int, *, step: int) -> None:
         """A save of the session begins: its interval starts anew, unless another attempt was opened since."""
         with self._lock:
             if session.attempt == attempt:
                 session.schedule = session.schedule.began(now_s=time.monotonic(), step=step)
 
-    def hurried(self, session: Session) -> None:
+    def urgent_started(self, session: Session) -> None:
         """The save that was wanted at once is in flight."""
         with self._lock:
             session.urgent = ""
 
     def ended(self, save: Save) -> None:
         """A save committed or failed: its trainer is told, and its timer goes on."""
-        attempt, rank = save.cut.attempt, save.who.local_rank
+        attempt, rank = save.cut.attempt, save.attachment.local_rank
         cause, message = save.failure
         if save.commit is not None:
             notice = pb.Notice(committed=save.commit)
@@ -173,19 +173,19 @@ class TrainerControl:
             session.fence = cause, message
         if (fence := session.fence) is not None:
             # A newer attempt of the run is open: this trainer can never commit again.
-            by = self._parts.run.log_of(session.who).state.attempt or 0
+            by = self._parts.run.log_of(session.attachment).state.attempt or 0
             taken_over = fence[0] is Cause.TAKEN_OVER
             fenced = pb.Notice.Fenced(attempt=attempt, by=by, message=fence[1], taken_over=taken_over)
             session.notices.post(pb.Notice(fenced=fenced))
-        self.direct(session)  # first: whoever heard of the commit finds the step of the next cut
+        self.write_control_line(session)  # first: whoever heard of the commit finds the step of the next cut
         session.notices.post(notice)
 
-    def awaits_urgent(self, attempt: int) -> bool:
+    def is_urgent_pending(self, attempt: int) -> bool:
         """Whether a trainer of this attempt was told to save at once and has not begun."""
         return any(s.urgent and s.attempt == attempt for s in self._sessions.all())
 
     def watch(self, session: Session, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
-        with session.presence.sign():
+        with session.presence.keep_alive():
             for notice in session.notices.read(alive):
                 acknowledges = notice.WhichOneof("kind") == "committed"
                 if acknowledges:
@@ -196,22 +196,24 @@ class TrainerControl:
 
     def notify(self, reason: str, deadline_s: float) -> int:
         """Have every trainer with an open attempt save now; returns how many were told."""
-        told = [session for session in self._sessions.all() if self._may_save(session)]
-        for session in told:
+        sessions = [session for session in self._sessions.all() if self._may_save(session)]
+        for session in sessions:
             with self._lock:
                 session.urgent = reason
             self._parts.markers.begin([] if session.attempt is None else [session.attempt])
-            _ask(session, reason, deadline_s, urgent=True)
-            self.direct(session)
-        self._parts.log.info("notified", reason=reason, deadline_s=deadline_s, trainers=len(told))
-        return len(told)
+            _request_save(session, reason, deadline_s, urgent=True)
+            self.write_control_line(session)
+        self._parts.log.info(
+            "trainers.notified", reason=reason, deadline_s=deadline_s, trainers=len(sessions)
+        )
+        return len(sessions)
 
     def _may_save(self, session: Session) -> bool:
         return session.may_commit and self._parts.run.removed is None
 
-    def direct(self, session: Session) -> None:
+    def write_control_line(self, session: Session) -> None:
         """Write the session's control line: at which step it saves next, and whether that is urgent."""
-        rank, keeper = session.who.local_rank, self._parts.keeper
+        rank, keeper = session.attachment.local_rank, self._parts.keeper
         with self._lock:
             if session.closed:
                 return
@@ -220,12 +222,14 @@ class TrainerControl:
             session.schedule, at = session.schedule.advance(now_s=time.monotonic(), step=step)
             self._parts.metrics.skipped.inc(session.schedule.skipped - before)
             running = self._parts.in_flight_saves.of_rank(rank)
-            urgent = bool(session.urgent) and (running is None or running.over.is_set() or running.staging)
+            urgent = bool(session.urgent) and (
+                running is None or running.finished.is_set() or running.staging
+            )
             # Ranks cut together: only rank 0 hears the timer, the others hear rank 0.
-            due = at if session.who.rank == 0 else NEVER
-            keeper.direct(rank, save_at_step=step if urgent else due, urgent=urgent)
+            due = at if session.attachment.rank == 0 else NEVER
+            keeper.write_control_line(rank, save_at_step=step if urgent else due, urgent=urgent)
 
 
-def _ask(session: Session, reason: str, deadline_s: float, *, urgent: bool) -> None:
+def _request_save(session: Session, reason: str, deadline_s: float, *, urgent: bool) -> None:
     save_now = pb.Notice.SaveNow(reason=reason, deadline_s=deadline_s, urgent=urgent)
     session.notices.post(pb.Notice(save_now=save_now))

@@ -109,7 +109,7 @@ class Sidecar:
     """A process of one pod's sidecar: the real parts that report, and a stand-in for the others."""
 
     def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank, self.speaks = world, rank, rank == 0
+        self.world, self.rank, self.is_reporter = world, rank, rank == 0
         self.log = self.metrics = mock.MagicMock()
         self.incidents = Incidents(self.metrics)
         self.in_flight: list[Any] = []
@@ -117,7 +117,11 @@ class Sidecar:
             SimpleNamespace(closed=False),
             SimpleNamespace(checkpoints=world.checkpoints, pinned={}, tip=0),
         )
-        parts: Any = {"ask": lambda _: session, "state": lambda: state, "in_flight": lambda: self.in_flight}
+        parts: Any = {
+            "request_save": lambda _: session,
+            "state": lambda: state,
+            "in_flight": lambda: self.in_flight,
+        }
         self.orders = SaveOrders(**parts)
         who = {"pod_namespace": "n", "pod_name": NAMES[rank], "pod_uid": f"p-{rank}", "workload_uid": UID}
         others = dict.fromkeys(
@@ -128,9 +132,9 @@ class Sidecar:
             policy={"every_s": 1.0, "encoding": "q8", "differential": "intermittent"}
         )
         self.client = ReportClient(self)  # type: ignore[arg-type]
-        self.client._posted = world.posted  # type: ignore[method-assign]
+        self.client._post = world.posted  # type: ignore[method-assign]
 
-    def follow(self, directive: fleet.Directive) -> None:
+    def apply_directive(self, directive: fleet.Directive) -> None:
         self.directive = directive
 
     def pod(self) -> fleet.PodState:
@@ -146,7 +150,7 @@ class Sidecar:
     def report(self) -> None:
         """Report, and look at what was answered, as the client's thread does."""
         self.client._try(lambda: self.client._report(10.0))
-        self.orders.look()
+        self.orders.poll()
 
 
 class World:
@@ -262,7 +266,7 @@ class World:
                 if self.random.random() < 0.5:  # else it comes once more
                     self.late.remove(body)
                 self.delivered(body)
-            case "restart_sidecar" if not side.incidents.kept():  # what it did not tell is lost with it
+            case "restart_sidecar" if not side.incidents.pending():  # what it did not tell is lost with it
                 if self.random.random() < 0.5:
                     self.commit(ends=side)
                 self.sidecars[side.rank] = Sidecar(self, side.rank)
@@ -331,7 +335,7 @@ class World:
             "restores": (status.get("restores"), len(self.lost)),
             "lost steps": (status.get("lostSteps"), sum(self.lost.values())),
             "Events": (sorted(told), sorted(2 * self.said)),
-            "kept incidents": ([len(each.incidents.kept()) for each in self.sidecars], [0, 0]),
+            "kept incidents": ([len(each.incidents.pending()) for each in self.sidecars], [0, 0]),
             "intervals": ([each.directive.policy.every_s for each in self.sidecars], 2 * [self.every_s]),
             "requests": (phases - {"Completed"}, set[str]()),
         }

@@ -65,7 +65,7 @@ class Story:
 
     def sidecar(self, crash_at: str = "") -> SidecarProcess:
         flags = {
-            "housekeeping-s": 0, "keep-last": 2, "gc-grace-s": 0, "compact-after": 2, "pack-bytes": "8MiB",
+            "maintenance-interval-s": 0, "keep-last": 2, "gc-grace-s": 0, "compact-after": 2, "pack-bytes": "8MiB",
         }  # fmt: skip
         differential = "consecutive" if self.consecutive else "intermittent"
         return SidecarProcess(

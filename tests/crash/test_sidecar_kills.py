@@ -111,7 +111,7 @@ class Story:
         with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
             for _ in range(count):
                 trainer.committed(self.cut(trainer))
-                if any(event["event"] == "save.decided" for event in process.events()):
+                if any(event["event"] == "save.content_overridden" for event in process.events()):
                     break  # more cuts, while a slow machine compacts, would end with a full one
             eventually(lambda: process.poll() is not None)
             raise SaveRefused("gone", "killed between saves")
@@ -296,7 +296,7 @@ def test_sidecar_killed_while_a_trainer_comes_back(story: Story, point: str) -> 
 )
 def test_sidecar_killed_while_it_keeps_house(story: Story, point: str) -> None:
     """Retention and gc after every commit, with no grace: whatever they were doing, what is live is whole."""
-    flags = {"housekeeping-s": 0, "keep-last": 1, "gc-grace-s": 0, "differential": "full"}
+    flags = {"maintenance-interval-s": 0, "keep-last": 1, "gc-grace-s": 0, "differential": "full"}
     process = story.sidecar(crash_at=point, **flags)
     trainer = Trainer(process.socket, story.model)
     trainer.restore(trainer.open().resume_seq)
@@ -307,7 +307,7 @@ def test_sidecar_killed_while_it_keeps_house(story: Story, point: str) -> None:
 @pytest.mark.parametrize("point", ["compact.after_packs", "compact.after_index", "compact.after_log_put"])
 def test_sidecar_killed_while_it_compacts(story: Story, point: str) -> None:
     """A chain grew too long and is being moved into one part: half a compaction is nobody's, a whole one reads the same."""
-    flags = {"housekeeping-s": 0, "compact-after": 2, "differential": "consecutive", "keep-last": 20}
+    flags = {"maintenance-interval-s": 0, "compact-after": 2, "differential": "consecutive", "keep-last": 20}
     process = story.sidecar(crash_at=point, **flags)
     trainer = Trainer(process.socket, story.model, consecutive=True)
     trainer.restore(trainer.open().resume_seq)
@@ -321,14 +321,16 @@ def test_sidecar_killed_while_it_compacts(story: Story, point: str) -> None:
 @pytest.mark.parametrize("point", ["after_packs", "after_index", "before_log_put", "after_log_put"])
 def test_sidecar_killed_while_it_makes_a_synthetic_baseline(story: Story, point: str) -> None:
     """A cut built on what was to be compacted, and it is not, or just was. Its trainer goes on building on that."""
-    flags = {"housekeeping-s": 0, "keep-last": 20}
+    flags = {"maintenance-interval-s": 0, "keep-last": 20}
     process = story.sidecar(crash_at=f"compact.{point}", **flags)
     trainer = Trainer(process.socket, story.model, rebases=True)
     trainer.restore(trainer.open().resume_seq)
     story.cuts_until_killed(process, trainer, 12)
     interrupted(process)
     state = RunLog(open_store(story.url), "run").refresh()
-    (rebased,) = {event["covers"] for event in process.events() if event["event"] == "save.decided"}
+    (rebased,) = {
+        event["covers"] for event in process.events() if event["event"] == "save.content_overridden"
+    }
     assert (rebased in state.compactions) == (point == "after_log_put")
     assert any(rebased in entry.covered for entry in state.checkpoints.values())
     story.check()

@@ -39,7 +39,7 @@ def _sidecar(root: Path, spec: Spec) -> int:
     directory.mkdir(parents=True)
     options: dict[str, object] = {
         "url": f"file://{root}/store", "run": "run", "dir": directory, "cache-dir": root / "cache", "arena-bytes": "32MiB",
-        "housekeeping-s": -1, "term-deadline-s": 5, "cache-bytes": "256MiB", "encoding": "fp32",
+        "maintenance-interval-s": -1, "term-deadline-s": 5, "cache-bytes": "256MiB", "encoding": "fp32",
         "differential": spec["differential"],
     }  # fmt: skip
     if spec["save"] in ("every", "each_step"):

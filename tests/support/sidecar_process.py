@@ -75,7 +75,7 @@ class SidecarProcess:
         self.status: int | None = None
         options = {
             "url": url, "run": run, "dir": self.dir, "cache-dir": root / "cache", "arena-bytes": "64MiB",
-            "housekeeping-s": -1, "term-deadline-s": 5, "cache-bytes": "512MiB", **flags,
+            "maintenance-interval-s": -1, "term-deadline-s": 5, "cache-bytes": "512MiB", **flags,
         }  # fmt: skip
         self.argv = ["serve"]
         for name, value in options.items():

@@ -28,16 +28,16 @@ from deltashard_checkpoint.write.report import PartReport
 
 from deltashard_cli.dcp.reader import (
     Array,
-    Piece,
     StoredObject,
     StoredTensor,
+    TensorChunk,
     array_of,
+    read_chunk,
     read_contents,
     read_object,
-    read_piece,
     read_tensor,
 )
-from deltashard_cli.dcp.state_dict import OptimizerDict, Sorted, sort_out
+from deltashard_cli.dcp.state_dict import ClassifiedContents, OptimizerDict, classify
 from deltashard_cli.directory import DENSE
 from deltashard_cli.option import spool_cache
 from deltashard_cli.output import Advance
@@ -66,7 +66,7 @@ class ImportRequest:
     without: tuple[str, ...] = ()
     """Patterns of names that are left out."""
     model: str | None = None
-    """Where the model's dict stands; None: see `sort_out`."""
+    """Where the model's dict stands; None: see `classify`."""
     optimizer: str | None = None
     """The optimizer's class; None: its state is left out."""
     step: int = 0
@@ -96,28 +96,29 @@ class ImportDraft:
         return sum(table.rows * raw_row_bytes(table, table.columns) for table in self.tables)
 
 
-def draft(directory: Path, wish: ImportRequest) -> ImportDraft:
+def draft(directory: Path, request: ImportRequest) -> ImportDraft:
     """What `directory` would make of a run; reads all but tables.
 
     Raises `NotReadable`, and `UserError` for a wish that does not fit.
     """
-    found = sort_out(read_contents(directory), wish.model)
-    model = {name: each for name, each in found.model.items() if not _matches(name, wish.without)}
-    if unused := [one for one in wish.without if not any(fnmatchcase(name, one) for name in found.model)]:
-        raise UserError(f"no tensor is called {unused[0]!r}", remedy=_some(found.model))
-    chosen = _tables(model, wish.tables)
+    found = classify(read_contents(directory), request.model)
+    model = {name: each for name, each in found.model.items() if not _matches(name, request.without)}
+    if unused := [one for one in request.without if not any(fnmatchcase(name, one) for name in found.model)]:
+        raise UserError(f"no tensor is called {unused[0]!r}", remedy=_list_some(found.model))
+    chosen = _tables(model, request.tables)
     left = list(found.left_out)
     left += [f"{name}: as asked" for name in sorted(found.model.keys() - model.keys())]
-    optimizer, why_not = _optimizer(found, wish)
-    if why_not:
+    optimizer, unsupported_reason = _optimizer(found, request)
+    if unsupported_reason:
         left += [
-            f"the optimizer's state ({each.where or 'outermost'}): {why_not}" for each in found.optimizers
+            f"the optimizer's state ({each.where or 'outermost'}): {unsupported_reason}"
+            for each in found.optimizers
         ]
     rows = {(name, ""): model[name] for name in chosen}
     tree: dict[str, Any] | None = None
     fields: dict[str, tuple[FieldSpec, ...]] = {}
     if optimizer is not None:
-        tree, fields = _optimizer_tree(optimizer, _class_name(wish.optimizer or ""), model, chosen, left)
+        tree, fields = _optimizer_tree(optimizer, _class_name(request.optimizer or ""), model, chosen, left)
         rows |= {
             (table, spec.name): _tensor_of(optimizer.state[table][spec.name])
             for table, specs in fields.items()
@@ -130,7 +131,7 @@ def draft(directory: Path, wish: ImportRequest) -> ImportDraft:
     }
     if tree is not None:
         blobs["optim/0"] = typed_tree.encode(tree, adapt=_adapt).to_bytes()
-    meta = {"step": wish.step, "fingerprint": {}, "content": None, "grown": {}, "modules": []}
+    meta = {"step": request.step, "fingerprint": {}, "content": None, "grown": {}, "modules": []}
     blobs["meta"] = typed_tree.encode(meta).to_bytes()
     # A trainer looks for both; under this one it leaves its generators as they are.
     blobs["rng"] = typed_tree.encode(None).to_bytes()
@@ -148,7 +149,7 @@ def draft(directory: Path, wish: ImportRequest) -> ImportDraft:
         rows=rows,
         blobs=blobs,
         dense=len(model) - len(chosen),
-        guessed=not wish.tables,
+        guessed=not request.tables,
         matrices=tuple(sorted(name for name in model.keys() - chosen if _may_be_table(model[name]))),
         optimizer="" if tree is None else str(tree["class"]),
         left_out=tuple(left),
@@ -160,12 +161,12 @@ def check_new(target: Target) -> RunLog:
     log = RunLog(target.store, target.run)
     validate_new_run(target.run)
     if log.refresh(deadline_s=POLICY.deadline_s).tip >= 0:
-        raise _taken(target)
+        raise _already_exists(target)
     return log
 
 
 def import_draft(
-    made: ImportDraft, target: Target, wish: ImportRequest, *, spool: Path | None, advance: Advance
+    made: ImportDraft, target: Target, request: ImportRequest, *, spool: Path | None, advance: Advance
 ) -> tuple[int, int]:
     """Begin the run and commit the draft as its first checkpoint, one rank, all rows; (its seq, bytes stored).
 
@@ -173,11 +174,11 @@ def import_draft(
     committed then), and what writing raises.
     """
     log = check_new(target)
-    attempt = open_attempt(log, owner=wish.owner, closing_wait_s=0.0, deadline_s=POLICY.deadline_s).attempt
+    attempt = open_attempt(log, owner=request.owner, closing_wait_s=0.0, deadline_s=POLICY.deadline_s).attempt
     if attempt != 1:  # somebody began it just now
-        raise _taken(target)
+        raise _already_exists(target)
     where = PartTarget(
-        run=target.run, attempt=attempt, cut=1, step=wish.step, rank=0, token=new_token(), tables=made.tables,
+        run=target.run, attempt=attempt, cut=1, step=request.step, rank=0, token=new_token(), tables=made.tables,
         boxes=tuple(
             Box(table=t.fqn, row_start=0, row_stop=t.rows, col_start=0, col_stop=t.columns) for t in made.tables
         ),
@@ -188,16 +189,16 @@ def import_draft(
         PartWriter(target.store, where, cache) as writer,
     ):
         for table in made.tables:
-            for frame in _frames(table, made.rows, wish.step, advance):
+            for frame in _frames(table, made.rows, request.step, advance):
                 writer.add(frame)
         for name, data in made.blobs.items():
-            for frame in frame_encoder.encode_blob_frames(name=name, data=data, step=wish.step):
+            for frame in frame_encoder.encode_blob_frames(name=name, data=data, step=request.step):
                 writer.add(frame)
         part = writer.finish()
     index = writer.index
     assert index is not None
     done = commit_parts(
-        log, attempt=attempt, cut=1, step=wish.step, world_size=1,
+        log, attempt=attempt, cut=1, step=request.step, world_size=1,
         reports=[PartReport(
             part=part, tables=made.tables, encodings=index.encodings, rows=index.rows, raw_bytes=index.raw_bytes,
             stall_s=0.0, directive="full", metadata={"imported": SOURCE},
@@ -206,7 +207,7 @@ def import_draft(
     return done.seq, part.stored_bytes
 
 
-def _taken(target: Target) -> UserError:
+def _already_exists(target: Target) -> UserError:
     return UserError(
         "the run exists already, and an import only begins one",
         where=f"{target.store.url}, run {target.run}",
@@ -220,10 +221,12 @@ def _taken(target: Target) -> UserError:
 def _tables(model: Mapping[str, StoredTensor], patterns: Collection[str]) -> frozenset[str]:
     """Names of the tensors that are tables: those that match, or by guess what is large or called an embedding."""
     if not patterns:
-        return frozenset(name for name, each in model.items() if _may_be_table(each) and _looks(name, each))
+        return frozenset(
+            name for name, each in model.items() if _may_be_table(each) and _looks_like_table(name, each)
+        )
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in model):
-            raise UserError(f"no tensor is called {pattern!r}", where="--tables", remedy=_some(model))
+            raise UserError(f"no tensor is called {pattern!r}", where="--tables", remedy=_list_some(model))
     chosen = frozenset(name for name in model if _matches(name, patterns))
     if odd := sorted(name for name in chosen if not _may_be_table(model[name])):
         shape = f"{model[odd[0]].dtype} {list(model[odd[0]].shape)}"
@@ -239,7 +242,7 @@ def _may_be_table(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 2 and 0 not in tensor.shape and tensor.dtype in element_type.WEIGHT_DTYPES
 
 
-def _looks(name: str, tensor: StoredTensor) -> bool:
+def _looks_like_table(name: str, tensor: StoredTensor) -> bool:
     """Whether a 2-D tensor is most likely a table: its size says so, or a word of its path."""
     rows, columns = tensor.shape
     *above, last = name.lower().split(".")
@@ -251,16 +254,16 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _some(model: Mapping[str, StoredTensor]) -> str:
+def _list_some(model: Mapping[str, StoredTensor]) -> str:
     return f"there are {', '.join(sorted(model)[:12])}{', ...' if len(model) > 12 else ''}"
 
 
 # The optimizer
 
 
-def _optimizer(found: Sorted, wish: ImportRequest) -> tuple[OptimizerDict | None, str]:
+def _optimizer(found: ClassifiedContents, request: ImportRequest) -> tuple[OptimizerDict | None, str]:
     """(the optimizer to import, "") or (None, why not). Raises `UserError` where it is asked for and cannot be."""
-    if wish.optimizer is None:
+    if request.optimizer is None:
         return None, "say --optimizer CLASS, which is not stored there, to have it"
     if len(found.optimizers) != 1:
         raise UserError(
@@ -270,13 +273,13 @@ def _optimizer(found: Sorted, wish: ImportRequest) -> tuple[OptimizerDict | None
         )
     (only,) = found.optimizers
     strangers = sorted(only.state.keys() - found.model.keys())
-    if not only.why_not and strangers:
-        only.why_not = f"it has state of {strangers[0]!r}, which the model does not hold"
-    if not only.why_not and sorted(only.groups) != list(range(len(only.groups))):
-        only.why_not = "a group is missing"
-    if only.why_not:
+    if not only.unsupported_reason and strangers:
+        only.unsupported_reason = f"it has state of {strangers[0]!r}, which the model does not hold"
+    if not only.unsupported_reason and sorted(only.groups) != list(range(len(only.groups))):
+        only.unsupported_reason = "a group is missing"
+    if only.unsupported_reason:
         raise UserError(
-            f"the optimizer's state cannot be imported: {only.why_not}",
+            f"the optimizer's state cannot be imported: {only.unsupported_reason}",
             where=only.where or "outermost",
             remedy="save get_optimizer_state_dict(model, optimizer), not flattened; or leave --optimizer away",
         )
@@ -388,25 +391,25 @@ class _Rows:
         """`shape` of one row."""
         self._stored = stored
         self._shape = shape
-        self._waiting = sorted(stored.pieces, key=lambda piece: piece.offsets[0])[::-1]
-        self._held: list[tuple[Piece, Array]] = []
+        self._waiting = sorted(stored.chunks, key=lambda chunk: chunk.offsets[0])[::-1]
+        self._held: list[tuple[TensorChunk, Array]] = []
 
     def take(self, start: int, stop: int) -> Array:
         """Rows [start, stop); none before `start` is asked for any more."""
-        self._held = [(piece, values) for piece, values in self._held if piece.stop(0) > start]
+        self._held = [(chunk, values) for chunk, values in self._held if chunk.stop(0) > start]
         while self._waiting and self._waiting[-1].offsets[0] < stop:
-            piece = self._waiting.pop()
-            self._held.append((piece, read_piece(self._stored, piece)))
+            chunk = self._waiting.pop()
+            self._held.append((chunk, read_chunk(self._stored, chunk)))
         found = np.zeros(
             (stop - start, *self._stored.shape[1:]), element_type.by_name(self._stored.dtype).carrier
         )
-        for piece, values in self._held:
-            low, high = max(start, piece.offsets[0]), min(stop, piece.stop(0))
+        for chunk, values in self._held:
+            low, high = max(start, chunk.offsets[0]), min(stop, chunk.stop(0))
             at = (
                 slice(low - start, high - start),
-                *(slice(offset, piece.stop(d)) for d, offset in enumerate(piece.offsets) if d > 0),
+                *(slice(offset, chunk.stop(d)) for d, offset in enumerate(chunk.offsets) if d > 0),
             )
-            found[at] = values[low - piece.offsets[0] : high - piece.offsets[0]]
+            found[at] = values[low - chunk.offsets[0] : high - chunk.offsets[0]]
         return found.reshape(stop - start, *self._shape)
 
 

@@ -41,7 +41,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorChunk:
     """A rectangle of a tensor, and where its elements are."""
 
     offsets: tuple[int, ...]
@@ -60,7 +60,7 @@ class StoredTensor:
     dtype: str
     """A name of `element_type`."""
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    chunks: tuple[TensorChunk, ...]
     """Those with elements."""
 
 
@@ -104,45 +104,45 @@ def _contents(directory: Path, metadata: Any) -> Contents:
             place = _place(directory, name, metadata.storage_data.get(MetadataIndex(name)))
             values[path] = StoredObject(name=name, place=place)
             continue
-        shape, pieces = tuple(stored.size), []
+        shape, chunks = tuple(stored.size), []
         for chunk in stored.chunks:
             if math.prod(chunk.sizes):
                 info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
-                pieces.append(
-                    Piece(
+                chunks.append(
+                    TensorChunk(
                         offsets=tuple(chunk.offsets),
                         sizes=tuple(chunk.sizes),
                         place=_place(directory, name, info),
                     )
                 )
-        if (wrong := _untiled(shape, pieces)) is not None:
+        if (wrong := _tiling_error(shape, chunks)) is not None:
             raise _damaged(f"{name} is not whole: {wrong}", directory / METADATA)
         dtype = str(stored.properties.dtype).removeprefix("torch.")
         if not element_type.is_known(dtype):
             raise _damaged(f"{name} has no known type", directory / METADATA)
-        values[path] = StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces))
+        values[path] = StoredTensor(name=name, dtype=dtype, shape=shape, chunks=tuple(chunks))
     return values
 
 
-def _untiled(shape: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
-    """Why `pieces` are not all of a tensor, each element once; None: they are."""
-    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape) or any(
-        not 0 <= piece.offsets[d] < piece.stop(d) <= whole
-        for piece in pieces
+def _tiling_error(shape: tuple[int, ...], chunks: Sequence[TensorChunk]) -> str | None:
+    """Why `chunks` are not all of a tensor, each element once; None: they are."""
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape) or any(
+        not 0 <= chunk.offsets[d] < chunk.stop(d) <= whole
+        for chunk in chunks
         for d, whole in enumerate(shape)
     ):
         return "its pieces are not all of it"
     # Pieces that overlap leave a hole, for they have as many elements as the tensor.
-    active: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: piece.offsets) if shape else ():
-        active = [each for each in active if each.stop(0) > piece.offsets[0]]
-        if any(_overlap(each, piece) for each in active):
+    active: list[TensorChunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets) if shape else ():
+        active = [each for each in active if each.stop(0) > chunk.offsets[0]]
+        if any(_overlap(each, chunk) for each in active):
             return "two of its pieces overlap"
-        active.append(piece)
+        active.append(chunk)
     return None
 
 
-def _overlap(a: Piece, b: Piece) -> bool:
+def _overlap(a: TensorChunk, b: TensorChunk) -> bool:
     return all(a.offsets[d] < b.stop(d) and b.offsets[d] < a.stop(d) for d in range(len(a.offsets)))
 
 
@@ -176,23 +176,23 @@ def read_object(stored: StoredObject) -> Any:
 def read_tensor(stored: StoredTensor) -> Array:
     """The whole tensor as its bits (bfloat16 as uint16), in memory of its own. Raises `NotReadable`."""
     found = np.zeros(stored.shape, element_type.by_name(stored.dtype).carrier)
-    for piece in stored.pieces:
-        at = tuple(slice(a, piece.stop(d)) for d, a in enumerate(piece.offsets))
-        found[at] = read_piece(stored, piece)
+    for chunk in stored.chunks:
+        at = tuple(slice(a, chunk.stop(d)) for d, a in enumerate(chunk.offsets))
+        found[at] = read_chunk(stored, chunk)
     return found
 
 
-def read_piece(stored: StoredTensor, piece: Piece) -> Array:
+def read_chunk(stored: StoredTensor, chunk: TensorChunk) -> Array:
     """One piece's bits. Raises `NotReadable`."""
-    found = _load(piece.place, stored.name)
+    found = _load(chunk.place, stored.name)
     if (
         not isinstance(found, torch.Tensor)
         or found.layout != torch.strided
-        or tuple(found.shape) != piece.sizes
+        or tuple(found.shape) != chunk.sizes
         or str(found.dtype) != f"torch.{stored.dtype}"
     ):
-        what = f"{stored.name} is not the {stored.dtype} {list(piece.sizes)} that .metadata says"
-        raise _damaged(what, piece.place.file)
+        what = f"{stored.name} is not the {stored.dtype} {list(chunk.sizes)} that .metadata says"
+        raise _damaged(what, chunk.place.file)
     return array_of(found)
 
 

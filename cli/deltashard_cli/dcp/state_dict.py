@@ -27,12 +27,12 @@ class OptimizerDict:
     state: dict[str, dict[str, StoredTensor | StoredObject]] = field(default_factory=dict)
     """Of each parameter, by its name in the dict."""
     groups: dict[int, dict[str, StoredTensor | StoredObject]] = field(default_factory=dict)
-    why_not: str = ""
+    unsupported_reason: str = ""
     """What keeps it from being imported; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sorted:
+class ClassifiedContents:
     """All values of a directory."""
 
     model: Mapping[str, StoredTensor]
@@ -41,7 +41,7 @@ class Sorted:
     """Names of what is neither."""
 
 
-def sort_out(contents: Contents, model: str | None) -> Sorted:
+def classify(contents: Contents, model: str | None) -> ClassifiedContents:
     """Whose each value is; `model` is where the model's dict stands, with dots between the keys ("" outermost).
 
     Raises `UserError` when that is not said and not clear, and when it names nothing.
@@ -66,7 +66,7 @@ def sort_out(contents: Contents, model: str | None) -> Sorted:
             remedy=f"say --model with one of: {_dicts(rest)}",
         )
     taken = {prefix + name for name in found}
-    return Sorted(
+    return ClassifiedContents(
         model=found,
         optimizers=tuple(optimizers.values()),
         left_out=tuple(name for path in rest if (name := _dotted(path)) not in taken),
@@ -81,7 +81,7 @@ def _optimizers(contents: Contents) -> dict[ValuePath, OptimizerDict]:
                 found.setdefault(path[:at], OptimizerDict(where=_dotted(path[:at])))
             elif isinstance(key, str) and key.startswith(f"{_GROUPS}."):
                 flat = found.setdefault(path[:at], OptimizerDict(where=_dotted(path[:at])))
-                flat.why_not = "it was flattened, which does not say which parameters make a group"
+                flat.unsupported_reason = "it was flattened, which does not say which parameters make a group"
     for path, value in contents.items():
         for place, optimizer in found.items():
             if _under(path, place):
@@ -98,8 +98,8 @@ def _add(optimizer: OptimizerDict, inner: ValuePath, value: StoredTensor | Store
         ):  # of a fused one it is table.momentum1
             optimizer.state.setdefault(name, {})[key] = value
         case _:
-            optimizer.why_not = (
-                optimizer.why_not or f"it holds {_dotted(inner)}, which no optimizer of torch does"
+            optimizer.unsupported_reason = (
+                optimizer.unsupported_reason or f"it holds {_dotted(inner)}, which no optimizer of torch does"
             )
 
 

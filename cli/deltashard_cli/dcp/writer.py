@@ -39,12 +39,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from deltashard_cli.directory import (
-    Written,
-    appearing,
+    ExportResult,
     array_of,
+    atomic_output,
     check_output,
     dense_tensors,
-    no_tensors,
+    non_tensor_blobs,
 )
 from deltashard_cli.export import torch_tensor
 from deltashard_cli.output import Advance
@@ -200,7 +200,7 @@ class _DcpWriter(FileSystemWriter):
 
 def export_dcp(
     checkpoint: OpenCheckpoint, out: Path, *, state: bool, advance: Advance, shard_bytes: int = SHARD_BYTES
-) -> Written:
+) -> ExportResult:
     """Weights of tables and dense tensors as the new DCP directory `out`; `state` adds that of the optimizers.
 
     Raises `UserError` where `out` exists or cannot be made, and what reading the checkpoint raises.
@@ -223,16 +223,16 @@ def export_dcp(
                 remedy="leave --state away",
             )
         held[OPTIMIZER] = {"state": optimizers.state, "param_groups": optimizers.groups}
-    with appearing(out) as place:
+    with atomic_output(out) as place:
         place.mkdir()
         _save(held, _DcpWriter(place), planner)
         written = sum(path.stat().st_size for path in place.iterdir())
-    return Written.of(
+    return ExportResult.of(
         checkpoint,
         out,
         tensors=planner.tensors,
         bytes=written,
-        skipped=no_tensors(blobs, dense),
+        skipped=non_tensor_blobs(blobs, dense),
         left_out=tuple(optimizers.left_out),
     )
 

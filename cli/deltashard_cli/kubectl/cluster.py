@@ -37,7 +37,7 @@ class RequestDenied(UserError):
     """The API refused what was asked for."""
 
 
-class NotThere(UserError):
+class NotFound(UserError):
     """The API has no such object."""
 
 
@@ -65,7 +65,7 @@ class Cluster:
         return sorted(found, key=lambda each: str(each["metadata"]["name"]))
 
     def get(self, path: str) -> Document:
-        """One object; raises `NotThere`."""
+        """One object; raises `NotFound`."""
         return self._document(self._request("GET", path))
 
     def create(self, path: str, body: Document, query: Mapping[str, str] | None = None) -> Document:
@@ -128,7 +128,7 @@ class Cluster:
         message = message[:500] or f"status {status}"
         if status == 404:
             installed = "" if RUNS not in path else "is deltashard installed in this cluster?"
-            return NotThere(message, where=path, remedy=installed)
+            return NotFound(message, where=path, remedy=installed)
         if status in {401, 403}:
             remedy = "ask for the role view of the namespace (edit, for what changes something)"
             return RequestDenied(message, where=path, remedy=remedy)

@@ -14,13 +14,13 @@ from deltashard_cli.kubectl.cluster import Cluster
 SIDECAR = "deltashard-sidecar"
 SOCKET = "DELTASHARD_SOCKET"
 """By which variable a trainer's container is known."""
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Of one log."""
 Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Log:
+class ContainerLog:
     """The end of one container's log, or why there is none."""
 
     pod: str
@@ -44,7 +44,7 @@ def containers(pod: Document) -> list[str]:
 
 def logs(
     cluster: Cluster, run: Document, *, tail: int, previous: bool, pod: str | None, container: str
-) -> Iterator[Log]:
+) -> Iterator[ContainerLog]:
     """Of each pod that the CheckpointRun names, or of one of them.
 
     Args:
@@ -62,15 +62,15 @@ def logs(
         try:
             found = cluster.get(path)
         except DeltashardError as error:
-            yield Log(pod=name, container="", error=error.what)
+            yield ContainerLog(pod=name, container="", error=error.what)
             continue
         for each in containers(found):
             if container != "all" and (each == SIDECAR) != (container == "sidecar"):
                 continue
-            query = {"container": each, "tailLines": str(tail), "limitBytes": str(MOST_BYTES)}
+            query = {"container": each, "tailLines": str(tail), "limitBytes": str(MAX_BYTES)}
             if previous:
                 query["previous"] = "true"
             try:
-                yield Log(pod=name, container=each, text=cluster.text(f"{path}/log", query))
+                yield ContainerLog(pod=name, container=each, text=cluster.text(f"{path}/log", query))
             except DeltashardError as error:
-                yield Log(pod=name, container=each, error=error.what)
+                yield ContainerLog(pod=name, container=each, error=error.what)

@@ -16,7 +16,7 @@ from deltashard_cli.kubectl.cluster import Cluster
 
 POLICY = "deltashard.io/policy"
 INJECTED = "deltashard.io/injected"
-OURS = ("deltashard.io/", "cluster-autoscaler.kubernetes.io/", "backup.velero.io/")
+OWN_PREFIXES = ("deltashard.io/", "cluster-autoscaler.kubernetes.io/", "backup.velero.io/")
 RUNTIMES = frozenset({"TrainingRuntime", "ClusterTrainingRuntime"})
 Document = dict[str, Any]
 
@@ -30,10 +30,10 @@ def injected(cluster: Cluster, document: Document) -> Document:
     if INJECTED not in set(_keys(answer)):
         raise UserError(
             "it is annotated, and is not injected itself",
-            where=_named(document),
+            where=_describe(document),
             remedy="StatefulSets, CronJobs and the like are injected as their pods or Jobs are made: show one of these",
         )
-    found: Document = overlaid(
+    found: Document = overlay(
         document, answer if asked is document else {"spec": {"template": {"spec": answer["spec"]}}}
     )
     return found
@@ -49,21 +49,25 @@ def _jobset(runtime: Document) -> Document:
     }
 
 
-def overlaid(mine: Any, theirs: Any) -> Any:
+def overlay(manifest: Any, answer_part: Any) -> Any:
     """A part of the manifest, with the answer's pod specs, and its labels and annotations of ours."""
-    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
-        return [overlaid(*each) for each in zip(mine, theirs, strict=True)]
-    if not isinstance(mine, dict) or not isinstance(theirs, dict):
-        return mine
-    if "containers" in mine:
-        return theirs
-    found = {key: overlaid(value, theirs.get(key, value)) for key, value in mine.items()}
-    if "spec" in mine and "metadata" not in mine:  # a template without any
-        found = {"metadata": overlaid({}, theirs.get("metadata")), **found}
+    if isinstance(manifest, list) and isinstance(answer_part, list) and len(manifest) == len(answer_part):
+        return [overlay(*each) for each in zip(manifest, answer_part, strict=True)]
+    if not isinstance(manifest, dict) or not isinstance(answer_part, dict):
+        return manifest
+    if "containers" in manifest:
+        return answer_part
+    found = {key: overlay(value, answer_part.get(key, value)) for key, value in manifest.items()}
+    if "spec" in manifest and "metadata" not in manifest:  # a template without any
+        found = {"metadata": overlay({}, answer_part.get("metadata")), **found}
     for key in ("labels", "annotations"):
-        ours = {name: value for name, value in (theirs.get(key) or {}).items() if name.startswith(OURS)}
+        ours = {
+            name: value
+            for name, value in (answer_part.get(key) or {}).items()
+            if name.startswith(OWN_PREFIXES)
+        }
         if ours:
-            found[key] = {**(mine.get(key) or {}), **ours}
+            found[key] = {**(manifest.get(key) or {}), **ours}
     return found
 
 
@@ -76,7 +80,7 @@ def _keys(part: Any) -> Iterator[str]:
         yield from _keys(value)
 
 
-def _named(document: Mapping[str, Any]) -> str:
+def _describe(document: Mapping[str, Any]) -> str:
     metadata = document.get("metadata") or {}
     return f"{document.get('kind')} {metadata.get('name') or metadata.get('generateName')}"
 

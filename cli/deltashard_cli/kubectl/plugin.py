@@ -18,9 +18,9 @@ import yaml
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from rich.text import Text
 
-from deltashard_cli.kubectl import container_log, injection, run_choice, sentence, store_job
-from deltashard_cli.kubectl.cluster import Cluster, NotThere
-from deltashard_cli.main import end_with
+from deltashard_cli.kubectl import container_log, injection, run_choice, status_text, store_job
+from deltashard_cli.kubectl.cluster import Cluster, NotFound
+from deltashard_cli.main import run_group
 from deltashard_cli.option import ended_option, json_option, named_option
 from deltashard_cli.output import console, print_json
 
@@ -37,7 +37,7 @@ def plugin() -> None:
     """
 
 
-def in_cluster(command: Callable[..., None]) -> Callable[..., None]:
+def with_cluster(command: Callable[..., None]) -> Callable[..., None]:
     """The cluster's options; the command gets the `cluster`."""
 
     @click.option("-n", "--namespace", metavar="NAME", help="Default: the context's; else default.")
@@ -52,22 +52,22 @@ def in_cluster(command: Callable[..., None]) -> Callable[..., None]:
     return found
 
 
-def one_run(command: Callable[..., None]) -> Callable[..., None]:
+def with_run(command: Callable[..., None]) -> Callable[..., None]:
     """RUN besides; the command gets the document of its `run`, too."""
 
     @click.argument("name", metavar="RUN")
     @json_option
-    @in_cluster
+    @with_cluster
     @functools.wraps(command)
     def found(*, cluster: Cluster, name: str, **options: Any) -> None:
-        command(cluster=cluster, run=run_choice.chosen(cluster.runs(), name, cluster.namespace), **options)
+        command(cluster=cluster, run=run_choice.find_run(cluster.runs(), name, cluster.namespace), **options)
 
     return found
 
 
 @plugin.command()
 @click.option("-f", "--filename", type=click.File("rb"), required=True, help="Manifests in YAML; - is stdin.")
-@in_cluster
+@with_cluster
 def inject(*, cluster: Cluster, filename: IO[bytes]) -> None:
     """Print manifests as deltashard would make them: with the sidecar, and nothing is made.
 
@@ -83,7 +83,7 @@ def inject(*, cluster: Cluster, filename: IO[bytes]) -> None:
 
 
 @plugin.command()
-@one_run
+@with_run
 def why(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: ARG001
     """Why a run saves as it does, what troubles it, and how it was lost, in sentences."""
     said = _status(run)
@@ -93,9 +93,9 @@ def why(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: ARG
         return
     out, now_s = console(), time.time()
     for title, lines in (
-        ("Decisions", sentence.decided(run)),
-        ("Troubles", sentence.troubled(run, now_s)),
-        ("Losses", sentence.lost(run, now_s)),
+        ("Decisions", status_text.decision_lines(run)),
+        ("Troubles", status_text.problem_lines(run, now_s)),
+        ("Losses", status_text.loss_lines(run, now_s)),
     ):
         out.print(Text(title, style="bold"))
         for line in lines:
@@ -114,7 +114,7 @@ def why(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: ARG
     help="Of these containers only.",
 )
 @click.option("-p", "--previous", is_flag=True, help="Of the life before the container's last restart.")
-@one_run
+@with_run
 def logs(
     *,
     cluster: Cluster,
@@ -156,7 +156,7 @@ def logs(
     show_default=True,
     help="Seconds to wait.",
 )
-@one_run
+@with_run
 def rewind(
     *, cluster: Cluster, run: Document, which: str, ended: bool, dry_run: bool, timeout_s: int, as_json: bool
 ) -> None:
@@ -165,7 +165,7 @@ def rewind(
     A Job of the namespace runs `deltashard rewind` with the store's keys, which the run's pods have. Suspend the
     workload first.
     """
-    _must_not_train(run)
+    _require_stopped(run)
     words = ["rewind", "--checkpoint", which, *(["--ended"] if ended else [])]
     made = store_job.manifest(run, _template(cluster, run), words, name=f"{run['metadata']['name']}-rewind")
     if dry_run:
@@ -177,7 +177,7 @@ def rewind(
     if as_json:
         print_json({"run": run["metadata"]["name"], "job": job, **said})
     else:
-        console().print(Text(str(said["said"]).strip() or f"job {job} ended without a word"))
+        console().print(Text(str(said["output"]).strip() or f"job {job} ended without a word"))
     if said["exit"]:
         click.get_current_context().exit(int(said["exit"]))
 
@@ -187,7 +187,7 @@ def _status(run: Document) -> Document:
     return found
 
 
-def _must_not_train(run: Document) -> None:
+def _require_stopped(run: Document) -> None:
     """Raise `UserError` for a run that has a living pod: what it saves next would lie on the checkpoint of now."""
     living = [
         each["name"]
@@ -217,7 +217,7 @@ def _template(cluster: Cluster, run: Document) -> Document:
     for path in paths:
         try:
             found = cluster.get(path)
-        except NotThere:
+        except NotFound:
             continue
         spec = found["spec"]
         template: Document = spec["template"]["spec"] if "template" in spec else spec
@@ -240,7 +240,7 @@ def _result(cluster: Cluster, namespace: str, job: str, timeout_s: float) -> dic
                 ended = (each.get("state") or {}).get("terminated")
                 if ended is not None:
                     said = cluster.text(f"{place}/{pod['metadata']['name']}/log", {"container": each["name"]})
-                    return {"said": said, "exit": int(ended["exitCode"])}
+                    return {"output": said, "exit": int(ended["exitCode"])}
         if time.monotonic() > ends_s:
             raise EnvironmentFault(
                 f"the Job did not end within {timeout_s:.0f} s",
@@ -251,7 +251,7 @@ def _result(cluster: Cluster, namespace: str, job: str, timeout_s: float) -> dic
 
 
 def main(arguments: list[str] | None = None) -> None:
-    end_with(plugin, arguments, name="kubectl deltashard")
+    run_group(plugin, arguments, name="kubectl deltashard")
 
 
 if __name__ == "__main__":

@@ -14,26 +14,26 @@ def is_over(run: Document) -> bool:
     return (run.get("status") or {}).get("phase") == "Finished"
 
 
-def chosen(runs: Sequence[Document], said: str, namespace: str) -> Document:
+def find_run(runs: Sequence[Document], name: str, namespace: str) -> Document:
     """The run of this name; of a workload that was made again under its name, the one that is not over, or the newest.
 
     Raises `UserError` where there is none, or several are meant.
     """
     for run in runs:
-        if run["metadata"]["name"] == said:
+        if run["metadata"]["name"] == name:
             return run
-    found = [run for run in runs if said in {run["spec"]["workload"]["name"], run["spec"]["runId"]}]
+    found = [run for run in runs if name in {run["spec"]["workload"]["name"], run["spec"]["runId"]}]
     found = [run for run in found if not is_over(run)] or _newest(found)
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(run["metadata"]["name"] for run in found)
         raise UserError(
-            f"{said!r} may be several runs", where=f"namespace {namespace}", remedy=f"say one of {names}"
+            f"{name!r} may be several runs", where=f"namespace {namespace}", remedy=f"say one of {names}"
         )
     names = ", ".join(run["metadata"]["name"] for run in runs[:10]) + (", ..." if len(runs) > 10 else "")
     raise UserError(
-        f"there is no run {said!r}",
+        f"there is no run {name!r}",
         where=f"namespace {namespace}",
         remedy=f"there are {names}" if runs else "there is none at all: another namespace, by -n?",
     )

@@ -13,12 +13,12 @@ from deltashard_checkpoint.errors import UserError
 
 SIDECAR = "deltashard-sidecar"
 URL = "DELTASHARD_URL"
-NOT_THE_STORES = ("DELTASHARD_", "POD_", "NODE_")
+NON_STORE_PREFIXES = ("DELTASHARD_", "POD_", "NODE_")
 """How variables begin that are of the sidecar's own matters."""
 MEMORY, TOKENS = "deltashard-shm", "deltashard-token"
 FLEET = "fleet"
 """Path of the token that the controller wants; the others are for the store."""
-OF_POD = ("serviceAccountName", "imagePullSecrets", "securityContext", "nodeSelector", "tolerations")
+POD_FIELDS = ("serviceAccountName", "imagePullSecrets", "securityContext", "nodeSelector", "tolerations")
 """What the pod needs to be admitted and scheduled as the run's are."""
 NO_MESH = {
     "labels": {"sidecar.istio.io/inject": "false"},
@@ -26,11 +26,11 @@ NO_MESH = {
 }
 """Beside a proxy that does not end, no Job completes."""
 DEADLINE_S = 600
-KEPT_S = 3600
+TTL_S = 3600
 Document = Mapping[str, Any]
 
 
-def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -> dict[str, Any]:
+def manifest(run: Document, pod: Document, arguments: Sequence[str], *, name: str) -> dict[str, Any]:
     """The Job.
 
     Args:
@@ -61,16 +61,16 @@ def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -
         "image": sidecar["image"],
         "command": [
             "deltashard",
-            words[0],
+            arguments[0],
             f"$({URL})",
             "--run",
             f"{namespace}/{run['spec']['runId']}",
-            *words[1:],
+            *arguments[1:],
         ],
         "env": [
             each
             for each in sidecar.get("env") or ()
-            if each["name"] == URL or not each["name"].startswith(NOT_THE_STORES)
+            if each["name"] == URL or not each["name"].startswith(NON_STORE_PREFIXES)
         ],
         "volumeMounts": mounts,
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
@@ -82,9 +82,12 @@ def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -
         "restartPolicy": "Never",
         "containers": [container],
         "volumes": volumes,
-        **{key: pod[key] for key in OF_POD if key in pod},
+        **{key: pod[key] for key in POD_FIELDS if key in pod},
     }
-    labels = {"app.kubernetes.io/part-of": "deltashard", "app.kubernetes.io/component": f"store-{words[0]}"}
+    labels = {
+        "app.kubernetes.io/part-of": "deltashard",
+        "app.kubernetes.io/component": f"store-{arguments[0]}",
+    }
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -92,7 +95,7 @@ def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -
         "spec": {
             "backoffLimit": 0,
             "activeDeadlineSeconds": DEADLINE_S,
-            "ttlSecondsAfterFinished": KEPT_S,
+            "ttlSecondsAfterFinished": TTL_S,
             "template": {"metadata": {**NO_MESH, "labels": labels | NO_MESH["labels"]}, "spec": spec},
         },
     }

@@ -30,7 +30,7 @@ _TABLE = "tables"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class PlanInputs:
     """What the user gives; None: nothing. Bytes and seconds."""
 
     raw_bytes: float | None = None
@@ -85,7 +85,7 @@ class SavePlan:
     figures: tuple[Figure, ...]
 
 
-def plan(given: Given, run: RecordedRun | None) -> SavePlan:
+def plan(given: PlanInputs, run: RecordedRun | None) -> SavePlan:
     """What is given comes first, then the run's log, then what is assumed.
 
     Raises `UserError` when neither says how large the model is.
@@ -162,7 +162,7 @@ def plan(given: Given, run: RecordedRun | None) -> SavePlan:
     )
 
 
-def _sizes(given: Given, run: RecordedRun | None, encoding: str) -> tuple[float, float]:
+def _sizes(given: PlanInputs, run: RecordedRun | None, encoding: str) -> tuple[float, float]:
     """(bytes of the model in memory, bytes of a save)."""
     if given.raw_bytes is not None:
         stored = ENCODINGS[encoding]
@@ -175,7 +175,7 @@ def _sizes(given: Given, run: RecordedRun | None, encoding: str) -> tuple[float,
     )
 
 
-def _rates(given: Given, run: RecordedRun | None) -> tuple[Rates, str]:
+def _rates(given: PlanInputs, run: RecordedRun | None) -> tuple[Rates, str]:
     """What is believed of failures and restores, and where it comes from."""
     if given.mtbf_s is not None:
         known = Gamma(shape=KNOWN_RATE, rate_s=KNOWN_RATE * given.mtbf_s)

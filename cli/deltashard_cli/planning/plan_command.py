@@ -15,18 +15,18 @@ from deltashard_checkpoint.log.entry import Sealed
 from rich.text import Text
 
 from deltashard_cli.option import Finite, json_option, run_option
-from deltashard_cli.output import console, facts, print_json, size
-from deltashard_cli.planning.plan import Given, SavePlan
+from deltashard_cli.output import console, key_value_table, print_json, size
+from deltashard_cli.planning.plan import PlanInputs, SavePlan
 from deltashard_cli.planning.plan import plan as made_plan
 from deltashard_cli.planning.recorded_run import RecordedRun, recorded_run
 from deltashard_cli.target import Target, find_run
 
 _READERS = 8
-_MOST_ENTRIES = 5000
+_MAX_ENTRIES = 5000
 """Of a run's log, the newest: enough for months."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGTP])(i?))?B?(?:/s)?", re.ASCII)
 _POWERS = "kMGTP"
-_LONGEST_S = 3650 * 86400
+_MAX_DURATION_S = 3650 * 86400
 
 _EXAMPLE = """
 \b
@@ -59,7 +59,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
         found = duration_s(text, where="")
     except BadGoal as error:
         raise click.BadParameter(f"{error.what}; {error.remedy}") from None
-    if not 0 < found <= _LONGEST_S:
+    if not 0 < found <= _MAX_DURATION_S:
         raise click.BadParameter(f"{text[:40]!r} is not more than 0 and at most ten years")
     return found
 
@@ -104,18 +104,18 @@ def plan(url: str | None, run: str | None, hours: float, *, as_json: bool, **giv
         raise click.UsageError("--run names a run of URL, which is missing")
     if url is not None and given["raw_bytes"] is not None:
         raise click.UsageError("--bytes and URL both say how large the model is: give one of them")
-    seen = None if url is None else _seen(find_run(url, run))
-    found = made_plan(Given(planned_s=hours * 3600, **given), seen)
+    seen = None if url is None else _read_run(find_run(url, run))
+    found = made_plan(PlanInputs(planned_s=hours * 3600, **given), seen)
     if as_json:
         print_json({"plan": found, "run": seen})
     else:
         _show(found, seen)
 
 
-def _seen(target: Target) -> RecordedRun:
+def _read_run(target: Target) -> RecordedRun:
     """What the run's log says. Raises `UserError` while it has no checkpoint, and what the log raises."""
     log = RunLog(target.store, target.run)
-    there = sorted(log.listed().seqs)[-_MOST_ENTRIES:]
+    there = sorted(log.listed().seqs)[-_MAX_ENTRIES:]
     with ThreadPoolExecutor(_READERS) as pool:
         slots = pool.map(log.read_slot, there)
         found = recorded_run(slot.entry for slot in slots if isinstance(slot, Sealed))
@@ -132,7 +132,7 @@ def _show(found: SavePlan, seen: RecordedRun | None) -> None:
     out = console()
     out.print(Text("This plan is made from", style="bold"))
     out.print(
-        facts(
+        key_value_table(
             [(each.name, Text.assemble(each.value, (f"  ({each.source})", "dim"))) for each in found.figures]
         )
     )
@@ -157,7 +157,7 @@ def _show(found: SavePlan, seen: RecordedRun | None) -> None:
             + ("all of them full" if seen is None else "as those in the log"),
         ),
     ]
-    out.print(facts([(name, text) for name, text in pairs if text]))
+    out.print(key_value_table([(name, text) for name, text in pairs if text]))
     if found.overhead >= 1:
         hopeless = f"training hardly advances: a failure in {duration(found.mtbf_s)} leaves less than half of the time"
         out.print(Text(hopeless, style="yellow"))

@@ -20,7 +20,7 @@ from deltashard_checkpoint.deciding.shutdown_reason import is_shutdown_save
 from deltashard_checkpoint.format.row_block import raw_row_bytes
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry, Rewound
 
-LAST = 8
+RECENT_GAPS = 8
 """Gaps between saves that tell how often a run saves now."""
 
 
@@ -53,7 +53,7 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
         for before, after in pairwise(checkpoints)
         if before.attempt == after.attempt and after.at_s > before.at_s
     ]
-    recent = [seconds for attempt, seconds, _ in between if attempt == between[-1][0]][-LAST:]
+    recent = [seconds for attempt, seconds, _ in between if attempt == between[-1][0]][-RECENT_GAPS:]
     steps = [seconds / count for _, seconds, count in between if count > 0]
     measured = _measured(checkpoints)
     return RecordedRun(

@@ -43,7 +43,7 @@ def manifest(run: Run, policy: Policy) -> Document:
         "image": sidecar["image"],
         "imagePullPolicy": sidecar["imagePullPolicy"],
         "command": ["deltashard", "reclaim", policy.url],
-        "args": [*run_of, "--said", SAID, "--json"],
+        "args": [*run_of, "--result-file", SAID, "--json"],
         "env": [*environment, *sidecar["env"]],
         "resources": {  # a quota of the namespace may want all four
             "requests": {"cpu": "100m", "memory": "256Mi"},
@@ -111,14 +111,14 @@ def last_word(pods: list[Document]) -> str:
 
 
 def read(said: str) -> tuple[ReclaimState, str]:
-    """What came of a Job that succeeded, by its last word: see `deltashard reclaim --said`."""
+    """What came of a Job that succeeded, by its last word: see `deltashard reclaim --result-file`."""
     try:
         found = json.loads(said)
         gone = f"{found['runs']:d} runs, {found['objects']:d} objects, {found['bytes']:d} bytes"
-        stay = f"{found['stay']:d} runs"
+        stay = f"{found['retained']:d} runs"
         why = "; ".join(f"{each['run']}: {each['why']}" for each in found["kept"])
     except (ValueError, TypeError, KeyError):
         return ReclaimState.FAILED, "the Job ended well, and what it did could not be read"
-    if found["stay"]:
+    if found["retained"]:
         return ReclaimState.KEPT, f"the bytes of {stay} stay: {why}; removed: {gone}"
     return ReclaimState.REMOVED, f"the bytes are removed: {gone}"

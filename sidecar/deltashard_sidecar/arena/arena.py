@@ -32,7 +32,7 @@ from deltashard_proto.arena_layout import (
 )
 from deltashard_proto.block_reason import format_block_reason
 
-from deltashard_sidecar.arena.block import Ledger, NotGranted, Use
+from deltashard_sidecar.arena.block import BlockLedger, NotGranted, Use
 
 _FLOCK = struct.Struct("hhqqi4x")
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
@@ -65,7 +65,7 @@ class ArenaKeeper:  # noqa: PLR0904
         self._lock = threading.RLock()
         self._freed = threading.Condition(self._lock)
         self._callbacks: dict[int, Callable[[], None]] = {}
-        self.ledger = Ledger(total=shape.blocks, block_bytes=block_bytes)
+        self.ledger = BlockLedger(total=shape.blocks, block_bytes=block_bytes)
         for rank in range(LINES):
             line = self.arena.line(rank)
             line[SAVE_AT_STEP], line[URGENT] = NEVER, 0
@@ -105,35 +105,35 @@ class ArenaKeeper:  # noqa: PLR0904
             suspects = self.ledger.embargo | self.ledger.quarantined_ranks()
             gone = {rank for rank in suspects if self.writer_pid(rank) is None}
             for rank in gone:
-                self._settle(rank)
+                self._release_quarantined(rank)
         if gone:
-            self._announce()
+            self._notify_freed()
 
     def attached(self, rank: int) -> bool:
         """The rank's (new) process attached, its older copies have stopped; False when the arena is too small."""
         with self._lock:
             if not self.ledger.admit(rank):
                 return False
-            self._settle(rank)
-        self._announce()
+            self._release_quarantined(rank)
+        self._notify_freed()
         return True
 
     def copies_stopped(self, rank: int) -> None:
         """The trainer of `rank` began anew: nothing of its earlier saves is still being written."""
         with self._lock:
-            self.ledger.settle(rank)
-        self._announce()
+            self.ledger.release_quarantined(rank)
+        self._notify_freed()
 
-    def _settle(self, rank: int) -> None:
+    def _release_quarantined(self, rank: int) -> None:
         self.ledger.embargo.discard(rank)
-        self.ledger.settle(rank)
+        self.ledger.release_quarantined(rank)
 
-    def dismiss(self, rank: int) -> None:
+    def remove_rank(self, rank: int) -> None:
         with self._lock:
-            self.ledger.dismiss(rank)
+            self.ledger.remove_rank(rank)
         line = self.arena.line(rank)
         line[SAVE_AT_STEP], line[URGENT] = NEVER, 0
-        self._announce()
+        self._notify_freed()
 
     def grant(self, rank: int) -> list[int]:
         with self._lock:
@@ -149,37 +149,37 @@ class ArenaKeeper:  # noqa: PLR0904
             self.ledger.received(index)
             freed = closes is not None and self.ledger.closed(closes)
         if freed:
-            self._announce()
+            self._notify_freed()
         return self.arena.block(index)[offset : offset + length]
 
     def encoded(self, index: int) -> None:
         with self._lock:
             freed = self.ledger.encoded(index)
         if freed:
-            self._announce()
+            self._notify_freed()
 
-    def surrender(self, rank: int, among: Collection[int] | None = None) -> None:
-        """The trainer said that it stopped: its blocks (`among`) go back as soon as their batches are encoded."""
+    def release_granted(self, rank: int, indexes: Collection[int] | None = None) -> None:
+        """The trainer said that it stopped: its blocks (`indexes`) go back as soon as their batches are encoded."""
         with self._lock:
-            self.ledger.surrender(rank, among)
-        self._announce()
+            self.ledger.release_granted(rank, indexes)
+        self._notify_freed()
 
-    def read_all(self, rank: int) -> None:
+    def release_serving(self, rank: int) -> None:
         with self._lock:
-            self.ledger.read_all(rank)
-        self._announce()
+            self.ledger.release_serving(rank)
+        self._notify_freed()
 
-    def quarantine(self, rank: int, use: Use, among: Collection[int] | None = None) -> int:
+    def quarantine(self, rank: int, use: Use, indexes: Collection[int] | None = None) -> int:
         """The save (GRANTED) or restore (SERVING) stream of `rank` broke: returns how many blocks were set aside."""
         with self._lock:
-            moved = len(self.ledger.quarantine(rank, use, among))
+            moved = len(self.ledger.quarantine(rank, use, indexes))
         self.sweep()
         return moved
 
-    def take_serving(self, rank: int, *, give_up: Callable[[], bool], wait_s: float = 0.5) -> int | None:
-        """Wait for a block to put frames for `rank` into; None once `give_up()`."""
+    def take_serving(self, rank: int, *, should_stop: Callable[[], bool], wait_s: float = 0.5) -> int | None:
+        """Wait for a block to put frames for `rank` into; None once `should_stop()`."""
         with self._freed:
-            while not give_up():
+            while not should_stop():
                 self._refuse_truncated()
                 index = self.ledger.take_serving(rank)
                 if index is not None:
@@ -190,7 +190,7 @@ class ArenaKeeper:  # noqa: PLR0904
     def served(self, rank: int, index: int) -> None:
         with self._lock:
             self.ledger.served(rank, index)
-        self._announce()
+        self._notify_freed()
 
     def counts(self) -> dict[str, int]:
         with self._lock:
@@ -204,7 +204,7 @@ class ArenaKeeper:  # noqa: PLR0904
             else:
                 self._callbacks[rank] = callback
 
-    def _announce(self) -> None:
+    def _notify_freed(self) -> None:
         with self._freed:
             self._freed.notify_all()
             callbacks = list(self._callbacks.values())
@@ -226,13 +226,13 @@ class ArenaKeeper:  # noqa: PLR0904
             (max(0.0, (time.time_ns() - since_ns) / 1e9), format_block_reason(why)) if since_ns else (0.0, "")
         )
 
-    def direct(self, rank: int, *, save_at_step: int, urgent: bool) -> None:
+    def write_control_line(self, rank: int, *, save_at_step: int, urgent: bool) -> None:
         line = self.arena.line(rank)
         line[URGENT] = int(urgent)
         line[SAVE_AT_STEP] = save_at_step
         line[HEARTBEAT_NS] = time.monotonic_ns()
 
-    def retire(self) -> None:
+    def close(self) -> None:
         """This sidecar ends: the blocks' memory goes back, unless a trainer lives that may still write them.
 
         The file and its control lines stay: the next one learns from them how far the trainer had come.

@@ -47,7 +47,7 @@ class Rows:
     """Bytes of the whole batch."""
     fresh: bool | None = None
     """Whether they changed since the trainer's newest commit; None: not known."""
-    again: bool = False
+    duplicate: bool = False
     """Whether other batches have all of them, too."""
 
     def block(self, data: memoryview) -> RowBlock:
@@ -127,7 +127,7 @@ def rows_of(
         offsets=tuple(offsets),
         length=length,
         fresh=d.fresh if d.HasField("fresh") else None,
-        again=d.again,
+        duplicate=d.again,
     )
 
 

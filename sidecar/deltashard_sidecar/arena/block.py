@@ -60,7 +60,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class Ledger:
+class BlockLedger:
     """All blocks of one arena. Not thread-safe: the arena shell holds a lock around every call."""
 
     total: int
@@ -83,7 +83,7 @@ class Ledger:
         self.ranks.add(rank)
         return True
 
-    def dismiss(self, rank: int) -> None:
+    def remove_rank(self, rank: int) -> None:
         """`rank` is gone; what it held must have been freed or quarantined by its streams."""
         self.ranks.discard(rank)
 
@@ -127,12 +127,12 @@ class Ledger:
 
     def check_granted(self, rank: int, index: int) -> None:
         """Raise `NotGranted` unless `rank` may hand over bytes in block `index` now."""
-        if not self._is(index, rank, Use.GRANTED):
+        if not self._is_used_for(index, rank, Use.GRANTED):
             what = f"block {index} is not granted to local rank {rank}"
             remedy = "blocks of an older epoch or stream are void: begin the save again"
             raise NotGranted(what, where="arena", remedy=remedy)
 
-    def _is(self, index: int, rank: int, use: Use) -> bool:
+    def _is_used_for(self, index: int, rank: int, use: Use) -> bool:
         """Whether a block that a trainer names is one, and its own for this use."""
         return 0 <= index < self.total and (self.blocks[index].rank, self.blocks[index].use) == (rank, use)
 
@@ -144,7 +144,7 @@ class Ledger:
         """The trainer wrote its last batch into this block; True if that freed it."""
         block = self._expect(index, Use.GRANTED)
         block.use = Use.FILLED
-        return self._settle(block)
+        return self._free_if_done(block)
 
     def encoded(self, index: int) -> bool:
         """One batch of the block is encoded; True if that freed it."""
@@ -152,31 +152,31 @@ class Ledger:
         if block.pending < 1:
             raise BlockError(f"block {index} has no batch pending", where="arena")
         block.pending -= 1
-        return self._settle(block)
+        return self._free_if_done(block)
 
     def served(self, rank: int, index: int) -> None:
         """The trainer applied every frame of a serving block."""
-        if not self._is(index, rank, Use.SERVING):
+        if not self._is_used_for(index, rank, Use.SERVING):
             raise NotGranted(f"block {index} does not hold frames for local rank {rank}", where="arena")
         self._release(self.blocks[index])
 
-    def quarantine(self, rank: int, use: Use, among: Collection[int] | None = None) -> list[int]:
+    def quarantine(self, rank: int, use: Use, indexes: Collection[int] | None = None) -> list[int]:
         """The save (GRANTED) or restore (SERVING) stream of `rank` broke: what its trainer may touch is set aside.
 
-        Of these blocks only `among`, if that is given.
+        Of these blocks only `indexes`, if that is given.
         """
-        moved = [index for index in self.held(rank, use) if among is None or index in among]
+        moved = [index for index in self.held(rank, use) if indexes is None or index in indexes]
         for index in moved:
             self.blocks[index].use = Use.QUARANTINED
         return moved
 
-    def surrender(self, rank: int, among: Collection[int] | None = None) -> None:
-        """The trainer itself said that its copies have stopped: its granted blocks (`among`, if given) are closed."""
+    def release_granted(self, rank: int, indexes: Collection[int] | None = None) -> None:
+        """The trainer itself said that its copies have stopped: its granted blocks (`indexes`, if given) are closed."""
         for index in self.held(rank, Use.GRANTED):
-            if among is None or index in among:
+            if indexes is None or index in indexes:
                 self.closed(index)
 
-    def read_all(self, rank: int) -> None:
+    def release_serving(self, rank: int) -> None:
         """The trainer itself said that it reads no more: the blocks that served it are free."""
         for index in self.held(rank, Use.SERVING):
             self._release(self.blocks[index])
@@ -184,15 +184,15 @@ class Ledger:
     def quarantined_ranks(self) -> set[int]:
         return {block.rank for block in self.blocks if block.use is Use.QUARANTINED}
 
-    def settle(self, rank: int) -> int:
+    def release_quarantined(self, rank: int) -> int:
         """No writer of `rank` lives (or it attached again): its quarantined blocks are freed; returns how many."""
         freed = 0
         for block in map(self.blocks.__getitem__, self.held(rank, Use.QUARANTINED)):
             block.use = Use.FILLED
-            freed += self._settle(block)
+            freed += self._free_if_done(block)
         return freed
 
-    def _settle(self, block: Block) -> bool:
+    def _free_if_done(self, block: Block) -> bool:
         if block.use is Use.FILLED and block.pending == 0:
             self._release(block)
             return True

@@ -33,11 +33,11 @@ from deltashard_sidecar.deciding.measurements import Measurements
 from deltashard_sidecar.policy import changed
 
 MEASURING_S = 60.0  # interval until saves were measured, where the policy has none
-SOONEST_S = 1.0  # however many attempts before ended without a checkpoint
-Cause = Literal["measured", "cost", "failures", "durable", "policy"]
+MIN_INTERVAL_S = 1.0  # however many attempts before ended without a checkpoint
+ChoiceCause = Literal["measured", "cost", "failures", "durable", "policy"]
 """Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
 interval; another goal or bound."""
-CAUSES: tuple[Cause, ...] = get_args(Cause)
+CHOICE_CAUSES: tuple[ChoiceCause, ...] = get_args(ChoiceCause)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,10 @@ class Choice:
     every_s: float
     every_steps: int
     decision: fleet.Decision
-    cause: Cause | None
+    cause: ChoiceCause | None
     """Why `held` is another one than before; None: it is not."""
 
-    def over(self, policy: pb.Policy) -> pb.Policy:
+    def apply_to(self, policy: pb.Policy) -> pb.Policy:
         if not self.applied:
             return policy
         return changed(policy, every_s=self.every_s, every_steps=self.every_steps)
@@ -75,13 +75,13 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
         ),
     )
     every_s, every_steps = policy.every_s, policy.every_steps
-    cause: Cause | None = None
+    cause: ChoiceCause | None = None
     if held is None and saves.n < MIN_SAVES:
         decision.why = f"what saves cost is being measured: {saves.n} of {MIN_SAVES} saves"
         if applied and not every_s and not every_steps:
             every_s = clamp(policy, MEASURING_S)
     else:
-        now = _situation(known, policy)
+        now = _interval_inputs(known, policy)
         found, name = choose_interval(aim, now), choice_key(aim, policy)
         cause = _cause(known, now, found, name)
         if held is None or cause is not None:
@@ -105,14 +105,14 @@ def decide(known: Measurements, policy: pb.Policy) -> Choice:
     )
 
 
-def under(choice: Choice, known: Measurements) -> Measurements:
+def apply_choice(choice: Choice, known: Measurements) -> Measurements:
     """What is known once `choice` is in force: where it replaces another one, its cost is measured from the start."""
     replaced = choice.applied and choice.cause is not None and known.held is not None
     profile = known.profile.with_cost_reset() if replaced else known.profile
     return replace(known, profile=profile, held=choice.held)
 
 
-def _situation(known: Measurements, policy: pb.Policy) -> IntervalInputs:
+def _interval_inputs(known: Measurements, policy: pb.Policy) -> IntervalInputs:
     profile, opening = known.profile, known.opening
     return IntervalInputs(
         cost_s=known.cost_s,
@@ -126,7 +126,7 @@ def _situation(known: Measurements, policy: pb.Policy) -> IntervalInputs:
     )
 
 
-def _cause(known: Measurements, now: IntervalInputs, found: Interval, name: str) -> Cause | None:
+def _cause(known: Measurements, now: IntervalInputs, found: Interval, name: str) -> ChoiceCause | None:
     """Why the choice in force is replaced by what was `found` under the goal and bounds of this name."""
     if (held := known.held) is None:
         return "measured"
@@ -136,8 +136,8 @@ def _cause(known: Measurements, now: IntervalInputs, found: Interval, name: str)
         return None
     if held.basis.seconds < now.durable_s:
         return "durable"
-    news = now.mtbf_s / held.basis.mtbf_s
-    return "cost" if 1 / EVIDENCE_RATIO < news < EVIDENCE_RATIO else "failures"
+    ratio = now.mtbf_s / held.basis.mtbf_s
+    return "cost" if 1 / EVIDENCE_RATIO < ratio < EVIDENCE_RATIO else "failures"
 
 
 def _cap_s(policy: pb.Policy, doublings: int) -> float:
@@ -147,7 +147,7 @@ def _cap_s(policy: pb.Policy, doublings: int) -> float:
     last halves the minute, down to a second; `doublings` is the commits of this attempt less those. So an attempt keeps
     about half of what it trained, however long it lives.
     """
-    return clamp(policy, max(SOONEST_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
+    return clamp(policy, max(MIN_INTERVAL_S, MEASURING_S * 2.0 ** max(-30, min(doublings, 30))))
 
 
 def timers(every_s: float, every_steps: int) -> str:

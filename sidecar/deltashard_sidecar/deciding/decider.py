@@ -23,13 +23,13 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.deciding import measurements
-from deltashard_sidecar.deciding.choice import Choice, decide, under
+from deltashard_sidecar.deciding.choice import Choice, apply_choice, decide
 from deltashard_sidecar.deciding.measurements import (
     Cost,
     MeasuredSave,
     Measurements,
     Opening,
-    calls_for_choice,
+    needs_new_choice,
 )
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.policy import policy_of
@@ -49,30 +49,30 @@ class Decider:
         self._metrics = metrics
         self._log = log
         self._clock = clock
-        self._place = f"{settings.profile_key}, {os.cpu_count()} x {platform.machine()}".lstrip(", ")
+        self._environment = f"{settings.profile_key}, {os.cpu_count()} x {platform.machine()}".lstrip(", ")
         self._lock = threading.Lock()
         self._policy = policy_of(settings)
-        self._known: Measurements | None = None
+        self._measurements: Measurements | None = None
         """None before an attempt."""
         self._choice: Choice | None = None
-        self._looked_at = self._policy
+        self._last_policy = self._policy
         """The policy that held at the last look."""
 
-    def over(self, policy: pb.Policy) -> pb.Policy:
+    def apply_to(self, policy: pb.Policy) -> pb.Policy:
         choice = self._choice
-        return policy if choice is None else choice.over(policy)
+        return policy if choice is None else choice.apply_to(policy)
 
     def text(self, *, closing: bool) -> str | None:
         """What rides in a commit that begins now; `closing`: the trainer's end asked for it. None: nothing does."""
         with self._lock:
-            known, choice = self._known, self._choice
+            known, choice = self._measurements, self._choice
         if known is None or choice is None or not choice.applied:
             return None
         text = known.record(closing=closing).text()
         return text if len(text) <= MAX_TEXT else None
 
     def measured(self) -> fleet.Measured | None:
-        if (known := self._known) is None:
+        if (known := self._measurements) is None:
             return None
         profile, cost_s = known.profile, known.cost_s
         return fleet.Measured(
@@ -90,7 +90,7 @@ class Decider:
 
     def expected(self) -> RunEstimate:
         """What is believed of failures to come, for other decisions."""
-        if (known := self._known) is None:
+        if (known := self._measurements) is None:
             return RunEstimate(rates=rates(NONE, pods=1), trained_s=0.0, step_s=0.0)
         return RunEstimate(
             rates=known.rates, trained_s=known.evidence.exposure_s, step_s=known.profile.step_s
@@ -100,20 +100,20 @@ class Decider:
         choice = self._choice
         return [] if choice is None else [choice.decision]
 
-    def governed(self, policy: pb.Policy) -> None:
+    def set_policy(self, policy: pb.Policy) -> None:
         with self._lock:
             self._policy = policy
             self._decide()
 
     def opened(self, opening: Opening, state: RunState) -> None:
         # What is cut off, if it has to be, is the place's end.
-        key = f"world size {opening.world_size}, {version()}, {self._place}"[:MAX_KEY]
+        key = f"world size {opening.world_size}, {version()}, {self._environment}"[:MAX_KEY]
         with self._lock:
-            before = self._known
+            before = self._measurements
             if before is not None and before.opening.attempt > opening.attempt:
                 before = None  # the store was emptied, and another run of this name begins
             record = self._record(state, key) if before is None else None
-            self._known = measurements.opened(before, opening, state, key=key, record=record)
+            self._measurements = measurements.opened(before, opening, state, key=key, record=record)
             self._decide()
 
     def _record(self, state: RunState, key: str) -> Record | None:
@@ -131,71 +131,71 @@ class Decider:
         if record.profile.key == key:
             self._log.info("profile.adopted", saves=record.profile.save.n, seq=newest.seq)
             return record
-        self._log.info("profile.of_another_place", theirs=record.profile.key, ours=key)
+        self._log.info("profile.environment_mismatch", theirs=record.profile.key, ours=key)
         return replace(record, profile=Profile(key=key), held=None)
 
     def attached(self, ranks_here: int) -> None:
-        self._hear(lambda known, _: known.attached(ranks_here))
+        self._update(lambda known, _: known.attached(ranks_here))
 
-    def came(self) -> None:
-        self._hear(lambda known, now_s: known.came(now_s))
+    def trainer_attached(self) -> None:
+        self._update(lambda known, now_s: known.trainer_attached(now_s))
 
-    def gone(self) -> None:
+    def trainer_lost(self) -> None:
         """Rank 0's trainer went away without a word."""
-        self._hear(lambda known, now_s: replace(known, left_s=now_s, save=None))
+        self._update(lambda known, now_s: replace(known, lost_at_s=now_s, save=None))
 
-    def prepares(self) -> None:
+    def precopy_started(self) -> None:
         """Rows are copied ahead of a cut from now on: steps are not quiet."""
-        self._hear(lambda known, now_s: replace(known, disturbed_s=now_s))
+        self._update(lambda known, now_s: replace(known, precopy_started_s=now_s))
 
-    def save_begins(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> None:
-        self._hear(lambda known, _: known.save_begins(save, planned_steps=planned_steps, partial=partial))
+    def save_started(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> None:
+        self._update(lambda known, _: known.save_started(save, planned_steps=planned_steps, partial=partial))
 
     def save_ended(self, cut: int, cost: Cost | None) -> None:
         """A save is durable, or failed (`cost` None)."""
-        self._hear(lambda known, now_s: known.save_ended(cut, cost, now_s))
+        self._update(lambda known, now_s: known.save_ended(cut, cost, now_s))
 
-    def look(self, reading: Reading) -> bool:
+    def observe(self, reading: Reading) -> bool:
         """One look at rank 0's control line, once a tick; True when the timers are others than at the look before."""
-        self._hear(lambda known, now_s: known.read(reading, now_s))
+        self._update(lambda known, now_s: known.read(reading, now_s))
         with self._lock:
-            before, self._looked_at = self._looked_at, self.over(self._policy)
-            return before != self._looked_at
+            before, self._last_policy = self._last_policy, self.apply_to(self._policy)
+            return before != self._last_policy
 
-    def _hear(self, change: Callable[[Measurements, float], Measurements]) -> None:
+    def _update(self, change: Callable[[Measurements, float], Measurements]) -> None:
         """What is known changes, given it and the time; before an attempt nothing is."""
         with self._lock:
-            if (before := self._known) is None:
+            if (before := self._measurements) is None:
                 return
-            self._known = change(before, self._clock())
-            if calls_for_choice(before, self._known):
+            self._measurements = change(before, self._clock())
+            if needs_new_choice(before, self._measurements):
                 self._decide()
 
     def _decide(self) -> None:
         """Choose again; the lock is held. An error costs the choice: the policy's timers hold."""
-        known, choice = self._known, None
+        known, choice = self._measurements, None
         try:
             if known is not None:
                 choice = decide(known, self._policy)
-                self._known = under(choice, known)
+                self._measurements = apply_choice(choice, known)
                 if choice.applied and choice.cause is not None:
-                    self._decided(choice, choice.cause, known)
+                    self._record_choice(choice, choice.cause, known)
         except Exception as error:  # noqa: BLE001 - saves and training go on without a decision
             self._log.error("decider.unexpected", exc_info=error)
             choice = None
         self._choice = choice  # at once: others read it without the lock
-        metrics, known = self._metrics, self._known
+        metrics, known = self._metrics, self._measurements
         held = None if choice is None else choice.held
-        metrics.interval.labels("in_force").set(self.over(self._policy).every_s)
+        metrics.interval.labels("in_force").set(self.apply_to(self._policy).every_s)
         metrics.interval.labels("chosen").set(0.0 if held is None else held.basis.seconds)
         metrics.cost.set(0.0 if known is None else known.profile.save.mean)
         metrics.mtbf.set(0.0 if known is None else known.rates.mtbf_s)
 
-    def _decided(self, choice: Choice, cause: str, before: Measurements) -> None:
+    def _record_choice(self, choice: Choice, cause: str, before: Measurements) -> None:
         self._metrics.decided.labels(cause).inc()
         said = {
             name: getattr(choice.decision, name)
             for name in ("goal", "why", "bound", "unreachable", "evidence")
         }
         was = "" if before.held is None else f"every {before.held.basis.seconds:.4g} s"
-        self._log.info("decided", interval=choice.decision.would, before=was, cause=cause, **said)
+        self._log.info("interval.decided", interval=choice.decision.would, before=was, cause=cause, **said)

@@ -25,9 +25,11 @@ from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 
-MEMORY = 40  # saves that a mean weighs at most: a cost that changes is followed within about as many
-PREPARED_S = 60.0  # rows are copied ahead for so long at most; without a cut until then none came of it
-LONGEST_GAP_S = 86400.0  # between two trainers, beyond which no job was waiting
+MAX_SAMPLE_WEIGHT = (
+    40  # saves that a mean weighs at most: a cost that changes is followed within about as many
+)
+MAX_PRECOPY_S = 60.0  # rows are copied ahead for so long at most; without a cut until then none came of it
+MAX_RESCHEDULE_S = 86400.0  # between two trainers, beyond which no job was waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class Cost:
 
     stall_s: float
     """Of the slowest rank."""
-    slower_s: float
+    slowdown_s: float
     """By so much steps took longer while rows were copied ahead of the cut."""
     durable_s: float
 
@@ -46,7 +48,7 @@ class MeasuredSave:
     """A save of rank 0, until the first step after its end."""
 
     cut: int
-    begun: Reading
+    started: Reading
     """The step that is cut, and when it ended."""
     timed: bool
     """Whether the timer wanted it: only then it is measured."""
@@ -90,10 +92,10 @@ class Measurements:
     meter: StepMeter = field(default_factory=StepMeter)
     saves: int = 0
     save: MeasuredSave | None = None
-    disturbed_s: float = -math.inf
+    precopy_started_s: float = -math.inf
     """When rows began to be copied ahead of a cut."""
     restoring: bool = False
-    left_s: float | None = None
+    lost_at_s: float | None = None
     """When the last trainer went without a word."""
     committed: bool = True
     """Whether something was committed since the last incident: a crash loop is one."""
@@ -120,15 +122,15 @@ class Measurements:
             return self
         return replace(self, opening=replace(self.opening, ranks_here=ranks_here))
 
-    def came(self, now_s: float) -> Measurements:
-        gone = replace(self, left_s=None)
-        if self.left_s is None or not 0 <= (gap_s := now_s - self.left_s) <= LONGEST_GAP_S:
+    def trainer_attached(self, now_s: float) -> Measurements:
+        gone = replace(self, lost_at_s=None)
+        if self.lost_at_s is None or not 0 <= (gap_s := now_s - self.lost_at_s) <= MAX_RESCHEDULE_S:
             return gone
-        reschedule = _sampled(self.profile.reschedule, gap_s)
+        reschedule = _add_sample(self.profile.reschedule, gap_s)
         return replace(gone, profile=replace(self.profile, reschedule=reschedule))
 
-    def save_begins(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> Measurements:
-        step = save.begun.step
+    def save_started(self, save: MeasuredSave, *, planned_steps: int, partial: bool) -> Measurements:
+        step = save.started.step
         left_steps = planned_steps - step if planned_steps > step else math.inf
         return replace(self, save=save, left_steps=left_steps, partial=partial)
 
@@ -146,11 +148,11 @@ class Measurements:
     def read(self, reading: Reading, now_s: float) -> Measurements:
         if reading.step <= self.opening.reading.step:
             return self  # what the line says of time is not this attempt's yet
-        prepares = now_s - self.disturbed_s < PREPARED_S
-        meter = self.meter.read(reading, quiet=self.save is None and not prepares)
+        precopying = now_s - self.precopy_started_s < MAX_PRECOPY_S
+        meter = self.meter.read(reading, quiet=self.save is None and not precopying)
         trained_s, profile = meter.trained_s - self.meter.trained_s, self.profile
         if meter.step_s:
-            profile = replace(profile, step_s=_short(meter.step_s))
+            profile = replace(profile, step_s=_round_digits(meter.step_s))
         if self.restoring:
             profile = _with_restore(profile, self.opening.reading, reading)
         now = replace(self, meter=meter, profile=profile, restoring=False)
@@ -159,30 +161,30 @@ class Measurements:
         save = self.save
         if save is None or save.ended_s is None or reading.at_s <= save.ended_s:
             return now
-        now = replace(now, save=None, disturbed_s=-math.inf)
-        return now if save.cost is None else _with_save(now, save.begun, save.cost, reading)
+        now = replace(now, save=None, precopy_started_s=-math.inf)
+        return now if save.cost is None else _with_save(now, save.started, save.cost, reading)
 
 
 def _with_restore(profile: Profile, opened: Reading, reading: Reading) -> Profile:
     seconds = reading.at_s - opened.at_s - (reading.step - opened.step - 1) * profile.step_s
-    return replace(profile, restore=_sampled(profile.restore, seconds)) if seconds > 0 else profile
+    return replace(profile, restore=_add_sample(profile.restore, seconds)) if seconds > 0 else profile
 
 
-def _with_save(known: Measurements, begun: Reading, cost: Cost, reading: Reading) -> Measurements:
+def _with_save(known: Measurements, started: Reading, cost: Cost, reading: Reading) -> Measurements:
     profile = replace(
         known.profile,
-        stall=_sampled(known.profile.stall, cost.stall_s),
-        durable=_sampled(known.profile.durable, cost.durable_s),
+        stall=_add_sample(known.profile.stall, cost.stall_s),
+        durable=_add_sample(known.profile.durable, cost.durable_s),
     )
-    slower_s = min(max(cost.slower_s, 0.0), PREPARED_S) if math.isfinite(cost.slower_s) else 0.0
+    slowdown_s = min(max(cost.slowdown_s, 0.0), MAX_PRECOPY_S) if math.isfinite(cost.slowdown_s) else 0.0
     lost: float | None = cost.stall_s
     if profile.step_s > 0:
         # With the stall, which lies between the step that was cut and the next one.
         in_flight_s = max(cost.durable_s, cost.stall_s)
-        lost = lost_s(begun, reading, step_s=profile.step_s, in_flight_s=in_flight_s)
+        lost = lost_s(started, reading, step_s=profile.step_s, in_flight_s=in_flight_s)
     if lost is None:
         return replace(known, profile=profile)
-    profile = replace(profile, save=_sampled(profile.save, lost + slower_s))
+    profile = replace(profile, save=_add_sample(profile.save, lost + slowdown_s))
     return replace(known, profile=profile, saves=known.saves + 1)
 
 
@@ -194,11 +196,11 @@ def opened(
     `before` None: this process does not know the run, and continues from `record`, what its newest commit says, if it
     says anything. `key` names the profile (`Profile.key`).
     """
-    came_back, counted = opening.resumed, before is not None or record is not None
+    is_restart, counted = opening.resumed, before is not None or record is not None
     if before is None:
         # Its coming back was counted by a process that ended before it could commit so.
         attempt = state.attempts.get(opening.attempt)
-        came_back |= attempt is not None and attempt.resumes_from is not None and attempt.last_seq is None
+        is_restart |= attempt is not None and attempt.resumes_from is not None and attempt.last_seq is None
         record = record or Record(profile=Profile(key=key))
         before = Measurements(
             opening=opening, profile=record.profile, held=record.held, evidence=record.evidence
@@ -219,9 +221,9 @@ def opened(
         doublings=commits - (empty - 1) if empty else None,
         partial=newest is not None and LINEAGE_KEY in newest.metadata,
     )
-    if not came_back or not counted or not before.committed or newest is None:
+    if not is_restart or not counted or not before.committed or newest is None:
         return now
-    lossy = not _closing(newest.metadata.get(KEY), is_shutdown_save(newest))
+    lossy = not _was_closing(newest.metadata.get(KEY), is_shutdown_save(newest))
     if opening.step_seen:
         lossy = opening.step_seen > newest.step
     lossy &= not follows_rewind(state, opening.attempt)
@@ -240,21 +242,21 @@ def without_checkpoint(state: RunState, *, before: int) -> int:
     return sum(1 for _ in takewhile(lambda n: state.attempts[n].last_seq is None, real))
 
 
-def calls_for_choice(before: Measurements, after: Measurements) -> bool:
+def needs_new_choice(before: Measurements, after: Measurements) -> bool:
     """Whether what changed may lead to another interval: a save was measured, pods or doublings are others."""
     measured = before.save is not None and before.save.cost is not None and after.save is None
     return measured or (before.opening, before.doublings) != (after.opening, after.doublings)
 
 
-def _sampled(measure: Measure, seconds: float) -> Measure:
-    return measure.with_sample(_short(seconds)).within(MEMORY)
+def _add_sample(measure: Measure, seconds: float) -> Measure:
+    return measure.with_sample(_round_digits(seconds)).within(MAX_SAMPLE_WEIGHT)
 
 
-def _short(seconds: float) -> float:
+def _round_digits(seconds: float) -> float:
     return float(f"{seconds:.4g}")  # as many digits as a measurement has: it is written into every commit
 
 
-def _closing(text: str | None, otherwise: bool) -> bool:
+def _was_closing(text: str | None, otherwise: bool) -> bool:
     """Whether a commit's trainer had asked for it by its end: as its decider wrote, otherwise as its entry tells."""
     if text is not None:
         with suppress(UserError):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-WINDOWS = 256  # quiet windows that are remembered: what lies next to a save
-FEWEST_STEPS = 10  # steps before their mean is one
-PAUSE = 10.0
+MAX_WINDOWS = 256  # quiet windows that are remembered: what lies next to a save
+MIN_STEPS = 10  # steps before their mean is one
+PAUSE_FACTOR = 10.0
 """So many times as long as is usual: no step but a pause (an evaluation, an export)."""
-SHORTEST_PAUSE_S = 1.0
-FEWEST_WINDOWS = 8
+MIN_PAUSE_S = 1.0
+MIN_WINDOWS = 8
 """Windows before anything is usual; as many odd ones in a row are the new usual."""
-LONGEST_S = 600.0
+MAX_WINDOW_S = 600.0
 """Between two readings, of which more was no training (a suspended laptop, a clock that was set)."""
 
 
@@ -56,24 +56,24 @@ class StepMeter:
         after = replace(self, last=reading)
         if window.seconds <= 0:  # the clock was set
             return after
-        after = replace(after, trained_s=after.trained_s + min(window.seconds, LONGEST_S))
+        after = replace(after, trained_s=after.trained_s + min(window.seconds, MAX_WINDOW_S))
         if not quiet:
             return after
         if not self._is_pause(window):
-            return replace(after, windows=(*self.windows, window)[-WINDOWS:], odd=0)
-        if self.odd + 1 < FEWEST_WINDOWS:
+            return replace(after, windows=(*self.windows, window)[-MAX_WINDOWS:], odd=0)
+        if self.odd + 1 < MIN_WINDOWS:
             return replace(after, odd=self.odd + 1)
         return replace(after, windows=(window,), odd=0)
 
     def _is_pause(self, window: Window) -> bool:
-        usual_s = self.step_s if len(self.windows) >= FEWEST_WINDOWS else 0.0
-        return 0 < PAUSE * usual_s * window.steps < window.seconds > SHORTEST_PAUSE_S
+        usual_s = self.step_s if len(self.windows) >= MIN_WINDOWS else 0.0
+        return 0 < PAUSE_FACTOR * usual_s * window.steps < window.seconds > MIN_PAUSE_S
 
     @property
     def step_s(self) -> float:
         """Of a quiet step, the mean; 0: too few were seen."""
         steps = sum(each.steps for each in self.windows)
-        return sum(each.seconds for each in self.windows) / steps if steps >= FEWEST_STEPS else 0.0
+        return sum(each.seconds for each in self.windows) / steps if steps >= MIN_STEPS else 0.0
 
 
 def lost_s(since: Reading, until: Reading, *, step_s: float, in_flight_s: float) -> float | None:

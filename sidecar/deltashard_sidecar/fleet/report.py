@@ -17,13 +17,13 @@ from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.sidecar import Sidecar
 
-NEWS = ("phase", "attempt", "store_ok", "credentials_ok", "directive")
+IMMEDIATE_FIELDS = ("phase", "attempt", "store_ok", "credentials_ok", "directive")
 """Fields of a pod's state whose change is told at once, as are incidents and the ends of ordered saves."""
-CHECKPOINTS, PINS = 10, 4
+MAX_CHECKPOINTS, MAX_PINS = 10, 4
 """Told of by name."""
 
 
-def who(settings: Settings) -> fleet.Who:
+def pod_identity(settings: Settings) -> fleet.Who:
     other = {"namespace": "pod_namespace", "pod": "pod_name", "node": "node_name"}
     said = fleet.Who(version=version(), started_at_s=time.time())
     for name in {each.name for each in said.DESCRIPTOR.fields} - {"version", "started_at_s"}:
@@ -31,10 +31,10 @@ def who(settings: Settings) -> fleet.Who:
     return said
 
 
-def is_news(now: fleet.ReportRequest, told: fleet.ReportRequest) -> bool:
-    """Whether a report is worth making before it is due, `told` the last that was taken. Pure."""
-    changed = any(getattr(now.pod, name) != getattr(told.pod, name) for name in NEWS)
-    return changed or not _ids(now) <= _ids(told)
+def needs_report(now: fleet.ReportRequest, last: fleet.ReportRequest) -> bool:
+    """Whether a report is worth making before it is due, `last` the last that was taken. Pure."""
+    changed = any(getattr(now.pod, name) != getattr(last.pod, name) for name in IMMEDIATE_FIELDS)
+    return changed or not _ids(now) <= _ids(last)
 
 
 def _ids(request: fleet.ReportRequest) -> set[int | str]:
@@ -48,12 +48,12 @@ class SidecarState:
         self._sidecar = sidecar
         self.settings, self.metrics, self.log = sidecar.settings, sidecar.metrics, sidecar.log
         self.incidents, self.orders = sidecar.run.incidents, sidecar.orders
-        self.follow = sidecar.control.follow
+        self.apply_directive = sidecar.control.apply_directive
 
     @property
-    def speaks(self) -> bool:
+    def is_reporter(self) -> bool:
         """Whether this sidecar speaks for the run by itself: it has, or had, rank 0."""
-        return self._sidecar.metrics.leads
+        return self._sidecar.metrics.has_rank0
 
     def pod(self) -> fleet.PodState:
         sidecar, run = self._sidecar, self._sidecar.run
@@ -63,32 +63,32 @@ class SidecarState:
             phase=self._phase(sessions),
             ranks=[
                 fleet.Rank(rank=w.rank, world_size=w.world_size, step=sidecar.keeper.step_of(w.local_rank))
-                for w in (s.who for s in sessions)
+                for w in (s.attachment for s in sessions)
             ],
             attempt=_attempt(sessions),
-            saves_failed_in_a_row=sidecar.activity.failed_in_a_row,
+            saves_failed_in_a_row=sidecar.activity.consecutive_failures,
             store_ok=run.health.store_ok,
             credentials_ok=run.health.credentials_ok,
             save_blocked=sidecar.blocked()[1],
-            directive=sidecar.control.in_force.id,
+            directive=sidecar.control.active_policy.id,
         )
 
     def _phase(self, sessions: list[Session]) -> fleet.Phase:
         sidecar = self._sidecar
-        if sidecar.activity.closed_in_order and not sessions:
+        if sidecar.activity.closed_cleanly and not sessions:
             return fleet.PHASE_CLOSED  # also while its pod goes
         if sidecar.stopping:
             return fleet.PHASE_STOPPING
         if not sessions:
             return fleet.PHASE_WAITING
-        ready = all(s.attempt is not None and not self._restores(s) for s in sessions)
+        ready = all(s.attempt is not None and not self._is_restoring(s) for s in sessions)
         return fleet.PHASE_TRAINING if ready else fleet.PHASE_RESTORING
 
-    def _restores(self, session: Session) -> bool:
+    def _is_restoring(self, session: Session) -> bool:
         """Until every row is there; a trainer that steps has what it wanted."""
         if session.restored or not session.resumed:
             return False
-        return self._sidecar.keeper.step_time_s(session.who.local_rank) < session.asked_at_s
+        return self._sidecar.keeper.step_time_s(session.attachment.local_rank) < session.open_requested_s
 
     def run(self) -> fleet.RunState:
         sidecar, state, now_s = self._sidecar, self._sidecar.run.state(), time.time()
@@ -120,7 +120,7 @@ def _attempt(sessions: list[Session]) -> int:
 
 def _newest(state: RunState) -> list[Checkpoint]:
     live = [each for seq, each in state.checkpoints.items() if seq not in state.detached]
-    return live[: -CHECKPOINTS - 1 : -1]
+    return live[: -MAX_CHECKPOINTS - 1 : -1]
 
 
 def _kept(state: RunState, checkpoint: Checkpoint, now_s: float) -> fleet.KeptCheckpoint:
@@ -129,7 +129,7 @@ def _kept(state: RunState, checkpoint: Checkpoint, now_s: float) -> fleet.KeptCh
         step=checkpoint.step,
         age_s=max(0.0, now_s - checkpoint.at_s),
         bytes=held_bytes(state, checkpoint.seq),
-        pins=state.pins_of(checkpoint.seq)[:PINS],
+        pins=state.pins_of(checkpoint.seq)[:MAX_PINS],
     )
 
 

@@ -21,18 +21,18 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from google.protobuf.message import DecodeError
 
 from deltashard_sidecar import policy
-from deltashard_sidecar.fleet.report import SidecarState, is_news, who
+from deltashard_sidecar.fleet.report import SidecarState, needs_report, pod_identity
 from deltashard_sidecar.fleet.report_schedule import ReportSchedule
 from deltashard_sidecar.telemetry.structured_logging import explain
 
 PATH = "/v1/report"
 DEADLINE_S = 10.0
-LOOK_S = 0.5
+POLL_S = 0.5
 """Between looks whether there is news."""
 LAST_DEADLINE_S = 3.0
 """For the last report, at the end; a controller that listens takes milliseconds."""
 MAX_ANSWER = 1 << 20
-MAX_OVER = 8
+MAX_FINISHED_SAVES = 8
 """Ends of ordered saves in one report."""
 
 
@@ -66,17 +66,17 @@ class ReportClient:
         self._settings = side.settings
         self._log = side.log
         self._metrics = side.metrics
-        self._who = who(side.settings)
+        self._identity = pod_identity(side.settings)
         self._process = secrets.token_hex(8)
         self._sequence = 0
-        self._told = fleet.ReportRequest()
+        self._last_request = fleet.ReportRequest()
         """The last report that was taken."""
-        self._speaks = False
-        self._bare = False
+        self._is_reporter = False
+        self._omit_messages = False
         """The last report broke the contract: what may be of the outside in it stays out of the next."""
-        self._said = "nothing"
+        self._last_cause = "nothing"
         """How the last report ended: a cause, or empty when it was taken."""
-        self._refused = 0
+        self._rejected_directive = 0
         """The directive that was refused last."""
         self._schedule = ReportSchedule()
         self._nudged = False
@@ -99,8 +99,8 @@ class ReportClient:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._try(self._look)
-            self._wake.wait(min(LOOK_S, max(0.0, self._schedule.due_s - time.monotonic())))
+            self._try(self._poll)
+            self._wake.wait(min(POLL_S, max(0.0, self._schedule.due_s - time.monotonic())))
             self._wake.clear()
         if not self._schedule.failures:
             self._try(lambda: self._report(LAST_DEADLINE_S))
@@ -110,17 +110,17 @@ class ReportClient:
             work()
         except Exception as error:  # noqa: BLE001 - what nobody foresaw costs a report, never the thread
             cause = next((cause for kind, cause in FAULTS if isinstance(error, kind)), "other")
-            if cause == "other" != self._said:
+            if cause == "other" != self._last_cause:
                 self._log.error("fleet.unexpected", exc_info=error)
-            self._failed(0, cause, f"{type(error).__name__}: {error}")
+            self._record_failure(0, cause, f"{type(error).__name__}: {error}")
 
-    def _look(self) -> None:
-        self._side.orders.look()
+    def _poll(self) -> None:
+        self._side.orders.poll()
         now_s = time.monotonic()
         if self._nudged:
             self._nudged = False
             self._schedule = self._schedule.nudged(now_s)
-        if is_news(self._request(), self._told):
+        if needs_report(self._request(), self._last_request):
             self._schedule = self._schedule.changed(now_s)
         if now_s >= self._schedule.due_s:
             self._report(DEADLINE_S)
@@ -131,29 +131,29 @@ class ReportClient:
             process=self._process,
             sequence=self._sequence,
             now_s=time.time(),
-            who=self._who,
+            who=self._identity,
             pod=self._side.pod(),
-            incidents=self._side.incidents.kept(sent=sent),
-            saves_over=self._side.orders.over()[:MAX_OVER],
+            incidents=self._side.incidents.pending(sent=sent),
+            saves_over=self._side.orders.finished()[:MAX_FINISHED_SAVES],
         )
 
     def _report(self, deadline_s: float) -> None:
         self._sequence += 1
         request = self._request(sent=True)
-        if self._side.speaks or self._speaks:
+        if self._side.is_reporter or self._is_reporter:
             request.run.CopyFrom(self._side.run())
-        if self._bare:
+        if self._omit_messages:
             for each in request.incidents:
                 each.message = ""
         token = self._token()
-        status, retry_after_s, body = self._posted(request.SerializeToString(), token, deadline_s)
+        status, retry_after_s, body = self._post(request.SerializeToString(), token, deadline_s)
         if status == http.HTTPStatus.OK:
-            self._taken(request, fleet.ReportReply.FromString(body))
+            self._handle_reply(request, fleet.ReportReply.FromString(body))
             return
-        self._bare |= status in (400, 413)
+        self._omit_messages |= status in (400, 413)
         why = body[:500].decode(errors="replace")
         cause = CAUSES.get(status, "protocol" if status < http.HTTPStatus.INTERNAL_SERVER_ERROR else "other")
-        self._failed(status, cause, why, retry_after_s)
+        self._record_failure(status, cause, why, retry_after_s)
         if status == http.HTTPStatus.UNAUTHORIZED and self._token() != token:
             self._nudged = True  # it was replaced meanwhile
 
@@ -164,7 +164,7 @@ class ReportClient:
         except (OSError, ValueError) as error:
             raise NoToken(error) from error
 
-    def _posted(self, body: bytes, token: str, deadline_s: float) -> tuple[int, float, bytes]:
+    def _post(self, body: bytes, token: str, deadline_s: float) -> tuple[int, float, bytes]:
         """(status, Retry-After, body) of the answer."""
         began_s, to = time.monotonic(), urlsplit(f"//{self._settings.fleet}")
         headers = {
@@ -185,28 +185,33 @@ class ReportClient:
             raise TimeoutError("the answer came too late")
         return answer.status, float(after) if after.isdecimal() else 0.0, found
 
-    def _taken(self, request: fleet.ReportRequest, reply: fleet.ReportReply) -> None:
-        self._schedule = self._schedule.taken(reply.next_s, time.monotonic())
-        if self._said:
+    def _handle_reply(self, request: fleet.ReportRequest, reply: fleet.ReportReply) -> None:
+        self._schedule = self._schedule.accepted(reply.next_s, time.monotonic())
+        if self._last_cause:
             self._log.info("fleet.reported", controller=self._settings.fleet, next_s=reply.next_s)
         self._metrics.fleet_connected.set(1)
-        self._told, self._speaks, self._bare, self._said = request, reply.speaks, False, ""
-        self._side.incidents.told(reply.told)
-        self._side.orders.answered(reply.saves, {each.id for each in request.saves_over})
-        if reply.HasField("directive") and reply.directive.id != self._refused:
+        self._last_request, self._is_reporter, self._omit_messages, self._last_cause = (
+            request,
+            reply.speaks,
+            False,
+            "",
+        )
+        self._side.incidents.acknowledge(reply.told)
+        self._side.orders.handle_reply(reply.saves, {each.id for each in request.saves_over})
+        if reply.HasField("directive") and reply.directive.id != self._rejected_directive:
             try:
-                self._side.follow(policy.received(reply.directive, self._settings.workload_uid))
+                self._side.apply_directive(policy.received(reply.directive, self._settings.workload_uid))
             except DeltashardError as error:
-                self._refused = reply.directive.id
-                self._log.error("directive.refused", **explain(error))
+                self._rejected_directive = reply.directive.id
+                self._log.error("directive.rejected", **explain(error))
         self._wake.set()  # what the answer brought may be news
 
-    def _failed(self, status: int, cause: str, why: str, retry_after_s: float = 0.0) -> None:
+    def _record_failure(self, status: int, cause: str, why: str, retry_after_s: float = 0.0) -> None:
         """Counted each time, and said once per cause: a controller that is away for days is one line."""
-        self._schedule = self._schedule.refused(status, time.monotonic(), retry_after_s=retry_after_s)
-        self._side.incidents.told(0)
+        self._schedule = self._schedule.failed(status, time.monotonic(), retry_after_s=retry_after_s)
+        self._side.incidents.acknowledge(0)
         self._metrics.fleet_connected.set(0)
-        self._metrics.fleet_refusals.labels(cause).inc()
-        if cause != self._said:
-            self._said = cause
-            self._log.warning("fleet.refused", cause=cause, why=why, controller=self._settings.fleet)
+        self._metrics.fleet_report_failures.labels(cause).inc()
+        if cause != self._last_cause:
+            self._last_cause = cause
+            self._log.warning("fleet.report_failed", cause=cause, why=why, controller=self._settings.fleet)

@@ -2,7 +2,7 @@
 
 at once         the first; a change (1/s, `BURST` together), unless the last report was refused; a nudge (1 in 5 s)
 taken (200)     after `next_s` of the answer, +-10 %
-not leading     at once, on a new connection, `STRAYS` times
+not leading     at once, on a new connection, `NOT_LEADING_RETRIES` times
 refused         after a pause that someone may mend it in: `PAUSE_S`
 no answer       after a random part of a pause that doubles: a crowd comes back spread over a minute
 """
@@ -19,10 +19,10 @@ BACKOFF = Backoff(first_s=2.0, longest_s=60.0, jitter=1.0)
 UNKNOWN_POD = Backoff(first_s=2.0, longest_s=60.0, jitter=0.1)
 """The controller may hear of a pod later than the pod of itself."""
 PAUSE_S: Mapping[int, float] = {401: 60.0, **dict.fromkeys((400, 403, 409, 413), 300.0)}
-STRAYS, STRAY_S = 6, 0.2
+NOT_LEADING_RETRIES, NOT_LEADING_DELAY_S = 6, 0.2
 BURST = 3
 NUDGE_S = 5.0
-SHORTEST_S, LONGEST_S = 1.0, 3600.0
+MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 3600.0
 """Whatever an answer asks for."""
 
 
@@ -33,7 +33,7 @@ class ReportSchedule:
     due_s: float = 0.0
     failures: int = 0
     """Reports in a row that were not taken."""
-    strays: int = 0
+    not_leading: int = 0
     """Of them, right before, answered by who does not lead."""
     full_s: float = 0.0
     """When the burst of reports is whole again."""
@@ -46,12 +46,12 @@ class ReportSchedule:
     def nudged(self, now_s: float) -> Self:
         return self if now_s - self.nudged_s < NUDGE_S else replace(self, due_s=now_s, nudged_s=now_s)
 
-    def taken(self, next_s: float, now_s: float, uniform: Callable[[], float] = uniform_random) -> Self:
-        pause_s = min(max(next_s, SHORTEST_S), LONGEST_S) * (0.9 + 0.2 * uniform())
+    def accepted(self, next_s: float, now_s: float, uniform: Callable[[], float] = uniform_random) -> Self:
+        pause_s = min(max(next_s, MIN_INTERVAL_S), MAX_INTERVAL_S) * (0.9 + 0.2 * uniform())
         full_s = max(self.full_s, now_s) + 1.0
-        return replace(self, due_s=now_s + pause_s, failures=0, strays=0, full_s=full_s)
+        return replace(self, due_s=now_s + pause_s, failures=0, not_leading=0, full_s=full_s)
 
-    def refused(
+    def failed(
         self,
         status: int,
         now_s: float,
@@ -61,12 +61,12 @@ class ReportSchedule:
     ) -> Self:
         """`status` of HTTP; 0: no answer came. `retry_after_s` 0: it names none."""
         failures = self.failures + 1
-        stray = status == 421 and self.strays < STRAYS
-        if stray:
-            pause_s = STRAY_S
-        elif (asked_s := PAUSE_S.get(status) or min(retry_after_s, LONGEST_S)) > 0:
+        retry_now = status == 421 and self.not_leading < NOT_LEADING_RETRIES
+        if retry_now:
+            pause_s = NOT_LEADING_DELAY_S
+        elif (asked_s := PAUSE_S.get(status) or min(retry_after_s, MAX_INTERVAL_S)) > 0:
             pause_s = asked_s * (1.0 + 0.1 * uniform())
         else:
             pause_s = (UNKNOWN_POD if status == 404 else BACKOFF).delay_s(failures, uniform)
-        strays = self.strays + 1 if stray else 0
-        return replace(self, due_s=now_s + pause_s, failures=failures, strays=strays)
+        not_leading = self.not_leading + 1 if retry_now else 0
+        return replace(self, due_s=now_s + pause_s, failures=failures, not_leading=not_leading)

@@ -48,12 +48,12 @@ HORIZON_S = 86400.0
 """Restores are expected over so long where the trainer does not say how much is left."""
 
 
-class Ranks(NamedTuple):
+class VisibleRanks(NamedTuple):
     """Those of a run that this sidecar sees."""
 
     tables: Sequence[TableSchema]
     """Of all of them, each once."""
-    here: bool
+    is_complete: bool
     """Whether that is every rank."""
 
 
@@ -66,12 +66,12 @@ class BitChoice:
         """The newest; None: nothing is chosen."""
         self._attempt: int | None = None
         """Whose harm is known; None: no log was read yet, and nothing is chosen or said."""
-        self._harm = ErrorLedger()
+        self._error_ledger = ErrorLedger()
         self._tables: Sequence[TableSchema] = ()
         """Of all ranks, as of the newest choice."""
         self._of_cut: tuple[tuple[int, int, bool], Mapping[str, str]] | None = None
         """What was chosen last, and for which attempt, cut, and whether the rank ends with it; None: nothing yet."""
-        self._doubted = ""
+        self._reported_tables = ""
         """The setting of whose names some are no table's, and it was said."""
         self._lock = threading.Lock()
         self._log = log
@@ -81,12 +81,12 @@ class BitChoice:
         found = (
             ErrorLedger()
             if source is None
-            else self._recorded(state.inherited_metadata(error_ledger.KEY, source)).after_restore()
+            else self._parse_ledger(state.inherited_metadata(error_ledger.KEY, source)).after_restore()
         )
         with self._lock:
-            self._attempt, self._harm = attempt, found
+            self._attempt, self._error_ledger = attempt, found
 
-    def goes_on(self, state: RunState, attempt: int) -> None:
+    def continue_attempt(self, state: RunState, attempt: int) -> None:
         """An attempt is under way: what the process before knew of it stands in the log."""
         if self._attempt == attempt:
             return  # this one's own, which knows more
@@ -96,23 +96,23 @@ class BitChoice:
             c for c in state.checkpoints.values() if c.attempt == attempt and error_ledger.KEY in c.metadata
         ]
         if mine:
-            found = self._recorded(
+            found = self._parse_ledger(
                 max(mine, key=lambda checkpoint: checkpoint.seq).metadata[error_ledger.KEY]
             )
             with self._lock:
-                self._harm = found
+                self._error_ledger = found
 
-    def _recorded(self, text: str | None) -> ErrorLedger:
+    def _parse_ledger(self, text: str | None) -> ErrorLedger:
         try:
             return ErrorLedger() if text is None else error_ledger.parse_metadata(text)
         except DeltashardError as error:
-            self._log.warning("harm.unreadable", **explain(error))
+            self._log.warning("error_ledger.unreadable", **explain(error))
             return ErrorLedger()
 
     def encodings(
         self,
         policy: pb.Policy,
-        ranks: Ranks,
+        ranks: VisibleRanks,
         begin: pb.SaveRequest.Begin,
         expected: RunEstimate,
         *,
@@ -120,8 +120,8 @@ class BitChoice:
     ) -> dict[str, str]:
         names = [table.fqn for table in ranks.tables]
         own, unknown = match_tables(parse_encodings(policy.tables, where="tables"), names)
-        if unknown and ranks.here and policy.tables != self._doubted:
-            self._doubted = policy.tables
+        if unknown and ranks.is_complete and policy.tables != self._reported_tables:
+            self._reported_tables = policy.tables
             self._log.warning("tables.unknown", names=unknown, tables=sorted(names)[:8])
         encodings: Mapping[str, str] = {name: own.get(name, policy.encoding) for name in names}
         cut = attempt, begin.cut, begin.reason == "close"
@@ -131,25 +131,25 @@ class BitChoice:
         elif of_cut is not None and of_cut[0] == cut:
             encodings = of_cut[1]  # what another rank stores this cut by
         else:
-            found = self._chosen(policy, ranks, begin, expected, own)
-            if ranks.here:
+            found = self._choose(policy, ranks, begin, expected, own)
+            if ranks.is_complete:
                 encodings = found.encodings
-            self._decided(policy, found, encodings, expected=expected, here=ranks.here)
+            self._record_decision(policy, found, encodings, expected=expected, is_complete=ranks.is_complete)
             self._tables = ranks.tables
             if begin.cut:  # 0: one that may come
                 self._of_cut = cut, encodings
         return {table: encoding for table, encoding in encodings.items() if encoding != policy.encoding}
 
-    def _chosen(
+    def _choose(
         self,
         policy: pb.Policy,
-        ranks: Ranks,
+        ranks: VisibleRanks,
         begin: pb.SaveRequest.Begin,
         expected: RunEstimate,
         own: Mapping[str, str],
     ) -> ChosenBits:
         with self._lock:
-            run, unknown = self._harm, self._attempt is None and ranks.here
+            run, unknown = self._error_ledger, self._attempt is None and ranks.is_complete
         facts = {
             table.fqn: TableStats(
                 raw_bytes=_weight_bytes(table),
@@ -171,14 +171,14 @@ class BitChoice:
         )
         return choose_bits(policy.bits_goal, facts, forecast, own)
 
-    def _decided(
+    def _record_decision(
         self,
         policy: pb.Policy,
         found: ChosenBits,
         encodings: Mapping[str, str],
         *,
         expected: RunEstimate,
-        here: bool,
+        is_complete: bool,
     ) -> None:
         before, between_s = self.decision, expected.rates.restores.mean_between_s
         self.decision = now = fleet.Decision(
@@ -188,11 +188,11 @@ class BitChoice:
             would=summary(found.encodings),
             why=found.why,
             bound=f"not below {policy.least_bits} bit" if policy.least_bits > BITS[0] else "",
-            evidence=f"{self._harm.restores} restores so far, one expected in {between_s / 3600:.3g} h",
-            unreachable="" if here else "bits are chosen where all ranks are in one pod: shown here",
+            evidence=f"{self._error_ledger.restores} restores so far, one expected in {between_s / 3600:.3g} h",
+            unreachable="" if is_complete else "bits are chosen where all ranks are in one pod: shown here",
         )
         if before is None or (before.value, before.would) != (now.value, now.would):
-            self._log.info("decided.bits", value=now.value, would=now.would, why=found.why)
+            self._log.info("bits.decided", value=now.value, would=now.would, why=found.why)
 
     def metadata(self, held: Stored | None) -> dict[str, str]:
         """What a commit says of the harm so far, and of what a restore of it would add; None: nobody chooses its bits.
@@ -200,7 +200,7 @@ class BitChoice:
         What restores did before is carried on then, too: bits may be chosen again.
         """
         with self._lock:
-            tables, known, so_far = self._tables, self._attempt is not None, self._harm
+            tables, known, so_far = self._tables, self._attempt is not None, self._error_ledger
         errors = {}
         if held is not None:
             for name in large_tables(
@@ -208,8 +208,8 @@ class BitChoice:
             ):
                 if (error := self.errors.of(name).get(ENCODINGS[held.of_table(name)].bits)) is not None:
                     errors[name] = error
-        told = replace(so_far, error=errors)
-        return {error_ledger.KEY: told.text()} if known and (told.error or told.spent) else {}
+        ledger = replace(so_far, error=errors)
+        return {error_ledger.KEY: ledger.text()} if known and (ledger.error or ledger.spent) else {}
 
 
 def _weight_bytes(table: TableSchema) -> int:

@@ -2,7 +2,7 @@
 
 Something else than this run may delete objects: a lifecycle rule of the bucket, a cleaning script, a hand. So before a
 cut is committed its chain is looked at: at a baseline, at the last save of a trainer, and when the last look is older
-than `LOOK_EVERY_S`; housekeeping looks, too. On a checkpoint with missing objects nothing is built any more: the cut
+than `CHECK_INTERVAL_S`; housekeeping looks, too. On a checkpoint with missing objects nothing is built any more: the cut
 fails as an abandoned one does, and the next one is a baseline. A look is one LIST of `data/` for a trainer that is
 alone. A rank of many asks for each object of its own parts: a LIST would show it those of all ranks.
 """
@@ -30,10 +30,10 @@ from deltashard_checkpoint.write.cut_reports import CutAbandoned
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger
 
-LOOK_EVERY_S = 600.0
+CHECK_INTERVAL_S = 600.0
 
 
-class ChainGone(CutAbandoned):
+class ChainBroken(CutAbandoned):
     """What a cut was to be built upon cannot be restored any more."""
 
 
@@ -47,27 +47,27 @@ class ChainWatch:
         self._lock = threading.Lock()
         self._packs: dict[str, tuple[str, ...]] = {}
         """By index key, relative to the run's root: what an index names never changes."""
-        self._looked_s: dict[int, float] = {}
-        self._gone: frozenset[str] = frozenset()
+        self._checked_s: dict[int, float] = {}
+        self._broken_prefixes: frozenset[str] = frozenset()
         """Prefixes under which objects are missing."""
 
-    def wrote(self, index_key: str, packs: Iterable[str]) -> None:
+    def record_packs(self, index_key: str, packs: Iterable[str]) -> None:
         """This process has put an index of these packs: it need not be read for a look."""
         with self._lock:
             self._packs[index_key] = tuple(packs)
 
-    def broken(self, state: RunState, seq: int) -> bool:
+    def is_broken(self, state: RunState, seq: int) -> bool:
         """Whether objects that checkpoint `seq` is read from are known to be missing. No store is asked."""
         with self._lock:
-            gone = self._gone
-        return bool(gone) and any(prefixes_of(state, each) & gone for each in closure(state, (seq,)))
+            missing = self._broken_prefixes
+        return bool(missing) and any(prefixes_of(state, each) & missing for each in closure(state, (seq,)))
 
-    def due(self, rank: int) -> bool:
+    def is_check_due(self, rank: int) -> bool:
         """Whether the last look of this rank is too old to call a delta durable without another one."""
         with self._lock:
-            return time.monotonic() - self._looked_s.get(rank, -LOOK_EVERY_S) >= LOOK_EVERY_S
+            return time.monotonic() - self._checked_s.get(rank, -CHECK_INTERVAL_S) >= CHECK_INTERVAL_S
 
-    def look(
+    def check(
         self,
         state: RunState,
         seq: int | None,
@@ -75,25 +75,25 @@ class ChainWatch:
         manifests: Manifests,
         boxes: Iterable[Box] | None = None,
         rank: int = 0,
-        alone: bool = True,
-        also: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        single_rank: bool = True,
+        extra_indexes: Mapping[str, Sequence[str]] = MappingProxyType({}),
         deadline_s: float,
     ) -> None:
-        """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at indexes `also` and their packs.
+        """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at indexes `extra_indexes` and their packs.
 
-        Raises `ChainGone` where something is missing, and store errors.
+        Raises `ChainBroken` where something is missing, and store errors.
         """
         try:
             with deadline(deadline_s):
-                missing = self._missing(state, seq, also, manifests, boxes, alone, deadline_s)
+                missing = self._missing(state, seq, extra_indexes, manifests, boxes, single_rank, deadline_s)
         except InvalidCheckpoint as error:  # a manifest, a layout or an index that is there, and bad
             assert seq is not None
             missing = dict.fromkeys((error.where,), min(prefixes_of(state, seq)))
         with self._lock:
-            self._looked_s[rank] = time.monotonic()
+            self._checked_s[rank] = time.monotonic()
             known = {prefix for each in state.checkpoints for prefix in prefixes_of(state, each)}
-            self._gone = (self._gone & known) | set(missing.values())
-            known |= {prefix_of(key) for key in also}
+            self._broken_prefixes = (self._broken_prefixes & known) | set(missing.values())
+            known |= {prefix_of(key) for key in extra_indexes}
             self._packs = {key: packs for key, packs in self._packs.items() if prefix_of(key) in known}
         if not missing:
             return
@@ -103,22 +103,22 @@ class ChainWatch:
         whose = "this save" if seq is None else f"the chain of checkpoint {seq}"
         what = f"{count} objects of {whose} are missing from the store or damaged, the first is {first}"
         remedy = "the next save is a baseline and builds on nothing. Find what deletes below data/: a script, a rule"
-        raise ChainGone(what, where=f"{self._store.url}/{state.run}", remedy=remedy)
+        raise ChainBroken(what, where=f"{self._store.url}/{state.run}", remedy=remedy)
 
     def _missing(
         self,
         state: RunState,
         seq: int | None,
-        also: Mapping[str, Sequence[str]],
+        extra_indexes: Mapping[str, Sequence[str]],
         manifests: Manifests,
         boxes: Iterable[Box] | None,
-        alone: bool,
+        single_rank: bool,
         deadline_s: float,
     ) -> dict[str, str]:
         """Objects, relative to the run's root, that should be there and are not; with the prefix that needs each."""
-        there = {info.key for info in self._store.list(run_key(state.run, "data/"))} if alone else set()
+        there = {info.key for info in self._store.list(run_key(state.run, "data/"))} if single_rank else set()
 
-        def gone(wanted: Mapping[str, str]) -> dict[str, str]:
+        def find_missing(wanted: Mapping[str, str]) -> dict[str, str]:
             return {
                 key: prefix
                 for key, prefix in wanted.items()
@@ -131,22 +131,22 @@ class ChainWatch:
             if (listed := entry.listed) is not None:
                 keys = manifest_key(entry.attempt, entry.cut, listed.manifest), layout_key(listed.layout)
                 documents |= dict.fromkeys(keys, cut_prefix(entry.attempt, entry.cut))
-        if missing := gone(documents):
+        if missing := find_missing(documents):
             return missing
         parts: tuple[Part, ...] = ()
         if seq is not None:
             links = chain(manifests.listing(state, read), seq, boxes, strict=False)
             parts = tuple(link.part for link in links)
-        indexes = {key: prefix_of(key) for key in (*(part.index_key for part in parts), *also)}
-        if missing := gone(indexes):
+        indexes = {key: prefix_of(key) for key in (*(part.index_key for part in parts), *extra_indexes)}
+        if missing := find_missing(indexes):
             return missing
         with self._lock:
-            packs = {**self._packs, **also}
+            packs = {**self._packs, **extra_indexes}
         unread = [part for part in parts if part.index_key not in packs]
         for key, index in load_indexes(self._store, state.run, unread, deadline_s=deadline_s).items():
             packs[key] = tuple(pack.key for pack in index.packs)
-            self.wrote(key, packs[key])
-        return gone({pack: indexes[key] for key in indexes for pack in packs[key]})
+            self.record_packs(key, packs[key])
+        return find_missing({pack: indexes[key] for key in indexes for pack in packs[key]})
 
     def _is_there(self, key: str) -> bool:
         """A listing may be stale: only an object that is asked for and not found is missing."""

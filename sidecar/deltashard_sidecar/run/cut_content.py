@@ -13,7 +13,7 @@ from deltashard_checkpoint.write.precision import OTHERS, StoredPrecision
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import chooses_bits
-from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
+from deltashard_sidecar.run.bit_choice import BitChoice, VisibleRanks
 from deltashard_sidecar.run.chain_watch import ChainWatch
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
 from deltashard_sidecar.session.attachment import Attachment
@@ -56,12 +56,12 @@ class CutContents:
     def decide(
         self,
         state: RunState,
-        who: Attachment,
+        attachment: Attachment,
         attempt: int,
         begin: pb.SaveRequest.Begin,
         policy: pb.Policy,
         expected: RunEstimate,
-        ranks: Ranks,
+        ranks: VisibleRanks,
     ) -> CutContent:
         """What the cut must hold, and how it is encoded. No store is asked."""
         encodings = self._bits.encodings(policy, ranks, begin, expected, attempt=attempt)
@@ -75,24 +75,30 @@ class CutContents:
         # IMPORTANT: a cut may only lean on what the trainer vouches for *and* the log shows as live in this attempt's
         # lineage, and whose objects were there at the last look. Anything else is a whole baseline: more bytes, never a
         # lost row.
-        def leans(seq: int) -> bool:
-            return may_cover(state, attempt, seq) and not self._chains.broken(state, seq)
+        def can_build_on(seq: int) -> bool:
+            return may_cover(state, attempt, seq) and not self._chains.is_broken(state, seq)
 
-        if decision != "full" and base is not None and leans(base):
+        if decision != "full" and base is not None and can_build_on(base):
             covers = base
-        if decision == "since_commit" and commit is not None and leans(commit):
+        if decision == "since_commit" and commit is not None and can_build_on(commit):
             covers = commit
         override = ""
-        if who.world_size == 1 and not begin.full and commit is not None and commit != base and leans(commit):
+        if (
+            attachment.world_size == 1
+            and not begin.full
+            and commit is not None
+            and commit != base
+            and can_build_on(commit)
+        ):
             override = self._rebases(state, commit, history, policy, decision)
             covers = commit if override else covers
         stored = None if covers is None else precision.stored_precision(state, covers)
         if raised := precision.too_coarse_reason(asked, stored):
             covers, override, stored = None, raised, None
-        elif chooses_bits(policy) and ranks.here:
+        elif chooses_bits(policy) and ranks.is_complete:
             # Fewer bits begin with a baseline: of all ranks, not of one that must send everything where others do not.
             alone = begin.full and differential.decide(policy.differential, history) != "full"
-            newest = state.newest() if stored is None and alone and who.world_size > 1 else None
+            newest = state.newest() if stored is None and alone and attachment.world_size > 1 else None
             beside = stored if newest is None else precision.stored_precision(state, newest.seq)
             asked = asked if beside is None else precision.finer(asked, beside)
         held = "baseline" if covers is None else f"since {covers}"

@@ -26,7 +26,7 @@ class Identity(NamedTuple):
     owner: str
 
 
-class AloneAmongPods(UserError):
+class AmbiguousRun(UserError):
     """A trainer without peers in one of several numbered pods, and nobody said whose run it trains."""
 
 
@@ -40,14 +40,14 @@ def number(settings: Settings) -> str:
     return "-".join(filter(None, (settings.replica, settings.index)))
 
 
-def check_alone(settings: Settings, world_size: int) -> None:
-    """Raise `AloneAmongPods` for a trainer that would share the workload's run with those of other pods."""
+def check_run_assignment(settings: Settings, world_size: int) -> None:
+    """Raise `AmbiguousRun` for a trainer that would share the workload's run with those of other pods."""
     if settings.runs or world_size > 1 or not settings.index:
         return
     if settings.pods == 1 or (not settings.pods and settings.index == "0"):
         return
     several = f"{settings.pods} numbered pods" if settings.pods else "several numbered pods"
-    raise AloneAmongPods(
+    raise AmbiguousRun(
         f"the trainer of pod {settings.pod_name or number(settings)} (number {number(settings)}) trains alone, "
         f"world size 1, and its workload has {several}: each of their trainers would take the run {settings.run!r} "
         "from the others",

@@ -30,13 +30,13 @@ class Participation:
                 self._newest = {str(run): int(attempt) for run, attempt in found.items()}
             except (OSError, ValueError, AttributeError, TypeError) as error:
                 if not isinstance(error, FileNotFoundError):
-                    log.warning("participation.unreadable", error=str(error)[:200])
+                    log.warning("participation.read_failed", error=str(error)[:200])
 
     def newest(self, run: str) -> int:
         with self._lock:
             return self._newest.get(run, 0)
 
-    def took_part(self, run: str, attempt: int) -> None:
+    def record(self, run: str, attempt: int) -> None:
         with self._lock:
             if attempt <= self._newest.get(run, 0):
                 return
@@ -48,4 +48,4 @@ class Participation:
                 scratch.write_text(json.dumps(self._newest))
                 scratch.replace(self._path)
             except OSError as error:
-                self._logger.warning("participation.unwritten", error=str(error)[:200])
+                self._logger.warning("participation.write_failed", error=str(error)[:200])

@@ -36,7 +36,7 @@ class RowErrors:
         with self._lock:
             self._sampled.clear()
 
-    def offer(self, block: RowBlock) -> None:
+    def add_sample(self, block: RowBlock) -> None:
         table = block.schema.fqn
         with self._lock:
             if table in self._sampled:

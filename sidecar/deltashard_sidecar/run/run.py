@@ -34,12 +34,12 @@ from deltashard_checkpoint.write.commit_wait import CommitLatency
 from deltashard_checkpoint.write.report import ReportBodyCache
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.run.beginning import Beginning
 from deltashard_sidecar.run.bit_choice import BitChoice
 from deltashard_sidecar.run.chain_watch import ChainWatch
 from deltashard_sidecar.run.cut_content import CutContents
 from deltashard_sidecar.run.identity import identity
 from deltashard_sidecar.run.participation import Participation
+from deltashard_sidecar.run.run_bootstrap import RunBootstrap
 from deltashard_sidecar.run.store_health import StoreHealth
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
 from deltashard_sidecar.session.attachment import Attachment
@@ -52,9 +52,9 @@ REATTACH_DEADLINE_S = 5.0
 """A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
 LATE_DEADLINE_S = 3.0
 """For reading what a full store holds, and for each try to open an attempt late."""
-OPEN_AGAIN_S = 0.5
+OPEN_RETRY_S = 0.5
 """Between looks of an Open that waits for credentials or a bucket."""
-REMOVED_LOOK_S = 1.0
+REMOVED_CHECK_S = 1.0
 """For the look whether a removed run is there again: training waits for the save's begin."""
 SHARED_IDLE_S = 60.0
 """So long after the last read of a restore, what ranks have read for one another is kept."""
@@ -72,14 +72,14 @@ class Run:
 
     def __init__(self, settings: Settings, *, metrics: Metrics, log: Logger) -> None:
         self.settings = settings
-        self.incidents = Incidents(metrics, awaited=bool(settings.fleet))
+        self.incidents = Incidents(metrics, has_controller=bool(settings.fleet))
         self.health = StoreHealth(self.incidents, metrics=metrics, log=log)
         self.store: Store = open_store(settings.url, observer=self.health)
         self.cache = PackCache(
             Path(settings.cache_dir),
             budget_bytes=settings.cache_bytes,
             removed=lambda: log.warning(
-                "cache.made_again",
+                "cache.recreated",
                 what="the cache directory was removed: the next restore reads from the store",
                 where=str(settings.cache_dir),
                 remedy="leave it to the sidecar while that lives",
@@ -91,7 +91,7 @@ class Run:
         self.log = RunLog(self.store, self.identity.run)
         self.removed: str | None = None
         """What the log said when a save or an Open found the run gone, removed by a person; None: it was not."""
-        self._beginning = Beginning(settings.restore_from, self.store, self.identity, self.cache, log)
+        self._bootstrap = RunBootstrap(settings.restore_from, self.store, self.identity, self.cache, log)
         self.token = new_token()
         self.report_bodies = ReportBodyCache()
         self.latency = CommitLatency()
@@ -104,7 +104,7 @@ class Run:
         self.logger = log
         self._lock = threading.Lock()
         self._logs: dict[str, RunLog] = {}
-        self._seen: RunState | None = None
+        self._newest_state: RunState | None = None
 
     @property
     def name(self) -> str:
@@ -114,12 +114,12 @@ class Run:
         self.cache.close()
         self.store.close()
 
-    def learn(self, log: RunLog, *, deadline_s: float) -> bool:
+    def read_log(self, log: RunLog, *, deadline_s: float) -> bool:
         """Read the log to its tip; False when the store does not answer in time. Nothing is written."""
         try:
             log.refresh(deadline_s=deadline_s)
         except DeltashardError as error:
-            self.logger.warning("log.unseen", **explain(error))
+            self.logger.warning("log.read_failed", **explain(error))
             return False
         return True
 
@@ -127,15 +127,15 @@ class Run:
         """The newest that any handle has seen. No store is asked."""
         with self._lock:
             seen = [self.log.state, *(log.state for log in self._logs.values())]
-            before = [] if self._seen is None else [self._seen]
-            self._seen = max(seen + before, key=lambda state: state.tip)
-            return self._seen
+            before = [] if self._newest_state is None else [self._newest_state]
+            self._newest_state = max(seen + before, key=lambda state: state.tip)
+            return self._newest_state
 
-    def log_of(self, who: Attachment) -> RunLog:
+    def log_of(self, attachment: Attachment) -> RunLog:
         with self._lock:
-            return self._logs.get(who.id, self.log)
+            return self._logs.get(attachment.id, self.log)
 
-    def forget_others(self, used: Callable[[], set[str]]) -> None:
+    def release_unused(self, used: Callable[[], set[str]]) -> None:
         """Let go what is not used any more: handles of sessions (`used` gives the ids of those in use), bytes read."""
         self._shared.release_idle(idle_s=SHARED_IDLE_S)
         with self._lock:
@@ -147,9 +147,9 @@ class Run:
                 for session_id in over:
                     self._logs.pop(session_id, None)
 
-    def shared(self, who: Attachment) -> SharedReads | None:
+    def shared(self, attachment: Attachment) -> SharedReads | None:
         """What ranks of this pod read of a checkpoint for one another; None for a trainer that has no peers."""
-        return self._shared if who.world_size > 1 else None
+        return self._shared if attachment.world_size > 1 else None
 
     def manifests_of(self, run: str) -> Manifests:
         with self._lock:
@@ -157,21 +157,21 @@ class Run:
                 self._manifests = {run: Manifests(self.store, run)}
             return self._manifests[run]
 
-    def resume(self, who: Attachment, attempt: int) -> pb.Commit | None:
+    def resume(self, attachment: Attachment, attempt: int) -> pb.Commit | None:
         """Last commit of the attempt that a trainer attached in the middle of, as far as the store answers."""
         log = self.log.fork()
         with deadline(REATTACH_DEADLINE_S):  # of each request, too: the trainer waits
-            self.learn(log, deadline_s=REATTACH_DEADLINE_S)
+            self.read_log(log, deadline_s=REATTACH_DEADLINE_S)
         with self._lock:
-            self._logs[who.id] = log
-        self.participation.took_part(self.name, attempt)
+            self._logs[attachment.id] = log
+        self.participation.record(self.name, attempt)
         opened = log.state.attempts.get(attempt)
         seq = None if opened is None else opened.last_seq
         entry = None if seq is None else log.state.checkpoints.get(seq)
         return None if entry is None else commit_message(entry)
 
     def open(
-        self, request: pb.OpenRequest, who: Attachment, *, gone: Callable[[], bool], step_seen: int
+        self, request: pb.OpenRequest, attachment: Attachment, *, gone: Callable[[], bool], step_seen: int
     ) -> pb.OpenReply:
         """Open an attempt for a trainer; raises what `open_attempt` raises, and what reading `from_run` does.
 
@@ -182,22 +182,24 @@ class Run:
         """
         if request.HasField("basis"):
             with deadline(LATE_DEADLINE_S):  # training stands still meanwhile
-                return self._open(request, who, step_seen=0, deadline_s=LATE_DEADLINE_S)
+                return self._open(request, attachment, step_seen=0, deadline_s=LATE_DEADLINE_S)
         until_s = time.monotonic() + self.settings.open_deadline_s
         while True:
             try:
                 left_s = max(0.0, until_s - time.monotonic())
-                return self._open(request, who, step_seen=step_seen, deadline_s=left_s)
+                return self._open(request, attachment, step_seen=step_seen, deadline_s=left_s)
             except LogRemoved as error:
                 if self.removed is not None:
                     raise
                 self.removed = str(error)
             except (AccessDenied, BucketMissing, StoreFull) as error:
-                if (reply := self._unopened(request, who, error, step_seen=step_seen)) is not None:
+                if (
+                    reply := self._read_only_reply(request, attachment, error, step_seen=step_seen)
+                ) is not None:
                     return reply
                 if not self.settings.workload_uid or gone() or time.monotonic() >= until_s:
                     raise
-                time.sleep(OPEN_AGAIN_S)
+                time.sleep(OPEN_RETRY_S)
 
     def _source(
         self, request: pb.OpenRequest, deadline_s: float
@@ -210,14 +212,14 @@ class Run:
             raise stopped(read)
         return read, select(read, which, request.exclude_seqs), "none"
 
-    def _unopened(
-        self, request: pb.OpenRequest, who: Attachment, refusal: DeltashardError, *, step_seen: int
+    def _read_only_reply(
+        self, request: pb.OpenRequest, attachment: Attachment, refusal: DeltashardError, *, step_seen: int
     ) -> pb.OpenReply | None:
         """The answer of a store that takes no entry, and can be read; None: it cannot, or there is nothing to restore.
 
         Several ranks wait for their attempt: its number is in the names of what all of them save.
         """
-        if who.world_size > 1:
+        if attachment.world_size > 1:
             return None
         log = self.log.fork()
         try:
@@ -239,8 +241,8 @@ class Run:
         if resume is None:
             return None
         with self._lock:
-            self._logs[who.id] = log
-        self.logger.warning("attempt.unopened", **explain(refusal))
+            self._logs[attachment.id] = log
+        self.logger.warning("attempt.open_deferred", **explain(refusal))
         damage = (read or state).damage() or ""
         reply = pb.OpenReply(
             basis=pb.Basis(attempt=basis.attempt, resume_seq=basis.resume, token=basis.token),
@@ -252,11 +254,11 @@ class Run:
         return reply
 
     def _open(
-        self, request: pb.OpenRequest, who: Attachment, *, step_seen: int, deadline_s: float
+        self, request: pb.OpenRequest, attachment: Attachment, *, step_seen: int, deadline_s: float
     ) -> pb.OpenReply:
         known = self.state().tip
         if not request.HasField("basis"):
-            self._beginning.ensure(request, deadline_s=deadline_s)
+            self._bootstrap.ensure(request, deadline_s=deadline_s)
         log = self.log.fork() if self.removed is None else RunLog(self.store, self.name)
         read, source, which = self._source(request, deadline_s)
         damage = "" if read is None else read.damage() or ""
@@ -272,7 +274,7 @@ class Run:
             workload=self.settings.workload_uid,
             pod=self.settings.pod_uid,
             took_part=max(request.took_part, self.participation.newest(self.name)),
-            world_size=who.world_size,
+            world_size=attachment.world_size,
             layout=request.layout or None,
             which=which,
             exclude=() if request.from_run else request.exclude_seqs,
@@ -282,11 +284,11 @@ class Run:
             basis=basis,
         )
         if opened.attempt <= known:
-            self._forget()
+            self._reset_log()
         with self._lock:
-            self._logs[who.id] = log
+            self._logs[attachment.id] = log
         self.removed = None
-        self.participation.took_part(self.name, opened.attempt)
+        self.participation.record(self.name, opened.attempt)
         damage = "; ".join(filter(None, (damage, opened.damage, self._debris(opened.state))))
         if damage:
             self.metrics.log_damaged.inc()
@@ -308,7 +310,7 @@ class Run:
 
     def _describe(self, reply: pb.OpenReply, resume: Checkpoint, *, step_seen: int) -> None:
         self.metrics.resumed(step=resume.step, at_s=resume.at_s)
-        self.metrics.lost(resume.metadata.get(PLS_KEY, "0"))
+        self.metrics.record_lost_samples(resume.metadata.get(PLS_KEY, "0"))
         reply.resume_seq = resume.seq
         reply.step = resume.step
         reply.cut = resume.cut
@@ -319,13 +321,13 @@ class Run:
         if step_seen > 0:
             reply.last_step_seen = step_seen
 
-    def _forget(self) -> None:
+    def _reset_log(self) -> None:
         """The run was removed, and another one began: its log is another one, and no name may be used again."""
         with self._lock:
             self.log = RunLog(self.store, self.name)
             self.token = new_token()
             self._logs.clear()
-            self._seen = None
+            self._newest_state = None
 
     def _debris(self, state: RunState) -> str:
         """What to say of a run that begins where data lies already; empty: it does not, or none does."""
@@ -336,14 +338,14 @@ class Run:
             "to another name), of a removal (`deltashard rm` first), or saves whose log is lost (`deltashard scan`)"
         )
 
-    def still_removed(self, who: Attachment, attempt: int) -> str | None:
+    def still_removed(self, attachment: Attachment, attempt: int) -> str | None:
         """Why a save of this attempt may write nothing: the run was removed. Asks the store only after that.
 
         Training goes on, and each save looks again: what looks so may pass, as a directory that was mounted elsewhere.
         """
-        log = self.log_of(who)
+        log = self.log_of(attachment)
         if self.removed is not None:
-            with suppress(DeltashardError), deadline(REMOVED_LOOK_S):
+            with suppress(DeltashardError), deadline(REMOVED_CHECK_S):
                 if log.state.tip < 0:
                     log.store.head(log.key(entry_key(attempt)))
                     self.removed = None

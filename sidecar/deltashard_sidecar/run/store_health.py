@@ -29,7 +29,7 @@ UNAVAILABLE_AFTER_S = 3.0
 UNAVAILABLE_TRIES = 3
 KINDS = {"put": "write", "put_if_absent": "write", "get": "read", "get_into": "read", "head": "read"}
 """Operation -> the kind of call it is; others are a kind by themselves."""
-OF_ONE_KIND = frozenset({Cause.DENIED, Cause.FULL, Cause.REFUSED})
+PER_KIND_CAUSES = frozenset({Cause.DENIED, Cause.FULL, Cause.REFUSED})
 """Causes that say nothing about other kinds of calls."""
 UNANSWERED = frozenset({Cause.MISSING, Cause.UNAVAILABLE})
 """Causes for which no request reached the store."""
@@ -97,9 +97,9 @@ class StoreHealth(StoreObserver):
                 for key, each in self._causes.items()
                 if key != kind and (cause in UNANSWERED or each not in UNANSWERED)
             }
-            told = cause in self._causes.values()
+            reported = cause in self._causes.values()
             self._causes = {**others, kind: cause}
-        if not told:
+        if not reported:
             missing = cause is Cause.MISSING
             event = "credentials.missing" if missing else "store.failing"
             self._log.error(event, cause=cause, **explain(error))
@@ -113,7 +113,7 @@ class StoreHealth(StoreObserver):
         with self._lock:
             self._failures = 0
             was = self._causes
-            self._causes = {key: each for key, each in was.items() if key != kind and each in OF_ONE_KIND}
+            self._causes = {key: each for key, each in was.items() if key != kind and each in PER_KIND_CAUSES}
             over = set(was.values()) - set(self._causes.values())
         for each in sorted(over):
             self._log.info("store.recovered", after=each)

@@ -31,7 +31,7 @@ class SyntheticBaselines:
     @property
     def on(self) -> bool:
         """Whether a cut may leave a baseline to be made by compaction: housekeeping has to make it."""
-        return self._settings.synthetic_baselines and self._settings.housekeeping_s >= 0
+        return self._settings.synthetic_baselines and self._settings.maintenance_interval_s >= 0
 
     def at_cut(
         self, state: RunState, commit: int, history: History, policy: pb.Policy

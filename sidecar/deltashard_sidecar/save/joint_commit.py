@@ -17,14 +17,14 @@ from deltashard_checkpoint.write.commit import Committed, PartsMissing
 from deltashard_checkpoint.write.cut_reports import PartAbandoned
 from deltashard_checkpoint.write.report import PartReport
 
-LOOK_AGAIN_S = 0.2
+RECHECK_S = 0.2
 """Between looks at which ranks are still expected: one may be gone without a word."""
 
 Commit = Callable[[Sequence[PartReport]], Committed]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Gathering:
+class _PendingCommit:
     """One cut of one attempt, in one pod."""
 
     reports: dict[int, PartReport] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class JointCommits:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._gatherings: dict[tuple[int, int], _Gathering] = {}
+        self._pending: dict[tuple[int, int], _PendingCommit] = {}
 
     def commit(
         self,
@@ -62,42 +62,42 @@ class JointCommits:
         """
         rank, until_s = report.part.rank, time.monotonic() + deadline_s
         with self._changed:
-            gathering = self._gathering(attempt, cut)
-            gathering.reports[rank] = report
+            pending = self._pending_commit(attempt, cut)
+            pending.reports[rank] = report
             self._changed.notify_all()
-            while gathering.outcome is None:
-                missing = expected() - gathering.reports.keys()
-                if not missing and not gathering.committing:
-                    gathering.committing = True
+            while pending.outcome is None:
+                missing = expected() - pending.reports.keys()
+                if not missing and not pending.committing:
+                    pending.committing = True
                     break
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     raise PartsMissing(sorted(missing), f"attempt {attempt}, cut {cut}")
-                self._changed.wait(min(left_s, LOOK_AGAIN_S))
+                self._changed.wait(min(left_s, RECHECK_S))
             else:
-                return gathering.result()
-            reports = [gathering.reports[each] for each in sorted(gathering.reports)]
+                return pending.result()
+            reports = [pending.reports[each] for each in sorted(pending.reports)]
         outcome: Committed | Exception
         try:
             outcome = commit(reports)
         except Exception as error:  # noqa: BLE001 - each rank's save hears of it, and fails by it
             outcome = error
         with self._changed:
-            gathering.outcome = outcome
+            pending.outcome = outcome
             self._changed.notify_all()
-            return gathering.result()
+            return pending.result()
 
     def withdraw(self, attempt: int, cut: int, rank: int) -> bool:
         """This rank's part will not come; False when the cut's commit has begun, or is over, without it mattering."""
         with self._changed:
-            gathering = self._gathering(attempt, cut)
-            if gathering.committing or gathering.outcome is not None:
+            pending = self._pending_commit(attempt, cut)
+            if pending.committing or pending.outcome is not None:
                 return False
             where = f"attempt {attempt}, cut {cut}"
-            gathering.outcome = PartAbandoned(f"rank {rank} gave this cut up", where=where)
+            pending.outcome = PartAbandoned(f"rank {rank} gave this cut up", where=where)
             self._changed.notify_all()
             return True
 
-    def _gathering(self, attempt: int, cut: int) -> _Gathering:
-        self._gatherings = {key: held for key, held in self._gatherings.items() if key >= (attempt, cut - 1)}
-        return self._gatherings.setdefault((attempt, cut), _Gathering())
+    def _pending_commit(self, attempt: int, cut: int) -> _PendingCommit:
+        self._pending = {key: held for key, held in self._pending.items() if key >= (attempt, cut - 1)}
+        return self._pending.setdefault((attempt, cut), _PendingCommit())

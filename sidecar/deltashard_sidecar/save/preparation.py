@@ -21,7 +21,7 @@ class Preparation:
 
     def close(self) -> None:
         if self._blocks and self.stopped:
-            self._keeper.surrender(self._rank, self._blocks)
+            self._keeper.release_granted(self._rank, self._blocks)
         elif self._blocks:
             self._keeper.quarantine(self._rank, Use.GRANTED, self._blocks)
 
@@ -32,7 +32,7 @@ class Preparation:
         self._blocks.update(granted)
         return granted
 
-    def hand_over(self) -> int:
+    def transfer_blocks(self) -> int:
         """The blocks are a save's from now on; returns how many."""
         blocks, self._blocks = self._blocks, set()
         return len(blocks)

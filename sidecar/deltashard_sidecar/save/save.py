@@ -35,7 +35,7 @@ from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
-HELD_SHARE = 7 / 8
+DEFER_SHARE = 7 / 8
 """Share of the granted blocks: while fewer are used, nothing is encoded before the seal."""
 
 
@@ -72,22 +72,22 @@ class Save:
         log: Logger,
         ended: Callable[[Save], None],
     ) -> None:
-        self.who = session.who
+        self.attachment = session.attachment
         self.cut = cut
         self.state = SaveState.STAGING
-        self.begun_s = time.monotonic()
-        self.heard_s = self.begun_s
+        self.started_s = time.monotonic()
+        self.last_message_s = self.started_s
         self.commit: pb.Commit | None = None
         self.failure: tuple[Cause, str] = (Cause.ERROR, "")
         self.sealed: pb.SaveRequest.Seal | None = None
-        self.stream_over = threading.Event()
-        self.over = threading.Event()
+        self.stream_finished = threading.Event()
+        self.finished = threading.Event()
         self._session = session
         self._sink = sink
         self._keeper = keeper
         self._submit = submit
         self._metrics = metrics
-        self.log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=self.who.rank)
+        self.log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=self.attachment.rank)
         self._ended = ended
         self._outbox: queue.SimpleQueue[pb.SaveReply | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -95,7 +95,7 @@ class Save:
         self._pending = 0
         self._stopped_copying = False
         self._open_block: int | None = None
-        self._held: list[Callable[[], None]] | None = []
+        self._deferred: list[Callable[[], None]] | None = []
         """Batches received and not given to the pool yet; None: they are given as they come."""
         self._blocks_granted = 0
         self._blocks_used = 0
@@ -103,7 +103,7 @@ class Save:
     def start(self, *, prepared: int = 0) -> None:
         """Grant the first blocks, beside those `prepared` before; to be called before `read` and `replies`."""
         self._blocks_granted += prepared
-        self._keeper.on_free(self.who.local_rank, self._grant)
+        self._keeper.on_free(self.attachment.local_rank, self._grant)
         self._grant()
 
     def replies(self) -> Iterator[pb.SaveReply]:
@@ -125,7 +125,7 @@ class Save:
         """Take the trainer's messages until the stream ends, well or badly; never raises."""
         try:
             for request in requests:
-                self.heard_s = time.monotonic()
+                self.last_message_s = time.monotonic()
                 self._take(request)
         except Exception as error:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
             self.log.debug("save.stream_broke", **explain(error))
@@ -142,7 +142,7 @@ class Save:
         try:
             if kind == "rows":
                 d = request.rows
-                batch = rows_of(d, self.who.tables, self.who.boxes, self._keeper.block_bytes)
+                batch = rows_of(d, self.attachment.tables, self.attachment.boxes, self._keeper.block_bytes)
                 data = self._received(d.block, d.offset, batch.length)
                 self._encode(d.block, lambda: self._sink.rows(batch, data))
             elif kind == "blob":
@@ -167,7 +167,7 @@ class Save:
     def _received(self, block: int, offset: int, length: int) -> memoryview:
         # Only the stream thread comes here. No lock of ours is held: freeing a block grants it to other saves.
         closes = self._open_block if self._open_block != block else None
-        data = self._keeper.received(self.who.local_rank, block, offset, length, closes=closes)
+        data = self._keeper.received(self.attachment.local_rank, block, offset, length, closes=closes)
         with self._lock:
             self._pending += 1
             self._blocks_used += self._open_block != block
@@ -182,20 +182,20 @@ class Save:
         """
         encode = functools.partial(self._encode_now, block, work)
         with self._lock:
-            if self._held is not None and self._blocks_used < self._blocks_granted * HELD_SHARE:
-                self._held.append(encode)
+            if self._deferred is not None and self._blocks_used < self._blocks_granted * DEFER_SHARE:
+                self._deferred.append(encode)
                 return
-        self._encode_held()
+        self._encode_deferred()
         self._submit(encode)
 
-    def _encode_held(self) -> None:
-        for encode in self._no_longer_held():
+    def _encode_deferred(self) -> None:
+        for encode in self._take_deferred():
             with contextlib.suppress(RuntimeError):  # queued, though no thread more can be started
                 self._submit(encode)
 
-    def _no_longer_held(self) -> list[Callable[[], None]]:
+    def _take_deferred(self) -> list[Callable[[], None]]:
         with self._lock:
-            held, self._held = self._held, None
+            held, self._deferred = self._deferred, None
         return held or []
 
     def _encode_now(self, block: int, work: Callable[[], None]) -> None:
@@ -216,7 +216,7 @@ class Save:
         with self._lock:
             if self.state is not SaveState.STAGING:
                 return
-            granted = self._keeper.grant(self.who.local_rank)
+            granted = self._keeper.grant(self.attachment.local_rank)
             self._blocks_granted += len(granted)
             if granted:
                 self._outbox.put(pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted)))
@@ -225,11 +225,11 @@ class Save:
 
     def _seal(self, seal: pb.SaveRequest.Seal) -> None:
         with self._lock:
-            self._happened(SaveEvent.SEAL)
+            self._transition(SaveEvent.SEAL)
             self.sealed = seal
         # The trainer writes no more: its open and unused blocks are ours again.
-        self._keeper.on_free(self.who.local_rank, None)
-        self._keeper.surrender(self.who.local_rank)
+        self._keeper.on_free(self.attachment.local_rank, None)
+        self._keeper.release_granted(self.attachment.local_rank)
         self._metrics.stall.observe(seal.stall_s)
         self._session.stall_aborts = 0
         self.log.info("save.staged", stall_s=round(seal.stall_s, 4), rows=seal.rows, raw_bytes=seal.raw_bytes)
@@ -239,7 +239,7 @@ class Save:
         # IMPORTANT: from this reply on the trainer changes its tensors. Every batch it sent lies in a block of ours.
         self._outbox.put(pb.SaveReply(staged=pb.SaveReply.Staged(cut=self.cut.cut)))
         self._outbox.put(None)
-        self._encode_held()
+        self._encode_deferred()
 
     def _abort(self, cause: str) -> None:
         self._stopped_copying = True
@@ -253,16 +253,18 @@ class Save:
             staging = self.state is SaveState.STAGING
         if staging:
             self._end(SaveEvent.BREAK, Cause.BROKEN, "the stream ended before the seal")
-        self._keeper.on_free(self.who.local_rank, None)
+        self._keeper.on_free(self.attachment.local_rank, None)
         if self.sealed is None and self._stopped_copying:
-            self._keeper.surrender(self.who.local_rank)
-        elif self.sealed is None and (count := self._keeper.quarantine(self.who.local_rank, Use.GRANTED)):
+            self._keeper.release_granted(self.attachment.local_rank)
+        elif self.sealed is None and (
+            count := self._keeper.quarantine(self.attachment.local_rank, Use.GRANTED)
+        ):
             self.log.warning("save.quarantined", blocks=count)
-        self.stream_over.set()
+        self.stream_finished.set()
         self._outbox.put(None)
 
     def _finish(self, seal: pb.SaveRequest.Seal) -> None:
-        deadline_s = self.begun_s + self.cut.deadline_s
+        deadline_s = self.started_s + self.cut.deadline_s
         try:
             with self._drained:
                 done = self._drained.wait_for(
@@ -271,19 +273,19 @@ class Save:
                 if self.has_ended:
                     return
                 if done:
-                    self._happened(SaveEvent.ENCODED)
+                    self._transition(SaveEvent.ENCODED)
             if not done:
                 self.fail(Cancelled(f"{self._pending} batches are not encoded yet", where="save deadline"))
                 return
             commit = self._sink.commit(seal, deadline_s=max(0.0, deadline_s - time.monotonic()))
-            commit.durable_s = time.monotonic() - self.begun_s
+            commit.durable_s = time.monotonic() - self.started_s
             with self._lock:
                 if self.has_ended:
                     self.log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
                 else:
-                    self._happened(SaveEvent.COMMIT)
+                    self._transition(SaveEvent.COMMIT)
             self.commit = commit
-            self._tell()
+            self._notify_ended()
         except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
             self.fail(error)
 
@@ -302,7 +304,7 @@ class Save:
             if self.has_ended:
                 return
             was = self.state
-            self._happened(event)
+            self._transition(event)
             self.failure = (cause, message)
             self._drained.notify_all()
         self.log.warning("save.failed", cause=cause, message=message, state=was.value)
@@ -311,21 +313,21 @@ class Save:
             failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
-        for encode in self._no_longer_held():
+        for encode in self._take_deferred():
             encode()  # of a save that has ended it only gives the block back: nothing to queue for behind other saves
         self._sink.abandon()
-        self._tell()
+        self._notify_ended()
 
-    def _tell(self) -> None:
+    def _notify_ended(self) -> None:
         """It is over, whatever telling that meets: the rank's next save waits for this."""
         try:
             self._ended(self)
         except Exception:
-            self.log.exception("save.untold")
+            self.log.exception("save.notify_failed")
         finally:
-            self.over.set()
+            self.finished.set()
 
-    def _happened(self, event: SaveEvent) -> None:
+    def _transition(self, event: SaveEvent) -> None:
         self.state = after(TABLE, self.state, event, where="save lifecycle")
 
     @property
@@ -348,7 +350,7 @@ class InFlightSaves:
         """The save that `make` begins for the rank; None, and nothing is made, while its last one is not over."""
         with self._lock:
             running = self._by_rank.get(rank)
-            if running is not None and not (running.over.is_set() and running.stream_over.is_set()):
+            if running is not None and not (running.finished.is_set() and running.stream_finished.is_set()):
                 return None
             save = self._by_rank[rank] = make()
             return save
@@ -360,4 +362,4 @@ class InFlightSaves:
         return list(self._by_rank.values())
 
     def in_flight(self) -> list[Save]:
-        return [save for save in self.newest() if not save.over.is_set()]
+        return [save for save in self.newest() if not save.finished.is_set()]

@@ -45,7 +45,7 @@ from deltashard_sidecar.run.run import Run, commit_message
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.session.attachment import Attachment
 
-GIVE_UP_DEADLINE_S = 10.0
+ABANDON_DEADLINE_S = 10.0
 """For telling peers that a part will not come."""
 
 PERIODIC = ("timer", "steps", "baseline")
@@ -83,7 +83,7 @@ class Cut:
     """Digest of the attempt's layout; empty: none."""
     samples: bool = False
     """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
-    follows: str | None = None
+    directive_text: str | None = None
     """The controller's directive in force, as it is recorded with the commit."""
     since: int | None = None
     """Seq of the trainer's newest commit, if rows that changed since it are wanted apart from the others."""
@@ -99,7 +99,7 @@ class PartSink:
     def __init__(
         self,
         run: Run,
-        who: Attachment,
+        attachment: Attachment,
         cut: Cut,
         *,
         joint: JointCommits,
@@ -107,13 +107,13 @@ class PartSink:
     ) -> None:
         """`expected` gives the ranks of this pod whose parts `joint` waits for."""
         self._run = run
-        self._who = who
+        self._attachment = attachment
         self._cut = cut
         self._joint = joint
         self._expected = expected
         self._begun_s = time.monotonic()
-        self._alone = who.world_size == 1
-        self._log = run.log_of(who)
+        self._single_rank = attachment.world_size == 1
+        self._log = run.log_of(attachment)
         if cut.content.covers is None:
             run.bits.errors.begin_baseline()
         self._writer = PartWriter(
@@ -123,10 +123,10 @@ class PartSink:
                 attempt=cut.attempt,
                 cut=cut.cut,
                 step=cut.step,
-                rank=who.rank,
+                rank=attachment.rank,
                 token=run.token,
-                tables=who.tables,
-                boxes=who.boxes,
+                tables=attachment.tables,
+                boxes=attachment.boxes,
                 covers=cut.content.covers,
             ),
             run.cache,
@@ -136,13 +136,13 @@ class PartSink:
         )
 
     def rows(self, batch: Rows, data: memoryview) -> None:
-        if batch.again and self._cut.since is None:
+        if batch.duplicate and self._cut.since is None:
             raise BadBatch("rows are sent again that were not wanted apart", where="row batch")
         block, precision, metrics = batch.block(data), self._cut.content.precision, self._run.metrics
         asked = precision.of_table(block.schema.fqn)
         encoding = encoding_named(asked)
         if self._cut.samples:
-            self._run.bits.errors.offer(block)
+            self._run.bits.errors.add_sample(block)
         options = EncodeOptions(encoding=encoding, state_encoding=precision.state)
         columns = len(block.columns)
         rows = min(len(block), rows_per_frame(block.schema, columns, encoding))
@@ -151,7 +151,7 @@ class PartSink:
             held = frame.info.encoding
             # A frame that could not be encoded as asked is not as it was in that checkpoint, changed or not.
             new = batch.fresh or (batch.fresh is not None and held != asked)
-            again = frame.info.rows if batch.again else 0
+            again = frame.info.rows if batch.duplicate else 0
             self._writer.add(frame, since=self._cut.since if new else None, again=again)
             metrics.rows.labels("in", held).inc(frame.info.rows)
             metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
@@ -177,19 +177,19 @@ class PartSink:
         part = self._writer.finish()
         index = self._writer.index
         assert index is not None
-        self._look(part, [pack.key for pack in index.packs], deadline_s)
+        self._check_chain(part, [pack.key for pack in index.packs], deadline_s)
         if index.rows != seal.rows:
             raise BadBatch(f"{seal.rows} rows were sealed, {index.rows} arrived", where="seal")
         report = PartReport(
             part=part,
-            tables=self._who.tables,
+            tables=self._attachment.tables,
             encodings=index.encodings,
             rows=index.rows,
             raw_bytes=index.raw_bytes,
             stall_s=seal.stall_s,
             cut_at_s=seal.cut_at_s,
             directive=self._cut.content.directive,
-            fingerprint=self._who.fingerprint,
+            fingerprint=self._attachment.fingerprint,
             metadata=self._metadata(seal, baseline=part.covers is None),
             pins=tuple(sorted({*seal.pins, *(order.pin for order in self._cut.orders if order.pin)})),
             common_blobs=index.common_blobs,
@@ -199,31 +199,31 @@ class PartSink:
         except LogRemoved as error:
             self._run.removed = str(error)
             raise
-        self._run.metrics.lost(committed.entry.metadata.get(PLS_KEY, "0"))
+        self._run.metrics.record_lost_samples(committed.entry.metadata.get(PLS_KEY, "0"))
         # Ranks may have covered different checkpoints: a trainer hears what its own part is.
         return commit_message(committed.entry, baseline=part.covers is None)
 
-    def _look(self, part: Part, packs: Sequence[str], deadline_s: float) -> None:
+    def _check_chain(self, part: Part, packs: Sequence[str], deadline_s: float) -> None:
         """Durable means restorable: what the part builds on must be there, and so must the part where none does.
 
-        Raises `ChainGone`, and store errors.
+        Raises `ChainBroken`, and store errors.
         """
-        chains, covers, rank = self._run.chains, part.covers, self._who.rank
-        chains.wrote(part.index_key, packs)
+        chains, covers, rank = self._run.chains, part.covers, self._attachment.rank
+        chains.record_packs(part.index_key, packs)
         last = self._cut.urgent or self._cut.reason == "close"
-        if covers is not None and not last and not chains.due(rank):
+        if covers is not None and not last and not chains.is_check_due(rank):
             return
         state = self._log.state
         if covers is not None and covers not in state.checkpoints:
             return  # the commit will refuse it
-        chains.look(
+        chains.check(
             state,
             covers,
             manifests=self._run.manifests_of(self._log.run),
-            boxes=self._who.boxes,
+            boxes=self._attachment.boxes,
             rank=rank,
-            alone=self._alone,
-            also={part.index_key: packs},
+            single_rank=self._single_rank,
+            extra_indexes={part.index_key: packs},
             deadline_s=deadline_s,
         )
 
@@ -236,7 +236,7 @@ class PartSink:
                 attempt=cut.attempt,
                 cut=cut.cut,
                 step=cut.step,
-                world_size=self._who.world_size,
+                world_size=self._attachment.world_size,
                 reports=reports,
                 layout=cut.layout,
                 bodies=self._run.report_bodies,
@@ -245,7 +245,7 @@ class PartSink:
                 deadline_s=deadline_s,
             )
 
-        if self._alone:
+        if self._single_rank:
             return commit((report,))
         return self._joint.commit(
             cut.attempt, cut.cut, report, expected=self._expected, commit=commit, deadline_s=deadline_s
@@ -256,14 +256,14 @@ class PartSink:
         content = self._cut.content
         precision = content.precision if baseline else content.chain_precision
         mine = {
-            KEY: self._cut.follows,
+            KEY: self._cut.directive_text,
             cost.KEY: self._cut.profile,
             ORDERS_KEY: " ".join(order.id for order in self._cut.orders) or None,
             PRECISION_KEY: precision.text(),
             INCREMENTS_KEY: None if baseline else content.increments,
             error_ledger.KEY: None,
         }
-        if self._who.rank == 0:
+        if self._attachment.rank == 0:
             mine |= self._run.bits.metadata(precision if self._cut.samples else None)
         return {name: text for name, text in seal.metadata.items() if name not in mine} | {
             name: text for name, text in mine.items() if text is not None
@@ -272,27 +272,38 @@ class PartSink:
     def abandon(self) -> None:
         """Stop encoding and uploading, and drop what was spooled; may be called at any time, from any thread."""
         self._writer.abort()
-        if not self._alone:
-            decline(self._run, self._who, self._cut.attempt, self._cut.cut, joint=self._joint)
+        if not self._single_rank:
+            decline(self._run, self._attachment, self._cut.attempt, self._cut.cut, joint=self._joint)
 
 
 def decline(
-    run: Run, who: Attachment, attempt: int, cut: int, *, joint: JointCommits, gone: bool = False
+    run: Run,
+    attachment: Attachment,
+    attempt: int,
+    cut: int,
+    *,
+    joint: JointCommits,
+    process_died: bool = False,
 ) -> None:
     """This rank's part of a cut will not come: neither its pod's other ranks nor its peers need wait for it.
 
-    `gone`: its process has died, so that the others may have begun to commit without it, and wait for it in the store.
+    `process_died`: its process has died, so that the others may have begun to commit without it, and wait for it in the store.
     """
-    if not joint.withdraw(attempt, cut, who.rank) and not gone:
+    if not joint.withdraw(attempt, cut, attachment.rank) and not process_died:
         return
     if run.removed is not None:
         return  # nobody waits where there is no run
-    log = run.log_of(who)
+    log = run.log_of(attachment)
 
-    def tell() -> None:
+    def abandon_in_store() -> None:
         with contextlib.suppress(DeltashardError):  # only advice: who waits has a deadline
             abandon_part(
-                log, attempt=attempt, cut=cut, rank=who.rank, token=run.token, deadline_s=GIVE_UP_DEADLINE_S
+                log,
+                attempt=attempt,
+                cut=cut,
+                rank=attachment.rank,
+                token=run.token,
+                deadline_s=ABANDON_DEADLINE_S,
             )
 
-    threading.Thread(target=tell, name=f"give-up-{cut}", daemon=True).start()
+    threading.Thread(target=abandon_in_store, name=f"abandon-{cut}", daemon=True).start()

@@ -41,22 +41,22 @@ class Presence:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._attached_s = time.monotonic()
-        self._signs = 0
+        self._live_streams = 0
         """Watch and Restore streams that are read."""
         self._locked = False
         """Whether its process was ever seen to hold the writer lock."""
         self._cancels: list[Callable[[], None]] = []
 
     @contextlib.contextmanager
-    def sign(self) -> Iterator[None]:
+    def keep_alive(self) -> Iterator[None]:
         """A stream that shows, as long as it lasts, that the process lives."""
         with self._lock:
-            self._signs += 1
+            self._live_streams += 1
         try:
             yield
         finally:
             with self._lock:
-                self._signs -= 1
+                self._live_streams -= 1
 
     @contextlib.contextmanager
     def stream(self, cancel: Callable[[], None]) -> Iterator[None]:
@@ -83,8 +83,8 @@ class Presence:
         """
         with self._lock:
             self._locked |= lock_held
-            young = time.monotonic() - self._attached_s < GRACE_S
-            return lock_held if self._locked else self._signs > 0 or young
+            is_new = time.monotonic() - self._attached_s < GRACE_S
+            return lock_held if self._locked else self._live_streams > 0 or is_new
 
 
 class Notices:
@@ -110,12 +110,12 @@ class Notices:
             self._closed = True
             self._ready.notify_all()
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         with self._ready:
             self._ready.notify_all()
 
     def read(self, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
-        """Notices as they come, until closed or until `alive()` is false (call `poke` when it changes)."""
+        """Notices as they come, until closed or until `alive()` is false (call `wake` when it changes)."""
         while True:
             with self._ready:
                 self._ready.wait_for(lambda: self._queue or self._closed or not alive())
@@ -132,8 +132,8 @@ class Session:
     the rank's saves write one at a time.
     """
 
-    def __init__(self, who: Attachment, schedule: Schedule, *, attempt: int | None) -> None:
-        self.who = who
+    def __init__(self, attachment: Attachment, schedule: Schedule, *, attempt: int | None) -> None:
+        self.attachment = attachment
         self.notices = Notices()
         self.presence = Presence()
         self.schedule = schedule
@@ -145,11 +145,11 @@ class Session:
         """What had begun before goes on alone; calls are answered with `UnknownSession`."""
         self.attempt = attempt
         """Its number in the log; None before one is open."""
-        self.layout = who.layout
+        self.layout = attachment.layout
         """Digest of the layout of its ranks; empty: one rank, which holds every table whole."""
         self.fence: tuple[Cause, str] | None = None
         """Why the attempt can never commit again; None while it can."""
-        self.asked_at_s = 0.0
+        self.open_requested_s = 0.0
         """When it was asked for, Unix seconds."""
         self.resumed = False
         """Whether it resumes from a checkpoint."""
@@ -164,14 +164,14 @@ class Session:
 
     @property
     def id(self) -> str:
-        return self.who.id
+        return self.attachment.id
 
     @property
     def may_commit(self) -> bool:
         return self.attempt is not None and self.fence is None
 
     @property
-    def waits_out_stall(self) -> bool:
+    def waits_for_stall(self) -> bool:
         return self.stall_aborts >= STALL_ABORTS
 
     def opened(self, reply: pb.OpenReply) -> None:
@@ -190,7 +190,7 @@ class Session:
             if attempt == self.attempt:
                 self.last_commit, self.durable_step = commit, commit.step
 
-    def handed_over(self) -> bool:
+    def mark_restored(self) -> bool:
         """Every row of what it resumes from was handed over; True the first time."""
         with self._lock:
             first, self.restored = not self.restored, True
@@ -214,7 +214,7 @@ class Sessions:
         attempt = request.attempt if request.HasField("attempt") else None
         session = Session(Attachment.of(request), schedule, attempt=attempt)
         with self._lock:
-            self._by_rank[session.who.local_rank] = session
+            self._by_rank[session.attachment.local_rank] = session
         return session
 
     def get(self, session_id: str) -> Session:
@@ -235,11 +235,11 @@ class Sessions:
     def close(self, session: Session) -> None:
         with self._lock:
             session.close()
-            if self._by_rank.get(session.who.local_rank) is session:
-                del self._by_rank[session.who.local_rank]
+            if self._by_rank.get(session.attachment.local_rank) is session:
+                del self._by_rank[session.attachment.local_rank]
 
     def reap(self, lock_held: Callable[[int], bool]) -> list[Session]:
-        dead = [s for s in self.all() if not s.presence.alive(lock_held=lock_held(s.who.local_rank))]
+        dead = [s for s in self.all() if not s.presence.alive(lock_held=lock_held(s.attachment.local_rank))]
         for session in dead:
             self.close(session)
         return dead

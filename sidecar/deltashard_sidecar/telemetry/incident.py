@@ -24,12 +24,12 @@ MERGE_S = 600.0
 class Incidents:
     """Incidents of this process. Thread-safe."""
 
-    def __init__(self, metrics: Metrics, *, awaited: bool = True) -> None:
-        """`awaited`: there is a controller that wants to hear of them; only then is one that goes unheard counted."""
+    def __init__(self, metrics: Metrics, *, has_controller: bool = True) -> None:
+        """`has_controller`: there is a controller that wants to hear of them; only then is one that goes unheard counted."""
         self._metrics = metrics
-        self._awaited = awaited
+        self._has_controller = has_controller
         self._lock = threading.Lock()
-        self._kept: deque[fleet.Incident] = deque()
+        self._pending: deque[fleet.Incident] = deque()
         self._newest = 0
         self._sent = 0
         """Newest id in the report under way: what is counted up after it was sent would be lost with its answer."""
@@ -41,7 +41,7 @@ class Incidents:
         """
         now_s, message = time.time(), message[:MAX_TEXT]
         with self._lock:
-            for each in self._kept:
+            for each in self._pending:
                 same = (each.kind, each.cause) == (kind, cause) and kind != fleet.INCIDENT_KIND_RESTORED
                 if same and each.id > self._sent and now_s - each.at_s < MERGE_S:
                     each.count += 1
@@ -50,22 +50,22 @@ class Incidents:
             self._newest += 1
             made = fleet.Incident(id=self._newest, kind=kind, at_s=now_s, cause=cause, count=1, **more)
             made.message = message
-            self._kept.append(made)
-            if len(self._kept) > LIMIT:
-                self._kept.popleft()
-                if self._awaited:
+            self._pending.append(made)
+            if len(self._pending) > LIMIT:
+                self._pending.popleft()
+                if self._has_controller:
                     self._metrics.incidents_dropped.inc()
 
-    def kept(self, *, sent: bool = False) -> list[fleet.Incident]:
-        """Those not told, oldest first; `sent`: a report with them is under way, until `told` is called."""
+    def pending(self, *, sent: bool = False) -> list[fleet.Incident]:
+        """Those not told, oldest first; `sent`: a report with them is under way, until `acknowledge` is called."""
         with self._lock:
             if sent:
                 self._sent = self._newest
-            return list(self._kept)
+            return list(self._pending)
 
-    def told(self, newest: int) -> None:
+    def acknowledge(self, newest: int) -> None:
         """The report under way has ended; incidents up to `newest` need not be sent again."""
         with self._lock:
             self._sent = 0
-            while self._kept and self._kept[0].id <= newest:
-                self._kept.popleft()
+            while self._pending and self._pending[0].id <= newest:
+                self._pending.popleft()

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 STALL_BUCKETS = (0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 SECONDS_BUCKETS = (0.5, 2.5, 10.0, 30.0, 60.0, 180.0, 600.0)
-_OF_EVERY_POD = re.compile(
-    "deltashard_(build_info|commits|fleet_(connected|refusals)|(raw|frame|cache)_bytes|restores|rows|save_failures)"
+_SERVED_BY_EVERY_POD = re.compile(
+    "deltashard_(build_info|commits|fleet_(connected|report_failures)|(raw|frame|cache)_bytes|restores|rows|save_failures)"
 )
 """Families that every sidecar of a run serves, beside its trainers' steps and its own processor time."""
 NUDGE_PATH = "/v1/report"
@@ -47,7 +47,7 @@ class Metrics(Collector):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.leads = False
+        self.has_rank0 = False
         """Whether rank 0 of a run was ever attached here."""
         self.nudged: Callable[[], None] = lambda: None
         """What a `POST` to `NUDGE_PATH` calls."""
@@ -106,15 +106,13 @@ class Metrics(Collector):
         self.chain_broken = counter(
             "chain_broken", "Looks at what the newest checkpoint is read from that found objects missing"
         )
-        self.housekeeping = counter(
-            "housekeeping", "Rounds of retention, gc and compaction", "task", "outcome"
-        )
+        self.maintenance = counter("maintenance", "Rounds of retention, gc and compaction", "task", "outcome")
         self.compactions = counter("compactions", "Chains compacted, by why", "why")
         self.fleet_connected = gauge(
             "fleet_connected", "Whether the controller took this sidecar's last report"
         )
-        self.fleet_refusals = counter(
-            "fleet_refusals", "Reports that the controller did not take, by cause", "cause"
+        self.fleet_report_failures = counter(
+            "fleet_report_failures", "Reports that the controller did not take, by cause", "cause"
         )
         self.incidents_dropped = counter(
             "incidents_dropped", "Incidents that went before the controller had taken them"
@@ -132,10 +130,10 @@ class Metrics(Collector):
         for use in uses:
             self.blocks.labels(use).set_function(lambda use=use: counts()[use])  # type: ignore[misc]
 
-    def lost(self, said: str) -> None:
+    def record_lost_samples(self, pls: str) -> None:
         """The PLS that a commit says of its run; what is no number was not ours."""
         with contextlib.suppress(ValueError):
-            self.lost_samples.set(float(said))
+            self.lost_samples.set(float(pls))
 
     def resumed(self, *, step: int, at_s: float) -> None:
         """A trainer goes on from a checkpoint committed at `at_s` (Unix seconds, by its writer's clock)."""
@@ -149,7 +147,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in self.registry.collect():
-            if self.leads or _OF_EVERY_POD.fullmatch(family.name):
+            if self.has_rank0 or _SERVED_BY_EVERY_POD.fullmatch(family.name):
                 yield family
         steps = GaugeMetricFamily(
             "deltashard_trainer_step", "The step that a trainer finished last", labels=("run", "rank")

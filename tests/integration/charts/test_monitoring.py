@@ -93,7 +93,7 @@ def everything() -> Iterator[str]:
     for server, registry in (("fleet", controller.registry), ("webhook", webhook.registry)):
         Certificate(ROOT, server, registry)
     sidecar = Metrics()
-    sidecar.leads = True
+    sidecar.has_rank0 = True
     for collector in (sidecar, webhook.registry, controller.registry):
         yield from exported(collector)
 

@@ -20,7 +20,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli.dcp import importer
-from deltashard_cli.dcp.reader import Piece, StoredTensor, read_piece
+from deltashard_cli.dcp.reader import StoredTensor, TensorChunk, read_chunk
 from deltashard_cli.dcp.writer import export_dcp
 from safetensors.torch import load_file
 from torch import nn
@@ -325,12 +325,12 @@ def test_what_many_ranks_saved_is_imported(
     """
     read: list[str] = []
 
-    def watched(stored: StoredTensor, piece: Piece) -> Any:
+    def watched(stored: StoredTensor, chunk: TensorChunk) -> Any:
         read.append(stored.name)
-        return read_piece(stored, piece)
+        return read_chunk(stored, chunk)
 
     monkeypatch.setattr(importer, "_RANGE_BYTES", 999)
-    monkeypatch.setattr(importer, "read_piece", watched)
+    monkeypatch.setattr(importer, "read_chunk", watched)
     generator = torch.Generator().manual_seed(5)
     whole = {
         "emb.items.weight": torch.randn(301, 10, generator=generator),
@@ -351,9 +351,9 @@ def test_what_many_ranks_saved_is_imported(
         assert (said["imported"]["tables_guessed"], said["imported"]["matrices"]) == (True, ["top.weight"])
         assert said["imported"]["left_out"] == ["step"]
         stored = dcp.FileSystemReader(tmp_path / f"saved-{kind}").read_metadata().state_dict_metadata
-        pieces = {f"model.{name}": len(stored[f"model.{name}"].chunks) for name in whole if "emb" in name}
-        assert set(pieces.values()) == ({1} if kind in ("plain", "replicated") else {2})
-        assert Counter(read) == pieces
+        chunks = {f"model.{name}": len(stored[f"model.{name}"].chunks) for name in whole if "emb" in name}
+        assert set(chunks.values()) == ({1} if kind in ("plain", "replicated") else {2})
+        assert Counter(read) == chunks
         read.clear()
         with deltashard.open_checkpoint(tmp_path / "store", kind) as checkpoint:
             assert checkpoint.metadata["imported"] == "torch.distributed.checkpoint"

@@ -63,7 +63,7 @@ def test_log_shows_what_each_entry_says(cli: Cli, url: str, tmp_path: Path) -> N
     assert newest["bytes"] > 0
     assert newest["ranks"] == 1
     assert lines[2]["pins"] == ["best"]
-    assert (lines[5]["says"], lines[5]["pins"]) == ("paper is checkpoint 3", ["paper"])
+    assert (lines[5]["description"], lines[5]["pins"]) == ("paper is checkpoint 3", ["paper"])
     assert [line["seq"] for line in answer(cli, "log", at(url), "-n", "2")["lines"]] == [4, 5]
     assert [line["seq"] for line in answer(cli, "log", at(url), "--since", "3")["lines"]] == [3, 4, 5]
     _code, text = cli("log", at(url), "-n", "1")
@@ -77,7 +77,7 @@ def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str
     code, text = cli("log", at(file_url), "--json")
     assert code == 1
     found = json.JSONDecoder().raw_decode(text)[0]
-    assert [(line["kind"], line["counts"]) for line in found["lines"]] == [
+    assert [(line["kind"], line["valid"]) for line in found["lines"]] == [
         ("genesis", True), ("attempt", True), ("checkpoint", True), ("checkpoint", True), ("unreadable", False),
     ]  # fmt: skip
     assert "cannot be followed past entry 4" in found["warning"]
@@ -92,8 +92,8 @@ def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str
     # An attempt that leaves it behind makes it void, and the log is healthy again.
     open_attempt(RunLog(store, RUN), owner="tests")
     lines = answer(cli, "log", at(file_url))["lines"]
-    assert [line["counts"] for line in lines] == [True, True, True, True, False, True]
-    assert "makes 4 to 4 void" in lines[5]["says"]
+    assert [line["valid"] for line in lines] == [True, True, True, True, False, True]
+    assert "makes 4 to 4 void" in lines[5]["description"]
 
 
 # -- gc --dry-run -----------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_rewind_goes_on_from_an_older_checkpoint_and_back(cli: Cli, url: str, tm
     assert "--ended" in text
     written.save(written.train(), step=400, covers=4, directive="close")
     done = answer(cli, "rewind", at(url), "-c", "3")
-    assert (done["checkpoint"], done["step"], done["aside"]) == (3, 200, [4, 5])
+    assert (done["checkpoint"], done["step"], done["detached"]) == (3, 200, [4, 5])
     # A trainer that was not over after all is told; nothing of it is lost that was committed.
     with pytest.raises(FencedError):
         written.save(step=600)
@@ -219,13 +219,13 @@ def test_rewind_goes_on_from_an_older_checkpoint_and_back(cli: Cli, url: str, tm
     assert_same(read_checkpoint(written.store, RUN), wanted[3])
     assert_same(read_checkpoint(written.store, RUN, "seq:4"), wanted[4])
     # Undone while it lives; said again; and a trainer goes on from there.
-    assert answer(cli, "rewind", at(url), "-c", "4")["aside"] == [5]
+    assert answer(cli, "rewind", at(url), "-c", "4")["detached"] == [5]
     assert answer(cli, "rewind", at(url), "-c", "4")["entry"] is None
-    assert answer(cli, "rewind", at(url), "-c", "3")["aside"] == [4, 5]
+    assert answer(cli, "rewind", at(url), "-c", "3")["detached"] == [4, 5]
     opened = open_attempt(RunLog(written.store, RUN), owner="tests", closing_wait_s=0.0)
     assert (opened.resume.seq, opened.fell_back) == (3, False)
     assert "may hold the run" in refused(cli, "rewind", at(url), "-c", "4")
-    assert [line["says"] for line in answer(cli, "log", at(url))["lines"] if line["kind"] == "rewind"] == [
+    assert [line["description"] for line in answer(cli, "log", at(url))["lines"] if line["kind"] == "rewind"] == [
         "the run goes on from checkpoint 3", "the run goes on from checkpoint 4", "the run goes on from checkpoint 3",
     ]  # fmt: skip
     # Only what retires for age lets go of what was set aside.
@@ -322,7 +322,7 @@ def test_cp_of_a_run_that_people_spoke_in_and_of_a_log_with_void_slots(
     there = f"file://{tmp_path}/there"
     assert cli("cp", at(file_url), there)[0] == 0
     assert RunLog(open_store(there), RUN).refresh() == RunLog(written.store, RUN).refresh()
-    assert answer(cli, "log", at(there))["lines"][4]["counts"] is False
+    assert answer(cli, "log", at(there))["lines"][4]["valid"] is False
     assert_same(read_checkpoint(open_store(there), RUN), read_checkpoint(written.store, RUN))
 
 

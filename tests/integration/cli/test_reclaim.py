@@ -55,12 +55,12 @@ def test_what_the_workload_left_goes(cli: Cli, url: str, tmp_path: Path) -> None
         trained(url, tmp_path / str(n), run)
     trained(url, tmp_path / "x", f"{RUN}-3", workload="uid-of-another")
     said = tmp_path / "said"
-    found = reclaim(cli, url, "--said", said)
+    found = reclaim(cli, url, "--result-file", said)
     assert sorted(found["removed"]) == sorted([RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2", f"{RUN}-worker-0"])
     assert found["kept"] == [], (
         "a name that only looks like a pod's is another's, and no matter of this workload's"
     )
-    word = {"runs": 5, "stay": 0, "objects": found["objects"], "bytes": found["bytes"], "kept": []}
+    word = {"runs": 5, "retained": 0, "objects": found["objects"], "bytes": found["bytes"], "kept": []}
     assert json.loads(said.read_text()) == word
     for run in found["removed"]:
         assert left(url, run) == 0
@@ -117,10 +117,10 @@ def test_a_pod_s_run_that_another_workload_goes_on_with_stays(
     log = RunLog(open_store(file_url), f"{RUN}-0")
     open_attempt(log, owner="tests", workload="uid-of-another")
     said = tmp_path / "said"
-    found = reclaim(cli, file_url, "--said", said)
+    found = reclaim(cli, file_url, "--result-file", said)
     assert [each["run"] for each in found["kept"]] == [f"{RUN}-0"]
     assert "uid-of-another opened it since" in found["kept"][0]["why"]
-    assert json.loads(said.read_text())["stay"] == 1
+    assert json.loads(said.read_text())["retained"] == 1
 
 
 def test_what_jobs_run_on_a_claim(cli: Cli, tmp_path: Path) -> None:
@@ -171,10 +171,10 @@ def test_the_last_word_fits_a_kubelet(cli: Cli, file_url: str, tmp_path: Path) -
     for n in range(20):
         trained(file_url, tmp_path / str(n), f"{RUN}-{n}", pins=(f"{'ä' * 200}{n}",))
     said = tmp_path / "said"
-    assert len(reclaim(cli, file_url, "--said", said)["kept"]) == 20
+    assert len(reclaim(cli, file_url, "--result-file", said)["kept"]) == 20
     assert len(said.read_bytes()) < 4096
     word = json.loads(said.read_text())
-    assert word["stay"] == 20
+    assert word["retained"] == 20
     assert 1 <= len(word["kept"]) < 20
 
 

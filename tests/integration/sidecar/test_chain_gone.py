@@ -19,11 +19,11 @@ from tests.support.sidecar_process import sidecar
 def test_a_swept_base_is_noticed_and_the_next_save_builds_on_nothing(
     tmp_path: Path, url: str, noticed_by: str
 ) -> None:
-    housekeeping_s = 0.05 if noticed_by == "housekeeping" else -1
+    maintenance_interval_s = 0.05 if noticed_by == "housekeeping" else -1
     flags = {
         "encoding": "fp32",
         "differential": "consecutive",
-        "housekeeping_s": housekeeping_s,
+        "maintenance_interval_s": maintenance_interval_s,
         "metrics_port": 0,
     }
     with sidecar(tmp_path, url, **flags) as process:

@@ -60,7 +60,7 @@ class Training:
 
 
 def decided(process: SidecarProcess) -> list[dict[str, object]]:
-    return [each for each in process.events() if each["event"] == "decided"]
+    return [each for each in process.events() if each["event"] == "interval.decided"]
 
 
 def newest(url: str) -> Record:

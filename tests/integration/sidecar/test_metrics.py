@@ -46,7 +46,7 @@ def test_a_metrics_port_that_is_taken_costs_the_metrics_alone(tmp_path: Path, ur
         with sidecar(tmp_path, url, encoding="fp32", metrics_port=port) as process:
             assert process.ready()["metrics_port"] is None
             assert main.health(["--socket", str(process.socket)]) == 0
-            (line,) = [each for each in process.events() if each["event"] == "sidecar.no_metrics"]
+            (line,) = [each for each in process.events() if each["event"] == "sidecar.metrics_unavailable"]
             assert line["where"] == f"127.0.0.1:{port}"
             trainer = Trainer(process.socket, Model())
             trainer.open()

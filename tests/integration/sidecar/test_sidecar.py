@@ -18,7 +18,7 @@ from deltashard_checkpoint.maintenance.user_entry import pin, rewind
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import main
-from deltashard_sidecar.main import EXIT_OWNED
+from deltashard_sidecar.main import EXIT_ALREADY_RUNNING
 
 from tests.support.eventually import eventually
 from tests.support.fake_model import Model, same
@@ -52,11 +52,11 @@ def test_the_command_line(tmp_path: Path, url: str) -> None:
             """Whether it was heard: the hook gives up, and says nothing, where the sidecar is too busy to answer."""
             hook = [*command, "notify", "--reason", "eviction", *socket]
             assert subprocess.run(hook, check=False).returncode == 0
-            return '"notified"' in log.read_text()
+            return '"trainers.notified"' in log.read_text()
 
         eventually(notified, what="the sidecar hears of the hook")
         second = subprocess.run([*command, "serve", *flags], capture_output=True, check=False)
-        assert second.returncode == EXIT_OWNED
+        assert second.returncode == EXIT_ALREADY_RUNNING
         assert json.loads(ready.read_text())["pid"] == first.pid
         first.terminate()
         out, _ = first.communicate(timeout=60)
@@ -74,7 +74,7 @@ def test_a_sidecar_that_hangs_is_not_healthy(
     process: SidecarProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket takes connections all the same: what counts is that its main loop moves."""
-    monkeypatch.setattr(main, "STILL_S", 1.0)
+    monkeypatch.setattr(main, "STALE_S", 1.0)
 
     def healthy() -> bool:
         return main.health(["--socket", str(process.socket)]) == 0
@@ -206,7 +206,13 @@ def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path,
 
 def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
     """Retention after commits, gc after its grace; what is kept restores."""
-    flags = {"encoding": "fp32", "differential": "full", "housekeeping-s": 0, "gc-grace-s": 0, "keep-last": 2}
+    flags = {
+        "encoding": "fp32",
+        "differential": "full",
+        "maintenance-interval-s": 0,
+        "gc-grace-s": 0,
+        "keep-last": 2,
+    }
     with training(tmp_path, url, **flags) as (_, trainer):
         for _ in range(8):
             trainer.model.train()
@@ -231,7 +237,7 @@ def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: st
     flags = {
         "encoding": "fp32",
         "differential": "full",
-        "housekeeping-s": 3,
+        "maintenance-interval-s": 3,
         "gc-grace-s": 0,
         "metrics-port": 0,
     }
@@ -242,7 +248,7 @@ def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: st
             newest = trainer.save_and_commit()
         log = RunLog(open_store(url), "run")
         assert rewind(log, f"seq:{first.seq}", ended=True) is not None
-        counted = re.compile(r'^deltashard_housekeeping_total\{.*task="gc"\} (\S+)', re.MULTILINE)
+        counted = re.compile(r'^deltashard_maintenance_total\{.*task="gc"\} (\S+)', re.MULTILINE)
         eventually(
             lambda: sum(map(float, counted.findall(process.metrics_page()))) > 1,
             what="the round of the last commits",

@@ -24,7 +24,7 @@ from tests.support.sidecar.training import pod
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
 FLAGS: dict[str, Any] = {
-    "encoding": "fp32", "differential": "intermittent", "housekeeping-s": 0, "keep-last": 20, "metrics-port": 0,
+    "encoding": "fp32", "differential": "intermittent", "maintenance-interval-s": 0, "keep-last": 20, "metrics-port": 0,
 }  # fmt: skip
 
 
@@ -72,7 +72,11 @@ class Life:
         assert same(self.trainer.model.state(), self.states[newest])
 
     def decided(self) -> list[str]:
-        return [str(event["why"]) for event in self.process.events() if event["event"] == "save.decided"]
+        return [
+            str(event["why"])
+            for event in self.process.events()
+            if event["event"] == "save.content_overridden"
+        ]
 
 
 def test_baselines_are_made_by_compaction_and_no_cut_holds_all_rows_but_the_first(

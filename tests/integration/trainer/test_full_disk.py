@@ -39,7 +39,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SmallDisk) -> Iterator[Make]:
-    settings = {"gc_grace_s": 0, "housekeeping_s": 0}
+    settings = {"gc_grace_s": 0, "maintenance_interval_s": 0}
     with checkpointers(
         tmp_path, monkeypatch, encoding="fp32", differential="full", every_s=0, keep_last=1, sidecar=settings
     ) as build:
@@ -69,7 +69,7 @@ def fill_wholly(disk: SmallDisk) -> None:
 def saved(make: Make, *, saves: int = 2, **options: Any) -> torch.Tensor:
     """A run with so many checkpoints, whose trainer crashed; the newest weights."""
     loop = Loop()
-    ckpt = make(loop, sidecar={"housekeeping_s": -1}, **options)
+    ckpt = make(loop, sidecar={"maintenance_interval_s": -1}, **options)
     ckpt.restore()
     for _ in range(saves):
         loop.train(1, ckpt)

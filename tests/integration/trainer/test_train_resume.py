@@ -84,7 +84,7 @@ def test_a_trainer_that_builds_on_synthetic_baselines_resumes_exactly(make: Make
 
     for life in range(3):
         loop = Loop(seed=life)
-        ckpt = make(loop, content_hash=True, sidecar={"housekeeping_s": 0})
+        ckpt = make(loop, content_hash=True, sidecar={"maintenance_interval_s": 0})
         restored = ckpt.restore()
         assert (restored is None) == (life == 0)
         assert restored is None or restored.verified

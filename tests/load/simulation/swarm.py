@@ -165,13 +165,13 @@ class Sidecar:
             cause = str(status or "unreachable")
             told.refusals[cause] = told.refusals.get(cause, 0) + 1
             self._news |= before
-            self._schedule = self._schedule.refused(status, now_s, retry_after_s=retry_after_s)
+            self._schedule = self._schedule.failed(status, now_s, retry_after_s=retry_after_s)
             return
         told.report_s.append(now_s - begun_s)
         told.reports += 1
         self.taken = True
         reply = wire.ReportReply.FromString(body)
-        self._schedule = self._schedule.taken(reply.next_s, now_s)
+        self._schedule = self._schedule.accepted(reply.next_s, now_s)
         self.speaks = reply.speaks
         self._told = max(self._told, reply.told)
         if reply.HasField("directive"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deltashard_checkpoint.errors import UserError
 from deltashard_cli.dcp.reader import Contents, StoredObject, StoredTensor, TensorPlace
-from deltashard_cli.dcp.state_dict import sort_out
+from deltashard_cli.dcp.state_dict import classify
 
 T = object()
 """A tensor."""
@@ -28,7 +28,7 @@ def contents(tree: Any) -> Contents:
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
                 visit((*path, key), each)
         elif value is T:
-            values[path] = StoredTensor(name=".".join(map(str, path)), dtype="float32", shape=(1,), pieces=())
+            values[path] = StoredTensor(name=".".join(map(str, path)), dtype="float32", shape=(1,), chunks=())
         else:
             place = TensorPlace(file=Path("x"), offset=0, length=1)
             values[path] = StoredObject(name=".".join(map(str, path)), place=place)
@@ -55,7 +55,7 @@ def contents(tree: Any) -> Contents:
     ],
 )
 def test_the_models_tensors_are_found(tree: Any, model: str | None, left_out: tuple[str, ...]) -> None:
-    found = sort_out(contents(tree), model)
+    found = classify(contents(tree), model)
     assert found.model.keys() == MODEL.keys()
     assert found.left_out == left_out
 
@@ -63,7 +63,7 @@ def test_the_models_tensors_are_found(tree: Any, model: str | None, left_out: tu
 @pytest.mark.parametrize("tree", [{"a": MODEL, "b": MODEL}, {"a": {"model": MODEL}, "b": {"model": MODEL}}])
 def test_what_could_be_several_is_asked_for(tree: Any) -> None:
     with pytest.raises(UserError, match="which of these is the model's") as refused:
-        sort_out(contents(tree), None)
+        classify(contents(tree), None)
     assert "--model with one of: 'a" in refused.value.remedy
 
 
@@ -76,14 +76,14 @@ def test_what_could_be_several_is_asked_for(tree: Any) -> None:
     ],
 )
 def test_an_optimizers_dict_is_known_by_its_groups(place: str, tree: Any) -> None:
-    (found,) = sort_out(contents(tree), None).optimizers
-    assert (found.where, found.why_not) == (place, "")
+    (found,) = classify(contents(tree), None).optimizers
+    assert (found.where, found.unsupported_reason) == (place, "")
     assert {name: set(entry) for name, entry in found.state.items()} == {"emb.weight": {"sum", "step"}}
     assert {number: set(group) for number, group in found.groups.items()} == {0: {"lr", "params"}}
 
 
 @pytest.mark.parametrize(
-    ("optim", "why_not"),
+    ("optim", "unsupported_reason"),
     [
         ({"state.emb.weight.sum": T, "param_groups.emb.weight.lr": 0.1}, "flattened"),
         (OPTIM | {"more": T}, "holds more"),
@@ -94,9 +94,9 @@ def test_an_optimizers_dict_is_known_by_its_groups(place: str, tree: Any) -> Non
         (OPTIM | {"state": {"emb.weight": {"inner": {"sum": T}}}}, r"holds state\.emb\.weight\.inner\.sum"),
     ],
 )
-def test_an_optimizers_dict_of_another_shape_says_why_not(optim: Any, why_not: str) -> None:
+def test_an_optimizers_dict_of_another_shape_says_why_not(optim: Any, unsupported_reason: str) -> None:
     """And is never taken for a model."""
-    found = sort_out(contents({"model": MODEL, "optim": optim}), None)
+    found = classify(contents({"model": MODEL, "optim": optim}), None)
     (optimizer,) = found.optimizers
-    assert why_not.replace("\\", "") in optimizer.why_not
+    assert unsupported_reason.replace("\\", "") in optimizer.unsupported_reason
     assert found.left_out == ()

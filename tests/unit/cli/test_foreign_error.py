@@ -7,7 +7,7 @@ import os
 
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, named
+from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, wrap_os_error
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, na
     ],
 )
 def test_files_and_memory_are_the_environments(error: Exception, what: str, where: str) -> None:
-    found = named(error)
+    found = wrap_os_error(error)
     assert isinstance(found, LocalFault)
     assert (found.what, found.where, exit_code(found)) == (what, where, ENVIRONMENT)
     assert found.remedy
@@ -32,5 +32,5 @@ def test_files_and_memory_are_the_environments(error: Exception, what: str, wher
 def test_all_else_stays_what_it_is() -> None:
     """Ours says it all; a bug is one."""
     ours, bug = UserError("x"), KeyError("y")
-    assert named(ours) is ours
-    assert exit_code(named(bug)) == INTERNAL
+    assert wrap_os_error(ours) is ours
+    assert exit_code(wrap_os_error(bug)) == INTERNAL

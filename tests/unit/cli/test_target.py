@@ -11,7 +11,7 @@ from deltashard_checkpoint.stores.abc import BucketMissing, ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli import target
-from deltashard_cli.target import NoSuchRun, TooMuchElse, find_run, runs_of
+from deltashard_cli.target import NoSuchRun, TooManyOtherObjects, find_run, runs_of
 
 
 class CountingStore(MemoryStore):
@@ -54,19 +54,19 @@ def test_runs_between_other_objects_are_found_with_few_requests():
 
 
 def test_a_tree_of_anything_else_is_not_looked_through_to_its_end(monkeypatch):
-    monkeypatch.setattr(target, "PATIENCE", 100)
+    monkeypatch.setattr(target, "MAX_OTHER_OBJECTS", 100)
     store = CountingStore()
     for at in range(500):
         store.put(f"a/{at}", b"")
-    with pytest.raises(TooMuchElse, match="100 objects here are of no run"):
-        list(runs_of(store, patience=100))
+    with pytest.raises(TooManyOtherObjects, match="100 objects here are of no run"):
+        list(runs_of(store, max_others=100))
     assert store.taken == 100
 
 
 def test_where_there_is_much_else_a_run_is_found_by_its_name_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(target, "PATIENCE", 100)
+    monkeypatch.setattr(target, "MAX_OTHER_OBJECTS", 100)
     write(tmp_path, *(f"a/{at}" for at in range(120)), f"run/{entry_key(0)}")
-    with pytest.raises(TooMuchElse, match="no more were looked at"):
+    with pytest.raises(TooManyOtherObjects, match="no more were looked at"):
         find_run(str(tmp_path), None)
     assert find_run(str(tmp_path), "run").run == "run"
     with pytest.raises(NoSuchRun, match="no run 'x'") as refused:

@@ -8,7 +8,7 @@ import math
 import pytest
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar.policy import BadDirective, InForce, received, recorded, text_of
+from deltashard_sidecar.policy import ActivePolicy, BadDirective, format_directive, parse_directive, received
 
 TIMERS = ("every_s", "every_steps")
 BASE = pb.Policy(every_s=300.0, encoding="q8", differential="intermittent", state_encoding="fp32")
@@ -17,25 +17,25 @@ BASE = pb.Policy(every_s=300.0, encoding="q8", differential="intermittent", stat
 def test_a_directive_lies_over_what_the_pod_was_started_with() -> None:
     """Zero and empty fields keep it; each directive is whole, so the one before leaves nothing behind."""
     first = fleet.Directive(id=1, policy=pb.Policy(every_s=60.0, encoding="q4"))
-    held = InForce(started_with=BASE).after(first)
+    held = ActivePolicy(initial=BASE).with_directive(first)
     assert (held.policy.every_s, held.policy.encoding, held.policy.differential) == (
         60.0,
         "q4",
         "intermittent",
     )
-    held = held.after(fleet.Directive(id=2, policy=pb.Policy(state_encoding="bf16")))
+    held = held.with_directive(fleet.Directive(id=2, policy=pb.Policy(state_encoding="bf16")))
     assert (held.policy.every_s, held.policy.encoding, held.policy.state_encoding) == (300.0, "q8", "bf16")
-    assert held.after(fleet.Directive(id=3, policy=pb.Policy())).policy == BASE
+    assert held.with_directive(fleet.Directive(id=3, policy=pb.Policy())).policy == BASE
 
 
 def test_a_directive_of_timers_turns_one_of_them_off() -> None:
     """From seconds to steps and back, as a policy says; what is no timer is kept as ever."""
-    held = InForce(started_with=BASE)
+    held = ActivePolicy(initial=BASE)
     steps = fleet.Directive(id=1, policy=pb.Policy(every_steps=20), whole=[*TIMERS, "of a newer controller"])
-    held = held.after(received(steps, ""))
+    held = held.with_directive(received(steps, ""))
     assert (held.policy.every_s, held.policy.every_steps, held.policy.encoding) == (0.0, 20, "q8")
     seconds = fleet.Directive(id=2, policy=pb.Policy(every_s=60.0), whole=TIMERS)
-    held = InForce(started_with=pb.Policy(every_steps=20)).after(received(seconds, ""))
+    held = ActivePolicy(initial=pb.Policy(every_steps=20)).with_directive(received(seconds, ""))
     assert (held.policy.every_s, held.policy.every_steps) == (60.0, 0)
 
 
@@ -44,7 +44,7 @@ def test_no_directive_turns_saving_off() -> None:
     with pytest.raises(BadDirective, match="every timer"):
         received(fleet.Directive(id=1, policy=pb.Policy(encoding="q8"), whole=TIMERS), "")
     with pytest.raises(BadDirective, match="every timer"):
-        recorded('{"id": 1, "policy": {}, "whole": ["every_s", "every_steps"], "workload": ""}')
+        parse_directive('{"id": 1, "policy": {}, "whole": ["every_s", "every_steps"], "workload": ""}')
     with pytest.raises(BadDirective, match="every timer"):
         received(fleet.Directive(id=1, policy=pb.Policy(), whole=["every_s"]), "")
     for name in ("encoding", "state_encoding", "differential"):  # words that a save needs
@@ -56,10 +56,10 @@ def test_the_recorded_form_reads_back() -> None:
     """Text in a commit's metadata, small and for people, too."""
     message = fleet.Directive(id=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
     directive = received(message, "uid-1")
-    assert recorded(text_of(directive)) == directive
+    assert parse_directive(format_directive(directive)) == directive
     steps = fleet.Directive(id=8, policy=pb.Policy(every_steps=5), whole=TIMERS)
-    assert recorded(text_of(received(steps, "uid-1"))) == received(steps, "uid-1")
-    assert json.loads(text_of(directive)) == {
+    assert parse_directive(format_directive(received(steps, "uid-1"))) == received(steps, "uid-1")
+    assert json.loads(format_directive(directive)) == {
         "id": 7,
         "policy": {"encoding": "q2", "every_s": 45.5},
         "whole": [],
@@ -109,4 +109,4 @@ def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
 )
 def test_whatever_a_bucket_holds_is_read_or_refused(text: str) -> None:
     with pytest.raises(BadDirective):
-        recorded(text)
+        parse_directive(text)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from deltashard_checkpoint.codecs import kernel_choice, numpy_kernel
 from deltashard_checkpoint.errors import UserError
-from deltashard_sidecar.main import EXIT_USAGE, _judge_kernels, main
+from deltashard_sidecar.main import EXIT_USAGE, _check_kernels, main
 from deltashard_sidecar.save import lifecycle
 from deltashard_sidecar.settings import RANGES, SettingError, Settings, load, variable_of
 from deltashard_sidecar.telemetry.structured_logging import configure
@@ -84,6 +84,6 @@ def test_every_setting_is_documented_and_the_pages_are_fresh() -> None:
 
 def test_numpy_kernels_are_refused_in_a_pod_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "active", lambda: numpy_kernel)
-    _judge_kernels(load(NEEDED, {}), configure("error", run="r"))
+    _check_kernels(load(NEEDED, {}), configure("error", run="r"))
     with pytest.raises(UserError, match="too slow for a pod"):
-        _judge_kernels(load([*NEEDED, "--workload-uid", "w-1"], {}), configure("error", run="r"))
+        _check_kernels(load([*NEEDED, "--workload-uid", "w-1"], {}), configure("error", run="r"))

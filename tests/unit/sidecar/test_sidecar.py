@@ -40,7 +40,7 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     yield made
     made.saves.pool.shutdown()
     run.close()
-    keeper.retire()
+    keeper.close()
 
 
 def attachment() -> pb.AttachRequest:
@@ -61,7 +61,7 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
 
     def directed(rank: int) -> int:
         if not threads:
-            threads.append(threading.Thread(target=sidecar.control.follow, args=(directive,)))
+            threads.append(threading.Thread(target=sidecar.control.apply_directive, args=(directive,)))
             threads[0].start()
             threads[0].join(0.5)  # it is over by then, or waits for the attachment
         return step_of(rank)
@@ -83,7 +83,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
     first.start()
     monkeypatch.setattr(save_service, "BRIEF_WAIT_S", 60.0)
-    asked, wait = threading.Event(), first.over.wait
+    asked, wait = threading.Event(), first.finished.wait
 
     def waited(timeout: float | None = None) -> bool:
         asked.set()
@@ -93,7 +93,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
         assert asked.wait(60.0)
         raise RuntimeError("whatever goes wrong while it is told: the rank may save again")
 
-    monkeypatch.setattr(first.over, "wait", waited)
+    monkeypatch.setattr(first.finished, "wait", waited)
     monkeypatch.setattr(sidecar.activity, "ended", told)
     stream = threading.Thread(target=first.read, args=(iter(()),))
     stream.start()
@@ -101,7 +101,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
         assert stream.is_alive()
     second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
     stream.join(60.0)
-    assert first.over.is_set()
+    assert first.finished.is_set()
     second.cancel(Cause.STOPPING, "it is over")
 
 
@@ -141,5 +141,5 @@ def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
     assert len(given) == batches
     for encode in given:
         encode()
-    assert save.over.wait(60.0)
+    assert save.finished.wait(60.0)
     assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total

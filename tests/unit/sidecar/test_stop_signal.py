@@ -49,4 +49,4 @@ def test_signal_at_any_line_of_the_wait_is_heard(signals: StopSignals) -> None:
         assert result[1] or signals.wait(0.001), line
         line += 1
     assert line > 2
-    assert signals.again()
+    assert signals.received_twice()

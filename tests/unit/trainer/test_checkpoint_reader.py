@@ -118,6 +118,8 @@ def test_what_is_retired_while_it_is_opened_is_not_condemned(
             weights = found.table(ITEMS.fqn).weights.numpy()
     else:
         target = targets.find_run(f"file://{tmp_path}/store/team/r", None)
-        weights = checkpoint_choice.using(target, "latest", lambda one: next(one.tables([ITEMS])).weights)
+        weights = checkpoint_choice.with_checkpoint(
+            target, "latest", lambda one: next(one.tables([ITEMS])).weights
+        )
     assert steps == [30, 50]
     assert np.array_equal(weights, written.items.weights)

@@ -56,7 +56,7 @@ CACHE_TOTAL_BYTES = 20 << 30
 """Pack caches of all runs on this machine together, those of living sidecars besides; twice what one may have."""
 EXIT_USAGE = 2
 """Exit code of a sidecar that refused its settings; its last line in the log says what, where and the remedy."""
-EXIT_OWNED = 3
+EXIT_ALREADY_RUNNING = 3
 """Exit code of a sidecar that found its runtime directory owned by another one."""
 STAGED_DIR = "DELTASHARD_STAGED_DIR"
 """Names, in a pod, the folder of a volume in which survivors of a lost rank stage what they held."""
@@ -397,7 +397,7 @@ class ChildLauncher:
         while self._living() != pid:
             dead = not _alive(pid)
             code = _exit_codes.pop(pid, None) if dead else None
-            if code == EXIT_OWNED:
+            if code == EXIT_ALREADY_RUNNING:
                 return False
             if code == EXIT_USAGE:
                 raise self._refused()

@@ -44,15 +44,15 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Side:
     """What a sidecar says, and does with what it hears."""
 
-    speaks = False
+    is_reporter = False
 
     def __init__(self) -> None:
         self.log = configure("error", run="r")
         self.metrics = Metrics()
-        self.orders = SaveOrders(ask=lambda _: None, state=lambda: RunState(run="r"), in_flight=list)
+        self.orders = SaveOrders(request_save=lambda _: None, state=lambda: RunState(run="r"), in_flight=list)
         self.incidents = Incidents(self.metrics)
         self.directives: list[fleet.Directive] = []
-        self.follow = self.directives.append
+        self.apply_directive = self.directives.append
         self.phase = fleet.PHASE_WAITING
 
     def pod(self) -> fleet.PodState:
@@ -65,7 +65,7 @@ class Side:
         return self.metrics.registry.get_sample_value(f"deltashard_fleet_{name}", labels) or 0.0
 
     def refused(self, cause: str) -> float:
-        return self.value("refusals_total", cause=cause)
+        return self.value("report_failures_total", cause=cause)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def test_it_says_who_it_is_and_how_it_stands(authority: Authority, token: Path) 
         assert (side.directives[0].id, side.directives[0].workload) == (3, "w-1")
         server.tell(directive=fleet.Directive(id=4, policy=pb.Policy(encoding="bogus")))
         side.incidents.add(fleet.INCIDENT_KIND_FENCED, cause="fenced", message="m")
-        eventually(lambda: not side.incidents.kept(), "it is told")
+        eventually(lambda: not side.incidents.pending(), "it is told")
         assert server.last.run.checkpoint_count == 3, "who is told to speaks for the run"
         told = len(server.reports)
         one.nudge()

@@ -57,7 +57,7 @@ def test_a_removed_pack_cache_is_made_again(store: Path, tmp_path: Path) -> None
         run.train(2)
         run.save()
         assert_holds(stored(store), run.state())
-        assert "cache.made_again" in (home_of(store) / "sidecar.log").read_text()
+        assert "cache.recreated" in (home_of(store) / "sidecar.log").read_text()
 
 
 def test_a_truncated_arena_is_made_whole(store: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_cli.kubectl.run_choice import chosen
+from deltashard_cli.kubectl.run_choice import find_run
 
 
 def run(
@@ -36,17 +36,17 @@ RUNS = [
 )
 def test_by_name_workload_or_run_id(said: str, wanted: str) -> None:
     """Of a workload that was made again: the one that lives, or the newest."""
-    assert chosen(RUNS, said, "team")["metadata"]["name"] == wanted
+    assert find_run(RUNS, said, "team")["metadata"]["name"] == wanted
 
 
 def test_several_and_none_are_said() -> None:
     """With the names there are."""
     with pytest.raises(UserError, match="may be several") as error:
-        chosen(RUNS, "two", "team")
+        find_run(RUNS, "two", "team")
     assert error.value.remedy == "say one of two-1, two-2"
     with pytest.raises(UserError, match="no run 'x'") as error:
-        chosen(RUNS, "x", "team")
+        find_run(RUNS, "x", "team")
     assert "dlrm-1" in error.value.remedy
     with pytest.raises(UserError) as error:
-        chosen([], "x", "team")
+        find_run([], "x", "team")
     assert "none at all" in error.value.remedy

@@ -10,7 +10,7 @@ from deltashard_checkpoint.deciding.evidence import Evidence, rates
 from deltashard_checkpoint.deciding.record import Record
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, ManifestRef, Rewound
-from deltashard_cli.planning.plan import Given, plan
+from deltashard_cli.planning.plan import PlanInputs, plan
 from deltashard_cli.planning.recorded_run import recorded_run
 
 TABLE = TableSchema(
@@ -81,7 +81,7 @@ def test_a_crash_loop_is_one_failure():
     assert found.evidence.lossy == pytest.approx(2 ** (-1 / 7)), "a day ago"
     assert found.evidence.exposure_s == pytest.approx(Evidence().after_training(2 * DAY_S).exposure_s)
     assert rates(found.evidence, pods=1).mtbf_s / 3600 == pytest.approx(124.8, abs=0.1)
-    source = {each.name: each.source for each in plan(Given(), found).figures}
+    source = {each.name: each.source for each in plan(PlanInputs(), found).figures}
     assert "0.906 in 43.5 h of training" in source["failures"]
 
 

@@ -151,8 +151,8 @@ def state_of(entry: Entry) -> ReclaimState | None:
     return None if entry.run.reclaim is None else entry.run.reclaim.state
 
 
-GONE = {"runs": 1, "stay": 0, "kept": [], "objects": 5, "bytes": 50}
-STAYS = {**GONE, "stay": 9, "kept": [{"run": "t/a", "why": "a pin"}]}
+GONE = {"runs": 1, "retained": 0, "kept": [], "objects": 5, "bytes": 50}
+STAYS = {**GONE, "retained": 9, "kept": [{"run": "t/a", "why": "a pin"}]}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from deltashard_operator.fleet.report import Reply
 from deltashard_operator.run.directive import differs, directive_of, due
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import policy as sidecar_policy
-from deltashard_sidecar.policy import InForce
+from deltashard_sidecar.policy import ActivePolicy
 
 
 def changed(policy: pb.Policy, **fields: Any) -> pb.Policy:
@@ -55,7 +55,7 @@ def test_a_directive_ends_what_a_pod_was_started_with() -> None:
     )
     given = Reply(sequence=1, next_s=1, directive=directive_of(pb.Policy(every_s=60.0)))
     received = sidecar_policy.received(given.directive, "w")
-    found = InForce(started_with=started).after(received).policy
+    found = ActivePolicy(initial=started).with_directive(received).policy
     assert found == pb.Policy(every_s=60.0, encoding="q8")
 
 

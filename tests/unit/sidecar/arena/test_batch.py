@@ -46,7 +46,7 @@ def test_only_rows_that_changed_are_sent_again() -> None:
     """What they say reaches the index, where others are refused."""
     place = {"rows": 1, "col_start": 0, "col_stop": 8}
     batch = rows_of(pb.RowBatch(fresh=True, again=True, **place), TABLES, WHOLE, BLOCK)
-    assert (batch.fresh, batch.again) == (True, True)
+    assert (batch.fresh, batch.duplicate) == (True, True)
     with pytest.raises(BadBatch, match="did not change"):
         rows_of(pb.RowBatch(again=True, **place), TABLES, WHOLE, BLOCK)
 

@@ -5,7 +5,7 @@ from deltashard_sidecar.arena.block import (
     MIN_BLOCKS_PER_RANK,
     RESERVED_PER_RANK,
     BlockError,
-    Ledger,
+    BlockLedger,
     NotGranted,
     Use,
 )
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 
-def ledger(total: int = 8, *ranks: int) -> Ledger:
-    made = Ledger(total=total, block_bytes=1 << 20)
+def ledger(total: int = 8, *ranks: int) -> BlockLedger:
+    made = BlockLedger(total=total, block_bytes=1 << 20)
     for rank in ranks or (0,):
         assert made.admit(rank)
     return made
@@ -111,13 +111,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(rank=ranks)
     def writer_gone(self, rank: int) -> None:
-        self.ledger.settle(rank)
+        self.ledger.release_quarantined(rank)
         assert not self.ledger.held(rank, Use.QUARANTINED)
 
     @rule(rank=ranks)
     def abort(self, rank: int) -> None:
-        self.ledger.surrender(rank)
-        self.ledger.read_all(rank)
+        self.ledger.release_granted(rank)
+        self.ledger.release_serving(rank)
         assert not self.ledger.held(rank, Use.GRANTED, Use.SERVING)
 
     @invariant()
@@ -132,9 +132,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for rank in (0, 1):
-            self.ledger.surrender(rank)
-            self.ledger.read_all(rank)
-            self.ledger.settle(rank)
+            self.ledger.release_granted(rank)
+            self.ledger.release_serving(rank)
+            self.ledger.release_quarantined(rank)
         for block in self.ledger.blocks:
             while block.pending:
                 self.ledger.encoded(block.index)

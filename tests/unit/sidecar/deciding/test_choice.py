@@ -6,7 +6,7 @@ import pytest
 from deltashard_checkpoint.deciding.cost import Measure, Profile
 from deltashard_checkpoint.deciding.interval import MIN_SAVES
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar.deciding.choice import decide, under
+from deltashard_sidecar.deciding.choice import apply_choice, decide
 from deltashard_sidecar.deciding.measurements import MeasuredSave, Measurements, Opening
 from deltashard_sidecar.deciding.step_meter import Reading
 
@@ -23,8 +23,8 @@ def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:
     """Partial recovery is what the trainer says it is: no restart is needed to see it."""
     known, policy = measured(0.1, world_size=4), pb.Policy(goal="pls=0.0001")
     assert "needs partial recovery" in decide(known, policy).decision.unreachable
-    save = MeasuredSave(cut=1, begun=Reading(9, 4.5), timed=True)
-    known = known.save_begins(save, planned_steps=0, partial=True)
+    save = MeasuredSave(cut=1, started=Reading(9, 4.5), timed=True)
+    known = known.save_started(save, planned_steps=0, partial=True)
     assert decide(known, policy).decision.unreachable == ""
 
 
@@ -37,11 +37,11 @@ def test_another_goal_or_bound_holds_at_once_and_its_cost_is_measured_from_the_s
         pb.Policy(goal="overhead=2%"),
     ):
         choice = decide(known, policy)
-        known = under(choice, known)
+        known = apply_choice(choice, known)
         causes.append((choice.cause, known.profile.save.n, known.cost_s))
-        found.append(choice.over(policy).every_s)
+        found.append(choice.apply_to(policy).every_s)
         assert decide(known, policy).cause is None, "it holds"
     assert causes == [("measured", MIN_SAVES, 0.5), ("policy", 0, 0.5), ("policy", 0, 0.5)]
     assert found == pytest.approx([1800.0, 120.0, 25.0], rel=0.05)
     stated = pb.Policy(goal="fixed", every_s=30.0)
-    assert decide(known, stated).over(stated).every_s == 30.0, "the kill switch"
+    assert decide(known, stated).apply_to(stated).every_s == 30.0, "the kill switch"

@@ -15,7 +15,7 @@ from deltashard_checkpoint.log.run_state import Attempt, RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
-from deltashard_sidecar.deciding.choice import CAUSES
+from deltashard_sidecar.deciding.choice import CHOICE_CAUSES
 from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.deciding.measurements import Cost, MeasuredSave, Opening
 from deltashard_sidecar.deciding.step_meter import Reading
@@ -52,7 +52,7 @@ class Life:
         self.decider = Decider(
             settings.load(needed, {}), metrics=self.metrics, log=log, clock=lambda: self.now_s
         )
-        self.decider.governed(self.policy)
+        self.decider.set_policy(self.policy)
 
     def open(
         self,
@@ -72,7 +72,9 @@ class Life:
         return self.decision.evidence.partition("; ")[2]
 
     def look(self, step: int | None = None, at_s: float | None = None) -> None:
-        self.decider.look(Reading(self.step if step is None else step, self.now_s if at_s is None else at_s))
+        self.decider.observe(
+            Reading(self.step if step is None else step, self.now_s if at_s is None else at_s)
+        )
 
     def train(self, seconds: float, *, looks: int = 4) -> None:
         until_s, pause_s = self.now_s + seconds, seconds / looks
@@ -84,19 +86,19 @@ class Life:
             self.look()
 
     def save(
-        self, *, stall_s: float, slower_s: float = 0.0, durable_s: float = 1.0, timed: bool = True
+        self, *, stall_s: float, slowdown_s: float = 0.0, durable_s: float = 1.0, timed: bool = True
     ) -> None:
         """A save of the step that was last ended, and the first step after its commit."""
         self.cut += 1
-        save = MeasuredSave(cut=self.cut, begun=Reading(self.step, self.now_s), timed=timed)
-        self.decider.save_begins(save, planned_steps=0, partial=False)
+        save = MeasuredSave(cut=self.cut, started=Reading(self.step, self.now_s), timed=timed)
+        self.decider.save_started(save, planned_steps=0, partial=False)
         ended_s = self.now_s + durable_s
-        inside = int((durable_s - stall_s - slower_s) / self.step_s)
-        self.now_s += stall_s + slower_s + inside * self.step_s
+        inside = int((durable_s - stall_s - slowdown_s) / self.step_s)
+        self.now_s += stall_s + slowdown_s + inside * self.step_s
         self.step += inside
         self.look()
         at_s, self.now_s = self.now_s, max(ended_s, self.now_s)
-        self.decider.save_ended(self.cut, Cost(stall_s=stall_s, slower_s=0.0, durable_s=durable_s))
+        self.decider.save_ended(self.cut, Cost(stall_s=stall_s, slowdown_s=0.0, durable_s=durable_s))
         self.look(at_s=at_s)
         self.now_s = at_s + self.step_s
         self.step += 1
@@ -107,18 +109,18 @@ class Life:
         for _ in range(count):
             self.train(self.every_s, looks=2)
             drawn = cost_s()
-            self.save(stall_s=drawn / 2, slower_s=drawn / 2, durable_s=max(durable_s, drawn))
+            self.save(stall_s=drawn / 2, slowdown_s=drawn / 2, durable_s=max(durable_s, drawn))
 
     def text(self, *, closing: bool = False) -> str:
         return self.decider.text(closing=closing) or ""
 
     def govern(self, **said: object) -> None:
         self.policy = changed(self.policy, **said)
-        self.decider.governed(self.policy)
+        self.decider.set_policy(self.policy)
 
     @property
     def every_s(self) -> float:
-        return self.decider.over(self.policy).every_s
+        return self.decider.apply_to(self.policy).every_s
 
     @property
     def decision(self) -> fleet.Decision:
@@ -133,7 +135,7 @@ class Life:
 
     @property
     def changes(self) -> int:
-        return sum(int(self.changed(cause)) for cause in CAUSES)
+        return sum(int(self.changed(cause)) for cause in CHOICE_CAUSES)
 
     def changed(self, cause: str) -> float:
         return self.metrics.decided.labels(cause)._value.get()
@@ -150,7 +152,11 @@ def chosen(**said: object) -> str:
 def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() -> None:
     """Nothing is chosen or written; what saves cost is measured all the same. Before an attempt nothing is known."""
     life = Life(every_s=7.0, every_steps=9, goal="fixed")
-    assert (life.decider.over(life.policy), life.decider.measured(), life.text()) == (life.policy, None, "")
+    assert (life.decider.apply_to(life.policy), life.decider.measured(), life.text()) == (
+        life.policy,
+        None,
+        "",
+    )
     life.open()
     life.saves(MIN_SAVES - 1)
     shown = life.decision
@@ -159,7 +165,7 @@ def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() ->
     shown = life.decision
     assert (shown.value, shown.would) == ("every 7 s or 9 steps", "every 1800 s")
     assert shown.why.startswith("as stated; under auto a save costs 96.9 ms")
-    assert (life.decider.over(life.policy), life.text(), life.changes) == (life.policy, "", 0)
+    assert (life.decider.apply_to(life.policy), life.text(), life.changes) == (life.policy, "", 0)
     assert life.measured.saves == 2 * MIN_SAVES
     life.govern(goal="auto")
     assert life.every_s == 1800.0, "it was measured already"
@@ -174,16 +180,16 @@ def test_without_a_goal_the_timers_hold_and_what_auto_would_choose_is_shown() ->
 )
 @bounded(deadline=None, max_examples=60)
 def test_a_cost_is_exact_wherever_looks_and_commits_fall(
-    step_s: float, stall_s: float, slower_s: float, more_s: float, quiet_s: float
+    step_s: float, stall_s: float, slowdown_s: float, more_s: float, quiet_s: float
 ) -> None:
     """No step more or less is counted to it, however long a step is."""
     life = Life(step_s=step_s)
     life.open()
     life.train(max(quiet_s, 40 * step_s), looks=7)
-    life.save(stall_s=stall_s, slower_s=slower_s, durable_s=stall_s + slower_s + more_s)
+    life.save(stall_s=stall_s, slowdown_s=slowdown_s, durable_s=stall_s + slowdown_s + more_s)
     life.train(3 * step_s)  # a step may end just when the commit does
-    off_s = 2e-3 * (stall_s + slower_s + more_s + step_s) + 1e-5
-    assert life.measured.cost_s == pytest.approx(stall_s + slower_s, abs=off_s)
+    off_s = 2e-3 * (stall_s + slowdown_s + more_s + step_s) + 1e-5
+    assert life.measured.cost_s == pytest.approx(stall_s + slowdown_s, abs=off_s)
     assert life.measured.step_s == pytest.approx(step_s, rel=1e-3)
 
 
@@ -193,8 +199,8 @@ def test_only_what_a_timer_wanted_is_measured() -> None:
     life.open()
     life.train(50.0)
     life.save(stall_s=30.0, durable_s=30.0, timed=False)
-    begins = MeasuredSave(cut=99, begun=Reading(life.step, life.now_s), timed=True)
-    life.decider.save_begins(begins, planned_steps=0, partial=False)
+    begins = MeasuredSave(cut=99, started=Reading(life.step, life.now_s), timed=True)
+    life.decider.save_started(begins, planned_steps=0, partial=False)
     life.now_s += 5.0
     life.decider.save_ended(99, None)
     life.step, life.now_s = life.step + 1, life.now_s + 0.1
@@ -332,9 +338,9 @@ def test_how_long_a_restore_and_a_restart_take() -> None:
     life = Life()
     life.open()
     life.saves(2)
-    life.decider.gone()
+    life.decider.trainer_lost()
     life.now_s += 40.0
-    life.decider.came()
+    life.decider.trainer_attached()
     life.open(log_of({}, step=life.step), attempt=3, resumed=True, seen=life.step)
     life.look(at_s=life.now_s - 50.0)  # the line still says what the last trainer wrote
     life.now_s += 12.5 + life.step_s

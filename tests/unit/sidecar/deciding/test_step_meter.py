@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from deltashard_sidecar.deciding.step_meter import FEWEST_WINDOWS, Reading, StepMeter, lost_s
+from deltashard_sidecar.deciding.step_meter import MIN_WINDOWS, Reading, StepMeter, lost_s
 
 
 def metered(readings: list[tuple[int, float]]) -> StepMeter:
@@ -22,7 +22,7 @@ def test_what_is_no_step_counts_for_nothing_and_a_pause_until_it_is_usual() -> N
     paused = meter.read(Reading(100, 610.0), quiet=True)
     assert paused.step_s == meter.step_s
     assert paused.trained_s == pytest.approx(meter.trained_s + 600.0), "of a gap ten minutes count"
-    for n in range(FEWEST_WINDOWS + 12):
+    for n in range(MIN_WINDOWS + 12):
         meter = meter.read(Reading(100 + n, 9.9 + 20.0 * (n + 1)), quiet=True)
     assert meter.step_s == pytest.approx(20.0)
 

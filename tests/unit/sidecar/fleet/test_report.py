@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from deltashard_checkpoint.log.run_state import Attempt, RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
-from deltashard_sidecar.fleet.report import is_news, openings
+from deltashard_sidecar.fleet.report import needs_report, openings
 
 
 def state(*attempts: tuple[int, str, int | None, int | None, int]) -> RunState:
@@ -60,5 +60,5 @@ def test_news_is_what_people_wait_for() -> None:
         now = fleet.ReportRequest()
         now.CopyFrom(told)
         now.MergeFrom(fleet.ReportRequest(**change))
-        assert is_news(now, told) is news, change
-    assert not is_news(fleet.ReportRequest(pod=told.pod), told)
+        assert needs_report(now, told) is news, change
+    assert not needs_report(fleet.ReportRequest(pod=told.pod), told)

@@ -21,9 +21,9 @@ def test_a_report_follows_in_time_whatever_is_answered(
     for status, next_s, retry_after_s, uniform, changed in answers:
         chance, after_s = lambda uniform=uniform: uniform, retry_after_s * (status in (429, 503))
         if status == 200:
-            schedule = schedule.taken(next_s, now_s, chance)
+            schedule = schedule.accepted(next_s, now_s, chance)
         else:
-            schedule = schedule.refused(status, now_s, retry_after_s=after_s, uniform=chance)
+            schedule = schedule.failed(status, now_s, retry_after_s=after_s, uniform=chance)
         pause_s = schedule.due_s - now_s
         asked_s = {200: next_s, 429: retry_after_s, 503: retry_after_s, 401: 60.0, 421: 60.0, 0: 60.0}
         assert 0 <= pause_s <= min(max(asked_s.get(status, 300.0), 60.0), 3600.0) * 1.1
@@ -44,6 +44,6 @@ def test_changes_cost_a_report_a_second(waits: list[float]) -> None:
         schedule = schedule.changed(now_s)
         if now_s >= schedule.due_s:
             reports += 1
-            schedule = schedule.taken(300.0, now_s)
+            schedule = schedule.accepted(300.0, now_s)
     assert reports <= BURST + sum(waits)
     assert reports >= min(len(waits), BURST)

@@ -8,7 +8,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_sidecar.run.chain_watch import ChainGone, ChainWatch
+from deltashard_sidecar.run.chain_watch import ChainBroken, ChainWatch
 from deltashard_sidecar.telemetry.metric import Metrics
 
 from tests.crash import log_victim
@@ -28,9 +28,9 @@ class Watched:
         self.metrics = Metrics()
         self.watch = ChainWatch(self.store, metrics=self.metrics, log=structlog.get_logger())
 
-    def look(self, seq, **more):
+    def check(self, seq, **more):
         manifests = Manifests(self.store, "job")
-        self.watch.look(self.log.state, seq, manifests=manifests, deadline_s=10.0, **more)
+        self.watch.check(self.log.state, seq, manifests=manifests, deadline_s=10.0, **more)
 
     def objects(self, seq, ending):
         prefix = f"job/{parts_of(self.log.state, seq)[0].prefix}"
@@ -48,21 +48,21 @@ def test_what_is_missing_or_damaged_is_named_and_nothing_builds_on_it(watched, e
     watched.store.delete([key])
     if data is not None:
         watched.store.put(key, data)
-    for alone in (True, False):
-        with pytest.raises(ChainGone, match=f"{ending} .*-- the next save is a baseline"):
-            watched.look(watched.delta, alone=alone)
+    for single_rank in (True, False):
+        with pytest.raises(ChainBroken, match=f"{ending} .*-- the next save is a baseline"):
+            watched.check(watched.delta, single_rank=single_rank)
     state = watched.log.state
-    assert [watched.watch.broken(state, seq) for seq in (watched.base, watched.delta, watched.other)] == [
+    assert [watched.watch.is_broken(state, seq) for seq in (watched.base, watched.delta, watched.other)] == [
         data is None, True, False,
     ]  # fmt: skip
     assert watched.metrics.chain_broken._value.get() == 2
-    watched.look(watched.other)
+    watched.check(watched.other)
 
 
 def test_a_baseline_looks_at_its_own_objects(watched):
     (part,) = parts_of(watched.log.state, watched.other)
     packs = [key.removeprefix("job/") for key in watched.objects(watched.other, ".pack")]
-    watched.look(None, also={part.index_key: packs})
+    watched.check(None, extra_indexes={part.index_key: packs})
     watched.store.delete([f"job/{packs[0]}"])
-    with pytest.raises(ChainGone, match="objects of this save"):
-        watched.look(None, also={part.index_key: packs})
+    with pytest.raises(ChainBroken, match="objects of this save"):
+        watched.check(None, extra_indexes={part.index_key: packs})

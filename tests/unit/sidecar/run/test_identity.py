@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from deltashard_sidecar import settings
-from deltashard_sidecar.run.identity import AloneAmongPods, Identity, check_alone, identity
+from deltashard_sidecar.run.identity import AmbiguousRun, Identity, check_run_assignment, identity
 
 
 def config(**environment: str) -> settings.Settings:
@@ -44,9 +44,9 @@ def test_a_trainer_without_peers_is_refused_where_others_would_share_its_run(
     environment: dict[str, str], ranks: int, refused: bool
 ) -> None:
     if not refused:
-        check_alone(config(**environment), ranks)
+        check_run_assignment(config(**environment), ranks)
         return
     with pytest.raises(
-        AloneAmongPods, match="trains alone.*per-pod.*init_process_group.*deltashard.io/runs: one"
+        AmbiguousRun, match="trains alone.*per-pod.*init_process_group.*deltashard.io/runs: one"
     ):
-        check_alone(config(**environment), ranks)
+        check_run_assignment(config(**environment), ranks)

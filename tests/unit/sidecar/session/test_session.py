@@ -40,7 +40,7 @@ def test_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.alive(lock_held=False)
     monkeypatch.setattr(one, "_attached_s", time.monotonic() - GRACE_S - 1)
     assert not one.alive(lock_held=False)
-    with one.sign():
+    with one.keep_alive():
         assert one.alive(lock_held=False)
         assert one.alive(lock_held=True)
         assert not one.alive(lock_held=False)
@@ -93,7 +93,7 @@ def test_notices_are_bounded_and_a_reader_that_is_gone_takes_none_with_it() -> N
     thread = threading.Thread(target=lambda: read.extend(queue.read(lambda: alive[0])))
     thread.start()
     alive[0] = False
-    queue.poke()
+    queue.wake()
     thread.join(60)
     assert not thread.is_alive()
     for seq in range(NOTICES + 10):

@@ -39,16 +39,16 @@ def test_they_are_kept_until_told_and_the_oldest_go_first(incidents: Incidents, 
     """At most LIMIT; what went unheard is counted; ids never repeat."""
     for number in range(LIMIT + 3):
         failed(incidents, number)
-    assert [i.step for i in incidents.kept()] == list(range(3, LIMIT + 3))
+    assert [i.step for i in incidents.pending()] == list(range(3, LIMIT + 3))
     assert metrics.registry.get_sample_value("deltashard_incidents_dropped_total") == 3
-    incidents.told(incidents.kept()[-2].id)
-    assert [i.step for i in incidents.kept()] == [LIMIT + 2]
-    incidents.told(1)
-    assert len(incidents.kept()) == 1
+    incidents.acknowledge(incidents.pending()[-2].id)
+    assert [i.step for i in incidents.pending()] == [LIMIT + 2]
+    incidents.acknowledge(1)
+    assert len(incidents.pending()) == 1
     failed(incidents, 99)
-    assert incidents.kept()[-1].id == LIMIT + 4
+    assert incidents.pending()[-1].id == LIMIT + 4
     incidents.add(fleet.INCIDENT_KIND_FENCED, cause="error", message="x" * 100_000)
-    assert len(incidents.kept()[-1].message) == 1000, "one sentence, not a log"
+    assert len(incidents.pending()[-1].message) == 1000, "one sentence, not a log"
 
 
 def test_what_happens_again_is_counted_up_until_it_is_on_its_way(incidents: Incidents) -> None:
@@ -56,20 +56,20 @@ def test_what_happens_again_is_counted_up_until_it_is_on_its_way(incidents: Inci
     for kind in (fleet.INCIDENT_KIND_RESTORED, fleet.INCIDENT_KIND_FENCED):
         for message in ("a", "b"):
             incidents.add(kind, cause="store", message=message)
-    assert [(i.id, i.count, i.message) for i in incidents.kept(sent=True)] == [
+    assert [(i.id, i.count, i.message) for i in incidents.pending(sent=True)] == [
         (1, 1, "a"),
         (2, 1, "b"),
         (3, 2, "b"),
     ]
     incidents.add(fleet.INCIDENT_KIND_FENCED, cause="store", message="c")
-    incidents.told(3)
-    assert [(i.id, i.count) for i in incidents.kept()] == [(4, 1)]
-    incidents.kept(sent=True)
-    incidents.told(0)
+    incidents.acknowledge(3)
+    assert [(i.id, i.count) for i in incidents.pending()] == [(4, 1)]
+    incidents.pending(sent=True)
+    incidents.acknowledge(0)
     incidents.add(fleet.INCIDENT_KIND_FENCED, cause="store", message="d")
-    incidents.kept()[0].at_s -= 601
+    incidents.pending()[0].at_s -= 601
     incidents.add(fleet.INCIDENT_KIND_FENCED, cause="store", message="e")
-    assert [(i.id, i.count) for i in incidents.kept()] == [(4, 2), (5, 1)]
+    assert [(i.id, i.count) for i in incidents.pending()] == [(4, 2), (5, 1)]
 
 
 class Health(StoreHealth):
@@ -101,7 +101,7 @@ def test_a_store_counts_as_unreachable_only_when_it_lasts(incidents: Incidents, 
     health.tried(down)
     assert not health.store_ok
     health.tried(down, after_s=60.0)
-    (one,) = incidents.kept()
+    (one,) = incidents.pending()
     assert (one.kind, one.cause, one.message) == (
         fleet.INCIDENT_KIND_STORE_UNAVAILABLE, "unavailable", "no connection: refused [s3://b] -- is the store up?",
     )  # fmt: skip
@@ -134,9 +134,9 @@ def test_a_refusal_counts_at_once_and_an_answer_about_an_object_is_health(
     health.tried(kind("no"))
     health.tried(kind("no"))
     assert (health.store_ok, health.credentials_ok) == healthy
-    assert [i.cause for i in incidents.kept()] == [cause]
+    assert [i.cause for i in incidents.pending()] == [cause]
     health.tried(AccessDenied("other") if cause != "denied" else StoreFull("other"))
-    assert len(incidents.kept()) == 2
+    assert len(incidents.pending()) == 2
     health.tried(answer)
     assert (health.store_ok, health.credentials_ok) == (True, True)
 
@@ -151,6 +151,6 @@ def test_one_kind_of_call_that_is_denied_stays_a_trouble_while_others_succeed(
         for operation in ("put", "put_if_absent", "get", "get_into", "head", "list"):
             health.tried(None, operation=operation)
             assert not health.store_ok
-    assert [i.message for i in incidents.kept()] == ["no right to delete"]
+    assert [i.message for i in incidents.pending()] == ["no right to delete"]
     health.tried(ObjectNotFound("gone already"), operation="delete")
     assert health.store_ok

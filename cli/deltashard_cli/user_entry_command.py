@@ -10,7 +10,7 @@ from deltashard_checkpoint.maintenance.retention import retire_selected
 
 from deltashard_cli.checkpoint_choice import open_checkpoint
 from deltashard_cli.option import ended_option, named_option, run_options, which_option
-from deltashard_cli.output import number, plural, tell
+from deltashard_cli.output import number, plural, print_result
 from deltashard_cli.target import find_run, named_run
 
 
@@ -28,7 +28,7 @@ def pin(url: str, name: str, run: str | None, which: str, *, as_json: bool) -> N
     before = log.refresh().pinned.get(name)
     entry = user_entry.pin(log, name, which)
     seq = log.state.pinned[name]
-    tell(
+    print_result(
         f"checkpoint {seq} (step {number(log.state.checkpoints[seq].step)}) is pinned {name}"
         + (" already" if entry is None else "")
         + (f", and {before} no more" if before not in {None, seq} else ""),
@@ -50,7 +50,7 @@ def unpin(url: str, name: str, run: str | None, *, as_json: bool) -> None:
     log = RunLog(target.store, target.run)
     before = log.refresh().pinned.get(name)
     entry = user_entry.pin(log, name, None)
-    tell(
+    print_result(
         f"checkpoint {before} is not pinned {name} any more",
         as_json=as_json,
         run=target.run,
@@ -85,7 +85,7 @@ def retire(url: str, run: str | None, every: tuple[str, ...], *, as_json: bool) 
 
     entry = retire_selected(log, choose)
     gone = () if entry is None else entry.checkpoints
-    tell(
+    print_result(
         f"{plural(len(gone), 'checkpoint')} retired: {', '.join(map(str, gone))}; `deltashard gc` deletes what "
         "only they needed",
         as_json=as_json,
@@ -114,18 +114,18 @@ def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool)
     state = log.state
     newest = state.newest()
     assert newest is not None
-    aside = sorted(state.detached)
+    detached = sorted(state.detached)
     said = f"the run goes on from checkpoint {newest.seq} (step {number(newest.step)})"
     if entry is None:
         said += " already"
-    if aside:
-        said += f"; set aside: {', '.join(map(str, aside))}"
-    tell(
+    if detached:
+        said += f"; set aside: {', '.join(map(str, detached))}"
+    print_result(
         said,
         as_json=as_json,
         run=target.run,
         checkpoint=newest.seq,
         step=newest.step,
-        aside=aside,
+        detached=detached,
         entry=None if entry is None else entry.seq,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltashard_cli.kubectl import sentence
+from deltashard_cli.kubectl import status_text
 
 NOW_S = 1_000_000.0
 AGO = "1970-01-12T13:36:40Z"
@@ -18,11 +18,11 @@ def run(**status: Any) -> dict[str, Any]:
 def test_of_a_run_that_has_not_begun() -> None:
     """Nothing is claimed that nobody told."""
     for each in (run(), {"metadata": {"name": "r"}, "spec": {"policy": "p"}}):
-        assert list(sentence.decided(each)) == [
+        assert list(status_text.decision_lines(each)) == [
             "Saves: not told yet, as the policy p or an annotation states: nothing is chosen."
         ]
-        assert list(sentence.troubled(each, NOW_S)) == ["No trouble."]
-        assert list(sentence.lost(each, NOW_S)) == ["Nothing was lost."]
+        assert list(status_text.problem_lines(each, NOW_S)) == ["No trouble."]
+        assert list(status_text.loss_lines(each, NOW_S)) == ["Nothing was lost."]
 
 
 def test_ready_that_is_not_true_is_a_trouble() -> None:
@@ -35,12 +35,14 @@ def test_ready_that_is_not_true_is_a_trouble() -> None:
         "lastTransitionTime": AGO,
     }
     over = {"type": "Stale", "status": "False", "reason": "Over", "message": "x", "lastTransitionTime": AGO}
-    assert list(sentence.troubled(run(conditions=[ready, over]), NOW_S)) == ["Not ready for 10 min: Unheard"]
+    assert list(status_text.problem_lines(run(conditions=[ready, over]), NOW_S)) == [
+        "Not ready for 10 min: Unheard"
+    ]
 
 
 def test_losses_newest_first_and_bounded() -> None:
     losses = [{"time": AGO, "cause": "Evicted", "pod": f"p-{n}"} for n in range(9)]
-    said = list(sentence.lost(run(losses=losses, restores=9, lostSteps=1), NOW_S))
+    said = list(status_text.loss_lines(run(losses=losses, restores=9, lostSteps=1), NOW_S))
     assert said[0] == "10 min ago: Evicted, pod p-8"
     assert said[5:] == [
         "and 4 older ones in the CheckpointRun",

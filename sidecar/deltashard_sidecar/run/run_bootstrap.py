@@ -26,40 +26,40 @@ from deltashard_sidecar.telemetry.structured_logging import Logger
 WHERE = "deltashard.io/restore-from, DELTASHARD_RESTORE_FROM"
 
 
-class BeginningRefused(UserError):
+class BootstrapRefused(UserError):
     """The run cannot begin as `restore_from` says."""
 
 
-class Beginning:
+class RunBootstrap:
     """Begins the run. Thread-safe: of two that open at once, the second finds what the first has copied."""
 
     def __init__(
         self, restore_from: str, store: Store, identity: Identity, cache: PackCache, log: Logger
     ) -> None:
         """`restore_from`: RUN or RUN@PIN; empty: the run begins anew."""
-        self._wanted = restore_from
+        self._restore_from = restore_from
         self._store = store
         self._identity = identity
         self._cache = cache
         self._logger = log
         self._lock = threading.Lock()
-        self._told = False
+        self._logged = False
 
     def ensure(self, request: pb.OpenRequest, *, deadline_s: float) -> None:
         """Copy the checkpoint into the run, unless that has a log. May be killed at any instant.
 
-        Raises `BeginningRefused`, and what `start_run` raises.
+        Raises `BootstrapRefused`, and what `start_run` raises.
         """
-        if not self._wanted:
+        if not self._restore_from:
             return
         log = RunLog(self._store, self._identity.run)
         with self._lock:
             if not self._has_log(log, deadline_s):
                 self._check(request)
                 self._copy(log, deadline_s)
-            elif not self._told:
+            elif not self._logged:
                 self._logger.info("restore_from.ignored", what="the run has a log of its own")
-            self._told = True
+            self._logged = True
 
     @staticmethod
     def _has_log(log: RunLog, deadline_s: float) -> bool:
@@ -76,11 +76,11 @@ class Beginning:
         if request.from_run:
             says = f"restore(from_run={request.from_run!r})"
         if says:
-            what = f"the run is to begin with a checkpoint of {self._wanted}, and the training script says {says}"
-            raise BeginningRefused(what, where=WHERE, remedy="say it in one of the two places")
+            what = f"the run is to begin with a checkpoint of {self._restore_from}, and the training script says {says}"
+            raise BootstrapRefused(what, where=WHERE, remedy="say it in one of the two places")
 
     def _copy(self, log: RunLog, deadline_s: float) -> None:
-        name, _, pin = self._wanted.partition("@")
+        name, _, pin = self._restore_from.partition("@")
         source, which = RunLog(self._store, name), f"pin:{pin}" if pin else "latest"
         where = f"{WHERE}; {self._store.url}"
         try:
@@ -95,7 +95,7 @@ class Beginning:
                 remedy = f"{error.remedy}; {remedy}"
             what = error.what if there else "there is no such run in the store"
             what = f"the run cannot begin with {which} of run {name!r}: {what}"
-            raise BeginningRefused(what, where=where, remedy=remedy) from error
+            raise BootstrapRefused(what, where=where, remedy=remedy) from error
         except TargetTaken as error:
             if self._has_log(log, deadline_s):
                 return  # another pod of this run was faster
@@ -103,7 +103,7 @@ class Beginning:
             remedy = (
                 "start again, if another pod begins the run just now; else `deltashard rm --ended` removes it"
             )
-            raise BeginningRefused(what, where=where, remedy=remedy) from error
+            raise BootstrapRefused(what, where=where, remedy=remedy) from error
         self._logger.info(
             "restore_from.copied", source=name, seq=done.source_seq, step=done.step, bytes=done.bytes
         )

@@ -12,7 +12,7 @@ Document = Mapping[str, Any]
 NEWEST_LOSSES = 5
 
 
-def moment(text: object) -> float | None:
+def parse_timestamp(text: object) -> float | None:
     """Seconds of a timestamp of the API; None where there is none."""
     if not isinstance(text, str) or not text:
         return None
@@ -20,7 +20,7 @@ def moment(text: object) -> float | None:
 
 
 def ago(text: object, now_s: float) -> str:
-    at_s = moment(text)
+    at_s = parse_timestamp(text)
     return "" if at_s is None else age(at_s, now_s)
 
 
@@ -35,7 +35,7 @@ def interval(status: Document) -> str:
     return "on demand" if "intervalSeconds" in status else "not told yet"
 
 
-def troubles(run: Document) -> list[Document]:
+def problem_conditions(run: Document) -> list[Document]:
     """Conditions that say something is wrong, `Ready` that is not True among them."""
     conditions = (run.get("status") or {}).get("conditions") or ()
     return [
@@ -45,7 +45,7 @@ def troubles(run: Document) -> list[Document]:
     ]
 
 
-def decided(run: Document) -> Iterator[str]:
+def decision_lines(run: Document) -> Iterator[str]:
     decisions = (run.get("status") or {}).get("decisions") or ()
     if not decisions:
         stated = f"as the policy {run['spec']['policy']} or an annotation states"
@@ -65,8 +65,8 @@ def decided(run: Document) -> Iterator[str]:
             yield f"  The goal cannot be had: {each['unreachable']}."
 
 
-def troubled(run: Document, now_s: float) -> Iterator[str]:
-    found = troubles(run)
+def problem_lines(run: Document, now_s: float) -> Iterator[str]:
+    found = problem_conditions(run)
     if not found:
         yield "No trouble."
     for each in found:
@@ -76,7 +76,7 @@ def troubled(run: Document, now_s: float) -> Iterator[str]:
         yield f"{name} for {since or 'a while'}: {told}"
 
 
-def lost(run: Document, now_s: float) -> Iterator[str]:
+def loss_lines(run: Document, now_s: float) -> Iterator[str]:
     status = run.get("status") or {}
     losses = list(status.get("losses") or ())
     if not losses:
