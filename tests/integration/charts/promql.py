@@ -14,7 +14,7 @@ Samples = dict[str, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PromqlResult:
     """What an expression reads, and what it gives."""
 
     error: str
@@ -22,21 +22,23 @@ class Answer:
     result: list[tuple[dict[str, str], float]] = field(default_factory=list)
 
 
-def ask(expressions: Sequence[str], series: Samples | None = None, *, at_s: float = 0.0) -> list[Answer]:
+def evaluate(
+    expressions: Sequence[str], series: Samples | None = None, *, at_s: float = 0.0
+) -> list[PromqlResult]:
     """What each expression gives over the samples, at one time."""
-    return _answers([{"expression": each, "series": series or {}, "at": at_s} for each in expressions])
+    return _evaluate([{"expression": each, "series": series or {}, "at": at_s} for each in expressions])
 
 
-def ask_at(expression: str, series: Samples, times_s: Sequence[float]) -> list[Answer]:
+def evaluate_at(expression: str, series: Samples, times_s: Sequence[float]) -> list[PromqlResult]:
     """What one expression gives over the samples, at each of these times."""
-    return _answers([{"expression": expression, "series": series, "at": at_s} for at_s in times_s])
+    return _evaluate([{"expression": expression, "series": series, "at": at_s} for at_s in times_s])
 
 
-def recorded(rules: Sequence[tuple[str, str]], series: Samples, times_s: Sequence[float]) -> Samples:
+def evaluate_rules(rules: Sequence[tuple[str, str]], series: Samples, times_s: Sequence[float]) -> Samples:
     """The samples, and what recording rules (name, expression) make of them at these times, each of those before it."""
     found = dict(series)
     for name, expression in rules:
-        for at_s, answer in zip(times_s, ask_at(expression, found, times_s), strict=True):
+        for at_s, answer in zip(times_s, evaluate_at(expression, found, times_s), strict=True):
             assert answer.error == "", (name, answer.error)
             for labels, value in answer.result:
                 said = ",".join(
@@ -46,7 +48,7 @@ def recorded(rules: Sequence[tuple[str, str]], series: Samples, times_s: Sequenc
     return found
 
 
-def _answers(questions: Sequence[object]) -> list[Answer]:
+def _evaluate(questions: Sequence[object]) -> list[PromqlResult]:
     done = subprocess.run(
         [str(built("promql"))],
         input="".join(json.dumps(question) + "\n" for question in questions),
@@ -57,7 +59,7 @@ def _answers(questions: Sequence[object]) -> list[Answer]:
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     return [
-        Answer(
+        PromqlResult(
             error=each["error"],
             metrics=each["metrics"] or [],
             result=[(given["labels"], given["value"]) for given in each["result"] or []],

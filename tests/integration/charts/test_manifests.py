@@ -104,25 +104,25 @@ def prepared(http: Rest) -> Rest:
     http.namespace(NAMESPACE, {"pod-security.kubernetes.io/enforce": "restricted"})
     rendering = render()
     for account in [*rendering.all("ServiceAccount"), *rendering.all("ServiceAccount", hook=True)]:
-        assert made(http, account, dry_run=False).status == 201
+        assert dry_run_create(http, account, dry_run=False).status == 201
     return http
 
 
-def made(http: Rest, document: Document, *, dry_run: bool = True) -> Reply:
+def dry_run_create(http: Rest, document: Document, *, dry_run: bool = True) -> Reply:
     """The answer to an object of the chart, as it is written."""
     path = collection(document, document["metadata"].get("namespace", ""))
     return http("POST", f"{path}?fieldValidation=Strict", document, dry_run=dry_run)
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_api_server_takes_it(prepared: Rest, name: str) -> None:
+def test_api_server_accepts_manifests(prepared: Rest, name: str) -> None:
     """Each object as it is written, hooks included."""
     rendering = render(VALUES[name])
     for document in rendering.documents:
         if document["kind"] == "ServiceAccount":
             metadata = {**document["metadata"], "name": "another"}  # pods need the ones that are there
             document = {**document, "metadata": metadata}  # noqa: PLW2901
-        reply = made(prepared, document)
+        reply = dry_run_create(prepared, document)
         assert reply.status == 201, (document["kind"], document["metadata"]["name"], reply.document)
         spec = document.get("spec", {}).get("template", {}).get("spec", {})
         if spec.get("hostNetwork"):  # which NOTES.txt speaks of: the namespace must allow it
@@ -138,13 +138,13 @@ def test_pods_are_restricted(prepared: Rest, name: str) -> None:
         template["spec"].pop("priorityClassName", None)  # names the class of a cluster that has one
         metadata = {**template["metadata"], "name": "pod", "namespace": NAMESPACE}
         document = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-        reply = made(prepared, document)
+        reply = dry_run_create(prepared, document)
         assert reply.status == 201, reply.document
         container = reply.document["spec"]["containers"][0]
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_selectors_meet_what_they_select() -> None:
+def test_selectors_match_their_deployment_only() -> None:
     """Services, budgets, spread and policies select the pods of their Deployment and no other."""
     rendering = render(VALUES["everything"])
     labels = {
@@ -171,7 +171,7 @@ def test_selectors_meet_what_they_select() -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_flags_are_those_of_the_programs(name: str) -> None:
+def test_flags_exist_in_programs(name: str) -> None:
     """Each program reads what the chart passes; paths lie in what is mounted; scripts are the package's."""
     rendering = render(VALUES[name])
     specs = [each["spec"]["template"]["spec"] for each in rendering.all("Deployment")]

@@ -21,7 +21,7 @@ from deltashard_operator.tls.certificate import Certificate
 from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client.registry import Collector
 
-from tests.integration.charts.promql import Samples, ask, recorded
+from tests.integration.charts.promql import Samples, evaluate, evaluate_rules
 from tests.support.helm import CHART, render
 from tests.support.operator.full_run import NOW_S as FULL_S
 from tests.support.operator.full_run import full_run
@@ -82,7 +82,7 @@ def exported(collector: Collector) -> Iterator[str]:
             yield family.name + suffix
 
 
-def everything() -> Iterator[str]:
+def all_series() -> Iterator[str]:
     """Names of all series of ours."""
     controller = ControllerMetrics()
     stale = Condition(type="Stale", status="True", reason="Stale", message="m", since_s=1.0)
@@ -98,33 +98,33 @@ def everything() -> Iterator[str]:
         yield from exported(collector)
 
 
-EXPORTED = set(everything())
+EXPORTED_SERIES = set(all_series())
 
 
-def test_alerts_and_panels_read_what_is_exported() -> None:
+def test_alerts_and_panels_use_exported_metrics() -> None:
     """Each expression parses, and each metric in it is one of ours or a known one of the API server."""
     expressions = [rule["expr"] for rule in rules()] + queries()
     names = {name for name, _ in records()}
     assert len(names) == len(records())
     assert len(expressions) > 60
-    for expression, answer in zip(expressions, ask(expressions), strict=True):
+    for expression, answer in zip(expressions, evaluate(expressions), strict=True):
         assert answer.error == "", expression
         assert answer.metrics, expression
-        assert set(answer.metrics) <= EXPORTED | FOREIGN | names, expression
+        assert set(answer.metrics) <= EXPORTED_SERIES | FOREIGN | names, expression
 
 
-def steady(value: float, *, until_s: int = 3600) -> list[tuple[float, float]]:
+def gauge_series(value: float, *, until_s: int = 3600) -> list[tuple[float, float]]:
     """A gauge, read every 30 s."""
     return [(float(at), value) for at in range(0, until_s + 1, 30)]
 
 
-def counted(*, begins_s: int, times: int = 60) -> list[tuple[float, float]]:
+def counter_series(*, begins_s: int, times: int = 60) -> list[tuple[float, float]]:
     """A counter that is not there before its first event, and has one each minute, read every 30 s."""
-    risen = rising(begins_s=begins_s - 60)
+    risen = rising_counter(begins_s=begins_s - 60)
     return [(at, min(value, float(times))) for at, value in risen if value]
 
 
-def rising(
+def rising_counter(
     *, begins_s: int, each: float = 1.0, until_s: int = 3600, every_s: int = 60
 ) -> list[tuple[float, float]]:
     """A counter that rises by `each` every `every_s` from a time on, read every 30 s."""
@@ -150,73 +150,113 @@ NUDGES = 'deltashard_fleet_nudges_total{outcome="%s"}'
 HOUR = 3600
 DAY = 86400
 
-COMMITTED, BEGUN, NEVER = {LAST: steady(1.0)}, {SINCE: steady(0.5)}, {INTERVAL: steady(0)}
-EVERY_5_MIN = {INTERVAL: steady(300)}
-JUST_BEGUN = {SINCE: steady(HOUR - 60)}
-FAILS = {FAILURES % "unavailable": counted(begins_s=2400)}
-SAVES_FAIL, TROUBLE = {CONDITION % "SavesFailing": steady(1)}, {CONDITION % "Stale": steady(1)}
-LASTING = {NOT_AFTER % "webhook": steady(HOUR + 80 * DAY)}
+COMMITTED, BEGUN, NEVER = {LAST: gauge_series(1.0)}, {SINCE: gauge_series(0.5)}, {INTERVAL: gauge_series(0)}
+EVERY_5_MIN = {INTERVAL: gauge_series(300)}
+JUST_STARTED = {SINCE: gauge_series(HOUR - 60)}
+FAILS = {FAILURES % "unavailable": counter_series(begins_s=2400)}
+SAVES_FAIL, TROUBLE = {CONDITION % "SavesFailing": gauge_series(1)}, {CONDITION % "Stale": gauge_series(1)}
+LASTING = {NOT_AFTER % "webhook": gauge_series(HOUR + 80 * DAY)}
 SENT, UNSENT = NUDGES % "sent", NUDGES % "failed"
 
 CASES: list[tuple[str, str, Samples, bool]] = [
     ("CheckpointStale", "a commit an hour ago", COMMITTED | BEGUN | EVERY_5_MIN, True),
-    ("CheckpointStale", "10 min ago", {LAST: steady(HOUR - 600)} | BEGUN | EVERY_5_MIN, False),
-    ("CheckpointStale", "every half an hour", COMMITTED | BEGUN | {INTERVAL: steady(1800)}, False),
+    ("CheckpointStale", "10 min ago", {LAST: gauge_series(HOUR - 600)} | BEGUN | EVERY_5_MIN, False),
+    ("CheckpointStale", "every half an hour", COMMITTED | BEGUN | {INTERVAL: gauge_series(1800)}, False),
     ("CheckpointStale", "never committed", BEGUN | EVERY_5_MIN, True),
-    ("CheckpointStale", "never committed, new", JUST_BEGUN | EVERY_5_MIN, False),
-    ("CheckpointStale", "went on after a long pause", COMMITTED | JUST_BEGUN | EVERY_5_MIN, False),
+    ("CheckpointStale", "never committed, new", JUST_STARTED | EVERY_5_MIN, False),
+    ("CheckpointStale", "went on after a long pause", COMMITTED | JUST_STARTED | EVERY_5_MIN, False),
     ("CheckpointStale", "suspended", COMMITTED | EVERY_5_MIN, False),
     ("CheckpointStale", "no timer", COMMITTED | BEGUN | NEVER, False),
     ("SavesFailing", "the controller and the pod say so: told once", SAVES_FAIL | FAILS, True),
     ("SavesFailing", "the controller alone", SAVES_FAIL, True),
     ("SavesFailing", "another trouble", TROUBLE, False),
     ("SavesFailing", "every save fails", FAILS, True),
-    ("SavesFailing", "four did, the first ever", {FAILURES % "full": counted(begins_s=3000, times=4)}, True),
-    ("SavesFailing", "some fail, some do not", FAILS | {COMMITS: counted(begins_s=2400)}, False),
-    ("SavesFailing", "one failed", {FAILURES % "unavailable": counted(begins_s=3500)}, False),
-    ("SavesFailing", "fenced: another pod trains", {FAILURES % "fenced": counted(begins_s=2400)}, False),
-    ("RestoresFallingBack", "one did", {CONDITION % "FellBack": steady(1)}, True),
+    (
+        "SavesFailing",
+        "four did, the first ever",
+        {FAILURES % "full": counter_series(begins_s=3000, times=4)},
+        True,
+    ),
+    ("SavesFailing", "some fail, some do not", FAILS | {COMMITS: counter_series(begins_s=2400)}, False),
+    ("SavesFailing", "one failed", {FAILURES % "unavailable": counter_series(begins_s=3500)}, False),
+    (
+        "SavesFailing",
+        "fenced: another pod trains",
+        {FAILURES % "fenced": counter_series(begins_s=2400)},
+        False,
+    ),
+    ("RestoresFallingBack", "one did", {CONDITION % "FellBack": gauge_series(1)}, True),
     ("RestoresFallingBack", "other troubles", TROUBLE, False),
-    ("TrackingFault", "one", {CONDITION % "TrackingFault": steady(1)}, True),
+    ("TrackingFault", "one", {CONDITION % "TrackingFault": gauge_series(1)}, True),
     ("TrackingFault", "other troubles", TROUBLE, False),
-    ("StuckOnLostNode", "one run", {CONDITION % "StuckOnLostNode": steady(1)}, True),
+    ("StuckOnLostNode", "one run", {CONDITION % "StuckOnLostNode": gauge_series(1)}, True),
     ("StuckOnLostNode", "other troubles", TROUBLE, False),
-    ("WebhookErrors", "no replica", {REJECTED % "calling_webhook_error": rising(begins_s=3300)}, True),
-    ("WebhookErrors", "refusals of ours", {REJECTED % "no_error": rising(begins_s=3300)}, False),
-    ("WebhookErrors", "it fails", {ADMITTED % "failed": rising(begins_s=3300)}, True),
-    ("WebhookErrors", "it refuses what is wrong", {ADMITTED % "BadAnnotation": rising(begins_s=3300)}, False),
-    ("CertificateNearExpiry", "of the webhook", {NOT_AFTER % "webhook": steady(HOUR + 13 * DAY)}, True),
-    ("CertificateNearExpiry", "of one of two", LASTING | {NOT_AFTER % "fleet": steady(HOUR + DAY)}, True),
-    ("CertificateNearExpiry", "of the authority", {AUTHORITY: steady(HOUR + 80 * DAY)}, True),
-    ("CertificateNearExpiry", "long to go", {NOT_AFTER % "webhook": steady(HOUR + 15 * DAY)}, False),
-    ("CertificateNearExpiry", "none loaded yet", {NOT_AFTER % "webhook": steady(0)}, False),
-    ("ReclaimFailing", "one failed", {RECLAIMS % "failed": rising(begins_s=3000, every_s=500)}, True),
-    ("ReclaimFailing", "they do it", {RECLAIMS % "removed": rising(begins_s=3000)}, False),
-    ("ReclaimFailing", "something speaks against it", {RECLAIMS % "kept": rising(begins_s=3000)}, False),
+    (
+        "WebhookErrors",
+        "no replica",
+        {REJECTED % "calling_webhook_error": rising_counter(begins_s=3300)},
+        True,
+    ),
+    ("WebhookErrors", "refusals of ours", {REJECTED % "no_error": rising_counter(begins_s=3300)}, False),
+    ("WebhookErrors", "it fails", {ADMITTED % "failed": rising_counter(begins_s=3300)}, True),
+    (
+        "WebhookErrors",
+        "it refuses what is wrong",
+        {ADMITTED % "BadAnnotation": rising_counter(begins_s=3300)},
+        False,
+    ),
+    ("CertificateNearExpiry", "of the webhook", {NOT_AFTER % "webhook": gauge_series(HOUR + 13 * DAY)}, True),
+    (
+        "CertificateNearExpiry",
+        "of one of two",
+        LASTING | {NOT_AFTER % "fleet": gauge_series(HOUR + DAY)},
+        True,
+    ),
+    ("CertificateNearExpiry", "of the authority", {AUTHORITY: gauge_series(HOUR + 80 * DAY)}, True),
+    ("CertificateNearExpiry", "long to go", {NOT_AFTER % "webhook": gauge_series(HOUR + 15 * DAY)}, False),
+    ("CertificateNearExpiry", "none loaded yet", {NOT_AFTER % "webhook": gauge_series(0)}, False),
+    ("ReclaimFailing", "one failed", {RECLAIMS % "failed": rising_counter(begins_s=3000, every_s=500)}, True),
+    ("ReclaimFailing", "they do it", {RECLAIMS % "removed": rising_counter(begins_s=3000)}, False),
+    (
+        "ReclaimFailing",
+        "something speaks against it",
+        {RECLAIMS % "kept": rising_counter(begins_s=3000)},
+        False,
+    ),
     ("ControllerDown", "gone", {}, True),
-    ("ControllerDown", "none leads", {SERVING % "a": steady(0), SERVING % "b": steady(0)}, True),
-    ("ControllerDown", "one leads", {SERVING % "a": steady(0), SERVING % "b": steady(1)}, False),
-    ("ReportsRefused", "for good", {REPORTS % "no_protocol": rising(begins_s=0, every_s=300)}, True),
-    ("ReportsRefused", "by a standby", {REPORTS % "not_leading": rising(begins_s=0)}, False),
+    ("ControllerDown", "none leads", {SERVING % "a": gauge_series(0), SERVING % "b": gauge_series(0)}, True),
+    ("ControllerDown", "one leads", {SERVING % "a": gauge_series(0), SERVING % "b": gauge_series(1)}, False),
+    ("ReportsRefused", "for good", {REPORTS % "no_protocol": rising_counter(begins_s=0, every_s=300)}, True),
+    ("ReportsRefused", "by a standby", {REPORTS % "not_leading": rising_counter(begins_s=0)}, False),
     (
         "ReportsRefused",
         "of a pod that went",
-        {REPORTS % "wrong_pod": rising(begins_s=0, every_s=3300)},
+        {REPORTS % "wrong_pod": rising_counter(begins_s=0, every_s=3300)},
         False,
     ),
-    ("NudgesFailing", "most", {UNSENT: rising(begins_s=0), SENT: rising(begins_s=2700)}, True),
-    ("NudgesFailing", "some", {SENT: rising(begins_s=0), UNSENT: rising(begins_s=2700)}, False),
-    ("NudgesFailing", "none sent", {SENT: steady(0), UNSENT: steady(0)}, False),
+    (
+        "NudgesFailing",
+        "most",
+        {UNSENT: rising_counter(begins_s=0), SENT: rising_counter(begins_s=2700)},
+        True,
+    ),
+    (
+        "NudgesFailing",
+        "some",
+        {SENT: rising_counter(begins_s=0), UNSENT: rising_counter(begins_s=2700)},
+        False,
+    ),
+    ("NudgesFailing", "none sent", {SENT: gauge_series(0), UNSENT: gauge_series(0)}, False),
 ]
 
 
 @pytest.mark.parametrize(
     ("alert", "situation", "series", "fires"), CASES, ids=lambda v: v if isinstance(v, str) else ""
 )
-def test_an_alert_fires_when_it_should(alert: str, situation: str, series: Samples, fires: bool) -> None:
+def test_alert_fires_when_expected(alert: str, situation: str, series: Samples, fires: bool) -> None:
     """By Prometheus' engine, an hour in, once."""
     rule = alerts()[alert]
-    (answer,) = ask([rule["expr"]], series, at_s=HOUR)
+    (answer,) = evaluate([rule["expr"]], series, at_s=HOUR)
     assert answer.error == ""
     assert len(answer.result) == fires, (situation, answer)
     text = json.dumps(rule["annotations"])
@@ -265,7 +305,7 @@ def lost_steps(steps: float, *, from_s: float) -> Samples:
     }
 
 
-AGAIN = lost_steps(0.1 * 0.75 * DAY / 2, from_s=DAY / 2)
+RETRAINED = lost_steps(0.1 * 0.75 * DAY / 2, from_s=DAY / 2)
 """A tenth of what was trained in three quarters of a day."""
 RECOVERY = phases(0.25 * DAY, 0.5 * DAY)
 SAVING = {f"deltashard_run_save_cost_seconds{RUN}": constant(3.0), INTERVAL: constant(300)}
@@ -277,7 +317,7 @@ STEPPED = {
     LAST: sampled(lambda at: at - at % 1200),
     TRAINED: sampled(lambda at: at),
 }
-BESIDE = {
+OTHER_RUN = {
     f"deltashard_run_trained_seconds_total{OTHER}": sampled(lambda at: at / 3),
     'deltashard_run_phase{namespace="team-a",run="other",phase="Training"}': constant(1.0),
 }
@@ -307,10 +347,10 @@ RECORDS: list[tuple[str, str, Samples, float | None]] = [
     ("run_recovering:ratio1d", "a quarter", RECOVERY, 0.25),
     ("run_recovering:ratio1d", "never", phases(DAY, DAY), 0.0),
     ("run_recovering:ratio1d", "waits to be scheduled", {PHASE % "Pending": constant(1.0)}, None),
-    ("run_trained_again:ratio1d", "a tenth", RECOVERY | AGAIN, 0.1),
+    ("run_trained_again:ratio1d", "a tenth", RECOVERY | RETRAINED, 0.1),
     ("run_trained_again:ratio1d", "more than all", RECOVERY | lost_steps(1e9, from_s=DAY / 2), 1.0),
     ("run_trained_again:ratio1d", "a step is not measured", RECOVERY, None),
-    ("run_lost_to_failures:ratio1d", "both", RECOVERY | AGAIN, 0.25 + 0.75 * 0.1),
+    ("run_lost_to_failures:ratio1d", "both", RECOVERY | RETRAINED, 0.25 + 0.75 * 0.1),
     ("run_lost_to_failures:ratio1d", "recovery alone", RECOVERY, 0.25),
     ("run_lost_to_failures:ratio1d", "none", phases(DAY, DAY), 0.0),
     ("run_lost_to_saves:ratio", "3 s of 300", SAVING, 0.01),
@@ -318,17 +358,22 @@ RECORDS: list[tuple[str, str, Samples, float | None]] = [
     ("run_lost_to_saves:ratio", "not measured", {INTERVAL: constant(300)}, None),
     ("run_lost_to_saves:ratio1d", "all day", SAVING, 0.01),
     ("run_lost_to_saves:ratio1d", "not measured", {INTERVAL: constant(300)}, None),
-    ("fleet_lost_to_failures:ratio1d", "one run", RECOVERY | AGAIN, 0.325),
-    ("fleet_lost_to_failures:ratio1d", "of two", RECOVERY | AGAIN | BESIDE, 0.325 * 0.75 / (0.75 + 1 / 3)),
+    ("fleet_lost_to_failures:ratio1d", "one run", RECOVERY | RETRAINED, 0.325),
+    (
+        "fleet_lost_to_failures:ratio1d",
+        "of two",
+        RECOVERY | RETRAINED | OTHER_RUN,
+        0.325 * 0.75 / (0.75 + 1 / 3),
+    ),
     ("fleet_lost_to_failures:ratio1d", "no run", {}, None),
-    ("fleet_lost_to_saves:ratio1d", "of one of two that is measured", SAVING | RECOVERY | BESIDE, 0.01),
+    ("fleet_lost_to_saves:ratio1d", "of one of two that is measured", SAVING | RECOVERY | OTHER_RUN, 0.01),
     ("fleet_lost_to_saves:ratio1d", "no run", {}, None),
     ("fleet_checkpoint_available:ratio1d", "until noon", STALE | phases(DAY, DAY), 23 / 47),
     ("fleet_checkpoint_available:ratio1d", "no run", {}, None),
 ]
 
 
-def test_what_is_recorded_is_on_the_page() -> None:
+def test_recording_rules_are_documented() -> None:
     """All of it, and nothing that is not."""
     page = (ROOT / "docs" / "kubernetes" / "installing.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`(deltashard:\w+:\w+)`", page)) == {name for name, _ in records()}
@@ -337,12 +382,12 @@ def test_what_is_recorded_is_on_the_page() -> None:
 @pytest.mark.parametrize(
     ("name", "situation", "series", "wanted"), RECORDS, ids=lambda v: v if isinstance(v, str) else ""
 )
-def test_what_is_recorded(name: str, situation: str, series: Samples, wanted: float | None) -> None:
+def test_recording_rule_values(name: str, situation: str, series: Samples, wanted: float | None) -> None:
     """By Prometheus' engine, over a day; rules that read other rules get what those recorded."""
     needed = [(record, expression) for record, expression in records()]
     last = next(at for at, (record, _) in enumerate(needed) if record == f"deltashard:{name}")
     times = [float(at) for at in range(HOUR, DAY + 1, HOUR // 2)]
-    found = recorded(needed[: last + 1], series, times)
+    found = evaluate_rules(needed[: last + 1], series, times)
     ends = [
         points[-1][1]
         for key, points in found.items()
@@ -354,9 +399,9 @@ def test_what_is_recorded(name: str, situation: str, series: Samples, wanted: fl
         assert ends == [pytest.approx(wanted, rel=0.03, abs=1e-9)], situation
 
 
-def test_a_controller_that_begins_anew_changes_no_share() -> None:
+def test_controller_restart_keeps_time_shares() -> None:
     """Its series have the labels of another pod, and go on with the counts."""
-    whole = RECOVERY | AGAIN
+    whole = RECOVERY | RETRAINED
 
     def of_pod(name: str, key: str) -> str:
         return key.replace("{", f'{{pod="{name}",')
@@ -368,13 +413,13 @@ def test_a_controller_that_begins_anew_changes_no_share() -> None:
     upto = [name for name, _ in records()].index(name) + 1
     shares = []
     for series in (whole, {key: points for key, points in split.items() if points}):
-        found = recorded(records()[:upto], series, [float(DAY)])
+        found = evaluate_rules(records()[:upto], series, [float(DAY)])
         ((_, points),) = [each for each in found.items() if each[0].startswith(name)]
         shares.append(points[-1][1])
     assert shares[0] == pytest.approx(shares[1], rel=0.01)
 
 
-def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
+def test_alerts_and_runbooks_match() -> None:
     """A page for each: what it means, what it costs, how to look, what to do."""
     pages = {path.name for path in RUNBOOKS.glob("*.md")} - {"README.md"}
     assert {f"{name}.md" for name in alerts()} == pages
@@ -399,15 +444,18 @@ def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
         assert "```" in text.partition("## Diagnosis")[2].partition("## Remedy")[0]
 
 
-def test_runbooks_name_metrics_that_exist() -> None:
+def test_runbook_metrics_exist() -> None:
     """Whatever looks like a metric of ours is one."""
     named = re.compile(r"\bdeltashard_[a-z_]+\b")
     for path in RUNBOOKS.glob("*.md"):
         for name in named.findall(path.read_text(encoding="utf-8")):
-            assert {name, f"{name}_count"} & EXPORTED, (path.name, name)  # a histogram goes by its name
+            assert {name, f"{name}_count"} & EXPORTED_SERIES, (
+                path.name,
+                name,
+            )  # a histogram goes by its name
 
 
-def test_monitors_find_what_injection_makes() -> None:
+def test_monitors_select_injected_sidecars() -> None:
     """The sidecar's port and label, by the names that are for good."""
     spec = render(ON).find("PodMonitor")["spec"]
     assert spec["selector"]["matchLabels"] == {MANAGED_BY: MANAGED_BY_VALUE}
@@ -440,12 +488,12 @@ def scraped() -> Samples:
     return found
 
 
-def test_every_panel_on_runs_and_the_controller_shows_something() -> None:
+def test_run_and_controller_panels_return_data() -> None:
     """Of the queries whose metrics the controller has, those that give nothing are known, with the reason."""
-    filled = recorded(records(), scraped(), [HOUR - 60.0, float(HOUR)])
+    filled = evaluate_rules(records(), scraped(), [HOUR - 60.0, float(HOUR)])
     there = {each.partition("{")[0] for each in filled} | {"deltashard_run_condition"}
     asked = 0
-    for query, answer in zip(queries(), ask(queries(), filled, at_s=HOUR), strict=True):
+    for query, answer in zip(queries(), evaluate(queries(), filled, at_s=HOUR), strict=True):
         assert answer.error == "", query
         if set(answer.metrics) <= there:  # and not of sidecars or the webhook
             asked += 1

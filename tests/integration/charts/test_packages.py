@@ -29,7 +29,7 @@ def kubectl(*words: str | Path) -> str:
     return done.stdout
 
 
-def named(documents: list[Document]) -> dict[tuple[str, str, str], Document]:
+def by_name(documents: list[Document]) -> dict[tuple[str, str, str], Document]:
     return {
         (each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"]): each
         for each in documents
@@ -40,13 +40,13 @@ def built_by_kustomize(folder: Path) -> list[Document]:
     return [each for each in yaml.safe_load_all(kubectl("kustomize", folder)) if each]
 
 
-def test_the_package_is_the_chart(tmp_path: Path) -> None:
+def test_package_contains_whole_chart(tmp_path: Path) -> None:
     """By its name and version, with all that the templates read and the README."""
     run("package", CHART, "--destination", tmp_path)
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
     package = tmp_path / f"deltashard-{version}.tgz"
     text = run("template", RELEASE, package, "--namespace", NAMESPACE, "--kube-version", VERSION)
-    assert named([each for each in yaml.safe_load_all(text) if each]) == named(list(render().documents))
+    assert by_name([each for each in yaml.safe_load_all(text) if each]) == by_name(list(render().documents))
     with tarfile.open(package) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     assert {"README.md", "values.schema.json", "dashboards/deltashard.json"} <= names
@@ -66,11 +66,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_page_s_kustomization(page: Path) -> None:
+def test_documented_kustomization_renders_chart(page: Path) -> None:
     """Every object of the chart but the hooks; images and policy are the kustomization's, all else is the chart's."""
     (version,) = re.findall(r"--kube-version (\S+)", PAGE)
-    chart = named([each for each in render(version=version).documents if not is_hook(each)])
-    found = named(built_by_kustomize(page))
+    chart = by_name([each for each in render(version=version).documents if not is_hook(each)])
+    found = by_name(built_by_kustomize(page))
     assert set(found) == set(chart)
     changed = {key for key in chart if found[key] != chart[key]}
     names = ("deltashard-webhook", "deltashard-controller")
@@ -87,7 +87,7 @@ def test_the_page_s_kustomization(page: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_applied_twice_on_a_real_cluster(page: Path, apiserver: ApiServer, http: Rest) -> None:
+def test_reapply_keeps_controller_fields(page: Path, apiserver: ApiServer, http: Rest) -> None:
     """What the controller wrote in between stays."""
     config = f"--kubeconfig={apiserver.kubeconfig}"
     kubectl("create", "namespace", NAMESPACE, config)

@@ -29,7 +29,7 @@ VALUES = {"watchNamespaces": ["team-a", "team-b"], "defaultPolicy": {"store": {"
 WAIT_S = 120.0
 
 
-def written(folder: Path, data: dict[str, str], *, encoded: bool = False) -> Path:
+def write_volume(folder: Path, data: dict[str, str], *, encoded: bool = False) -> Path:
     """A Secret's or ConfigMap's data as a volume holds it."""
     folder.mkdir(exist_ok=True)
     for key, value in data.items():
@@ -46,7 +46,7 @@ class Programs:
     def mounted(self) -> Path:
         """The certificate's volume, as the kubelet has it by now."""
         data = self._http("GET", f"{SYSTEM}/secrets/deltashard-tls").document.get("data") or {}
-        return written(self._folder / "tls", data, encoded=True)
+        return write_volume(self._folder / "tls", data, encoded=True)
 
     @contextmanager
     def running(self, name: str, module: str, **flags: object) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Programs:
             **flags,
             "host": "127.0.0.1",
             "metrics-port": port,
-            "default-policy": written(self._folder / "policy", policy) / "policy.yaml",
+            "default-policy": write_volume(self._folder / "policy", policy) / "policy.yaml",
             "certificate-dir": self.mounted(),
             "kubeconfig": self._apiserver.kubeconfig_of(NAMESPACE, name, self._folder),
         }
@@ -98,7 +98,7 @@ def annotated(name: str, **labels: str) -> dict[str, Any]:
     return document
 
 
-def test_some_namespaces_alone(apiserver: ApiServer, http: Rest, tmp_path: Path) -> None:
+def test_programs_run_with_namespaced_rights(apiserver: ApiServer, http: Rest, tmp_path: Path) -> None:
     """Both get ready with rights in a list of namespaces, and keep what is there; elsewhere an annotated Job is refused.
 
     The next pod of a Job that has its sidecar from before is not.
@@ -117,7 +117,11 @@ def test_some_namespaces_alone(apiserver: ApiServer, http: Rest, tmp_path: Path)
             eventually(lambda path=path: http("GET", path).document["items"], what=path, timeout_s=WAIT_S)
         assert http("GET", RUNS.format("team-c")).document["items"] == []
     authority = http("GET", f"{SYSTEM}/configmaps/deltashard-fleet-ca").document["data"]
-    flags = {"port": free_port(), "fleet-ca": written(tmp_path / "fleet", authority) / "ca.crt", "drain-s": 0}
+    flags = {
+        "port": free_port(),
+        "fleet-ca": write_volume(tmp_path / "fleet", authority) / "ca.crt",
+        "drain-s": 0,
+    }
     with programs.running("deltashard-webhook", "deltashard_operator.main", **flags):
         pass
     said = programs.log.read_text()

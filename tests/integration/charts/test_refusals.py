@@ -30,14 +30,14 @@ def schemas(
 @pytest.mark.parametrize(
     "path", [path for path, schema in schemas(SCHEMA, VALUES) if "properties" in schema and path != "global"]
 )
-def test_a_value_that_does_not_exist_is_refused(path: str) -> None:
+def test_unknown_value_is_refused(path: str) -> None:
     """At every level: a typo is an error, not a default. What is global is other charts', too."""
     with pytest.raises(HelmRefused, match="'typo' not allowed"):
         render(nested(f"{path}.typo" if path else "typo", 1))
 
 
 @pytest.mark.parametrize("path", sorted(leaves(VALUES)))
-def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
+def test_value_of_wrong_type_is_refused(path: str) -> None:
     """A list of lists is right nowhere."""
     with pytest.raises(HelmRefused, match="values don't meet the specifications"):
         render(nested(path, [[1.5]]))
@@ -85,31 +85,31 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
         {"sidecar": {"volumes": [{"name": "v", "mountPath": "/etc", "configMap": {"name": "c"}}]}},
     ],
 )
-def test_words_that_do_not_go_together_are_refused(values: dict[str, Any]) -> None:
+def test_conflicting_policy_settings_are_refused(values: dict[str, Any]) -> None:
     """At the installation: the webhook would refuse every annotated Job by it."""
     with pytest.raises(HelmRefused, match="values don't meet the specifications"):
         render({"defaultPolicy": values})
 
 
-def test_a_removal_that_the_chart_does_not_do_is_refused() -> None:
+def test_unsupported_removal_is_refused() -> None:
     with pytest.raises(HelmRefused, match=r"reclaim\.policy Delete removes nothing without reclaim\.enabled"):
         render({"defaultPolicy": {"reclaim": {"policy": "Delete"}}})
 
 
 @pytest.mark.parametrize("component", ["webhook", "controller"])
-def test_an_account_that_is_yours_has_a_name(component: str) -> None:
+def test_external_service_account_requires_name(component: str) -> None:
     """Nobody is bound to an account that neither the chart makes nor anybody names."""
     with pytest.raises(HelmRefused, match=f"{component}.serviceAccount.name must be that of an account"):
         render({component: {"serviceAccount": {"create": False}}})
 
 
-def test_one_port_does_not_serve_two() -> None:
+def test_duplicate_port_is_refused() -> None:
     with pytest.raises(HelmRefused, match="both 9090"):
         render({"webhook": {"port": 9090}})
 
 
 @pytest.mark.parametrize(("missing", "there"), [("webhookCa", "fleetCa"), ("fleetCa", "webhookCa")])
-def test_an_authority_of_yours_must_be_there(missing: str, there: str) -> None:
+def test_external_authority_must_exist(missing: str, there: str) -> None:
     """Without it the API server, or every sidecar, would refuse the certificate."""
     with pytest.raises(HelmRefused, match=f"certificates.existing.{missing} is needed"):
         render({"certificates": {"mode": "existing", "existing": {there: CERTIFICATE}}})
@@ -121,7 +121,7 @@ def test_kubernetes_1_28_is_refused() -> None:
         render(version="1.28.9")
 
 
-def test_kubernetes_1_29_has_no_policies_of_admission() -> None:
+def test_kubernetes_1_29_renders_no_admission_policies() -> None:
     """So the webhook is sent what it has to refuse in namespaces that are not watched, too."""
     older = render({"watchNamespaces": ["team-a"]}, version="1.29.0")
     assert not [each for each in older.documents if each["kind"].startswith("ValidatingAdmissionPolicy")]
@@ -131,7 +131,7 @@ def test_kubernetes_1_29_has_no_policies_of_admission() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "away"), [(2, 2), (3, 5), (2, "51%"), (3, "99%")])
-def test_a_budget_under_which_all_replicas_may_go_is_refused(replicas: int, away: int | str) -> None:
+def test_budget_allowing_full_disruption_is_refused(replicas: int, away: int | str) -> None:
     """A drain would then stop every annotated Job; the sentence says how to get on."""
     webhook = {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}
     with pytest.raises(
@@ -143,21 +143,21 @@ def test_a_budget_under_which_all_replicas_may_go_is_refused(replicas: int, away
 
 
 @pytest.mark.parametrize(("replicas", "away"), [(1, 1), (2, "50%"), (3, 2), (3, "66%"), (100, "99%")])
-def test_a_budget_that_leaves_a_replica_is_taken(replicas: int, away: int | str) -> None:
+def test_budget_keeping_a_replica_is_accepted(replicas: int, away: int | str) -> None:
     """A single replica has nothing to leave: whoever wants only one has said so."""
     rendering = render({"webhook": {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}})
     assert rendering.find("PodDisruptionBudget", "deltashard-webhook")["spec"]["maxUnavailable"] == away
 
 
 @pytest.mark.parametrize("left", ["kube-system", "deltashard-system", "legacy"])
-def test_a_namespace_that_is_watched_and_left_alone_is_refused(left: str) -> None:
+def test_watched_and_excluded_namespace_is_refused(left: str) -> None:
     """The sentence names it, and both lists."""
     values = {"watchNamespaces": ["team-a", left], "webhook": {"exemptNamespaces": ["legacy"]}}
     with pytest.raises(HelmRefused, match=f"watchNamespaces has {left}, which is left alone"):
         render(values)
 
 
-def test_a_value_can_be_left_to_the_cluster() -> None:
+def test_value_can_be_left_to_cluster_default() -> None:
     """OpenShift gives each namespace its own range of users."""
     rendering = render({"runAsUser": None})
     keys = ("runAsUser", "runAsGroup", "fsGroup")

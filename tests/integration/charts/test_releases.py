@@ -34,7 +34,7 @@ def release(apiserver: ApiServer, http: Rest, tmp_path: Path) -> Any:
         release.uninstall()
 
 
-def as_the_controller_does(http: Rest) -> None:
+def fill_as_controller(http: Rest) -> None:
     """Fill what the chart leaves empty, as the controller does in mode builtin."""
     webhooks = [
         {"name": w["name"], "clientConfig": {"caBundle": CA}} for w in _configuration(http)["webhooks"]
@@ -54,17 +54,17 @@ def bundles(http: Rest) -> set[str | None]:
     return {w["clientConfig"].get("caBundle") for w in _configuration(http)["webhooks"]}
 
 
-def kept(http: Rest) -> bool:
+def is_kept(http: Rest) -> bool:
     """Whether everything the controller issued is as it was."""
     bundle = http("GET", f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca").document
     return http("GET", SECRET).document.get("data") == DATA and bundle.get("data") == {"ca.crt": "pem"}
 
 
-def test_an_upgrade_keeps_what_the_controller_wrote(release: Release, http: Rest) -> None:
+def test_upgrade_keeps_controller_data(release: Release, http: Rest) -> None:
     """Authority and certificates outlive upgrades that change their very objects, a rollback, and a no-op."""
     release.install()
     assert bundles(http) == {None}
-    as_the_controller_does(http)
+    fill_as_controller(http)
     changed = {
         "webhook": {"failurePolicy": "Ignore", "exemptNamespaces": ["other"]},
         "commonLabels": {"a": "b"},
@@ -73,18 +73,18 @@ def test_an_upgrade_keeps_what_the_controller_wrote(release: Release, http: Rest
     assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Ignore"] * 4
     assert _configuration(http)["metadata"]["labels"]["a"] == "b"
     assert bundles(http) == {CA}
-    assert kept(http)
+    assert is_kept(http)
     release.upgrade(changed)
     release("rollback", RELEASE, "1")
     assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Fail"] * 4
     assert bundles(http) == {CA}
-    assert kept(http)
+    assert is_kept(http)
 
 
-def test_from_one_certificate_mode_to_another_and_back(release: Release, http: Rest) -> None:
+def test_certificate_mode_switch_and_back(release: Release, http: Rest) -> None:
     """An authority of yours takes the place of ours at once; back, the field is empty, and the controller's again."""
     release.install()
-    as_the_controller_does(http)
+    fill_as_controller(http)
     existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
     release.upgrade({"certificates": {"mode": "existing", "existing": existing}})
     assert bundles(http) == {base64.b64encode(CERTIFICATE.encode()).decode()}
@@ -96,13 +96,13 @@ def test_from_one_certificate_mode_to_another_and_back(release: Release, http: R
     assert http("GET", SECRET).document["data"] == DATA
 
 
-def test_uninstall_takes_the_webhook_away_first(release: Release, apiserver: ApiServer, http: Rest) -> None:
+def test_uninstall_removes_webhook_first(release: Release, apiserver: ApiServer, http: Rest) -> None:
     """Before the pods that answer it, so that no annotated Job is ever refused for their absence.
 
     By itself, without the chart's hooks, Helm does it the other way round.
     """
     release.install()
-    as_the_controller_does(http)
+    fill_as_controller(http)
     since = http("GET", "/api/v1/namespaces").document["metadata"]["resourceVersion"]  # of the whole store
     release.uninstall()
     with apiserver.api() as api:  # the hooks' stand-ins are deleted, too
@@ -117,12 +117,12 @@ def test_uninstall_takes_the_webhook_away_first(release: Release, apiserver: Api
     assert max(webhook["deltashard-webhook"]) < min(min(at) for at in deployments.values())
 
 
-def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Release, http: Rest) -> None:
+def test_uninstall_keeps_resources_and_leaves_no_blockers(release: Release, http: Rest) -> None:
     """Resources, runs and certificates stay; nothing is left that has a say in admissions."""
     release.install()
-    as_the_controller_does(http)
+    fill_as_controller(http)
     policy = policy_object("kept", store={"url": "s3://bucket/prefix"})
-    answered(lambda: http.create(policy), lambda reply: reply.status in {201, 409})
+    poll_until(lambda: http.create(policy), lambda reply: reply.status in {201, 409})
     release.uninstall()
     root = "/apis/admissionregistration.k8s.io/v1"
     for kind in (
@@ -133,8 +133,8 @@ def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Rele
         names = [item["metadata"]["name"] for item in http("GET", f"{root}/{kind}").document["items"]]
         assert not [name for name in names if "deltashard" in name]
     annotated = job("train", {"deltashard.io/policy": "default"})
-    assert answered(lambda: http.create(annotated, dry_run=True), lambda reply: reply.status == 201)
-    assert kept(http)
+    assert poll_until(lambda: http.create(annotated, dry_run=True), lambda reply: reply.status == 201)
+    assert is_kept(http)
     path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointpolicies/kept"
     assert http("GET", path).document["spec"] == policy["spec"]
     left = [
@@ -145,11 +145,11 @@ def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Rele
     ]
     assert left == []
     release.install()
-    assert kept(http), "installed again, Helm takes over what it had kept"
+    assert is_kept(http), "installed again, Helm takes over what it had kept"
     assert bundles(http) == {None}, "the controller's to write again"
 
 
-def answered(ask: Any, good: Any) -> Any:
+def poll_until(ask: Any, good: Any) -> Any:
     """The first answer that is good: the API server takes a moment to heed new resources and policies."""
     answers: list[Any] = []
 
@@ -243,11 +243,11 @@ OWN = {
 }
 
 
-def test_rights_are_the_least(release: Release, http: Rest) -> None:
+def test_rights_are_minimal(release: Release, http: Rest) -> None:
     """In another namespace: just the table. In its own, the controller has its certificates, by name, besides."""
     release.install()
     for account, rights in RIGHTS.items():
-        answered(
+        poll_until(
             lambda account=account: allowed(http, account, "team-a", "list", "deltashard.io/checkpointruns"),
             bool,
         )
@@ -270,7 +270,7 @@ def test_rights_are_the_least(release: Release, http: Rest) -> None:
 
 
 @pytest.mark.parametrize("mode", ["cert-manager", "existing"])
-def test_no_secret_is_the_controller_s_when_others_issue(mode: str) -> None:
+def test_controller_has_no_secret_rights_with_external_issuer(mode: str) -> None:
     """Neither Secrets nor the webhook's configuration."""
     existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
     roles = render({"certificates": {"mode": mode, "existing": existing}})
@@ -284,7 +284,7 @@ def test_no_secret_is_the_controller_s_when_others_issue(mode: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
-def test_the_test_s_rights_last_as_long_as_it_runs(release: Release, http: Rest, phase: str) -> None:
+def test_chart_test_rights_are_removed_after_run(release: Release, http: Rest, phase: str) -> None:
     """While its pod runs, its account may create Jobs in one namespace; afterwards, however it ended, there is none.
 
     The test plays the kubelet.
@@ -298,7 +298,7 @@ def test_the_test_s_rights_last_as_long_as_it_runs(release: Release, http: Rest,
         eventually(
             lambda: test.done() or http("GET", path).status == 200, what="the test's pod", timeout_s=120
         )
-        assert answered(lambda: allowed(http, "deltashard-test", "default", "create", created), bool)
+        assert poll_until(lambda: allowed(http, "deltashard-test", "default", "create", created), bool)
         for resource in sorted(RESOURCES):
             may = {verb for verb in VERBS if allowed(http, "deltashard-test", "default", verb, resource)}
             assert may == ({"create"} if resource == created else set()), resource

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integration.charts.value import VALUES, at, default, leaves, merged, nested
+from tests.integration.charts.value import VALUES, default, leaves, merged, nested, values_at
 from tests.support.helm import CHART, Rendering, render
 
 Case = dict[str, Any]
@@ -30,17 +30,17 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 
 
-def given(path: str) -> dict[str, Any]:
+def prerequisites(path: str) -> dict[str, Any]:
     """Values without which the one shows nowhere."""
     more: Case = next((values for begins, values in TABLE["given"].items() if path.startswith(begins)), {})
     together = {name: value for name, value in more.items() if name != path} | CASES[path].get("given", {})
     return merged(*(nested(*each) for each in together.items()))
 
 
-def holds(shown: Any, value: Any) -> bool:
+def contains(shown: Any, value: Any) -> bool:
     """Whether the value is there; of a map each entry, of a list each item among what else there may be."""
     if isinstance(value, dict) and isinstance(shown, dict):
-        return all(holds(shown.get(key), each) for key, each in value.items())
+        return all(contains(shown.get(key), each) for key, each in value.items())
     if isinstance(value, list) and isinstance(shown, list):
         return all(each in shown for each in value)
     if isinstance(value, list) and isinstance(shown, str):
@@ -54,43 +54,49 @@ def test_every_value_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path, case in CASES.items() if "at" in case])
-def test_a_value_shows(path: str) -> None:
+def test_value_is_rendered(path: str) -> None:
     """At its place, and the default there is the documented one."""
     value, place, begun = CASES[path]["set"], CASES[path]["at"], default(path)
-    before, after = (at(render(merged(given(path), more)), place) for more in ({}, nested(path, value)))
+    before, after = (
+        values_at(render(merged(prerequisites(path), more)), place) for more in ({}, nested(path, value))
+    )
     if "*" in place.partition(" ")[2]:  # one list of all of them
         before, after = ([each] if isinstance(value, list) else each for each in (before, after))
-    assert not any(holds(shown, value) for shown in before)
-    assert begun in ("", 0, [], {}) or all(holds(shown, begun) for shown in before)
+    assert not any(contains(shown, value) for shown in before)
+    assert begun in ("", 0, [], {}) or all(contains(shown, begun) for shown in before)
     wanted = merged(begun, value) if isinstance(value, dict) else value
     assert after
-    assert all(holds(shown, wanted) for shown in after), (after, wanted)
+    assert all(contains(shown, wanted) for shown in after), (after, wanted)
 
 
 @pytest.mark.parametrize("path", [path for path, case in CASES.items() if "switches" in case])
-def test_a_switch_takes_away_what_it_names(path: str) -> None:
+def test_switch_toggles_named_objects(path: str) -> None:
     """Or brings it; nothing else of the kind is there without."""
     kind, _, name = CASES[path]["switches"].partition("/")
     named = nested(CASES[path]["named"], name) if "named" in CASES[path] else {}
     without, there = (
-        render(merged(given(path), named, nested(path, on))).all(kind, name or None) for on in (False, True)
+        render(merged(prerequisites(path), named, nested(path, on))).all(kind, name or None)
+        for on in (False, True)
     )
     assert not without
     assert there
 
 
 @pytest.mark.parametrize("path", [path for path, case in CASES.items() if "changes" in case])
-def test_a_value_shows_in_its_own_way(path: str) -> None:
+def test_value_is_rendered_in_special_form(path: str) -> None:
     """Where its comment says, and the default there is the documented one."""
-    rendered = render(given(path)), render(merged(given(path), nested(path, CASES[path]["set"])))
+    rendered = (
+        render(prerequisites(path)),
+        render(merged(prerequisites(path), nested(path, CASES[path]["set"]))),
+    )
     for place, wanted in CASES[path]["changes"].items():
-        assert_stands(rendered[0], place, wanted[0])
-        assert_stands(rendered[1], place, wanted[1])
+        assert_rendered(rendered[0], place, wanted[0])
+        assert_rendered(rendered[1], place, wanted[1])
 
 
-def assert_stands(rendering: Rendering, place: str, wanted: Any) -> None:
+def assert_rendered(rendering: Rendering, place: str, wanted: Any) -> None:
     """In all of the objects at a place."""
-    found = at(rendering, place)
+    found = values_at(rendering, place)
     if isinstance(wanted, str) and wanted.startswith("..."):
         assert found
         assert all(wanted[3:] in each for each in found), (place, found)
@@ -99,16 +105,16 @@ def assert_stands(rendering: Rendering, place: str, wanted: Any) -> None:
         assert (alike[0] if len(alike) == 1 else alike or None) == wanted, place
 
 
-def test_a_controller_leaves_when_its_successor_is_ready() -> None:
+def test_controller_surges_before_old_pod_stops() -> None:
     """A lone one, too: the new one is ready without the Lease, so Helm waits for it, and the old one lets go of it."""
     for replicas in (1, 2):
-        found = at(
+        found = values_at(
             render({"controller": {"replicas": replicas}}), "Deployment/deltashard-controller spec.strategy"
         )
         assert found == [{"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}]
 
 
-def test_templates_are_all_seen() -> None:
+def test_all_templates_are_rendered() -> None:
     """Every template makes something for some of the values of these tests; hooks of the uninstall, on a cluster only."""
     some = [*TABLE["given"].values(), {"extraObjects": TABLE["values"]["extraObjects"]["set"]}]
     seen = frozenset[str]().union(

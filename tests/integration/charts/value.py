@@ -69,7 +69,7 @@ def _found(value: Any, path: list[str]) -> list[Any]:
     return _found(next(named, None), rest)
 
 
-def at(rendering: Rendering, place: str) -> list[Any]:
+def values_at(rendering: Rendering, place: str) -> list[Any]:
     """What stands at a place, in each object that it names."""
     where, _, path = place.partition(" ")
     kind, _, name = where.partition("/")
@@ -94,7 +94,7 @@ def at(rendering: Rendering, place: str) -> list[Any]:
 
 def pod_specs(rendering: Rendering) -> list[Document]:
     """Of all pods of the chart."""
-    made = [at(rendering, f"{component} spec")[0] for component in ("webhook", "controller")]
+    made = [values_at(rendering, f"{component} spec")[0] for component in ("webhook", "controller")]
     return [*made, rendering.find("Pod", "deltashard-test", hook=True)["spec"]]
 
 

@@ -15,7 +15,7 @@ from deltashard_checkpoint.process import ANY_ADDRESS, listen, usable_host
 from tests.support.eventually import eventually
 from tests.support.server.minio_server import free_port
 
-NOBODY = {
+UNREACHABLE_KUBECONFIG = {
     "apiVersion": "v1",
     "kind": "Config",
     "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],
@@ -36,10 +36,10 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_both_families_are_served_and_all_files_can_be_opened(program: str, tmp_path: Path) -> None:
+def test_dual_stack_serving_and_open_file_limit(program: str, tmp_path: Path) -> None:
     """A kubelet of an IPv6-only cluster probes the v6 address; containerd 2 leaves a low soft limit of open files."""
     port, log = free_port(), tmp_path / "log"
-    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(NOBODY))
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(UNREACHABLE_KUBECONFIG))
     flags = PROGRAMS[program].format(at=tmp_path, port=free_port())
     command = f"ulimit -Sn 256; exec {sys.executable} -m {flags} --metrics-port={port}"
     with log.open("wb") as out:
@@ -65,7 +65,7 @@ def test_both_families_are_served_and_all_files_can_be_opened(program: str, tmp_
     assert ("process_open_fds" in page) == (program != "sidecar")
 
 
-def test_without_ipv6_it_listens_on_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listens_on_ipv4_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that was started with ipv6.disable=1."""
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     assert [usable_host(each) for each in ("127.0.0.1", "::1")] == ["127.0.0.1", "::1"]

@@ -61,7 +61,7 @@ def objects(store: Store, suffix: str) -> list[str]:
 # -- looking ----------------------------------------------------------------------------------------------------
 
 
-def test_ls_of_a_root_and_of_a_run(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
+def test_ls_of_root_and_of_run(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
     """A root lists runs; a run, however it is named, lists checkpoints."""
     write(url, tmp_path / "other", "solo")
     runs = answer(cli, "ls", url)["runs"]
@@ -99,9 +99,7 @@ def test_inspect(cli: Cli, url: str, run: WrittenRun) -> None:
     assert "2023-11-14" in text
 
 
-def test_blobs_of_single_ranks_are_shown_checked_and_compared_but_not_taken_for_the_runs(
-    cli: Cli, file_url: str, tmp_path: Path
-) -> None:
+def test_rank_blobs_are_shown_but_not_treated_as_run_blobs(cli: Cli, file_url: str, tmp_path: Path) -> None:
     """`inspect` counts them by name; what reads a run as a whole leaves them; `verify` and `diff` read every one."""
     written = WrittenRun(open_store(file_url), RUN, tmp_path)
     trees = [bytes(typed_tree.encode({"seed": seed}).to_bytes()) for seed in range(3)]
@@ -143,7 +141,7 @@ def test_which(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
 # -- checking ---------------------------------------------------------------------------------------------------
 
 
-def test_a_healthy_run_verifies(cli: Cli, url: str, run: WrittenRun) -> None:
+def test_healthy_run_verifies(cli: Cli, url: str, run: WrittenRun) -> None:
     """Shallow and deep: nothing found, everything counted, exit 0."""
     shallow = answer(cli, "verify", url)
     assert shallow["ok"] is True
@@ -157,7 +155,7 @@ def test_a_healthy_run_verifies(cli: Cli, url: str, run: WrittenRun) -> None:
     assert text.startswith("ok: 5 log entries, 3 live checkpoints")
 
 
-def test_a_flipped_bit_is_found_by_deep_only(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
+def test_flipped_bit_is_found_by_deep_verify_only(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
     """Exit 1, with the pack, the frame and the checkpoints that need it; what does not need it still restores."""
     (pack, *_) = [key for key in objects(file_run.store, ".pack") if "/00000003/" in key]
     data = bytearray(file_run.store.get(pack))
@@ -238,7 +236,7 @@ def test_damage_is_found_without_reading_contents(
 
 
 @pytest.mark.parametrize("damage", ["flip", "empty", "garbage after it"])
-def test_no_command_is_silent_about_a_damaged_log(
+def test_every_command_reports_damaged_log(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, damage: str
 ) -> None:
     """Whatever reads a checkpoint reads the one before the damage, says so on stderr and in JSON, and ends with 1."""
@@ -273,7 +271,7 @@ def test_no_command_is_silent_about_a_damaged_log(
     assert "error: " in text
 
 
-def test_a_log_without_its_first_entry_is_a_damaged_run_not_none(
+def test_log_without_first_entry_is_a_damaged_run(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path
 ) -> None:
     """Every way to say the run leads to the gap; with a folded state behind it only `verify` minds."""
@@ -305,7 +303,7 @@ def test_a_log_without_its_first_entry_is_a_damaged_run_not_none(
 # -- files ------------------------------------------------------------------------------------------------------
 
 
-def test_restore_writes_what_was_cut(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
+def test_restore_writes_snapshot_exactly(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
     """Every array, bit for bit, by the manifest; blobs as trees; never over an existing directory."""
     out = tmp_path / "restored"
     code, text = cli("restore", url, out, "-c", "step:200")
@@ -406,9 +404,7 @@ def test_compact(cli: Cli, url: str, run: WrittenRun) -> None:
 # -- mistakes ---------------------------------------------------------------------------------------------------
 
 
-def test_what_the_caller_got_wrong_is_2(
-    cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path
-) -> None:
+def test_caller_error_exits_2(cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
     """URL, run, bucket and usage; each message says what to do."""
     write(file_url, tmp_path / "more", "another")
     for arguments, said in (
@@ -431,7 +427,7 @@ def test_what_the_caller_got_wrong_is_2(
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
-def test_an_output_that_cannot_be_is_the_callers(
+def test_invalid_output_path_exits_2(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, name: str
 ) -> None:
     """A directory that is a file, or a file that is there: exit 2, and nothing is left behind or changed."""
@@ -447,7 +443,7 @@ def test_an_output_that_cannot_be_is_the_callers(
     assert cli("restore", file_url, tmp_path / "file" / "restored")[0] == 2
 
 
-def test_what_the_environment_did_is_3(cli: Cli, minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_error_exits_3(cli: Cli, minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that nobody answers for, within the deadline; and as JSON."""
     from deltashard_checkpoint.stores.retry import RetryPolicy
     from deltashard_cli import target
@@ -465,7 +461,9 @@ def test_what_the_environment_did_is_3(cli: Cli, minio_url: str, monkeypatch: py
     assert "SignatureDoesNotMatch" in text
 
 
-def test_a_bug_is_4(cli: Cli, file_url: str, file_run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_exits_4(
+    cli: Cli, file_url: str, file_run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error that is none of ours shows its trace and asks for a report."""
     from deltashard_cli import read_command
 
@@ -479,7 +477,7 @@ def test_a_bug_is_4(cli: Cli, file_url: str, file_run: WrittenRun, monkeypatch: 
     assert "report" in text
 
 
-def test_the_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
+def test_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
     """As a user runs it: a process of its own, tables in a pipe, no colour, no progress bar, codes as documented."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -42,7 +42,7 @@ pytestmark = [
 ]
 Checkpointers = Callable[..., deltashard.Checkpointer]
 GOLDEN = Path(__file__).parents[2] / "golden" / "v1"
-LIVING = (4, 5, 7, 9, 10, 13)
+LIVE_SEQS = (4, 5, 7, 9, 10, 13)
 """Checkpoints of the golden run of many ranks."""
 
 
@@ -65,7 +65,7 @@ def checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpointe
     return build
 
 
-class Net(nn.Module):
+class DcpNet(nn.Module):
     """Two tables, of which one is called nothing like an embedding; else a norm and a dense layer, if at all."""
 
     def __init__(self, *, dense: bool) -> None:
@@ -83,11 +83,11 @@ class Net(nn.Module):
         return self.top(both) if hasattr(self, "top") else both @ self.top_weight
 
 
-Made = tuple[Net, torch.optim.Optimizer]
+ModelAndOptimizer = tuple[DcpNet, torch.optim.Optimizer]
 
 
-def made(kind: str) -> Made:
-    net = Net(dense=kind in ("Adagrad", "Adam"))
+def make_training(kind: str) -> ModelAndOptimizer:
+    net = DcpNet(dense=kind in ("Adagrad", "Adam"))
     if kind == "Adam":
         return net, torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True)
     if kind == "Adagrad":  # in two groups
@@ -101,7 +101,7 @@ def made(kind: str) -> Made:
 OPTIMIZERS = ("Adagrad", "Adam", "deltashard.optim.RowWiseAdagrad")
 
 
-def train(model: Made, steps: range, ckpt: deltashard.Checkpointer | None = None) -> None:
+def train(model: ModelAndOptimizer, steps: range, ckpt: deltashard.Checkpointer | None = None) -> None:
     net, optimizer = model
     for step in steps:
         ids = torch.randint(300, (16, 4), generator=torch.Generator().manual_seed(step))
@@ -112,7 +112,7 @@ def train(model: Made, steps: range, ckpt: deltashard.Checkpointer | None = None
             ckpt.step()
 
 
-def same(a: Made, b: Made) -> None:
+def same(a: ModelAndOptimizer, b: ModelAndOptimizer) -> None:
     """Weights, buffers, groups and optimizer state, bit for bit."""
     for name, value in a[0].state_dict().items():
         assert torch.equal(value, b[0].state_dict()[name]), name
@@ -125,7 +125,7 @@ def same(a: Made, b: Made) -> None:
             assert torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found, key
 
 
-def whole_of(model: Made) -> dict[str, Any]:
+def whole_of(model: ModelAndOptimizer) -> dict[str, Any]:
     """As `export --format dcp --state` has it."""
     return get_model_state_dict(model[0]) | {"optimizer": get_optimizer_state_dict(model[0], model[1])}
 
@@ -147,8 +147,8 @@ def by_ranks(rank_zygote: RankZygote) -> Callable[..., list[Any]]:
 # -- export -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seq", LIVING)
-def test_a_run_of_many_ranks_is_exported_in_every_format(cli: Cli, tmp_path: Path, seq: int) -> None:
+@pytest.mark.parametrize("seq", LIVE_SEQS)
+def test_multi_rank_run_exports_in_every_format(cli: Cli, tmp_path: Path, seq: int) -> None:
     """Tables that were split by rows and by columns, one rank's part after another: the bits it must restore."""
     url = shutil.copytree(GOLDEN / "run-3", tmp_path / "store" / "run-3")
     expected = {path.stem: np.load(path) for path in (GOLDEN / "run-3-expected" / str(seq)).glob("*.npy")}
@@ -182,7 +182,7 @@ def opened(url: str, run: str) -> OpenCheckpoint:
 
 
 @pytest.mark.slow
-def test_many_ranks_load_what_one_process_exported(
+def test_many_ranks_load_single_process_export(
     by_ranks: Callable[..., list[Any]], cli: Cli, tmp_path: Path
 ) -> None:
     """By plain dcp.load, into DTensors by rows and columns, ShardedTensors and whole tensors; tables came in shards."""
@@ -192,7 +192,7 @@ def test_many_ranks_load_what_one_process_exported(
     run.close()
     read: list[tuple[str, int, int]] = []
 
-    class Watched(OpenCheckpoint):
+    class WatchedReader(OpenCheckpoint):
         def span(self, schema: Any, start: int, stop: int, **options: Any) -> Any:
             read.append((schema.fqn, start, stop))
             return super().span(schema, start, stop, **options)
@@ -201,7 +201,7 @@ def test_many_ranks_load_what_one_process_exported(
             raise AssertionError("a whole table")
 
     at = opened(f"file://{tmp_path}/store", "r")
-    watched = Watched(store=at.store, state=at.state, entry=at.entry, indexes=at.indexes)
+    watched = WatchedReader(store=at.store, state=at.state, entry=at.entry, indexes=at.indexes)
     row_bytes = 2 * 16 * 4 + 4
     written = export_dcp(
         watched, tmp_path / "exported", state=True, advance=lambda _count: None, shard_bytes=700 * row_bytes
@@ -228,11 +228,11 @@ def test_many_ranks_load_what_one_process_exported(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_trained_model_goes_on_under_plain_torch(
+def test_exported_model_resumes_in_plain_torch(
     cli: Cli, checkpointer: Checkpointers, tmp_path: Path, kind: str
 ) -> None:
     """Model and optimizer, groups and all, by dcp.load and torch's own setters: the bits of training that never left."""
-    lost = made(kind)
+    lost = make_training(kind)
     with checkpointer(*lost) as ckpt:
         assert ckpt.restore() is None
         train(lost, range(5), ckpt)
@@ -240,7 +240,7 @@ def test_a_trained_model_goes_on_under_plain_torch(
     code, text = cli("export", tmp_path / "store" / "r", tmp_path / "out", "--format", "dcp", "--state")
     assert code == 0
     assert "left out" not in text
-    fresh = made(kind)
+    fresh = make_training(kind)
     train(fresh, range(90, 91))
     found = whole_of(fresh)
     dcp.load(found, checkpoint_id=tmp_path / "out")
@@ -252,7 +252,7 @@ def test_a_trained_model_goes_on_under_plain_torch(
     same(lost, fresh)
 
 
-def test_an_export_is_there_whole_or_not_at_all(cli: Cli, tmp_path: Path) -> None:
+def test_export_is_atomic(cli: Cli, tmp_path: Path) -> None:
     """What goes wrong while rows are read is said as ever, and leaves nothing behind; nothing is replaced."""
     run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")
     run.save(step=1)
@@ -284,11 +284,11 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_from_an_import(
+def test_training_resumes_from_import(
     cli: Cli, checkpointer: Checkpointers, tmp_path: Path, kind: str
 ) -> None:
     """Saved by plain torch, restored in full by a trainer, trained on: as if it had never moved. Then deltas follow."""
-    plain = made(kind)
+    plain = make_training(kind)
     train(plain, range(5))
     saved = {"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain), "epoch": 2}
     dcp.save(saved, checkpoint_id=tmp_path / "saved")
@@ -297,7 +297,7 @@ def test_training_goes_on_from_an_import(
     assert code == 0, text
     assert "tables (as said): embeddings.goods.weight, places.weight" in text
     assert "left out: epoch" in text
-    moved = made(kind)
+    moved = make_training(kind)
     with checkpointer(*moved) as ckpt:
         restored = ckpt.restore()
         assert (restored.step, restored.seq, restored.notes) == (5, 2, ())
@@ -308,7 +308,7 @@ def test_training_goes_on_from_an_import(
         ckpt.save().wait(240)
     train(plain, range(5, 9))
     same(plain, moved)
-    again = made(kind)
+    again = make_training(kind)
     with checkpointer(*again) as ckpt:
         assert ckpt.restore() is not None
         same(plain, again)
@@ -316,7 +316,7 @@ def test_training_goes_on_from_an_import(
 
 
 @pytest.mark.slow
-def test_what_many_ranks_saved_is_imported(
+def test_multi_rank_checkpoint_is_imported(
     by_ranks: Callable[..., list[Any]], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DTensors by rows and by columns, uneven ShardedTensors, replicas: the same run, bit for bit, each time.
@@ -364,7 +364,7 @@ def test_what_many_ranks_saved_is_imported(
                 assert (found.dtype, bits(found)) == (value.dtype, bits(value)), (kind, name)
 
 
-def test_odd_bits_stay(cli: Cli, tmp_path: Path) -> None:
+def test_special_float_values_are_preserved(cli: Cli, tmp_path: Path) -> None:
     """NaNs with their payloads, infinities, zeros of both signs, the smallest numbers."""
     odd = torch.tensor([0x7FC00123, 0x7F800000, -0x80000000, 0x00000001, -0x7FFFFF, 0], dtype=torch.int32)
     table = odd.view(torch.float32).repeat(200, 2)
@@ -383,18 +383,18 @@ def test_odd_bits_stay(cli: Cli, tmp_path: Path) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A directory that plain torch wrote of a model and its optimizer."""
-    plain = made("Adagrad")
+    plain = make_training("Adagrad")
     train(plain, range(2))
     held = {"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain)}
     dcp.save(held, checkpoint_id=tmp_path / "saved")
     return tmp_path / "saved"
 
 
-def nothing_was_begun(tmp_path: Path) -> bool:
+def assert_nothing_written(tmp_path: Path) -> bool:
     return not any(path.is_file() for path in (tmp_path / "store").rglob("*"))
 
 
-def test_a_directory_that_is_not_whole_is_refused(cli: Cli, saved: Path, tmp_path: Path) -> None:
+def test_incomplete_directory_is_refused(cli: Cli, saved: Path, tmp_path: Path) -> None:
     """What the look at it finds, and what only reading does: nothing is begun."""
     data = saved / "__0_0.distcp"
     whole = data.read_bytes()
@@ -404,12 +404,12 @@ def test_a_directory_that_is_not_whole_is_refused(cli: Cli, saved: Path, tmp_pat
         assert code == 2, text
         assert said in text
         assert "Traceback" not in text
-        assert nothing_was_begun(tmp_path)
+        assert assert_nothing_written(tmp_path)
     data.write_bytes(whole)
     assert cli("import", tmp_path / "store", saved, "--run", "r")[0] == 0
 
 
-def test_a_table_that_cannot_be_read_commits_nothing(cli: Cli, saved: Path, tmp_path: Path) -> None:
+def test_unreadable_table_commits_nothing(cli: Cli, saved: Path, tmp_path: Path) -> None:
     """Tables are read as they are written: the run is begun then, holds no checkpoint, and is not taken for one."""
     reader = dcp.FileSystemReader(saved)
     stored = reader.read_metadata().storage_data
@@ -427,7 +427,7 @@ def test_a_table_that_cannot_be_read_commits_nothing(cli: Cli, saved: Path, tmp_
     assert "exists already" in text
 
 
-def test_objects_that_are_no_plain_values_are_not_loaded(cli: Cli, tmp_path: Path) -> None:
+def test_pickled_objects_are_not_loaded(cli: Cli, tmp_path: Path) -> None:
     """A value that only a full unpickling brings back stays where it is: left out, or refused where it is needed."""
 
     class Ran(list):
@@ -446,7 +446,7 @@ def test_objects_that_are_no_plain_values_are_not_loaded(cli: Cli, tmp_path: Pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_run_that_exists_is_left_alone(cli: Cli, saved: Path, tmp_path: Path) -> None:
+def test_import_refuses_existing_run(cli: Cli, saved: Path, tmp_path: Path) -> None:
     """An import begins a run, and goes into a store."""
     assert cli("import", tmp_path / "store", saved, "--run", "r")[0] == 0
     before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
@@ -462,7 +462,7 @@ def test_a_run_that_exists_is_left_alone(cli: Cli, saved: Path, tmp_path: Path) 
     assert {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()} == before
 
 
-def test_what_is_not_clear_is_asked_for(cli: Cli, saved: Path, tmp_path: Path) -> None:
+def test_ambiguous_import_asks_for_options(cli: Cli, saved: Path, tmp_path: Path) -> None:
     """Which dict is the model's, which names are tables, whose state it is: said with what there is."""
     model = {"emb.weight": torch.ones(3, 2), "top.weight": torch.ones(2, 2), "top.bias": torch.ones(2)}
     adagrad = torch.optim.Adagrad([nn.Parameter(torch.ones(3, 2))])
@@ -485,7 +485,7 @@ def test_what_is_not_clear_is_asked_for(cli: Cli, saved: Path, tmp_path: Path) -
         code, text = cli("import", tmp_path / "store", tmp_path / name, "--run", "r", *arguments)
         assert code == 2, text
         assert said in text
-        assert nothing_was_begun(tmp_path)
+        assert assert_nothing_written(tmp_path)
     code, text = cli("import", tmp_path / "store", tmp_path / "two", "--run", "r", "--model", "left", "--without", "top.*")  # fmt: skip
     assert code == 0, text
     assert "left out: top.bias: as asked" in text
@@ -496,7 +496,7 @@ def test_what_is_not_clear_is_asked_for(cli: Cli, saved: Path, tmp_path: Path) -
     del saved
 
 
-def test_without_torch_both_say_so(
+def test_missing_torch_is_reported(
     cli: Cli, tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")

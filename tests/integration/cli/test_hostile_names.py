@@ -73,12 +73,12 @@ def url(request: pytest.FixtureRequest, stores: Path, tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-def test_every_command_is_tried() -> None:
+def test_every_command_is_covered() -> None:
     assert set(ARGUMENTS) == set(main.cli.list_commands(click.Context(main.cli)))
 
 
 @pytest.mark.parametrize("command", sorted(ARGUMENTS))
-def test_nothing_raw_is_shown(cli: Cli, command: str, url: str, tmp_path: Path) -> None:
+def test_control_characters_are_escaped(cli: Cli, command: str, url: str, tmp_path: Path) -> None:
     arguments = [each.format(url=url, out=tmp_path) for each in ARGUMENTS[command]]
     code, text = cli(command, *arguments)
     assert code != main.INTERNAL, text
@@ -89,7 +89,7 @@ def test_nothing_raw_is_shown(cli: Cli, command: str, url: str, tmp_path: Path) 
         assert "[red]x[/red]:smile:\\nerror: FORGED" in text
 
 
-def test_json_has_the_names_themselves(cli: Cli, url: str) -> None:
+def test_json_keeps_raw_names(cli: Cli, url: str) -> None:
     _, text = cli("inspect", url, "--json")
     assert text.isascii()
     document, _ = json.JSONDecoder().raw_decode(text)

@@ -67,7 +67,7 @@ NO_LOG = "`deltashard cp` again, if a copy to this name was cut short; `deltasha
         ("log", "half copied", "call `deltashard cp` again"),
     ],
 )
-def test_a_half_made_copy_is_listed_and_goes_on_or_goes(
+def test_partial_copy_is_listed_and_resumable(
     cli: Cli, file_url: str, store: Store, what: str, state: str, remedy: str
 ) -> None:
     assert listed(cli, file_url, code=0) == {"warning": None, RUN: "ok"}
@@ -108,7 +108,7 @@ def test_a_half_made_copy_is_listed_and_goes_on_or_goes(
 
 
 @pytest.mark.parametrize("folder", ["/log/", "/data/"])
-def test_a_half_removed_run_is_listed_and_goes(
+def test_partial_removal_is_listed_and_removable(
     cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     for run in (RUN, "team/run-2"):
@@ -140,7 +140,7 @@ def test_a_half_removed_run_is_listed_and_goes(
     assert listed(cli, file_url, code=0) == {"warning": None, "team/run-2": "ok"}
 
 
-def test_rm_leaves_what_is_nobodys_run(cli: Cli, file_url: str, store: Store) -> None:
+def test_rm_ignores_folder_that_is_no_run(cli: Cli, file_url: str, store: Store) -> None:
     """A folder called data makes no run."""
     for arguments in ((file_url, "--run", "other"), (at(file_url, "other"),), (file_url, "--run", "more")):
         code, text = cli("rm", *arguments, "--yes", "--ended")

@@ -22,7 +22,7 @@ def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-def test_manifests_come_back_with_their_sidecar_and_nothing_is_made(
+def test_manifests_are_injected_without_creating_objects(
     apiserver: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They can be applied as they are printed; what is refused is refused here, with the webhook's sentence."""

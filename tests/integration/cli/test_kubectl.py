@@ -53,7 +53,7 @@ def http(apiserver: ApiServer) -> Iterator[Rest]:
 
 
 @dataclass
-class Trained:
+class TrainedWorkload:
     """A namespace with a Job, its pod and its CheckpointRun."""
 
     cluster: Cluster
@@ -73,7 +73,7 @@ def injected(cluster: Cluster, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def trained(http: Rest) -> Trained:
+def trained(http: Rest) -> TrainedWorkload:
     """Of a run of which everything is known, and which is in trouble."""
     cluster = Cluster.make(http)
     job = injected(cluster, f"train-{uuid.uuid4().hex[:4]}")
@@ -94,7 +94,7 @@ def trained(http: Rest) -> Trained:
     pods = {"p-1": replace(base.pods["p-1"], name=pod, workload=workload)}
     run = replace(base, workload=workload, pods=pods, conditions=(*base.conditions, STALE))
     put(cluster, run_record.document(run), run_record.status(run, run.judged_s))
-    return Trained(cluster, job, pod, run.name)
+    return TrainedWorkload(cluster, job, pod, run.name)
 
 
 def put(cluster: Cluster, document: dict[str, Any], status: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def plugin(apiserver: ApiServer, capsys: pytest.CaptureFixture[str]) -> Plugin:
     return with_kubeconfig
 
 
-def test_why_by_the_workload_s_name(trained: Trained, plugin: Plugin) -> None:
+def test_why_by_workload_name(trained: TrainedWorkload, plugin: Plugin) -> None:
     """In sentences: what stands in the CheckpointRun, and what it means."""
     name, space = trained.job["metadata"]["name"], trained.cluster.namespace
     code, text = plugin("why", name, "-n", space)
@@ -138,7 +138,7 @@ def test_why_by_the_workload_s_name(trained: Trained, plugin: Plugin) -> None:
     assert found["losses"][0]["cause"] == "Error"
 
 
-def test_logs(trained: Trained, plugin: Plugin, http: Rest, tmp_path: Path) -> None:
+def test_logs(trained: TrainedWorkload, plugin: Plugin, http: Rest, tmp_path: Path) -> None:
     """Of trainer and sidecar, the last lines of each; what is not to be had is said, and the rest shown."""
     space, pod = trained.cluster.namespace, trained.pod
     said = {
@@ -166,8 +166,8 @@ def test_logs(trained: Trained, plugin: Plugin, http: Rest, tmp_path: Path) -> N
     assert "not found" in text
 
 
-def test_what_cannot_be_is_said(
-    trained: Trained, plugin: Plugin, apiserver: ApiServer, http: Rest, tmp_path: Path
+def test_plugin_errors_are_explained(
+    trained: TrainedWorkload, plugin: Plugin, apiserver: ApiServer, http: Rest, tmp_path: Path
 ) -> None:
     """No such run, no rights, no API, no context: a sentence, where, and what to do; never a trace."""
     space = trained.cluster.namespace
@@ -196,7 +196,7 @@ def test_what_cannot_be_is_said(
         assert "Traceback" not in text
 
 
-def test_kubectl_finds_it() -> None:
+def test_kubectl_finds_plugin() -> None:
     """As its users type it; it names every command."""
     done = subprocess.run(
         [str(built("kubectl")), "deltashard", "--help"],

@@ -24,7 +24,7 @@ from tests.support.command_line import Cli, answer, at
 RUN = "team/run-1"
 
 
-def refused(cli: Cli, *arguments: object, code: int = 2) -> str:
+def expect_failure(cli: Cli, *arguments: object, code: int = 2) -> str:
     """What is said of a command that must fail."""
     found, text = cli(*arguments)
     assert found == code, text
@@ -50,7 +50,7 @@ def keys(store: Store, run: str = RUN) -> dict[str, bytes]:
 # -- log --------------------------------------------------------------------------------------------------------
 
 
-def test_log_shows_what_each_entry_says(cli: Cli, url: str, tmp_path: Path) -> None:
+def test_log_shows_each_entry(cli: Cli, url: str, tmp_path: Path) -> None:
     chain(url, tmp_path)
     assert cli("pin", at(url), "paper", "-c", "3")[0] == 0
     assert cli("retire", at(url), "-c", "4")[0] == 2
@@ -71,7 +71,7 @@ def test_log_shows_what_each_entry_says(cli: Cli, url: str, tmp_path: Path) -> N
     assert "1 of 6 entries: -n 0 shows all" in text
 
 
-def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str, tmp_path: Path) -> None:
+def test_log_shows_readable_part_of_damaged_log(cli: Cli, file_url: str, tmp_path: Path) -> None:
     store = chain(file_url, tmp_path).store
     store.put(f"{RUN}/{entry_key(4)}", b"rotten")
     code, text = cli("log", at(file_url), "--json")
@@ -87,7 +87,7 @@ def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str
         ("pin", at(file_url), "a", "-c", "2"), ("unpin", at(file_url), "best"), ("retire", at(file_url), "-c", "2"),
         ("rewind", at(file_url), "-c", "2", "--ended"), ("cp", at(file_url), there), ("cp", at(file_url), there, "-c", "2", "--as", "n"),
     ):  # fmt: skip
-        assert "cannot be followed past entry 4" in refused(cli, *command, code=1)
+        assert "cannot be followed past entry 4" in expect_failure(cli, *command, code=1)
     assert keys(store) == before
     # An attempt that leaves it behind makes it void, and the log is healthy again.
     open_attempt(RunLog(store, RUN), owner="tests")
@@ -104,7 +104,7 @@ def reasons(cli: Cli, *arguments: object) -> dict[str, str]:
     return {one["reason"]: one["status"] for one in answer(cli, "gc", *arguments, "--dry-run")["reasons"]}
 
 
-def test_gc_says_why_each_object_is_kept(cli: Cli, url: str, tmp_path: Path) -> None:
+def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path)
     full = written.save(step=400, directive="baseline")
     written.save(written.train(), step=500, covers=full, directive="steps")
@@ -143,13 +143,13 @@ def test_gc_says_why_each_object_is_kept(cli: Cli, url: str, tmp_path: Path) -> 
     before = keys(store)
     assert answer(cli, "gc", at(url), "--grace", "0")["collected"]["objects"] == len(doomed) > 0
     assert before.keys() - keys(store).keys() == doomed
-    assert "--dry-run" in refused(cli, "gc", at(url), "-v")
+    assert "--dry-run" in expect_failure(cli, "gc", at(url), "-v")
 
 
 # -- pin, unpin, retire -----------------------------------------------------------------------------------------
 
 
-def test_a_pin_is_kept_beside_a_living_trainer_and_moves(cli: Cli, url: str, tmp_path: Path) -> None:
+def test_pin_survives_live_trainer_and_moves(cli: Cli, url: str, tmp_path: Path) -> None:
     """The trainer's log handle is from before each word; its next commit goes on, and retention keeps what is pinned."""
     written = chain(url, tmp_path)
     assert answer(cli, "pin", at(url), "paper", "-c", "step:200")["checkpoint"] == 3
@@ -168,43 +168,49 @@ def test_a_pin_is_kept_beside_a_living_trainer_and_moves(cli: Cli, url: str, tmp
     assert answer(cli, "inspect", at(url), "-c", "pin:best")["summary"]["seq"] == newest
     assert answer(cli, "inspect", at(url), "-c", "pin:paper")["summary"]["seq"] == 3
     assert cli("unpin", at(url), "paper")[0] == 0
-    assert "nothing is pinned 'paper'" in refused(cli, "unpin", at(url), "paper")
+    assert "nothing is pinned 'paper'" in expect_failure(cli, "unpin", at(url), "paper")
     assert cli("gc", at(url), "--keep-last", "1")[0] == 0
     assert not {2, 3, base} & {one["seq"] for one in answer(cli, "ls", at(url))["checkpoints"]}
     written.save(step=1000, directive="steps")
     assert answer(cli, "verify", "--deep", at(url))["ok"] is True
     for wrong in ("", " x", "a\nb", "x" * 300):
-        assert "cannot be a pinned name" in refused(cli, "pin", at(url), wrong)
+        assert "cannot be a pinned name" in expect_failure(cli, "pin", at(url), wrong)
 
 
-def test_retire_names_what_still_needs_a_checkpoint(cli: Cli, url: str, tmp_path: Path) -> None:
+def test_retire_lists_dependents(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path)
     full = written.save(step=400, directive="steps")
     delta = written.save(written.train(), step=500, covers=full, directive="steps")
-    assert f"checkpoint {delta} stays: it is the newest" in refused(cli, "retire", at(url), "-c", "latest")
-    assert f"the newest, {delta}, was written against it" in refused(cli, "retire", at(url), "-c", f"{full}")
-    assert "checkpoint 3 stays: checkpoint 4 builds on it" in refused(cli, "retire", at(url), "-c", "3")
-    text = refused(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
+    assert f"checkpoint {delta} stays: it is the newest" in expect_failure(
+        cli, "retire", at(url), "-c", "latest"
+    )
+    assert f"the newest, {delta}, was written against it" in expect_failure(
+        cli, "retire", at(url), "-c", f"{full}"
+    )
+    assert "checkpoint 3 stays: checkpoint 4 builds on it" in expect_failure(
+        cli, "retire", at(url), "-c", "3"
+    )
+    text = expect_failure(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
     assert "checkpoint 2 stays: it is pinned best" in text
     assert cli("unpin", at(url), "best")[0] == 0
     done = answer(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
     assert done["retired"] == [2, 3, 4]
     assert len(done["prefixes"]) == 3
-    assert "live: seq " in refused(cli, "inspect", at(url), "-c", "4")
+    assert "live: seq " in expect_failure(cli, "inspect", at(url), "-c", "4")
     assert answer(cli, "gc", at(url), "--grace", "0")["collected"]["objects"] > 0
     written.save(written.train(), step=600, covers=delta, directive="steps")
     assert answer(cli, "verify", "--deep", at(url))["ok"] is True
-    assert "No such option" in refused(cli, "retire", at(url), "--keep", "4")
-    assert "say --run" in refused(cli, "retire", url, "-c", f"{full}")
+    assert "No such option" in expect_failure(cli, "retire", at(url), "--keep", "4")
+    assert "say --run" in expect_failure(cli, "retire", url, "-c", f"{full}")
 
 
 # -- rewind -----------------------------------------------------------------------------------------------------
 
 
-def test_rewind_goes_on_from_an_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path) -> None:
+def test_rewind_to_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path)
     wanted = {seq: read_checkpoint(written.store, RUN, f"seq:{seq}") for seq in (3, 4)}
-    text = refused(cli, "rewind", at(url), "-c", "3")
+    text = expect_failure(cli, "rewind", at(url), "-c", "3")
     assert "attempt 1 has not said that it ended" in text
     assert "--ended" in text
     written.save(written.train(), step=400, covers=4, directive="close")
@@ -224,7 +230,7 @@ def test_rewind_goes_on_from_an_older_checkpoint_and_back(cli: Cli, url: str, tm
     assert answer(cli, "rewind", at(url), "-c", "3")["detached"] == [4, 5]
     opened = open_attempt(RunLog(written.store, RUN), owner="tests", closing_wait_s=0.0)
     assert (opened.resume.seq, opened.fell_back) == (3, False)
-    assert "may hold the run" in refused(cli, "rewind", at(url), "-c", "4")
+    assert "may hold the run" in expect_failure(cli, "rewind", at(url), "-c", "4")
     assert [line["description"] for line in answer(cli, "log", at(url))["lines"] if line["kind"] == "rewind"] == [
         "the run goes on from checkpoint 3", "the run goes on from checkpoint 4", "the run goes on from checkpoint 3",
     ]  # fmt: skip
@@ -235,11 +241,13 @@ def test_rewind_goes_on_from_an_older_checkpoint_and_back(cli: Cli, url: str, tm
     assert answer(cli, "verify", "--deep", at(url))["ok"] is True
 
 
-def test_rewind_refuses_a_checkpoint_that_is_not_whole(cli: Cli, file_url: str, tmp_path: Path) -> None:
+def test_rewind_refuses_incomplete_checkpoint(cli: Cli, file_url: str, tmp_path: Path) -> None:
     written = chain(file_url, tmp_path)
     state = written.log.refresh()
     written.store.delete([f"{RUN}/{state.checkpoints[2].parts[0].index_key}"])
-    assert "an index does not exist" in refused(cli, "rewind", at(file_url), "-c", "3", "--ended", code=1)
+    assert "an index does not exist" in expect_failure(
+        cli, "rewind", at(file_url), "-c", "3", "--ended", code=1
+    )
     assert written.log.refresh().tip == 4
 
 
@@ -256,7 +264,7 @@ def other(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> str:
     return f"file://{tmp_path}/other"
 
 
-def test_cp_to_another_store_is_the_run_bit_for_bit(cli: Cli, url: str, other: str, tmp_path: Path) -> None:
+def test_cp_to_another_store_is_bit_exact(cli: Cli, url: str, other: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path)
     assert cli("compact", at(url), "-c", "3")[0] == 0
     assert cli("pin", at(url), "paper", "-c", "3")[0] == 0
@@ -280,11 +288,11 @@ def test_cp_to_another_store_is_the_run_bit_for_bit(cli: Cli, url: str, other: s
     opened = open_attempt(RunLog(copy, RUN), owner="tests", closing_wait_s=0.0)
     assert opened.resume.step == 500
     assert RunLog(copy, RUN).refresh().pinned == {"best": 2, "paper": 3}
-    assert "is there, and is no copy of this" in refused(cli, "cp", at(url), other)
+    assert "is there, and is no copy of this" in expect_failure(cli, "cp", at(url), other)
     written.close()
 
 
-def test_cp_checks_every_byte_and_mends_what_lies_there(cli: Cli, file_url: str, tmp_path: Path) -> None:
+def test_cp_verifies_and_repairs_existing_objects(cli: Cli, file_url: str, tmp_path: Path) -> None:
     written = chain(file_url, tmp_path)
     there = f"file://{tmp_path}/there"
     assert cli("cp", at(file_url), there)[0] == 0
@@ -306,14 +314,12 @@ def test_cp_checks_every_byte_and_mends_what_lies_there(cli: Cli, file_url: str,
     # Rotten at the source: nothing of it becomes a run.
     written.store.put(packs[0], data)
     elsewhere = f"file://{tmp_path}/elsewhere"
-    text = refused(cli, "cp", at(file_url), elsewhere, code=1)
+    text = expect_failure(cli, "cp", at(file_url), elsewhere, code=1)
     assert "a frame does not match its hash" in text
     assert RunLog(open_store(elsewhere), RUN).refresh().tip == -1
 
 
-def test_cp_of_a_run_that_people_spoke_in_and_of_a_log_with_void_slots(
-    cli: Cli, file_url: str, tmp_path: Path
-) -> None:
+def test_cp_of_run_with_operator_entries_and_void_slots(cli: Cli, file_url: str, tmp_path: Path) -> None:
     written = chain(file_url, tmp_path)
     written.store.put(f"{RUN}/{entry_key(4)}", b"rotten")
     open_attempt(RunLog(written.store, RUN), owner="tests")
@@ -326,23 +332,27 @@ def test_cp_of_a_run_that_people_spoke_in_and_of_a_log_with_void_slots(
     assert_same(read_checkpoint(open_store(there), RUN), read_checkpoint(written.store, RUN))
 
 
-def test_cp_refuses_what_is_no_copy(cli: Cli, file_url: str, tmp_path: Path) -> None:
+def test_cp_refuses_target_that_is_not_a_copy(cli: Cli, file_url: str, tmp_path: Path) -> None:
     chain(file_url, tmp_path / "a")
     there = f"file://{tmp_path}/there"
     chain(there, tmp_path / "b").close()
     before = keys(open_store(there), RUN)
-    assert "is no copy of this" in refused(cli, "cp", at(file_url), there)
-    assert "is no copy of this" in refused(cli, "cp", at(file_url), there, "-c", "2", "--as", RUN)
+    assert "is no copy of this" in expect_failure(cli, "cp", at(file_url), there)
+    assert "is no copy of this" in expect_failure(cli, "cp", at(file_url), there, "-c", "2", "--as", RUN)
     assert keys(open_store(there), RUN) == before
-    assert "onto itself" in refused(cli, "cp", at(file_url), file_url)
+    assert "onto itself" in expect_failure(cli, "cp", at(file_url), file_url)
     for alone in (("-c", "2"), ("--as", "n")):
-        assert "go together" in refused(cli, "cp", at(file_url), file_url, *alone)
-    assert "cannot name a new run" in refused(cli, "cp", at(file_url), file_url, "-c", "2", "--as", "x/log")
-    assert "this is a run and not a store" in refused(cli, "cp", at(file_url), at(file_url))
-    assert "no live, valid checkpoint" in refused(cli, "cp", at(file_url), file_url, "-c", "9", "--as", "n")
+        assert "go together" in expect_failure(cli, "cp", at(file_url), file_url, *alone)
+    assert "cannot name a new run" in expect_failure(
+        cli, "cp", at(file_url), file_url, "-c", "2", "--as", "x/log"
+    )
+    assert "this is a run and not a store" in expect_failure(cli, "cp", at(file_url), at(file_url))
+    assert "no live, valid checkpoint" in expect_failure(
+        cli, "cp", at(file_url), file_url, "-c", "9", "--as", "n"
+    )
     empty = WrittenRun(open_store(file_url), "empty", tmp_path / "c")
     empty.close()
-    assert "nothing has been committed" in refused(
+    assert "nothing has been committed" in expect_failure(
         cli, "cp", at(file_url, "empty"), file_url, "-c", "latest", "--as", "n"
     )
 
@@ -350,14 +360,14 @@ def test_cp_refuses_what_is_no_copy(cli: Cli, file_url: str, tmp_path: Path) -> 
 # -- rm ---------------------------------------------------------------------------------------------------------
 
 
-def test_rm_removes_one_run_and_nothing_else(cli: Cli, url: str, tmp_path: Path) -> None:
+def test_rm_removes_only_that_run(cli: Cli, url: str, tmp_path: Path) -> None:
     written = chain(url, tmp_path / "a")
     inner = chain(url, tmp_path / "b", f"{RUN}/inner")
     kept = keys(written.store, f"{RUN}/inner")
-    assert "say --yes" in refused(cli, "rm", at(url), "--ended")
-    assert "may hold the run" in refused(cli, "rm", at(url), "--yes")
-    assert "this is a store and not a run" in refused(cli, "rm", url, "--yes", "--ended")
-    assert "no run 'team'" in refused(cli, "rm", url, "--run", "team", "--yes")
+    assert "say --yes" in expect_failure(cli, "rm", at(url), "--ended")
+    assert "may hold the run" in expect_failure(cli, "rm", at(url), "--yes")
+    assert "this is a store and not a run" in expect_failure(cli, "rm", url, "--yes", "--ended")
+    assert "no run 'team'" in expect_failure(cli, "rm", url, "--run", "team", "--yes")
     count = len(keys(written.store)) - len(kept)
     assert answer(cli, "rm", url, "--run", RUN, "--yes", "--ended")["objects"] == count
     assert keys(written.store) == kept
@@ -369,7 +379,7 @@ def test_rm_removes_one_run_and_nothing_else(cli: Cli, url: str, tmp_path: Path)
     assert cli("verify", "--deep", at(url, f"{RUN}/inner"))[0] == 0
 
 
-def test_rm_says_what_came_while_it_removed(
+def test_rm_reports_objects_written_meanwhile(
     cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer that goes on putting objects: what is left is said, the door stays shut, and rm goes on."""
@@ -382,7 +392,7 @@ def test_rm_says_what_came_while_it_removed(
 
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "delete", beside)
-        text = refused(cli, "rm", at(file_url), "--yes", "--ended", code=1)
+        text = expect_failure(cli, "rm", at(file_url), "--yes", "--ended", code=1)
     assert "came meanwhile, and are left: a trainer of this run still wrote" in text
     assert answer(cli, "rm", at(file_url), "--yes")["left"] == 0
     assert keys(open_store(file_url)) == {}

@@ -46,7 +46,7 @@ def written(tmp_path: Path) -> str:
     return url
 
 
-def test_the_example_of_the_help(cli: Cli) -> None:
+def test_help_example(cli: Cli) -> None:
     found = answer(cli, *SIZED, "--hours", 168, "--save-cost", "1s")["plan"]
     assert found["save_s"] == 1.0
     assert found["interval_s"] == pytest.approx(min(1800, fewest_saves(1.0, 72000)))
@@ -70,7 +70,7 @@ def test_the_example_of_the_help(cli: Cli) -> None:
     assert "--mtbf 20h" in cli("plan", "--help")[1]
 
 
-def test_a_real_run_says_what_it_is_and_what_would_change(cli: Cli, written: str) -> None:
+def test_plan_of_real_run(cli: Cli, written: str) -> None:
     found = answer(cli, "plan", written, "--run", RUN)
     run, plan = found["run"], found["plan"]
     assert run["checkpoints"] == 4
@@ -86,7 +86,7 @@ def test_a_real_run_says_what_it_is_and_what_would_change(cli: Cli, written: str
     assert answer(cli, "plan", written, "--save-cost", "9s")["plan"]["save_s"] == pytest.approx(9)
 
 
-def test_a_run_without_checkpoints_and_no_run(cli: Cli, tmp_path: Path) -> None:
+def test_plan_without_checkpoints_or_run(cli: Cli, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     open_attempt(RunLog(open_store(url), "young"), owner="tests")
     code, text = cli("plan", url)

@@ -32,7 +32,7 @@ def reclaim(cli: Cli, url: str, *more: object) -> Any:
     return json.loads(text)
 
 
-def trained(
+def make_run(
     url: str, directory: Path, run: str = RUN, *, workload: str = MINE, pins: tuple[str, ...] = ()
 ) -> None:
     """A run of two checkpoints whose trainer never said that it ended."""
@@ -42,18 +42,18 @@ def trained(
     written.save(written.train(), step=200, covers=first)
 
 
-def left(url: str, run: str) -> int:
+def remaining(url: str, run: str) -> int:
     """Objects of a run."""
     return sum(1 for _ in open_store(url).list(f"{run}/"))
 
 
-def test_what_the_workload_left_goes(cli: Cli, url: str, tmp_path: Path) -> None:
+def test_reclaim_removes_workload_runs(cli: Cli, url: str, tmp_path: Path) -> None:
     """With the runs of its numbered pods; those beside it whose names begin alike are others'."""
     for n, run in enumerate((RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2", f"{RUN}-worker-0")):
-        trained(url, tmp_path / str(n), run)
+        make_run(url, tmp_path / str(n), run)
     for n, run in enumerate((f"{RUN}-b", f"{RUN}2", "team/a"), start=10):
-        trained(url, tmp_path / str(n), run)
-    trained(url, tmp_path / "x", f"{RUN}-3", workload="uid-of-another")
+        make_run(url, tmp_path / str(n), run)
+    make_run(url, tmp_path / "x", f"{RUN}-3", workload="uid-of-another")
     said = tmp_path / "said"
     found = reclaim(cli, url, "--result-file", said)
     assert sorted(found["removed"]) == sorted([RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2", f"{RUN}-worker-0"])
@@ -63,9 +63,9 @@ def test_what_the_workload_left_goes(cli: Cli, url: str, tmp_path: Path) -> None
     word = {"runs": 5, "retained": 0, "objects": found["objects"], "bytes": found["bytes"], "kept": []}
     assert json.loads(said.read_text()) == word
     for run in found["removed"]:
-        assert left(url, run) == 0
+        assert remaining(url, run) == 0
     for run in (f"{RUN}-b", f"{RUN}2", "team/a", f"{RUN}-3"):
-        assert left(url, run) > 0
+        assert remaining(url, run) > 0
         assert cli("verify", url, "--run", run)[0] == 0
     assert reclaim(cli, url)["removed"] == [], "and again"
 
@@ -95,25 +95,23 @@ def _damaged(cli: Cli, url: str) -> None:
         ({}, _damaged, "its log is damaged"),
     ],
 )
-def test_what_stays(cli: Cli, file_url: str, tmp_path: Path, made: Any, then: Any, why: str) -> None:
-    trained(file_url, tmp_path / "w", **made)
+def test_reclaim_keeps_run(cli: Cli, file_url: str, tmp_path: Path, made: Any, then: Any, why: str) -> None:
+    make_run(file_url, tmp_path / "w", **made)
     if then is not None:
         then(cli, file_url)
-    before = left(file_url, RUN)
+    before = remaining(file_url, RUN)
     found = reclaim(cli, file_url)
     assert found["removed"] == []
     assert why in found["kept"][0]["why"]
-    assert left(file_url, RUN) == before
+    assert remaining(file_url, RUN) == before
     code, text = cli("reclaim", file_url, "--run", RUN, "--workload", MINE)
     assert code == 0
     assert "stays" in text
     assert "nothing is removed" in text
 
 
-def test_a_pod_s_run_that_another_workload_goes_on_with_stays(
-    cli: Cli, file_url: str, tmp_path: Path
-) -> None:
-    trained(file_url, tmp_path / "w", f"{RUN}-0")
+def test_run_resumed_by_another_workload_is_kept(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    make_run(file_url, tmp_path / "w", f"{RUN}-0")
     log = RunLog(open_store(file_url), f"{RUN}-0")
     open_attempt(log, owner="tests", workload="uid-of-another")
     said = tmp_path / "said"
@@ -123,7 +121,7 @@ def test_a_pod_s_run_that_another_workload_goes_on_with_stays(
     assert json.loads(said.read_text())["retained"] == 1
 
 
-def test_what_jobs_run_on_a_claim(cli: Cli, tmp_path: Path) -> None:
+def test_reclaim_job_command_on_claim(cli: Cli, tmp_path: Path) -> None:
     """The words of kubectl's Job and of the controller's, with the claim's directory in the place of its mount."""
     claim = {"name": "deltashard-store", "persistentVolumeClaim": {"claimName": "checkpoints"}}
     url = "file:///mnt/shared/training"
@@ -138,7 +136,7 @@ def test_what_jobs_run_on_a_claim(cli: Cli, tmp_path: Path) -> None:
     policy = sample.policy({"store": {"url": url, "claim": "checkpoints"}})
     reclaim = reclaim_job.manifest(Run(workload=workload), policy)
     for run in "other", f"train-{MINE}":
-        trained(url.replace("/mnt/shared", str(tmp_path)), tmp_path / "w" / run, f"team/{run}")
+        make_run(url.replace("/mnt/shared", str(tmp_path)), tmp_path / "w" / run, f"team/{run}")
     for job, says in (rewind, "step 100"), (reclaim, f'"team/train-{MINE}"'):
         pod = job["spec"]["template"]["spec"]
         (container,) = pod["containers"]
@@ -154,22 +152,22 @@ def test_what_jobs_run_on_a_claim(cli: Cli, tmp_path: Path) -> None:
         code, text = cli(*words)
         assert code == 0, text
         assert says in text
-    assert left(f"file://{tmp_path}/training", f"team/train-{MINE}") == 0
+    assert remaining(f"file://{tmp_path}/training", f"team/train-{MINE}") == 0
 
 
-def test_no_workload_is_nobody(cli: Cli, file_url: str, tmp_path: Path) -> None:
+def test_empty_workload_is_refused(cli: Cli, file_url: str, tmp_path: Path) -> None:
     """A laptop's run, and a script whose variable is empty."""
-    trained(file_url, tmp_path / "w", workload="")
+    make_run(file_url, tmp_path / "w", workload="")
     code, text = cli("reclaim", file_url, "--run", RUN, "--workload", "")
     assert code == 2
     assert "--workload is empty" in text
-    assert left(file_url, RUN) > 0
+    assert remaining(file_url, RUN) > 0
 
 
-def test_the_last_word_fits_a_kubelet(cli: Cli, file_url: str, tmp_path: Path) -> None:
+def test_termination_message_fits_kubelet_limit(cli: Cli, file_url: str, tmp_path: Path) -> None:
     """It keeps 4,096 bytes of it; what is cut off could not be read."""
     for n in range(20):
-        trained(file_url, tmp_path / str(n), f"{RUN}-{n}", pins=(f"{'ä' * 200}{n}",))
+        make_run(file_url, tmp_path / str(n), f"{RUN}-{n}", pins=(f"{'ä' * 200}{n}",))
     said = tmp_path / "said"
     assert len(reclaim(cli, file_url, "--result-file", said)["kept"]) == 20
     assert len(said.read_bytes()) < 4096
@@ -179,11 +177,11 @@ def test_the_last_word_fits_a_kubelet(cli: Cli, file_url: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("hint", [True, False])
-def test_who_opens_it_while_it_is_looked_at_keeps_it(
+def test_run_opened_during_reclaim_is_kept(
     cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hint: bool
 ) -> None:
     """Between the look and the first thing that goes."""
-    trained(file_url, tmp_path / "w")
+    make_run(file_url, tmp_path / "w")
     barrier = RunLog.put_hint
 
     def opened_before(self: RunLog, said: Hint) -> None:

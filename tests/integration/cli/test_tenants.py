@@ -51,13 +51,13 @@ class Team:
     def run(self) -> str:
         return f"{self.name}/exp"
 
-    def become(self) -> None:
+    def set_credentials(self) -> None:
         for name, value in self.keys.items():
             self.monkeypatch.setenv(name, value)
 
     def train(self, until: int) -> tuple[int, list[torch.Tensor]]:
         """Train as a script does, by a real sidecar; (the step it went on from, the weights at the end)."""
-        self.become()
+        self.set_credentials()
         torch.manual_seed(0)
         model = nn.EmbeddingBag(200, 8, sparse=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -88,7 +88,7 @@ def teams(minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     return first, second
 
 
-def test_the_page_s_keys_are_enough_for_all_that_is_done_and_reach_nothing_of_anothers(
+def test_documented_keys_cover_own_runs_only(
     teams: tuple[Team, Team], minio_server: MinioServer, cli: Cli, tmp_path: Path
 ) -> None:
     """Saves, a restore, list, verify, gc and export of one's own; of the other's, each ends with whose keys it used."""
@@ -107,7 +107,7 @@ def test_the_page_s_keys_are_enough_for_all_that_is_done_and_reach_nothing_of_an
 
     before = stored()
     assert before
-    mine.become()
+    mine.set_credentials()
 
     def at(team: Team) -> str:
         base, _, query = team.url.partition("?")
@@ -143,12 +143,12 @@ def test_the_page_s_keys_are_enough_for_all_that_is_done_and_reach_nothing_of_an
     assert began == STEPS
 
 
-def test_a_marker_of_a_killed_pod_is_aged_with_keys_that_may_not_look_at_the_bucket(
+def test_marker_age_needs_no_bucket_rights(
     teams: tuple[Team, Team],
 ) -> None:
     """The store's clock is read from an answer that refuses, too: else no pod could follow on one that was evicted."""
     mine, _ = teams
-    mine.become()
+    mine.set_credentials()
     with open_store(mine.url) as store:
         log = RunLog(store, mine.run)
         mark_closing(log, 1, "gone")
@@ -156,7 +156,7 @@ def test_a_marker_of_a_killed_pod_is_aged_with_keys_that_may_not_look_at_the_buc
         assert abs(store.now_s() - time.time()) < 600
 
 
-def test_the_bucket_itself_lists_to_nobody(teams: tuple[Team, Team], minio_server: MinioServer) -> None:
+def test_bucket_root_is_not_listable(teams: tuple[Team, Team], minio_server: MinioServer) -> None:
     """With the keys, past our code: neither the root nor the other's prefix, nor one that merely begins like one's own."""
     mine, _ = teams
     bucket, _, _ = mine.url.removeprefix("s3://").partition("/")

@@ -24,9 +24,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "kind", "said", "command"), WRONG)
-def test_a_usage_error_is_the_error_document_under_json(
-    arguments: tuple[str, ...], kind: str, said: str, command: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("arguments", "kind", "message", "command"), WRONG)
+def test_usage_error_is_json_document_under_json(
+    arguments: tuple[str, ...], kind: str, message: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--json"])
@@ -35,19 +35,17 @@ def test_a_usage_error_is_the_error_document_under_json(
     error = json.loads(shown.out)["error"]
     assert set(error) == {"kind", "what", "where", "remedy", "exit"}
     assert (error["kind"], error["where"], error["exit"]) == (kind, command, 2)
-    assert said in error["what"]
+    assert message in error["what"]
     assert error["remedy"] == f"see `{command} --help`"
-    assert said in shown.err
+    assert message in shown.err
     with pytest.raises(SystemExit):
         main([*arguments])
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert said in shown.err
+    assert message in shown.err
 
 
-def test_commands_of_extras_are_found_by_their_entry_points(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extra_commands_are_found_by_entry_points(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this package, and those of others; one whose packages are missing says which, and no other command fails."""
     known = [
         each for each in command_line.entry_points(group=EXTRAS) if each.value.startswith("deltashard_cli")
@@ -74,7 +72,7 @@ def test_commands_of_extras_are_found_by_their_entry_points(
     assert error["remedy"] == "install it beside deltashard"
 
 
-def test_every_command_stands_on_the_reference_page() -> None:
+def test_every_command_is_on_reference_page() -> None:
     page = (Path(__file__).parents[3] / "docs/reference/command-line.md").read_text()
     listed = page.partition("```")[2].partition("```")[0]
     names = {line.split()[1] for line in listed.splitlines() if line.startswith("deltashard ")}

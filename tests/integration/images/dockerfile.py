@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class BuildStage:
     """One FROM and what follows it."""
 
     name: str
@@ -21,11 +21,11 @@ class Stage:
         return [text for word, text in self.instructions if word == keyword]
 
 
-def read(path: Path) -> dict[str, Stage]:
+def read(path: Path) -> dict[str, BuildStage]:
     text = re.sub(r"(?m)^\s*#.*\n", "", path.read_text())
     lines = [line for line in re.sub(r"\\\n\s*", " ", text).splitlines() if line.strip()]
     arguments: dict[str, str] = {}
-    stages: dict[str, Stage] = {}
+    stages: dict[str, BuildStage] = {}
     current = None
     for line in lines:
         keyword, _, rest = line.partition(" ")
@@ -33,7 +33,7 @@ def read(path: Path) -> dict[str, Stage]:
         if keyword == "FROM":
             base, _, name = rest.partition(" AS ")
             base = re.sub(r"\$\{(\w+)\}", lambda found: arguments[found[1]], base)
-            current = stages[name] = Stage(name=name, base=base)
+            current = stages[name] = BuildStage(name=name, base=base)
         elif current is None:
             assert keyword == "ARG", line
             name, _, value = rest.partition("=")
@@ -43,13 +43,13 @@ def read(path: Path) -> dict[str, Stage]:
     return stages
 
 
-def lineage(stages: dict[str, Stage], name: str) -> list[Stage]:
+def lineage(stages: dict[str, BuildStage], name: str) -> list[BuildStage]:
     """A stage after those it is built from."""
     stage = stages[name]
     return [*(lineage(stages, stage.base) if stage.base in stages else []), stage]
 
 
-def last(stages: list[Stage], keyword: str) -> str | None:
+def last(stages: list[BuildStage], keyword: str) -> str | None:
     """The instruction that counts; an ENTRYPOINT of a base would reset nothing here."""
     found = [text for stage in stages for text in stage.all(keyword)]
     return found[-1] if found else None
@@ -60,7 +60,7 @@ def words(text: str | None) -> tuple[str, ...]:
     return () if text is None else tuple(json.loads(text))
 
 
-def variables(stages: list[Stage]) -> dict[str, str]:
+def variables(stages: list[BuildStage]) -> dict[str, str]:
     return {
         name: value
         for stage in stages

@@ -62,7 +62,7 @@ def test_one_final_stage_for_each_image() -> None:
 
 
 @pytest.mark.parametrize("image", FINAL)
-def test_starts_what_the_cluster_starts(image: Published) -> None:
+def test_image_entrypoint_matches_cluster_tests(image: Published) -> None:
     """Entry point, user, search path and files of the real image are those that the tests ran in a cluster."""
     stages = dockerfile.lineage(STAGES, image.target)
     assert dockerfile.words(dockerfile.last(stages, "ENTRYPOINT")) == image.entrypoint
@@ -77,7 +77,7 @@ def test_starts_what_the_cluster_starts(image: Published) -> None:
     assert files == dict(image.files)
 
 
-def test_the_sidecar_starts_what_injection_says() -> None:
+def test_sidecar_image_runs_injected_program() -> None:
     """The container that the webhook writes names a program of the image, which serves when nothing is said."""
     stages = dockerfile.lineage(STAGES, "sidecar")
     assert dockerfile.words(dockerfile.last(stages, "ENTRYPOINT")) == (sidecar_container.COMMAND,)
@@ -101,7 +101,7 @@ def test_everything_is_installed_by_hash() -> None:
         assert len(found) == len(set(re.findall(r"(?m)^([a-z0-9._-]+)==", _lists()[name]))), name
 
 
-def test_each_image_has_what_its_part_needs_and_no_more() -> None:
+def test_each_image_has_only_needed_packages() -> None:
     """The extras' packages are there; torch is in the example alone, and nothing heavy is in the operator's image."""
     extras, base = PROJECT["project"]["optional-dependencies"], PROJECT["project"]["dependencies"]
     sidecar, operator, example = (set(_requirements(n)) for n in ("sidecar", "operator", "example"))
@@ -117,7 +117,7 @@ def test_each_image_has_what_its_part_needs_and_no_more() -> None:
         assert any("DELTASHARD_KERNELS=native" in text for text in STAGES[f"{target}-environment"].all("RUN"))
 
 
-def test_what_is_copied_reaches_the_builder() -> None:
+def test_copied_sources_reach_builder() -> None:
     """Sources exist, and .dockerignore lets them through; what builds the wheel is what the tests' wheel is built of."""
     ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     assert ignored[0] == "*"
@@ -167,7 +167,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
         ("example", ["deltashard"]),
     ],
 )
-def test_every_module_of_an_image_imports_with_what_is_installed(target: str, packages: list[str]) -> None:
+def test_image_modules_import_with_installed_packages(target: str, packages: list[str]) -> None:
     """Not what the developer's machine happens to have: every other package is hidden.
 
     `deltashard_cli.dcp` is torch's own format: its commands load it when they run, and say so where torch is absent.

@@ -36,7 +36,7 @@ def api(apiserver: ApiServer) -> ApiAccess:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def relaxed_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """An API server on a machine with other work may take longer than a sidecar would wait before it comes again."""
     monkeypatch.setattr(token_review, "REVIEW_S", 120.0)
 

@@ -27,7 +27,7 @@ def ask(apiserver: ApiServer, http: Rest, tmp_path: Path, monkeypatch: pytest.Mo
     return lambda *flags: chart_test.main([f"--kubeconfig={kubeconfig}", *flags])
 
 
-def test_an_installation_is_asked_until_it_works_or_the_time_is_up(
+def test_chart_test_polls_until_success_or_timeout(
     shared_webhook: WebhookProcess,
     http: Rest,
     ask: Ask,

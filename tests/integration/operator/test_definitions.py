@@ -221,9 +221,7 @@ def root(namespace: str = "default", plural: str = "checkpointruns") -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector(
-    http: Rest, kind: str
-) -> None:
+def test_full_policy_is_stored_unchanged_and_parsed(http: Rest, kind: str) -> None:
     reply = http.create(policy(kind=kind))
     assert reply.status == 201, reply.document
     assert reply.warnings == []  # an unknown field would be pruned with a warning or silently
@@ -232,7 +230,7 @@ def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("text", "expected"),
     [
         ({"type": "Auto"}, "auto"),
         ({"type": "Fixed"}, ""),
@@ -244,13 +242,13 @@ def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector
         ({"type": "PLS", "pls": "1"}, "pls=1"),
     ],
 )
-def test_a_goal_that_the_api_takes_is_one_that_is_read(http: Rest, said: dict[str, str], meant: str) -> None:
-    reply = http.create(policy({"interval": {"goal": said}}))
+def test_accepted_goal_is_parsed(http: Rest, text: dict[str, str], expected: str) -> None:
+    reply = http.create(policy({"interval": {"goal": text}}))
     assert reply.status == 201, reply.document
-    assert workload_policy.read("p", reply.document["spec"]).saving.goal == meant
+    assert workload_policy.read("p", reply.document["spec"]).saving.goal == expected
 
 
-def test_what_has_a_fixed_default_is_stated_by_the_api(http: Rest) -> None:
+def test_fixed_defaults_are_set_by_api(http: Rest) -> None:
     bundle = {"network": {"caBundle": {"configMap": "authorities"}}}
     spec = http.create(policy(s3(secretRef={"name": "store"}) | bundle)).document["spec"]
     assert spec["store"]["secretRef"] == {"name": "store", "key": "credentials"}
@@ -266,7 +264,7 @@ def test_what_has_a_fixed_default_is_stated_by_the_api(http: Rest) -> None:
         ({"store": {"region": "eu-north-1", "secretRef": {"name": "other"}}}, "", {}),
     ],
 )
-def test_a_store_never_changes_and_the_way_to_it_may(
+def test_store_is_immutable_but_its_access_is_not(
     http: Rest, change: dict[str, Any], says: str, before: dict[str, Any]
 ) -> None:
     name = http.create(policy(before)).document["metadata"]["name"]
@@ -274,7 +272,7 @@ def test_a_store_never_changes_and_the_way_to_it_may(
     assert (reply.status, says in reply.document.get("message", "")) == (422 if says else 200, True)
 
 
-def test_the_status_of_a_run_is_taken_as_it_is_written(http: Rest) -> None:
+def test_run_status_is_stored_unchanged(http: Rest) -> None:
     """Every field that the controller writes is one of the resource's; what a newer policy does not state is gone."""
     removed = Reclaim(state=ReclaimState.REMOVED, since_s=NOW_S, message="12 objects", due_s=NOW_S)
     before = replace(full_run(), reclaim=removed)
@@ -287,20 +285,18 @@ def test_the_status_of_a_run_is_taken_as_it_is_written(http: Rest) -> None:
         assert reply.document["status"] == wanted
 
 
-def test_an_empty_policy_is_possible_since_the_default_is_under_it(http: Rest) -> None:
+def test_empty_policy_is_valid(http: Rest) -> None:
     assert http.create(policy(dict.fromkeys(GOOD_POLICY))).status == 201
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("change", "says"), BAD)
-def test_a_policy_with_nonsense_is_refused_before_it_is_stored(
-    http: Rest, change: dict[str, Any], says: str, kind: str
-) -> None:
+def test_invalid_policy_is_refused(http: Rest, change: dict[str, Any], says: str, kind: str) -> None:
     reply = http.create(policy(change, kind))
     assert (reply.status, says in reply.document["message"]) == (422, True), reply.document
 
 
-def test_a_runs_spec_never_changes_and_its_status_is_a_subresource(http: Rest) -> None:
+def test_run_spec_is_immutable_and_status_is_subresource(http: Rest) -> None:
     created = http.create(run())
     assert created.status == 201, created.document
     path = f"{root()}/{created.document['metadata']['name']}"
@@ -312,7 +308,7 @@ def test_a_runs_spec_never_changes_and_its_status_is_a_subresource(http: Rest) -
     assert (written.status, written.document["status"]["step"]) == (200, 7)
 
 
-def test_kubectl_get_answers_the_daily_question(http: Rest) -> None:
+def test_kubectl_get_columns(http: Rest) -> None:
     """The API server itself makes the table that kubectl prints."""
     path = f"{root()}/{http.create(run()).document['metadata']['name']}"
     status = {"status": run_record.status(full_run(), NOW_S)}

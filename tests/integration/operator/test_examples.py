@@ -34,7 +34,7 @@ def _post(http: Rest, document: dict[str, Any], namespace: str) -> None:
     assert (reply.status, reply.warnings) == (201, []), reply.document
 
 
-def test_a_real_api_server_takes_them(http: Rest) -> None:
+def test_api_server_accepts_examples(http: Rest) -> None:
     """Every built-in kind and the policy, as written and as injected, in a namespace under PodSecurity restricted.
 
     No field unknown, no warning; the pods of all workloads fit the standard too, with their sidecar.

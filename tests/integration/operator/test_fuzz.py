@@ -25,7 +25,7 @@ from tests.support.server.apiserver import ApiServer, Rest
 EXAMPLES = int(os.environ.get("DELTASHARD_FUZZ", "340"))
 
 
-class Judge:
+class DryRunValidator:
     """Dry runs, and a count of what came of them."""
 
     def __init__(self, rest: Rest) -> None:
@@ -60,7 +60,7 @@ def as_admitted(job: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", **job}
 
 
-def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+def strip_injected(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """The injected Job with everything taken away that injection may add or change: what is left is the user's."""
     job = copy.deepcopy(job)
     pod, old = job["spec"]["template"], before["spec"]["template"]
@@ -118,7 +118,7 @@ def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(
-    judge: Judge, template: dict[str, Any], annotations: dict[str, str], policy: dict[str, Any]
+    validator: DryRunValidator, template: dict[str, Any], annotations: dict[str, str], policy: dict[str, Any]
 ) -> None:
     """One template, from the manifest to the second admission."""
     job = {
@@ -127,26 +127,26 @@ def check(
         "metadata": {"name": "fuzz", "annotations": annotations},
         "spec": {"template": template},
     }
-    created = judge.created(job)
+    created = validator.created(job)
     if created is None:
-        judge.count("invalid")
+        validator.count("invalid")
         return
     seen = as_admitted(created)
     response = sample.answer(seen, policy)
     if not response["allowed"]:
         assert response["status"]["reason"] in CODES
         assert response["status"]["message"].endswith(f"({response['status']['reason']})")
-        judge.count(response["status"]["reason"])
+        validator.count(response["status"]["reason"])
         return
-    judge.count("injected")
+    validator.count("injected")
     operations = sample.operations(response)
     assert {o["op"] for o in operations} == {"add"}
     injected = sample.applied(seen, response)
-    assert without_ours(injected, seen) == seen
+    assert strip_injected(injected, seen) == seen
     again = sample.answer(injected, policy)
     assert again["allowed"]
     assert "patch" not in again
-    assert judge.created(injected) is not None, judge.last_refusal
+    assert validator.created(injected) is not None, validator.last_refusal
     inits = [c["name"] for c in injected["spec"]["template"]["spec"]["initContainers"]]
     assert inits.index(cluster_name.SIDECAR) == (
         inits.index("istio-proxy") + 1 if "istio-proxy" in inits else 0
@@ -168,15 +168,15 @@ def test_generated_templates(apiserver: ApiServer) -> None:
     )
     @given(templates.pod_templates(), templates.ANNOTATIONS, templates.POLICIES)
     def run(template: dict[str, Any], annotations: dict[str, str], policy: dict[str, Any]) -> None:
-        check(judge, template, annotations, policy)
+        check(validator, template, annotations, policy)
 
     with apiserver.http() as rest:
-        judge = Judge(rest)
+        validator = DryRunValidator(rest)
         run()
-    print(judge.counts)
-    assert sum(judge.counts.values()) >= 300
-    assert judge.counts["injected"] > sum(judge.counts.values()) / 4
-    assert len(set(judge.counts) - {"injected", "invalid"}) >= 3, "refusals of several kinds were met"
+    print(validator.counts)
+    assert sum(validator.counts.values()) >= 300
+    assert validator.counts["injected"] > sum(validator.counts.values()) / 4
+    assert len(set(validator.counts) - {"injected", "invalid"}) >= 3, "refusals of several kinds were met"
 
 
 @given(templates.pod_templates(), st.data())

@@ -23,7 +23,7 @@ def asked(spec: Any) -> dict[str, Any]:
     return {**kind, "metadata": metadata, **({} if spec is None else {"spec": spec})}
 
 
-def test_every_field_is_taken_and_what_is_left_out_has_its_default(http: Rest) -> None:
+def test_every_field_is_accepted_and_defaults_apply(http: Rest) -> None:
     reply = http.create(asked(GOOD))
     assert (reply.status, reply.warnings, reply.document["spec"]) == (201, [], GOOD)
     spec = http.create(asked({"runRef": RUN})).document["spec"]
@@ -55,14 +55,14 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_nonsense_is_refused_with_a_sentence(http: Rest, name: str) -> None:
+def test_invalid_field_is_refused_with_message(http: Rest, name: str) -> None:
     spec, says = BAD[name]
     reply = http.create(asked(spec))
     assert reply.status == 422
     assert says in reply.document["message"]
 
 
-def test_a_spec_never_changes_and_the_status_is_taken_as_it_is_written(http: Rest) -> None:
+def test_spec_is_immutable_and_status_is_stored_unchanged(http: Rest) -> None:
     """Every field that the controller writes is one of the resource's, and kubectl shows what came of it."""
     http.namespace("asked")
     made = http.create(asked(GOOD), "asked").document

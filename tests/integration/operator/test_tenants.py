@@ -76,7 +76,7 @@ def teams(apiserver: ApiServer, shared_webhook: WebhookProcess) -> Iterator[Team
             yield Teams(rest, user, mine, other)
 
 
-def test_policies_and_secrets_of_another_namespace_are_out_of_reach(teams: Teams) -> None:
+def test_other_namespace_policies_and_secrets_are_unreachable(teams: Teams) -> None:
     """By RBAC, where they are named as what they are; by admission, where an annotation or a policy would name them."""
     user, other = teams.user, teams.other
     assert user("GET", f"{POLICIES.format(other)}/theirs").status == 403
@@ -97,7 +97,7 @@ def test_policies_and_secrets_of_another_namespace_are_out_of_reach(teams: Teams
     assert user.create(policy(url="s3://mine-x/../checkpoints"), teams.mine).status == 422
 
 
-def test_anothers_prefix_comes_without_anothers_credentials(teams: Teams) -> None:
+def test_foreign_prefix_grants_no_foreign_credentials(teams: Teams) -> None:
     """A policy may name any URL and any Secret's name: the keys are still those of the pod's own namespace."""
     for each in (policy(url=THEIRS, secretRef={"name": "b-keys"}), policy("bare", url=THEIRS)):
         assert teams.user.create(each, teams.mine).status == 201
@@ -119,9 +119,7 @@ def test_anothers_prefix_comes_without_anothers_credentials(teams: Teams) -> Non
             assert teams.user("DELETE", f"{POLICIES.format(teams.mine)}/{name}").status == 200
 
 
-def test_what_the_webhook_answers_anybody_holds_nothing_secret(
-    teams: Teams, shared_webhook: WebhookProcess
-) -> None:
+def test_webhook_answers_contain_no_secrets(teams: Teams, shared_webhook: WebhookProcess) -> None:
     """Whoever reaches its port may ask in another namespace's name, and learns names: it has no Secret to give away."""
     document = pod("asked", opted(policy="theirs"))
     review = sample.review(document, namespace=teams.other)
@@ -143,7 +141,7 @@ def test_what_the_webhook_answers_anybody_holds_nothing_secret(
 
 
 @pytest.mark.minio
-def test_the_keys_on_the_page_are_enough_and_reach_no_other_namespace(
+def test_documented_keys_reach_own_namespace_only(
     minio_server: MinioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page's own policy at a real store: a run of the namespace is written and read; another's is denied."""

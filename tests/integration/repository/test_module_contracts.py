@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
-class Normed(nn.Module):
+class CountingNorm(nn.Module):
     """Counts its calls in a plain attribute, which its extra state says; a buffer of it takes its shape in training."""
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Normed(nn.Module):
         self.calls = state["calls"]
 
 
-class Run:
+class ContractRun:
     """One process of the run."""
 
     def __init__(self, url: Path, seed: int, name: str = "r", **options: Any) -> None:
         torch.manual_seed(seed)
         items = nn.Embedding(2000, 16, sparse=True)
-        self.model = nn.Sequential(OrderedDict(items=items, own=Normed(), top=nn.Linear(16, 1)))
+        self.model = nn.Sequential(OrderedDict(items=items, own=CountingNorm(), top=nn.Linear(16, 1)))
         self.tables = torch.optim.Adagrad(items.parameters(), lr=0.1)
         rest = [*self.model.own.parameters(), *self.model.top.parameters()]
         self.dense = torch.optim.Adam(rest, lr=0.01)
@@ -79,14 +79,12 @@ class Run:
         self.ckpt.__exit__(KeyboardInterrupt, None, None)
 
 
-def test_a_resumed_run_goes_on_as_one_that_was_not_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_matches_uninterrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the program's default device is another one; and the reader and a warm start see the same."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
     store = tmp_path / "store"
-    first = Run(store, 0)
+    first = ContractRun(store, 0)
     assert first.ckpt.restore() is None
     first.train(range(4))
     with torch.device("meta"):
@@ -95,8 +93,8 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_killed(
     wanted = first.state()
     first.leave()
 
-    second = Run(store, 1)
-    assert "Normed" in str(second.ckpt.doctor())
+    second = ContractRun(store, 1)
+    assert "CountingNorm" in str(second.ckpt.doctor())
     with torch.device("meta"):
         resumed = second.ckpt.restore()
     second.train(range(4, 8))
@@ -110,7 +108,7 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_killed(
         assert stored.state["module:own"] == {"_extra_state": {"calls": 4}}
         assert stored.table("items.weight").state["sum"].shape == (2000, 16)
 
-    third = Run(store, 2, "warm")
+    third = ContractRun(store, 2, "warm")
     third.ckpt.restore(from_run="r", weights_only=True)
     assert third.model.own.calls == 4
     third.leave()

@@ -8,7 +8,7 @@ from tests.cluster.scenario import page as pages
 from tests.support.server.minio_server import ROOT
 
 
-def test_pages_of_kubernetes_are_well_written() -> None:
+def test_kubernetes_pages_name_existing_files_and_clients() -> None:
     """Their commands name files that exist and clients that the runner provides."""
     found = [
         path for path in sorted((ROOT / "docs" / "kubernetes").glob("*.md")) if "```sh" in path.read_text()
@@ -20,7 +20,7 @@ def test_pages_of_kubernetes_are_well_written() -> None:
                 assert (ROOT / name).exists(), f"{path.name}:{step.line}: {name}"
 
 
-def test_the_tests_that_the_incidents_page_names_exist() -> None:
+def test_incidents_page_names_existing_tests() -> None:
     """Each file, and in it at least one test of each name, which may end in a star."""
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+)(\*?))?`", (ROOT / "docs/incidents.md").read_text())
     assert len(named) > 20

@@ -11,7 +11,7 @@ BENCH = Path(__file__).parents[3] / "bench"
 COUNTED = {"PUTs", "LISTs", "GETs"}
 
 
-def test_requests_stay_within_their_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_requests_stay_within_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests do not depend on the machine: pods wait by a clock of their own, and a plan reads what it reads."""
     monkeypatch.syspath_prepend(str(BENCH))
     import ranks

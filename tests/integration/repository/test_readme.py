@@ -19,7 +19,7 @@ STEPS = 6
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
-class Dlrm(torch.nn.Module):
+class ReadmeModel(torch.nn.Module):
     """A table and a dense layer with a bias, as every model of the kind has."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def run(script: str, **more: Any) -> dict[str, Any]:
     """The script with the reader's own model, data and loss; fewer steps, another store."""
     assert "100_000" in script
     names = {
-        "DLRM": Dlrm,
+        "DLRM": ReadmeModel,
         "Adagrad": torch.optim.Adagrad,
         "DataLoader": DataLoader,
         "data": torch.arange(24).view(STEPS, 4),

@@ -27,7 +27,7 @@ def archive(path: Path, *names: str) -> Path:
     return path
 
 
-def test_a_wheel_without_its_kernels_is_refused(tmp_path: Path) -> None:
+def test_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
     """Setuptools takes them for optional: a compiler that fails makes a wheel all the same."""
     wheels.check(archive(tmp_path / "whole.whl", wheels.KERNELS, "deltashard/__init__.py"))
     with pytest.raises(wheels.Unfit, match="did not compile"):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 LARGE, SMALL, DIM = 4000, 40, 16
 
 
-class Model(nn.Module):
+class TwoTableModel(nn.Module):
     """A table that holds 99 % of the bytes, and a small one."""
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Model(nn.Module):
         self.small = nn.Embedding(SMALL, DIM, sparse=True)
 
 
-class Loop:
+class BitsLoop:
     """A model, its optimizer, and steps on random ids."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.net: Any = Model()
+        self.net: Any = TwoTableModel()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
 
     def train(self, ckpt: deltashard.Checkpointer, steps: int = 1) -> None:
@@ -53,7 +53,7 @@ class Loop:
             self.optimizer.step()
             ckpt.step()
 
-    def error(self, other: Loop, table: str) -> float:
+    def error(self, other: BitsLoop, table: str) -> float:
         """Relative L2 distance of a table from another loop's."""
         mine, theirs = (getattr(each.net, table).weight.detach() for each in (self, other))
         return float((mine - theirs).norm() / theirs.norm())
@@ -77,9 +77,9 @@ def stored(tmp_path: Path) -> dict[str, str]:
     return {table: said.of_table(f"{table}.weight") for table in ("large", "small")}
 
 
-def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Path) -> None:
+def test_table_has_user_encoding(make: Make, tmp_path: Path) -> None:
     """One table at 2 bit, the other at 8: the rows come back so, the commit says so, a content hash agrees."""
-    loop, again, began_s = Loop(0), Loop(1), time.time()
+    loop, again, began_s = BitsLoop(0), BitsLoop(1), time.time()
     with make(loop, encoding="q2", tables={"small.weight": "q8"}, content_hash=True) as ckpt:
         loop.train(ckpt, 3)
     entry = newest(tmp_path)
@@ -92,10 +92,10 @@ def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Pa
     assert again.error(loop, "small") < 0.01 < 0.1 < again.error(loop, "large")
 
 
-def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, tmp_path: Path) -> None:
+def test_bits_follow_budget_and_small_tables_keep_eight(make: Make, tmp_path: Path) -> None:
     """Before a sample all is at 8 bit; then the large table has fewer; each restore spends; near the end it is 8 again."""
     options = {"bits": "budget", "differential": "full", "planned_steps": 100}
-    loop = Loop(0)
+    loop = BitsLoop(0)
     ckpt = make(loop, **options)
     loop.train(ckpt, 2)
     ckpt.save().wait(120)
@@ -109,7 +109,7 @@ def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, t
     assert told.restores == 0
     leave(ckpt)
 
-    again = Loop(1)
+    again = BitsLoop(1)
     ckpt = make(again, **options)
     assert ckpt.restore() is not None
     assert again.error(loop, "large") == pytest.approx(told.error["large.weight"], rel=0.2)
@@ -123,11 +123,9 @@ def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, t
     assert stored(tmp_path) == {"large": "q8", "small": "q8"}
 
 
-def test_what_a_run_leaves_behind_has_8_bit_though_its_last_step_was_saved(
-    make: Make, tmp_path: Path
-) -> None:
+def test_final_checkpoint_has_8_bit_even_if_step_was_saved(make: Make, tmp_path: Path) -> None:
     """Where the user's own save of that step chose fewer: close() cuts it once more, under the same pin."""
-    loop = Loop(0)
+    loop = BitsLoop(0)
     ckpt = make(loop, bits="check-n-run", differential="full")
     loop.train(ckpt, 2)
     ckpt.save().wait(120)
@@ -143,10 +141,10 @@ def test_what_a_run_leaves_behind_has_8_bit_though_its_last_step_was_saved(
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["before a commit", "after one"])
-def test_a_sidecar_that_is_killed_forgets_no_harm(make: Make, tmp_path: Path, committed: bool) -> None:
+def test_killed_sidecar_keeps_accumulated_error(make: Make, tmp_path: Path, committed: bool) -> None:
     """What restores did is the run's; the next process reads it in the log."""
     options = {"bits": "check-n-run", "differential": "full", "planned_steps": 10_000}
-    loop, again = Loop(0), Loop(1)
+    loop, again = BitsLoop(0), BitsLoop(1)
     ckpt = make(loop, **options)
     loop.train(ckpt, 2)
     ckpt.save().wait(120)

@@ -16,7 +16,7 @@ from tests.support.sidecar_process import sidecar
 
 @pytest.mark.parametrize("url", ["file", "minio"], indirect=True)
 @pytest.mark.parametrize("noticed_by", ["the last save", "housekeeping"])
-def test_a_swept_base_is_noticed_and_the_next_save_builds_on_nothing(
+def test_missing_base_is_detected_and_next_save_is_baseline(
     tmp_path: Path, url: str, noticed_by: str
 ) -> None:
     maintenance_interval_s = 0.05 if noticed_by == "housekeeping" else -1

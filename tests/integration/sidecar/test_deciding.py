@@ -31,7 +31,7 @@ def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]
     }  # fmt: skip
 
 
-class Training:
+class SmallTraining:
     """A small model that trains on, a step whenever the test looks."""
 
     def __init__(self, **options: Any) -> None:
@@ -72,23 +72,23 @@ def decision(server: FleetServer) -> fleet.Decision:
     return server.last.run.decisions[0] if server.last.run.decisions else fleet.Decision()
 
 
-def in_force_s(server: FleetServer) -> float:
+def reported_interval_s(server: FleetServer) -> float:
     """The interval of the last report. It is read before all else of it, which may be newer and never older."""
     return server.last.run.policy.every_s
 
 
-def test_a_choice_is_made_shown_and_adopted_by_who_comes_next(
+def test_interval_choice_is_reported_and_adopted_after_restart(
     tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured first, at the interval that is said; then as long as the user allows; and no second measuring after."""
     said = flags(tmp_path, server, goal="auto", every_s=0.1, most_s=300, metrics_port=0)
     with sidecar(tmp_path, url, **said) as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
-        training = Training()
+        training = SmallTraining()
         # Not a step meanwhile: what is measured are saves, and there are none.
         eventually(lambda: "is being measured" in decision(server).why, what="it says that it measures")
         assert decision(server).value == "every 0.1 s"
-        training.until(lambda: in_force_s(server) == 300.0, "a choice")
+        training.until(lambda: reported_interval_s(server) == 300.0, "a choice")
         shown = decision(server)
         assert (shown.goal, shown.value, shown.would) == ("auto", "every 300 s", "every 300 s")
         assert shown.bound == "not above 5 min (the longest that the user allows)"
@@ -110,8 +110,8 @@ def test_a_choice_is_made_shown_and_adopted_by_who_comes_next(
     again.mkdir()
     with sidecar(again, url, **said) as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
-        training = Training()
-        training.until(lambda: in_force_s(server) == 300.0, "the choice of before")
+        training = SmallTraining()
+        training.until(lambda: reported_interval_s(server) == 300.0, "the choice of before")
         assert decision(server).value == "every 300 s"
         said_s = [decision.why for report in server.reports for decision in report.run.decisions]
         assert not any("is being measured" in why for why in said_s)

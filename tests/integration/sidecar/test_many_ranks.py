@@ -23,11 +23,11 @@ from tests.support.fake_model import Model, same
 from tests.support.fake_trainer import SaveRefused, Trainer
 from tests.support.sidecar_process import SidecarProcess, sidecar
 
-PATIENT = {"deltashard_sidecar.save_service.BRIEF_WAIT_S": 30.0}
+LONG_WAIT = {"deltashard_sidecar.save_service.BRIEF_WAIT_S": 30.0}
 """A rank does not begin a cut anew that was refused, as a lone trainer does where the end of its last one is told slowly."""
 
 
-class Group:
+class RankGroup:
     """W ranks, each with tables of its own, over so many sidecars: what the trainer's library would do for them."""
 
     def __init__(self, sidecars: list[SidecarProcess], world_size: int, *, seed: int = 0) -> None:
@@ -87,7 +87,7 @@ def pods(root: Path, url: str, count: int, **flags: object) -> Iterator[list[Sid
         found = []
         for pod in range(count):
             (root / f"pod{pod}").mkdir(exist_ok=True)
-            options = {"encoding": "fp32", "constants": PATIENT, "arena_bytes": "256MiB", **flags}
+            options = {"encoding": "fp32", "constants": LONG_WAIT, "arena_bytes": "256MiB", **flags}
             process = SidecarProcess(root / f"pod{pod}", url, **options)
             stack.callback(process.kill)
             found.append(process)
@@ -95,11 +95,13 @@ def pods(root: Path, url: str, count: int, **flags: object) -> Iterator[list[Sid
 
 
 @contextmanager
-def begun(root: Path, count: int = 2, ranks: int = 4, **flags: object) -> Iterator[tuple[str, Group, int]]:
+def start_group(
+    root: Path, count: int = 2, ranks: int = 4, **flags: object
+) -> Iterator[tuple[str, RankGroup, int]]:
     """A store's URL, a group of so many pods and ranks, and the seq of its first checkpoint."""
     url = (root / "store").as_uri()
     with pods(root, url, count, **flags) as sidecars:
-        group = Group(sidecars, ranks)
+        group = RankGroup(sidecars, ranks)
         group.open()
         group.train()
         yield url, group, group.save_and_commit()
@@ -121,11 +123,11 @@ def _assert_holds(url: str, seq: int, models: list[Model]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_four_ranks_save_and_come_back(tmp_path: Path, count: int) -> None:
+def test_four_ranks_save_and_resume(tmp_path: Path, count: int) -> None:
     """One entry a cut, deltas after a baseline, and a new group resumes from it, each rank with its own rows."""
     url = (tmp_path / "store").as_uri()
     with pods(tmp_path, url, count) as sidecars:
-        group = Group(sidecars, 4)
+        group = RankGroup(sidecars, 4)
         assert group.open() is None
         seqs = []
         for _ in range(3):
@@ -136,7 +138,7 @@ def test_four_ranks_save_and_come_back(tmp_path: Path, count: int) -> None:
         assert [entry.covers for entry in state.checkpoints.values()] == [(None,), (seqs[0],), (seqs[0],)]
         wanted = [model.state() for model in group.models]
         group.close()
-        again = Group(sidecars, 4, seed=50)
+        again = RankGroup(sidecars, 4, seed=50)
         assert again.open() == seqs[-1]
         again.restore(seqs[-1])
         assert all(same(model.state(), held) for model, held in zip(again.models, wanted, strict=True))
@@ -148,9 +150,9 @@ def test_four_ranks_save_and_come_back(tmp_path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path, count: int) -> None:
+def test_bits_are_chosen_for_all_ranks_sharing_a_sidecar(tmp_path: Path, count: int) -> None:
     """Of every rank's tables, also for those that rank 0 has not; in two pods `encoding` holds, and it is said why."""
-    with begun(tmp_path, count, bits_goal="budget", differential="full") as (
+    with start_group(tmp_path, count, bits_goal="budget", differential="full") as (
         url,
         group,
         _,
@@ -175,12 +177,12 @@ def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path
             assert off == pytest.approx(told.error[f"rank{rank}.big.weight"], rel=0.2)
 
 
-def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_common_ones(
+def test_ranks_read_common_and_own_blobs(
     tmp_path: Path,
 ) -> None:
     """Four ranks on two pods; one rank alone; and a trainer that says no rank."""
     common = {"meta", *(f"dense/rank{rank}.w" for rank in range(4))}
-    with begun(tmp_path) as (url, group, seq):
+    with start_group(tmp_path) as (url, group, seq):
         group.restore(seq)
         assert [trainer.blobs_read for trainer in group.trainers] == [
             common,
@@ -188,7 +190,7 @@ def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_comm
         ]
     (tmp_path / "node").mkdir()
     with pods(tmp_path / "node", url, 1) as sidecars:  # that has none of it: one rank reads for the others
-        again = Group(sidecars, 4, seed=50)
+        again = RankGroup(sidecars, 4, seed=50)
         assert again.open() == seq
         first, *others = [trainer.restore(seq) for trainer in again.trainers]
         assert first.cache_bytes == 0
@@ -208,11 +210,11 @@ def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_comm
         alone.close()
 
 
-def test_a_rank_that_gives_up_takes_the_cut_from_all_and_the_next_cut_holds_their_rows(
+def test_rank_abort_drops_snapshot_and_next_one_has_rows(
     tmp_path: Path,
 ) -> None:
     """In its own pod at once, in the other by the word it leaves; nobody waits for the deadline of a save."""
-    with begun(tmp_path) as (url, group, base):
+    with start_group(tmp_path) as (url, group, base):
         group.train()
         cuts = []
         for trainer in group.trainers:
@@ -232,7 +234,7 @@ def test_a_rank_that_gives_up_takes_the_cut_from_all_and_the_next_cut_holds_thei
 
 
 def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
-    with begun(tmp_path, ranks=2) as (url, group, base):
+    with start_group(tmp_path, ranks=2) as (url, group, base):
         group.train()
         group.models[1].train()
         cuts = group.save()
@@ -247,11 +249,11 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
         assert state_of(url).checkpoints.keys() == {base, seq}
 
 
-def test_what_is_not_one_group_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_inconsistent_group_is_refused_with_remedy(tmp_path: Path) -> None:
     """Another world size, a rank twice, a rank that opens for itself, a layout that does not tile its tables."""
     url = (tmp_path / "store").as_uri()
     with pods(tmp_path, url, 1) as sidecars:
-        group = Group(sidecars, 2)
+        group = RankGroup(sidecars, 2)
         for options, why in (
             ({"rank": 2, "local_rank": 2, "world_size": 3}, "not of one group"),
             ({"rank": 1, "local_rank": 2, "world_size": 2}, "is local rank 1"),

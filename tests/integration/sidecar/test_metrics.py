@@ -18,7 +18,7 @@ def series(process: SidecarProcess) -> dict[str, str]:
     return dict(line.rsplit(" ", 1) for line in lines)
 
 
-def test_a_run_costs_prometheus_few_series(tmp_path: Path, url: str) -> None:
+def test_run_exports_few_series(tmp_path: Path, url: str) -> None:
     """A sidecar of another rank than 0 serves a tenth, and none has a series for what never happened."""
     with sidecar(tmp_path, url, run="team/run", encoding="fp32", metrics_port=0) as process:
         fresh = series(process)
@@ -39,7 +39,7 @@ def test_a_run_costs_prometheus_few_series(tmp_path: Path, url: str) -> None:
         first.close()
 
 
-def test_a_metrics_port_that_is_taken_costs_the_metrics_alone(tmp_path: Path, url: str) -> None:
+def test_occupied_metrics_port_disables_only_metrics(tmp_path: Path, url: str) -> None:
     """A sidecar that starts again may find the program's own exporter there; it is healthy and saves."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -31,7 +31,7 @@ def keys(log: RunLog) -> list[str]:
 
 
 @pytest.mark.parametrize("url", ["file", "minio"], indirect=True)
-def test_a_run_that_was_removed_is_noticed_and_written_to_no_more(process: SidecarProcess, url: str) -> None:
+def test_removed_run_is_detected_and_not_written(process: SidecarProcess, url: str) -> None:
     trainer = Trainer(process.socket, Model())
     trainer.open()
     for _ in range(3):
@@ -73,7 +73,7 @@ def test_a_run_that_was_removed_is_noticed_and_written_to_no_more(process: Sidec
     other.close()
 
 
-def test_a_sidecar_that_was_restarted_since_notices_it_too(tmp_path: Path, url: str) -> None:
+def test_restarted_sidecar_detects_removed_run(tmp_path: Path, url: str) -> None:
     """Its log handle never saw the run: the trainer's attempt is of a log that is not there."""
     with sidecar(tmp_path, url, encoding="fp32") as process:
         trainer = Trainer(process.socket, Model())
@@ -93,7 +93,7 @@ def test_a_sidecar_that_was_restarted_since_notices_it_too(tmp_path: Path, url: 
         trainer.close()
 
 
-def test_a_store_that_looked_empty_for_a_while_is_saved_to_again(tmp_path: Path) -> None:
+def test_temporarily_empty_store_is_saved_to_again(tmp_path: Path) -> None:
     """A directory that was mounted elsewhere, say: the log is back, and nothing was removed."""
     url = f"file://{tmp_path}/store"
     with training(tmp_path, url, encoding="fp32") as (_, trainer):

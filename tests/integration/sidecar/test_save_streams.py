@@ -24,7 +24,7 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 
 
 @pytest.mark.parametrize("inner", ["abort", "several"])
-def test_what_may_not_travel_together_fails_its_save_only(trainer: Trainer, inner: str) -> None:
+def test_invalid_message_mix_fails_its_save_only(trainer: Trainer, inner: str) -> None:
     """A message that is no descriptor and no seal among several: this save is invalid, the next one commits."""
     cut = trainer.begin(together=True)
     request = pb.SaveRequest()
@@ -37,7 +37,7 @@ def test_what_may_not_travel_together_fails_its_save_only(trainer: Trainer, inne
     trainer.save_and_commit()
 
 
-def test_a_stream_that_never_begins_costs_nothing(process: SidecarProcess, trainer: Trainer) -> None:
+def test_unused_stream_does_not_block_saves(process: SidecarProcess, trainer: Trainer) -> None:
     """Open ahead of a cut that never comes: saves go by on other streams, and detaching ends it."""
     outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
     outbox.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=trainer.reply.session)))
@@ -70,7 +70,7 @@ def test_saves_restore_exactly(trainer: Trainer) -> None:
     assert any(kinds[2:])
 
 
-def test_a_cut_larger_than_the_arena(tmp_path: Path, url: str) -> None:
+def test_snapshot_larger_than_arena(tmp_path: Path, url: str) -> None:
     """Encoding sets the pace: blocks come back as their batches are encoded."""
     with sidecar(tmp_path, url, encoding="q8", arena_bytes="32MiB", metrics_port=0) as process:
         trainer = Trainer(process.socket, Model(rows=300_000, columns=32))
@@ -95,7 +95,7 @@ def test_a_cut_larger_than_the_arena(tmp_path: Path, url: str) -> None:
         trainer.close()
 
 
-def test_an_aborted_save_frees_its_blocks_at_once(process: SidecarProcess, trainer: Trainer) -> None:
+def test_aborted_save_frees_blocks_at_once(process: SidecarProcess, trainer: Trainer) -> None:
     """The trainer's abort is its word that nothing is written any more; two for the stall, and the next waits it out."""
     for _ in range(2):
         cut = trainer.begin()
@@ -147,9 +147,7 @@ class Prepared:
         self.outbox.put(None)
 
 
-def test_blocks_granted_ahead_go_back_at_an_abort_and_are_quarantined_where_the_stream_breaks(
-    process: SidecarProcess, trainer: Trainer
-) -> None:
+def test_precopy_blocks_are_freed_on_abort_or_quarantined(process: SidecarProcess, trainer: Trainer) -> None:
     """The trainer may still be copying into them, until it begins another save, or another copy ahead."""
     for _ in range(2):
         prepared = Prepared(trainer)
@@ -164,7 +162,7 @@ def test_blocks_granted_ahead_go_back_at_an_abort_and_are_quarantined_where_the_
     trainer.save_and_commit()
 
 
-def test_blocks_of_an_older_epoch_wait_for_their_writer(tmp_path: Path, url: str) -> None:
+def test_blocks_of_older_epoch_wait_for_writer(tmp_path: Path, url: str) -> None:
     """A restarted sidecar gives nothing out while a writer of before holds its lock and has not attached again."""
     first = SidecarProcess(tmp_path, url, encoding="fp32", metrics_port=0)
     trainer = Trainer(first.socket, Model(), world_size=2)
@@ -210,7 +208,7 @@ def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: 
     assert process.poll() is None
 
 
-def test_rows_that_never_arrived_fail_the_save(trainer: Trainer) -> None:
+def test_missing_rows_fail_save(trainer: Trainer) -> None:
     """The seal says how many rows were sent; another number is never committed."""
     cut = trainer.begin()
     cut.write_all()
@@ -220,7 +218,7 @@ def test_rows_that_never_arrived_fail_the_save(trainer: Trainer) -> None:
         trainer.committed(cut.number)
 
 
-def test_a_silent_trainer_loses_its_save(tmp_path: Path, url: str) -> None:
+def test_unresponsive_trainer_save_is_aborted(tmp_path: Path, url: str) -> None:
     """A hung trainer is no reason to hold the arena for ever."""
     with training(tmp_path, url, encoding="fp32", stream_idle_s=4) as (_, trainer):
         cut = trainer.begin()
@@ -229,7 +227,7 @@ def test_a_silent_trainer_loses_its_save(tmp_path: Path, url: str) -> None:
         trainer.save_and_commit()
 
 
-def test_one_save_in_flight_and_urgent_ones(trainer: Trainer, process: SidecarProcess) -> None:
+def test_urgent_save_replaces_save_in_flight(trainer: Trainer, process: SidecarProcess) -> None:
     """A second save is busy; an urgent one takes the place of one that stages."""
     first = trainer.begin(reason="timer")
     with pytest.raises(SaveRefused, match="busy"):

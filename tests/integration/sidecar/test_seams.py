@@ -35,7 +35,7 @@ class Pair(nn.Module):
         self.top = nn.Linear(DIM, 1)
 
 
-class Loop:
+class PairLoop:
     """A `Pair`, one optimizer, and steps on random ids."""
 
     def __init__(
@@ -81,9 +81,9 @@ def adagrad(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(params, lr=0.1)
 
 
-def test_row_state_that_appears_late_restores_over_an_older_baseline(make: Make) -> None:
+def test_late_row_state_restores_over_older_baseline(make: Make) -> None:
     """A table first used after the baseline gets its state then: frames without it lie below, and matter no more."""
-    loop = Loop(adam, seed=0)
+    loop = PairLoop(adam, seed=0)
     ckpt = make(loop)
     ckpt.restore()
     loop.train(ckpt, 2, both=False)
@@ -93,18 +93,18 @@ def test_row_state_that_appears_late_restores_over_an_older_baseline(make: Make)
     loop.train(ckpt, 2)
     assert not ckpt.save().wait(120).baseline
     ckpt.close()
-    again = Loop(adam, seed=1)
+    again = PairLoop(adam, seed=1)
     restored = make(again).restore()
     assert not restored.fell_back
     assert equal(again.content(), loop.content())
 
 
-def test_a_baseline_that_was_owed_stays_owed_when_its_save_fails(make: Make, tmp_path: Path) -> None:
+def test_pending_baseline_survives_failed_save(make: Make, tmp_path: Path) -> None:
     """Rows that no checkpoint holds (the table grew) are in the next one, however many saves failed before it."""
-    loop = Loop(adagrad, seed=0)
+    loop = PairLoop(adagrad, seed=0)
     with make(loop) as ckpt:
         loop.train(ckpt, 3)
-    bigger = Loop(adagrad, seed=1, rows=ROWS + 50)
+    bigger = PairLoop(adagrad, seed=1, rows=ROWS + 50)
     ckpt = make(bigger)
     assert ckpt.restore(strict=False) is not None
     bigger.train(ckpt, 1)
@@ -118,15 +118,15 @@ def test_a_baseline_that_was_owed_stays_owed_when_its_save_fails(make: Make, tmp
     assert ckpt.save().wait(120).baseline
     bigger.train(ckpt, 1)
     ckpt.close()
-    again = Loop(adagrad, seed=2, rows=ROWS + 50)
+    again = PairLoop(adagrad, seed=2, rows=ROWS + 50)
     restored = make(again).restore()
     assert not restored.fell_back
     assert equal(again.content(), bigger.content())
 
 
-def test_a_finished_run_leaves_no_shared_memory(make: Make) -> None:
+def test_finished_run_leaves_no_shared_memory(make: Make) -> None:
     """The blocks' memory goes back with the sidecar; only the page of control lines stays."""
-    loop = Loop(adagrad, seed=0)
+    loop = PairLoop(adagrad, seed=0)
     with make(loop) as ckpt:
         loop.train(ckpt, 1)
         arena, pid = Path(ckpt.arena_path or ""), ckpt.sidecar_pid
@@ -137,7 +137,7 @@ def test_a_finished_run_leaves_no_shared_memory(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("grace_s", "pod_s", "expected_s"), [("auto", 115, 115), (60.0, 115, 60)])
-def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
+def test_pod_trainer_uses_grace_period_from_sidecar(
     make: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,7 +147,7 @@ def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
 ) -> None:
     """A long step, and an older save that uploads, do not lose the urgent save; a number that the script gives wins."""
     committed: list[int | None] = []
-    loop = Loop(adagrad, seed=0)
+    loop = PairLoop(adagrad, seed=0)
     previous = signal.signal(signal.SIGTERM, lambda *_: committed.append(ckpt._outcomes.committed_step))
     try:
         store = (tmp_path / "store").as_uri()
@@ -170,7 +170,7 @@ def test_a_trainer_in_a_pod_has_the_grace_that_its_sidecar_tells(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_news_of_a_save_reaches_the_next_attachment(tmp_path: Path, *, fails: bool) -> None:
+def test_save_notification_reaches_next_attachment(tmp_path: Path, *, fails: bool) -> None:
     """A stream that broke took the news with it: a trainer that waited for it would never save again."""
     store = tmp_path / "store"
     with training(tmp_path, store.as_uri(), encoding="fp32") as (process, trainer):

@@ -29,7 +29,7 @@ from tests.support.sidecar_process import SidecarProcess, sidecar
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_command_line(tmp_path: Path, url: str) -> None:
+def test_command_line(tmp_path: Path, url: str) -> None:
     """Silent on stdout, ready.json when it serves, health and notify answer, one owner a directory, SIGTERM leaves nothing."""
     command = [sys.executable, "-m", "deltashard_sidecar.main"]
     flags = ["--url", url, "--run", "r", "--dir", str(tmp_path / "d"), "--cache-dir", str(tmp_path / "c")]
@@ -70,9 +70,7 @@ def test_the_command_line(tmp_path: Path, url: str) -> None:
         first.communicate()
 
 
-def test_a_sidecar_that_hangs_is_not_healthy(
-    process: SidecarProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_sidecar_is_unhealthy(process: SidecarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its socket takes connections all the same: what counts is that its main loop moves."""
     monkeypatch.setattr(main, "STALE_S", 1.0)
 
@@ -88,7 +86,7 @@ def test_a_sidecar_that_hangs_is_not_healthy(
     eventually(healthy, what="it goes on")
 
 
-def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
+def test_killed_trainer_is_detached(tmp_path: Path, url: str) -> None:
     """Its lock and its stream are gone, whatever killed it: a sidecar that lingers exits once nobody is left."""
     code = (
         "import sys,os,signal;from pathlib import Path;from tests.support.fake_trainer import Model,Trainer;"
@@ -104,7 +102,7 @@ def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
         assert process.died() == 0
 
 
-def test_attach_refuses_what_cannot_be_served(process: SidecarProcess, tmp_path: Path) -> None:
+def test_attach_refuses_unsupported_request(process: SidecarProcess, tmp_path: Path) -> None:
     model = Model()
     good = Trainer(process.socket, model)
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, rank=3, world_size=2)
@@ -121,7 +119,7 @@ def test_attach_refuses_what_cannot_be_served(process: SidecarProcess, tmp_path:
         each.close()
 
 
-def test_a_rank_is_one_process(process: SidecarProcess, trainer: Trainer) -> None:
+def test_rank_belongs_to_one_process(process: SidecarProcess, trainer: Trainer) -> None:
     """A second live process of a rank is told who has it; the same process may attach anew, and the old session ends."""
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid() + 1)
     with pytest.raises(grpc.RpcError, match=f"process {os.getpid()} trains as local rank 0"):
@@ -133,7 +131,7 @@ def test_a_rank_is_one_process(process: SidecarProcess, trainer: Trainer) -> Non
     trainer.save_and_commit()
 
 
-def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) -> None:
+def test_invalid_checkpoint_is_reported_and_excluded(tmp_path: Path, url: str) -> None:
     """Flipped bits in the store: the restore fails as invalid, the next attempt excludes it and comes back from the older."""
     with training(tmp_path, url, encoding="fp32", differential="full") as (_, trainer):
         good = trainer.save_and_commit()
@@ -158,7 +156,7 @@ def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) ->
         trainer.close()
 
 
-def begin_from(root: Path, url: str, source: str, **options: object) -> str:
+def warm_start_error(root: Path, url: str, source: str, **options: object) -> str:
     """What a trainer hears whose run `warm` is to begin with a checkpoint of `source`; empty: it was opened."""
     with sidecar(root, url, encoding="fp32", run="warm", restore_from=source) as process:
         trainer = Trainer(process.socket, Model())
@@ -171,7 +169,7 @@ def begin_from(root: Path, url: str, source: str, **options: object) -> str:
     return ""
 
 
-def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path, url: str) -> None:
+def test_warm_start_uses_source_checkpoint_or_fails(tmp_path: Path, url: str) -> None:
     """What is not there, or is contradicted, is told and nothing is begun; with a log of its own it goes on with that."""
     with training(tmp_path, url, encoding="fp32", run="source") as (_, trainer):
         trainer.model.train()
@@ -180,12 +178,12 @@ def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path,
         state = trainer.model.state()
         trainer.model.train()
         trainer.save_and_commit()
-    said = begin_from(tmp_path, url, "nobody")
+    said = warm_start_error(tmp_path, url, "nobody")
     assert "cannot begin with latest of run 'nobody': there is no such run in the store" in said
-    said = begin_from(tmp_path, url, "source@worst")
+    said = warm_start_error(tmp_path, url, "source@worst")
     assert "cannot begin with pin:worst of run 'source': no live, valid checkpoint pin:worst" in said
-    assert "restore(from_run='source')" in begin_from(tmp_path, url, "source@best", from_run="source")
-    assert "fresh=True" in begin_from(tmp_path, url, "source@best", which="none")
+    assert "restore(from_run='source')" in warm_start_error(tmp_path, url, "source@best", from_run="source")
+    assert "fresh=True" in warm_start_error(tmp_path, url, "source@best", which="none")
     assert list(open_store(url).list("warm/")) == []
 
     with sidecar(tmp_path, url, encoding="fp32", run="warm", restore_from="source@best") as process:
@@ -204,7 +202,7 @@ def test_a_run_begins_with_another_runs_checkpoint_or_not_at_all(tmp_path: Path,
         trainer.close()
 
 
-def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
+def test_run_size_is_bounded(tmp_path: Path, url: str) -> None:
     """Retention after commits, gc after its grace; what is kept restores."""
     flags = {
         "encoding": "fp32",
@@ -228,7 +226,7 @@ def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
         trainer.restores(commit.seq, state)
 
 
-def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: str) -> None:
+def test_fenced_sidecar_stops_maintenance(tmp_path: Path, url: str) -> None:
     """A person's rewind beside a trainer that still holds the run: the way back is not retired by its sidecar.
 
     The first commit's round comes at once, that of the others after the pause: before the rewind, or (so but on a slow
@@ -259,7 +257,7 @@ def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: st
         assert newest.seq in state.checkpoints
 
 
-def test_sigterm_finishes_what_is_staged(tmp_path: Path, url: str) -> None:
+def test_sigterm_finishes_staged_save(tmp_path: Path, url: str) -> None:
     """The trainer is gone, the save is not: it is committed before the process ends, and the marker is taken away."""
     process = SidecarProcess(tmp_path, url, encoding="fp32", term_deadline_s=60)
     trainer = Trainer(process.socket, Model(rows=100_000))

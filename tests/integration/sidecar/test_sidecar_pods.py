@@ -29,7 +29,7 @@ def state_of(url: str, run: str = "ns/job") -> RunState:
     return RunLog(open_store(url), run).refresh()
 
 
-def test_numbered_pods_train_runs_of_their_own_where_they_are_told_to(tmp_path: Path, url: str) -> None:
+def test_indexed_pods_train_separate_runs(tmp_path: Path, url: str) -> None:
     """Two pods of an Indexed Job, each alone: no key is shared, and each finds its own again."""
     for index in ("0", "1"):
         with sidecar(place(tmp_path, index), url, **pod(index=index, runs="per-pod")) as process:
@@ -49,7 +49,7 @@ def test_numbered_pods_train_runs_of_their_own_where_they_are_told_to(tmp_path: 
         trainer.close()
 
 
-def test_two_live_workloads_of_one_run_end_in_one(tmp_path: Path, url: str) -> None:
+def test_second_live_workload_fences_first(tmp_path: Path, url: str) -> None:
     """The later one has it; the earlier one is told for good, and a restart of it fences nobody."""
     with (
         sidecar(place(tmp_path, "a"), url, **pod("job-a")) as first,
@@ -80,7 +80,7 @@ def test_two_live_workloads_of_one_run_end_in_one(tmp_path: Path, url: str) -> N
         later.close()
 
 
-def test_a_pod_that_comes_back_after_its_replacement_stays_fenced(tmp_path: Path, url: str) -> None:
+def test_returning_replaced_pod_stays_fenced(tmp_path: Path, url: str) -> None:
     """A lost node's zombie: fenced at its save, and its container's restarts open nothing."""
     with (
         sidecar(place(tmp_path, "a"), url, **pod(**{"pod-uid": "one"})) as zombie,
@@ -106,9 +106,7 @@ def test_a_pod_that_comes_back_after_its_replacement_stays_fenced(tmp_path: Path
 
 
 @pytest.mark.minio
-def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
-    tmp_path: Path, own_minio: MinioServer
-) -> None:
+def test_next_pod_waits_for_last_save_of_terminating_pod(tmp_path: Path, own_minio: MinioServer) -> None:
     """Told to stop, cut urgently, upload slowly: the next pod's Open waits, and resumes from that very cut."""
     bucket = own_minio.new_bucket()
     direct = own_minio.url(bucket)
@@ -152,7 +150,7 @@ def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
         fresh.close()
 
 
-def test_a_marker_goes_with_the_trainer_that_never_cut(tmp_path: Path, url: str) -> None:
+def test_marker_is_removed_with_trainer_without_urgent_save(tmp_path: Path, url: str) -> None:
     """Told to stop and gone before the urgent cut: the next pod does not wait for nothing."""
     with sidecar(tmp_path, url, **pod(every_s=0.2)) as process:
         trainer = Trainer(process.socket, Model())

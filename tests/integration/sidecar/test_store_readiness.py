@@ -43,7 +43,7 @@ def from_file(path: Path) -> dict[str, str | None]:
     }
 
 
-def in_time(trainer: Trainer) -> pb.Commit | None:
+def commit_in_time(trainer: Trainer) -> pb.Commit | None:
     """The commit of a save; None where its deadline came first."""
     try:
         return trainer.save_and_commit()
@@ -54,7 +54,7 @@ def in_time(trainer: Trainer) -> pb.Commit | None:
 
 
 @contextmanager
-def opens_late(
+def delayed_open(
     process: SidecarProcess, server: FleetServer, kind: fleet.IncidentKind, condition: str
 ) -> Iterator[fleet.Incident]:
     """An Open that waits, and the incident that tells why; once the block has mended that, the trainer saves."""
@@ -72,7 +72,7 @@ def opens_late(
 
 
 @pytest.mark.minio
-def test_a_secret_that_comes_later_is_used_without_a_restart(
+def test_late_secret_is_used_without_restart(
     tmp_path: Path, own_minio: MinioServer, server: FleetServer
 ) -> None:
     """Absent: a condition, one incident that names the path, and an Open that waits; by its deadline it says the same."""
@@ -88,7 +88,7 @@ def test_a_secret_that_comes_later_is_used_without_a_restart(
         trainer.close()
     root, kind = place(tmp_path, "patient"), fleet.INCIDENT_KIND_CREDENTIALS_MISSING
     with sidecar(root, url, environment=from_file(path), **flags) as process:
-        with opens_late(process, server, kind, "credentials_ok") as told:
+        with delayed_open(process, server, kind, "credentials_ok") as told:
             assert str(path) in told.message
             eventually(lambda: server.last.pod.store_ok, what="not the store's fault")
             credentials(path, own_minio.access_key, own_minio.secret_key)
@@ -125,7 +125,7 @@ def test_rotated_credentials_are_picked_up(
 
 
 @pytest.mark.parametrize("store", [pytest.param("bucket", marks=pytest.mark.minio), "directory"])
-def test_a_store_that_comes_later(
+def test_open_waits_for_late_store(
     tmp_path: Path, store: str, server: FleetServer, request: pytest.FixtureRequest
 ) -> None:
     """A bucket, or a claim that is mounted and not the sidecar's user's: Open waits for it and says why meanwhile."""
@@ -143,14 +143,14 @@ def test_a_store_that_comes_later(
         says = f"let user {os.geteuid()} read and write in the store's directory"
         mend = lambda: (tmp_path / "next").rename(mount)  # noqa: E731
     with sidecar(tmp_path, url, **pod(**server.flags(tmp_path))) as process:
-        with opens_late(process, server, fleet.INCIDENT_KIND_STORE_UNAVAILABLE, "store_ok") as told:
+        with delayed_open(process, server, fleet.INCIDENT_KIND_STORE_UNAVAILABLE, "store_ok") as told:
             assert told.cause == cause
             assert says in told.message
             mend()
 
 
 @pytest.mark.skipif(bool(cannot_mount()), reason=cannot_mount())
-def test_a_mount_whose_server_is_away_costs_saves(tmp_path: Path) -> None:
+def test_unreachable_mount_fails_saves_only(tmp_path: Path) -> None:
     """Calls wait in the kernel: training goes on, the save ends by its deadline, the next one holds every row."""
     mount = SharedMount(tmp_path / "exported", tmp_path / "client", "-cache", "3")
     try:
@@ -166,7 +166,7 @@ def test_a_mount_whose_server_is_away_costs_saves(tmp_path: Path) -> None:
             mount.signal(signal.SIGCONT)
             trainer.model.train()
             state = trainer.model.state()
-            commit = eventually(lambda: in_time(trainer), what="a save within its deadline")
+            commit = eventually(lambda: commit_in_time(trainer), what="a save within its deadline")
             trainer.restores(commit.seq, state)
     finally:
         mount.signal(signal.SIGCONT)
@@ -174,7 +174,7 @@ def test_a_mount_whose_server_is_away_costs_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.minio
-def test_a_full_store_and_one_that_is_down(
+def test_save_survives_full_and_unavailable_store(
     tmp_path: Path, own_minio: MinioServer, server: FleetServer
 ) -> None:
     """Clear words, nothing lost: blocks keep moving, frames wait on disk, and the save commits when the store is back."""
@@ -212,7 +212,7 @@ def test_a_full_store_and_one_that_is_down(
 
 
 @pytest.mark.minio
-def test_a_stalled_store_holds_no_end(tmp_path: Path, own_minio: MinioServer) -> None:
+def test_stalled_store_does_not_block_shutdown(tmp_path: Path, own_minio: MinioServer) -> None:
     """SIGTERM aborts a save that hangs by its own deadline."""
     with FaultyProxy(own_minio.port) as proxy:
         url = own_minio.url(own_minio.new_bucket(), port=proxy.port)
@@ -224,7 +224,7 @@ def test_a_stalled_store_holds_no_end(tmp_path: Path, own_minio: MinioServer) ->
 
 
 @pytest.mark.minio
-def test_a_restore_without_the_store_is_unavailable(tmp_path: Path, own_minio: MinioServer) -> None:
+def test_restore_without_store_is_unavailable(tmp_path: Path, own_minio: MinioServer) -> None:
     """Never invalid: nothing was proven."""
     url = own_minio.url(own_minio.new_bucket())
     with training(tmp_path, url, encoding="fp32", restore_deadline_s=10, cache_bytes="64MiB") as (_, trainer):

@@ -28,7 +28,7 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Life:
+class TrackedTrainer:
     """A trainer that saves through a sidecar, and remembers what every checkpoint must restore to."""
 
     def __init__(self, process: SidecarProcess, url: str, *, run: str = "run") -> None:
@@ -79,11 +79,9 @@ class Life:
         ]
 
 
-def test_baselines_are_made_by_compaction_and_no_cut_holds_all_rows_but_the_first(
-    tmp_path: Path, url: str
-) -> None:
+def test_compaction_makes_baselines_after_first_snapshot(tmp_path: Path, url: str) -> None:
     with sidecar(tmp_path, url, **FLAGS) as process:
-        life = Life(process, url)
+        life = TrackedTrainer(process, url)
         commits = [life.save() for _ in range(14)]
         assert [commit.baseline for commit in commits] == [True] + [False] * 13
         state = life.state()
@@ -102,9 +100,9 @@ def test_baselines_are_made_by_compaction_and_no_cut_holds_all_rows_but_the_firs
         life.trainer.close()
 
 
-def test_without_synthetic_baselines_cuts_are_full(tmp_path: Path, url: str) -> None:
+def test_snapshots_are_full_without_synthetic_baselines(tmp_path: Path, url: str) -> None:
     with sidecar(tmp_path, url, **{**FLAGS, "synthetic-baselines": "no"}) as process:
-        life = Life(process, url)
+        life = TrackedTrainer(process, url)
         assert sum(life.save().baseline for _ in range(7)) == 2
         assert not life.state().compactions
         assert not life.decided()
@@ -112,11 +110,11 @@ def test_without_synthetic_baselines_cuts_are_full(tmp_path: Path, url: str) -> 
         life.trainer.close()
 
 
-def test_raised_bits_make_the_next_cut_a_baseline(tmp_path: Path, url: str, server: FleetServer) -> None:
+def test_raised_bits_make_next_snapshot_a_baseline(tmp_path: Path, url: str, server: FleetServer) -> None:
     """From 2 to 8 by a directive: what restores is what a run of 8 bits restores; it was 2 bits of every old row."""
     flags = {**FLAGS, **server.flags(tmp_path), **pod(), "encoding": "q2"}
     with sidecar(tmp_path, url, **flags) as process:
-        life = Life(process, url, run="ns/job")
+        life = TrackedTrainer(process, url, run="ns/job")
         life.save()
         coarse = life.save(0.1)
         said = life.state().checkpoints[coarse.seq].metadata[PRECISION_KEY]

@@ -38,7 +38,7 @@ def pytest_configure(config):
     [(2, False, True, 2), (1, True, False, 0), (3, False, False, 0)],
     ids=["pass alone", "one fails twice", "three do not run again"],
 )
-def test_a_failed_test_runs_again_alone(
+def test_failed_test_is_rerun_alone(
     tests: int, always: bool, passes: bool, alone: int, tmp_path: Path
 ) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -20,7 +20,7 @@ from tests.support.eventually import eventually
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
-class Watched(Run):
+class WatchdogRun(Run):
     """A run whose watchdog has a clock of its own."""
 
     def __init__(self, folder: Path, **options: object) -> None:
@@ -29,7 +29,7 @@ class Watched(Run):
         real = self.ckpt._wiring.records.watchdog._now_s
         self.ckpt._wiring.records.watchdog._now_s = lambda: real() + self.ahead_s
 
-    def later(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """So much time has passed, in which nothing was saved; the next step looks."""
         self.ahead_s += seconds
         self.ckpt._clock.notice()
@@ -52,11 +52,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_an_optimizer_that_was_replaced_is_told_within_a_minute(
+def test_replaced_optimizer_is_reported_within_a_minute(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The program goes over to an optimizer of its own: no step of those that were given ends any more."""
-    with Watched(folder, every_steps=3) as run:
+    with WatchdogRun(folder, every_steps=3) as run:
         run.train(2)
         run.save()
         given = run.tables, run.dense
@@ -68,35 +68,33 @@ def test_an_optimizer_that_was_replaced_is_told_within_a_minute(
         assert not run.kinds("save_blocked")
         said = str(run.ckpt.doctor())
         assert "no step of an optimizer that the Checkpointer was given" in said
-        run.later(LEAST_S + 1)
+        run.advance(LEAST_S + 1)
         (facts,) = run.kinds("save_blocked")
         assert facts["reason"] == BlockReason.ACCUMULATING
         assert facts["age_s"] > LEAST_S
         assert "after replacing one, build a new Checkpointer" in caplog.text
         assert "after replacing one, build a new Checkpointer" in str(run.ckpt.doctor())
         assert run.blocked_s() > LEAST_S
-        run.later(LEAST_S - 2)
+        run.advance(LEAST_S - 2)
         assert len(run.kinds("save_blocked")) == 1, "the next warning comes at twice the time"
-        run.later(10)
+        run.advance(10)
         assert len(run.kinds("save_blocked")) == 2
         run.tables, run.dense = given
         eventually(lambda: run.train() or run.ckpt._wiring.records.watchdog.blocked is None, what="a save")
         assert run.blocked_s() == 0
 
 
-def test_state_that_cannot_be_saved_is_named_as_the_reason(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsavable_state_is_reported_as_reason(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each try fails in the program: no promise that the next one covers it, and close() says where at once."""
     held: dict[str, object] = {"epoch": 1}
-    run = Watched(folder, every_steps=2, state={"progress": (lambda: dict(held), held.update)})
+    run = WatchdogRun(folder, every_steps=2, state={"progress": (lambda: dict(held), held.update)})
     with caplog.at_level(logging.WARNING):
         run.train(2)
         held["model"] = run.model
         eventually(lambda: run.train() or run.ckpt.stats.failures, what="a save that fails")
         failures = run.ckpt.stats.failures.total()
         assert "covers its rows" not in caplog.text
-        run.later(LEAST_S + 1)
+        run.advance(LEAST_S + 1)
         (facts,) = run.kinds("save_blocked")
         assert "state['progress']" in facts["message"]
         with pytest.raises(SaveFailed, match=r"is not durable.*state\['progress'\]"):

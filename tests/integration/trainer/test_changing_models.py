@@ -54,7 +54,7 @@ def same(a: Made, b: Made) -> None:
     assert differing(bits("", one), bits("", other)) == []
 
 
-def test_a_table_added_and_a_module_replaced_while_training_are_saved(
+def test_added_table_and_replaced_module_are_saved(
     checkpointer: Build,
 ) -> None:
     """The next commit holds them whole, later ones their changes; a program that builds them restores the very bits."""
@@ -91,7 +91,7 @@ def test_a_table_added_and_a_module_replaced_while_training_are_saved(
     same(changing, resumed)
 
 
-def test_a_table_that_grows_and_an_optimizer_that_is_replaced_are_in_the_next_baseline(
+def test_grown_table_and_replaced_optimizer_are_in_next_baseline(
     checkpointer: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A restart that builds both so restores them; one that builds them as before is refused, with both shapes."""

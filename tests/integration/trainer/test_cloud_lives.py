@@ -18,7 +18,7 @@ from tests.support.trainer.toy_loop import Loop
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
-def test_what_was_committed_is_what_another_machine_goes_on_from(
+def test_another_machine_resumes_from_commit(
     cloud: CloudServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit; the save that nobody waited for may have got through."""

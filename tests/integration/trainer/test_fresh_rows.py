@@ -38,7 +38,7 @@ ROWS, DIM = 500, 8
 TABLES = ("large", "small")
 
 
-class Loop:
+class SparseWriteLoop:
     """Two tables; steps write rows that a test names."""
 
     def __init__(self, *, pointwise: bool = False) -> None:
@@ -73,7 +73,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         yield build
 
 
-def _save(loop: Loop, ckpt: deltashard.Checkpointer, rng: np.random.Generator, times: int) -> None:
+def _save(loop: SparseWriteLoop, ckpt: deltashard.Checkpointer, rng: np.random.Generator, times: int) -> None:
     """A step and a save, so many times."""
     for _ in range(times):
         loop.step(ckpt, rng)
@@ -149,25 +149,25 @@ def _check(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("encoding", "differential"), [("q4", "one-shot"), ("fp32", "consecutive")])
-def test_it_is_left_out_where_it_would_not_hold_or_says_nothing(
+def test_since_is_omitted_where_invalid_or_redundant(
     make: Make, tmp_path: Path, encoding: str, differential: str
 ) -> None:
     """The exponent of q4 is the frame's, so that a row may decode otherwise beside others; `covers` says it."""
     rng = np.random.default_rng(3)
-    loop = Loop()
+    loop = SparseWriteLoop()
     ckpt = make(loop, encoding=encoding, differential=differential)
     ckpt.restore()
     _save(loop, ckpt, rng, 4)
     assert _check(tmp_path) == []
 
 
-def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
+def test_rows_of_failed_save_are_new_in_next_one(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sidecar dies when all of the third save but its commit is stored; the next one says since the second."""
     monkeypatch.setenv("DELTASHARD_CRASH_AT", "index.after_put:3")
     rng = np.random.default_rng(3)
-    loop = Loop()
+    loop = SparseWriteLoop()
     ckpt = make(loop, encoding="q8", differential="full")
     ckpt.restore()
     _save(loop, ckpt, rng, 2)
@@ -207,7 +207,7 @@ def test_rows_of_a_save_that_failed_are_new_in_the_next_one(
     encoding=st.sampled_from(["fp32", "q8"]),
     differential=st.sampled_from(["full", "one-shot", "intermittent"]),
 )
-def test_what_any_program_says_is_true(
+def test_since_is_correct_for_any_program(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     moves: list[int | str],
@@ -222,8 +222,8 @@ def test_what_any_program_says_is_true(
     rng = np.random.default_rng(3)
     with checkpointers(folder, monkeypatch, keep_last=100) as make:
 
-        def begun() -> tuple[Loop, deltashard.Checkpointer]:
-            loop = Loop(pointwise=pointwise)
+        def begun() -> tuple[SparseWriteLoop, deltashard.Checkpointer]:
+            loop = SparseWriteLoop(pointwise=pointwise)
             settings = {"every_steps": 8, "tracking": TrackingSettings(hash_below_bytes=0)}
             ckpt = make(loop, encoding=encoding, differential=differential, **settings)
             ckpt.restore()
@@ -251,12 +251,12 @@ def test_what_any_program_says_is_true(
 
 
 @pytest.mark.parametrize("fault", ["two checkpoints", "itself"])
-def test_verify_finds_frames_that_do_not_say_since_one_earlier_checkpoint(
+def test_verify_finds_inconsistent_since(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Planted in the index of the newest of three baselines, as it is read: its name has its hash."""
     rng = np.random.default_rng(3)
-    loop = Loop()
+    loop = SparseWriteLoop()
     ckpt = make(loop, encoding="fp32", differential="full")
     ckpt.restore()
     _save(loop, ckpt, rng, 3)
@@ -282,12 +282,12 @@ def test_verify_finds_frames_that_do_not_say_since_one_earlier_checkpoint(
     assert problem.checkpoints == (seq,)
 
 
-def test_verify_finds_a_changed_row_that_no_frame_says_is_new(
+def test_verify_finds_changed_row_missing_from_since(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that is planted: of some rows of one table the trainer leaves out that they changed."""
     rng = np.random.default_rng(3)
-    loop = Loop()
+    loop = SparseWriteLoop()
     ckpt = make(loop, encoding="q8", differential="full")
     ckpt.restore()
     _save(loop, ckpt, rng, 2)

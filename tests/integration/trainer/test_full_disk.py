@@ -79,7 +79,7 @@ def saved(make: Make, *, saves: int = 2, **options: Any) -> torch.Tensor:
     return weights
 
 
-def test_a_full_disk_is_read_and_training_goes_on_and_saves_again_when_there_is_room(
+def test_training_survives_full_disk_and_saves_when_freed(
     make: Make, disk: SmallDisk, cli: Document, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = saved(make)
@@ -128,9 +128,7 @@ def test_gc_retire_and_rm_free_a_disk_without_one_free_block(
     assert not list(disk.root.glob("r/**/*"))
 
 
-def test_a_save_without_room_leaves_nothing_and_retention_makes_room_for_the_next(
-    make: Make, disk: SmallDisk
-) -> None:
+def test_failed_save_leaves_nothing_and_retention_frees_space(make: Make, disk: SmallDisk) -> None:
     saved(make, saves=4)
     loop = Loop()
     ckpt = make(loop)
@@ -154,9 +152,7 @@ def test_a_save_without_room_leaves_nothing_and_retention_makes_room_for_the_nex
     ckpt.close()
 
 
-def test_who_restored_from_a_full_disk_ends_when_another_process_opened_first(
-    make: Make, disk: SmallDisk
-) -> None:
+def test_trainer_on_full_disk_is_fenced_by_earlier_open(make: Make, disk: SmallDisk) -> None:
     saved(make)
     fill_wholly(disk)
     loop = Loop()
@@ -176,7 +172,7 @@ def test_who_restored_from_a_full_disk_ends_when_another_process_opened_first(
         save()
 
 
-def test_a_read_only_store_restores_and_is_read(
+def test_read_only_store_can_be_restored_and_read(
     make: Make, disk: SmallDisk, cli: Document, tmp_path: Path
 ) -> None:
     newest = saved(make)

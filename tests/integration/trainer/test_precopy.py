@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 ROWS, COLUMNS = 30_000, 16
 
 
-class Program(CopiedProgram):
+class PrecopyProgram(CopiedProgram):
     """Two tables with state, a dense layer."""
 
     def __init__(self, folder: Path, *, rows: int = ROWS, **options: Any) -> None:
@@ -76,12 +76,12 @@ class Program(CopiedProgram):
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Programs whose cuts are all copied ahead."""
-    with programs_copied_ahead(tmp_path, monkeypatch, Program) as build:
+    with programs_copied_ahead(tmp_path, monkeypatch, PrecopyProgram) as build:
         yield build
 
 
 @pytest.mark.parametrize("differential", ["full", "one-shot", "consecutive", "intermittent"])
-def test_cuts_by_steps_keep_their_step(make: Any, differential: str) -> None:
+def test_step_interval_snapshots_match_their_step(make: Any, differential: str) -> None:
     """The copy begins some steps before; each cut is the step it was asked for, and holds that step."""
     program = make(every_steps=12, differential=differential)
     counts = program.ckpt.stats.head_starts
@@ -98,7 +98,7 @@ def test_cuts_by_steps_keep_their_step(make: Any, differential: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["swap", "copy"])
-def test_an_evaluation_with_other_weights_while_rows_are_copied(make: Any, how: str) -> None:
+def test_evaluation_with_swapped_weights_during_precopy(make: Any, how: str) -> None:
     """Through `.data` and put back, so that no version tells. What is stored is the step; what was written is noticed."""
     program = make(every_steps=10)
     program.train(14)
@@ -126,7 +126,7 @@ def test_an_evaluation_with_other_weights_while_rows_are_copied(make: Any, how: 
     assert program.ckpt.stats.audit_faults == (0 if how == "swap" else 1)
 
 
-def cut_with_a_stray(program: Program) -> int:
+def save_with_stray_row(program: PrecopyProgram) -> int:
     """A cut that has row 5 of the first table as it was while it was copied only; returns its step."""
     program.train(14)
     program.end_copy()
@@ -147,19 +147,19 @@ def cut_with_a_stray(program: Program) -> int:
     return max(program.cuts)
 
 
-def newest_is(program: Program, step: int) -> bool:
+def newest_is(program: PrecopyProgram, step: int) -> bool:
     """Whether the newest checkpoint has the rows that the first table had at this step."""
     first = program.cuts[step]["first.weight"]
     with deltashard.open_checkpoint(program.folder / "store", "r", which="latest") as stored:
         return torch.equal(stored.rows("first.weight", torch.arange(program.rows)).weights, first)
 
 
-def test_a_few_rows_that_were_something_else_while_they_were_copied(
+def test_rows_changed_during_precopy_are_reported_and_resaved(
     make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stored wrong once: reported, and a save of all rows comes at once, which names the wrong one."""
     program = make(every_steps=10)
-    step = cut_with_a_stray(program)
+    step = save_with_stray_row(program)
     program.settle()
     assert not newest_is(program, step)
     seq = program.ckpt.stats.last_commit.seq
@@ -179,10 +179,10 @@ def test_a_few_rows_that_were_something_else_while_they_were_copied(
     assert INCONSISTENT_KEY not in program.newest().metadata, "it is named once"
 
 
-def test_the_last_cut_has_such_rows(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_resaves_rows_changed_during_precopy(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """close() saves all rows of the step, as any other request for a save does there."""
     program = make(every_steps=10)
-    step = cut_with_a_stray(program)
+    step = save_with_stray_row(program)
     program.ckpt.close()
     assert [*program.cuts][-1] == step
     assert program.ckpt.stats.audit_faults == 1
@@ -190,7 +190,7 @@ def test_the_last_cut_has_such_rows(make: Any, caplog: pytest.LogCaptureFixture)
     assert f"the checkpoint of step {step} may not be restored exactly" in caplog.text
 
 
-def test_a_comparison_that_fails(
+def test_failed_comparison_is_reported(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is known of the cut then: it is reported, and the next one, or that of close(), takes every row."""
@@ -229,7 +229,7 @@ def test_more_rows_than_blocks(make: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["asked", "copied"])
-def test_the_sidecar_dies_while_rows_are_copied(make: Any, when: str) -> None:
+def test_sidecar_killed_during_precopy(make: Any, when: str) -> None:
     """Training goes on; the next save, by the next sidecar, covers what was copied for nobody."""
     program = make(every_steps=40)
     program.train(40)
@@ -247,7 +247,7 @@ def test_the_sidecar_dies_while_rows_are_copied(make: Any, when: str) -> None:
     program.check()
 
 
-def test_close_and_leaving_in_the_middle_of_a_copy(make: Any) -> None:
+def test_close_and_exit_during_precopy(make: Any) -> None:
     """close() takes its cut with what was copied; no thread is left that reads the model."""
     program = make(every_steps=20)
     program.train_until(lambda: program.copying is not None, "a copy ahead")

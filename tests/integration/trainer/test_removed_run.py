@@ -26,7 +26,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         yield build
 
 
-def test_a_run_that_begins_where_data_lies_is_told_so(
+def test_new_run_over_existing_data_warns(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A copy that was cut short before its log was begun, say: training would begin at step 0 without a word."""
@@ -47,7 +47,7 @@ def test_a_run_that_begins_where_data_lies_is_told_so(
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_training_goes_on_and_close_ends(
+def test_training_continues_and_close_returns_after_removal(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, told: bool
 ) -> None:
     loop = Loop()

@@ -45,7 +45,7 @@ def resumed(make: Make, loop: Loop, *, step: int, **options: object) -> deltasha
 
 
 @pytest.mark.parametrize("encoding", ["q8", "q4", "q3", "q2"])
-def test_restored_state_is_decode_encode_of_the_cut(make: Make, encoding: str) -> None:
+def test_restored_state_is_decode_encode_of_snapshot(make: Make, encoding: str) -> None:
     """Row for row, weights through the codec and row-wise state exactly."""
     loop = Loop()
     ckpt = make(loop, encoding=encoding, content_hash=True)
@@ -73,7 +73,7 @@ def test_restored_state_is_decode_encode_of_the_cut(make: Make, encoding: str) -
     assert all(map(torch.equal, again.net.top.parameters(), loop.net.top.parameters()))
 
 
-def test_a_trainer_that_builds_on_synthetic_baselines_resumes_exactly(make: Make, tmp_path: Path) -> None:
+def test_trainer_on_synthetic_baselines_resumes_exactly(make: Make, tmp_path: Path) -> None:
     """Its marks count from what the sidecar compacts; each resume, and what is trained after it, is exact."""
     store = open_store(f"file://{tmp_path / 'store'}")
 
@@ -105,7 +105,7 @@ def test_a_trainer_that_builds_on_synthetic_baselines_resumes_exactly(make: Make
         assert all(map(torch.equal, again.table(), loop.table()))
 
 
-def test_forks_leave_the_run_alone(make: Make) -> None:
+def test_forked_children_do_not_affect_run(make: Make) -> None:
     """Workers of a loader, while saves go on; a child may leave the block, close, and is told that it cannot save."""
     loop = Loop()
     ckpt = make(loop, every_steps=1)
@@ -140,7 +140,7 @@ def test_forks_leave_the_run_alone(make: Make) -> None:
     assert ckpt.stats.last_commit.step == 14
 
 
-def test_an_exception_never_cuts_nor_does_close_after_a_torn_step(make: Make) -> None:
+def test_exception_and_torn_step_are_never_saved(make: Make) -> None:
     """The step that it tore must not become the newest checkpoint: parameters moved after the last step()."""
     loop = Loop()
     with pytest.raises(ZeroDivisionError), make(loop) as ckpt:  # noqa: PT012 - the block is what is tested
@@ -257,7 +257,7 @@ def test_warm_start_from_another_run(make: Make) -> None:
     assert (ckpt.stats.last_commit.baseline, ckpt.stats.last_commit.step) == (True, 1)
 
 
-def test_a_table_that_grew_is_refused_or_said(make: Make) -> None:
+def test_grown_table_is_refused_or_reported(make: Make) -> None:
     """With strict=False the prefix comes back, the rest keeps its values, and the next cut is whole."""
     loop = Loop()
     with make(loop) as ckpt:
@@ -275,7 +275,7 @@ def test_a_table_that_grew_is_refused_or_said(make: Make) -> None:
     assert ckpt.save().wait(120).baseline
 
 
-def test_a_setting_that_the_sidecar_does_not_have(make: Make) -> None:
+def test_setting_unsupported_by_sidecar(make: Make) -> None:
     """It was said in an argument, of which the message speaks."""
     with pytest.raises(UserError, match=r"no setting 'nope' \[Checkpointer\(sidecar=\)\]"):
         make(Loop(), sidecar={"nope": 1})

@@ -20,7 +20,7 @@ from tests.support.trainer.toy_loop import Loop as ToyLoop
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
-class Preempted(Exception):
+class PreemptionError(Exception):
     """What a user's signal handler raises."""
 
 
@@ -92,7 +92,7 @@ RAISED = [
 ]
 
 
-def test_nothing_that_user_code_raises_reaches_the_loop(
+def test_user_code_exceptions_do_not_reach_loop(
     loop: Loop, hooks: Hooks, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Getters, validate= and on_event=, of whatever class; the next save is whole.
@@ -124,11 +124,11 @@ def test_nothing_that_user_code_raises_reaches_the_loop(
     assert loop.ckpt.stats.event_errors >= len(RAISED)
 
     def handler(*_: object) -> NoReturn:
-        raise Preempted
+        raise PreemptionError
 
     signal.signal(signal.SIGUSR1, handler)
     hooks.signal = signal.SIGUSR1
-    with pytest.raises(Preempted):
+    with pytest.raises(PreemptionError):
         loop.ckpt.save()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hooks.signal = signal.SIGINT
@@ -140,7 +140,7 @@ def test_nothing_that_user_code_raises_reaches_the_loop(
     assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
 
 
-def test_training_without_step_is_said_at_close(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_without_step_is_reported_at_close(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing was saved: a warning and an event, where evaluation alone says nothing."""
     events: list[str] = []
     loop.ckpt._listener._on_event = lambda name, facts: events.append(name)
@@ -152,7 +152,7 @@ def test_training_without_step_is_said_at_close(loop: Loop, caplog: pytest.LogCa
     assert "nothing_saved" in events
 
 
-def test_a_save_from_within_a_save_is_that_save(loop: Loop, hooks: Hooks) -> None:
+def test_nested_save_joins_outer_save(loop: Loop, hooks: Hooks) -> None:
     """By a getter, as by a signal's handler: the outer snapshot is whole, and none is asked for beside it."""
     asked: list[deltashard.SaveHandle] = []
 
@@ -175,9 +175,7 @@ def test_a_save_from_within_a_save_is_that_save(loop: Loop, hooks: Hooks) -> Non
     assert loop.ckpt.stats.commits == 2
 
 
-def test_a_constructor_that_raises_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_constructor_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its handler of SIGTERM nor the lock of its run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)

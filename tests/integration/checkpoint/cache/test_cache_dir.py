@@ -16,7 +16,7 @@ from tests.support.checkpoint.sample import open_descriptors
 PACK = 640
 
 
-def a_run(directory: Path, packs: int, used_s: float) -> None:
+def make_cache(directory: Path, packs: int, used_s: float) -> None:
     """The cache of a run that ended, last used then."""
     with PackCache(directory, budget_bytes=1 << 20) as cache:
         for n in range(packs):
@@ -29,25 +29,25 @@ def a_run(directory: Path, packs: int, used_s: float) -> None:
         os.utime(path, (used_s, used_s))
 
 
-def left(parent: Path) -> list[str]:
+def remaining(parent: Path) -> list[str]:
     return sorted(path.name for path in parent.iterdir())
 
 
-def test_least_recently_used_runs_go_first_until_all_keep_to_the_budget(tmp_path: Path) -> None:
+def test_least_recently_used_runs_are_evicted_to_budget(tmp_path: Path) -> None:
     for name, packs, used_s in (("b", 2, 200.0), ("a", 2, 300.0), ("c", 2, 100.0), ("mine", 1, 50.0)):
-        a_run(tmp_path / name, packs, used_s)
+        make_cache(tmp_path / name, packs, used_s)
     assert sweep(tmp_path / "mine", budget_bytes=7 * PACK).runs == 0
     swept = sweep(tmp_path / "mine", budget_bytes=7 * PACK - 1)
     assert (swept.runs, swept.bytes) == (1, 2 * PACK)
-    assert left(tmp_path) == ["a", "b", "mine"]
+    assert remaining(tmp_path) == ["a", "b", "mine"]
     assert sweep(tmp_path / "mine", budget_bytes=0).runs == 2
-    assert left(tmp_path) == ["mine"], "one's own is never swept"
+    assert remaining(tmp_path) == ["mine"], "one's own is never swept"
 
 
-def test_what_a_live_sidecar_owns_is_counted_and_left_alone(tmp_path: Path) -> None:
+def test_live_sidecar_cache_is_counted_and_kept(tmp_path: Path) -> None:
     """Held by another process, or by another cache of this one; nor does looking at it take its lock away."""
     for name, used_s in (("other", 1.0), ("here", 2.0), ("over", 3.0)):
-        a_run(tmp_path / name, 1, used_s)
+        make_cache(tmp_path / name, 1, used_s)
     code = (
         "import sys; from pathlib import Path; from deltashard_checkpoint.cache.cache_dir import own;"
         "own(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
@@ -64,7 +64,7 @@ def test_what_a_live_sidecar_owns_is_counted_and_left_alone(tmp_path: Path) -> N
         assert holder.stdout.readline() == b"owned\n"
         assert sweep(tmp_path / "mine", budget_bytes=2 * PACK).runs == 1
         assert sweep(tmp_path / "mine", budget_bytes=0).runs == 0
-        assert left(tmp_path) == ["here", "other"]
+        assert remaining(tmp_path) == ["here", "other"]
         assert "0" in here
         with pytest.raises(CacheUnusable, match="another running process"):
             acquire(tmp_path / "other", wait_s=0.0)
@@ -72,29 +72,29 @@ def test_what_a_live_sidecar_owns_is_counted_and_left_alone(tmp_path: Path) -> N
     assert sweep(tmp_path / "mine", budget_bytes=0).runs == 2
 
 
-def test_what_is_no_pack_cache_is_not_touched(tmp_path: Path) -> None:
-    a_run(tmp_path / "cache", 1, 1.0)
+def test_foreign_directory_is_not_touched(tmp_path: Path) -> None:
+    make_cache(tmp_path / "cache", 1, 1.0)
     (tmp_path / "cache" / "notes.txt").write_text("mine")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "big.pack").write_bytes(b"x" * 4096)
-    a_run(tmp_path / "elsewhere" / "run", 1, 1.0)
+    make_cache(tmp_path / "elsewhere" / "run", 1, 1.0)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "run")
     assert sweep(tmp_path / "mine", budget_bytes=0).runs == 0
-    assert left(tmp_path) == ["cache", "elsewhere", "link", "plain"]
+    assert remaining(tmp_path) == ["cache", "elsewhere", "link", "plain"]
 
 
-def test_one_that_was_killed_while_sweeping_leaves_what_the_next_one_sweeps(tmp_path, monkeypatch):
-    a_run(tmp_path / "old", 3, 1.0)
+def test_interrupted_sweep_is_finished_by_next_one(tmp_path, monkeypatch):
+    make_cache(tmp_path / "old", 3, 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rmdir", lambda path: (_ for _ in ()).throw(OSError("killed here")))
         patch.setattr(Path, "unlink", lambda path, **options: (_ for _ in ()).throw(OSError("killed here")))
         assert sweep(tmp_path / "mine", budget_bytes=0).runs == 0
-    assert len(left(tmp_path)) == 1
+    assert len(remaining(tmp_path)) == 1
     assert sweep(tmp_path / "mine", budget_bytes=0).runs == 1
-    assert left(tmp_path) == []
+    assert remaining(tmp_path) == []
 
 
-def test_owners_and_sweepers_at_once_never_share_a_directory(tmp_path: Path) -> None:
+def test_concurrent_owners_and_sweepers_never_share_a_directory(tmp_path: Path) -> None:
     """Owners come and go while another process sweeps without mercy: what an owner writes under its lock stays."""
     code = (
         "import sys; from pathlib import Path; from deltashard_checkpoint.cache.cache_dir import sweep\n"
@@ -117,7 +117,7 @@ def test_owners_and_sweepers_at_once_never_share_a_directory(tmp_path: Path) -> 
     assert open_descriptors() <= before
 
 
-def test_what_is_no_directory_is_refused(tmp_path):
+def test_non_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(CacheUnusable, match="cannot be written"):
         acquire(tmp_path / "file", wait_s=60.0)

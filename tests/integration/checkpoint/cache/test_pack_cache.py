@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 
-def test_a_full_disk_evicts_and_then_says_so(tmp_path: Path) -> None:
+def test_full_disk_evicts_then_raises(tmp_path: Path) -> None:
     """The real thing: a process whose files may not exceed 64 KiB writes a pack of 128 KiB."""
     code = f"""
 import resource, signal

@@ -11,7 +11,7 @@ from deltashard_checkpoint.stores.file import FileStore
 
 
 @pytest.mark.parametrize("instant", ["write", "fsync", "link"])
-def test_killed_in_a_put(tmp_path: Path, instant: str) -> None:
+def test_kill_during_put_leaves_no_object(tmp_path: Path, instant: str) -> None:
     """A process killed while it writes leaves no object, nothing in listings, and the key free for the next."""
     program = f"""
 import os, signal, sys

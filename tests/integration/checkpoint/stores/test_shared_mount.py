@@ -47,7 +47,7 @@ class TestSharedMount(StoreTests):
         return client(*CACHED)
 
 
-def test_link_whose_answer_was_lost_succeeds(client: Mounter) -> None:
+def test_link_with_lost_reply_succeeds(client: Mounter) -> None:
     """The client asks for the link once more and hears that the name is taken: by its own first request."""
     store = client("-repeat-links")
     store.put_if_absent("log/0", b"mine")
@@ -79,7 +79,7 @@ def test_slots_have_one_writer_each_over_two_clients(client: Mounter) -> None:
         assert [store.get(key) for store in clients] == won * 2
 
 
-def test_run_continues_on_another_client_and_the_first_is_fenced(client: Mounter, tmp_path: Path) -> None:
+def test_run_resumes_on_second_client_and_first_is_fenced(client: Mounter, tmp_path: Path) -> None:
     first, second = client(*CACHED), client(*CACHED)
     before = WrittenRun(first, "run", tmp_path / "first")
     baseline = before.save(step=1)

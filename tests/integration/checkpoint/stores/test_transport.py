@@ -69,7 +69,7 @@ def other_bundle(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "SSL_CERT_FILE"])
-def test_a_private_authority(tls_minio, bundle, other_bundle, variable, monkeypatch):
+def test_private_authority(tls_minio, bundle, other_bundle, variable, monkeypatch):
     """The right one works; another one, none, and a file that is none are refused, by the variable's name."""
     url = tls_minio.url(tls_minio.new_bucket())
     monkeypatch.setenv(variable, str(bundle))
@@ -110,7 +110,7 @@ def test_clouds_trust_a_private_authority(authority, bundle, other_bundle, tmp_p
                     ask()
 
 
-def test_a_tunnel_through_a_proxy(tls_minio, bundle, monkeypatch):
+def test_proxy_tunnel(tls_minio, bundle, monkeypatch):
     """Everything under TLS goes by CONNECT; NO_PROXY is stronger; what fails names the proxy."""
     url = tls_minio.url(tls_minio.new_bucket())
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
@@ -163,7 +163,7 @@ def test_clouds_go_through_a_proxy(cloud: CloudServer, monkeypatch: pytest.Monke
                 ask()
 
 
-def test_the_bucket_in_the_hosts_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_hosted_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`virtual` against a MinIO that serves names below its own, `path` as before; an address has no names below it."""
     server = MinioServer(tmp_path, settings={"MINIO_DOMAIN": "localhost"})
     server.start()
@@ -222,7 +222,7 @@ def test_encryption_at_rest(tls_minio, bundle, options, header, monkeypatch):
     client._http.clear()
 
 
-def test_encryption_that_cannot_be_had(tls_minio, bundle, minio_server, monkeypatch):
+def test_unavailable_encryption_is_refused(tls_minio, bundle, minio_server, monkeypatch):
     """A key that the store does not have, a store without a key service, one that says nothing, a URL that is wrong."""
 
     def refused(url: str, error: type[Exception], why: str) -> None:

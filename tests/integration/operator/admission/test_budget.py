@@ -81,7 +81,7 @@ def _answer(
 
 
 @pytest.mark.parametrize("policy", ["default", "nightly"])
-def test_a_policy_that_cannot_be_read_in_time_is_refused_in_time(tmp_path: Path, policy: str) -> None:
+def test_policy_lookup_timeout_is_refused_in_time(tmp_path: Path, policy: str) -> None:
     """Whatever the API does, the answer is ours: a sentence, and a status that clients try again on."""
     answer, _ = _answer(tmp_path, policy, known=False)
     assert answer.outcome == "PolicyUnavailable"
@@ -90,9 +90,7 @@ def test_a_policy_that_cannot_be_read_in_time_is_refused_in_time(tmp_path: Path,
 
 
 @pytest.mark.parametrize("watched", [(), ("team-b", "team-a")])
-def test_a_run_id_that_cannot_be_looked_up_in_time_is_admitted_and_counted(
-    tmp_path: Path, watched: tuple[str, ...]
-) -> None:
+def test_run_id_lookup_timeout_is_admitted_and_counted(tmp_path: Path, watched: tuple[str, ...]) -> None:
     """The log's fencing decides."""
     answer, unknown = _answer(tmp_path, "nightly", watched=watched)
     assert (answer.outcome, unknown) == ("injected", 1)
@@ -102,14 +100,14 @@ def test_a_run_id_that_cannot_be_looked_up_in_time_is_admitted_and_counted(
     ("policy", "watched", "code"),
     [("nightly", "team-b", "NamespaceNotWatched"), ("cluster/nightly", "team-a", "PolicyNotFound")],
 )
-def test_what_there_is_no_right_to_look_at_is_refused_before_anything_is_asked(
+def test_lookup_without_rights_is_refused_before_any_call(
     tmp_path: Path, policy: str, watched: str, code: str
 ) -> None:
     answer, unknown = _answer(tmp_path, policy, watched=(watched,))
     assert (answer.outcome, unknown) == (code, 0)
 
 
-def test_the_budget_ends_before_the_api_server_gives_up() -> None:
+def test_budget_is_shorter_than_webhook_timeout() -> None:
     """That holds for every webhook of the chart."""
     for each in render().find("MutatingWebhookConfiguration")["webhooks"]:
         assert 0 < BUDGET_S < each["timeoutSeconds"]

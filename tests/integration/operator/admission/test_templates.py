@@ -25,7 +25,7 @@ from tests.support.server.apiserver import Rest
         ("PyTorchJob", "kubeflow.org/v1", lambda pod: {"pytorchReplicaSpecs": {"Worker": {"template": pod}}}),
     ],
 )
-def test_templates_keep_their_sidecar_when_they_are_applied_again(
+def test_templates_keep_sidecar_when_reapplied(
     http: Rest, shared_webhook: WebhookProcess, kind: str, version: str, hold: Callable[[Any], Any]
 ) -> None:
     """The API server's own conditions find the templates, and what client-side apply sends: lists as the user wrote them."""

@@ -30,7 +30,7 @@ OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "
 """As the Job's controller puts it on the pods it makes."""
 
 
-def test_with_every_replica_dead_nobody_else_notices(http: Rest) -> None:
+def test_webhook_outage_affects_annotated_objects_only(http: Rest) -> None:
     """Under failurePolicy Fail with nobody listening, what is not annotated is admitted, with or without any annotations map."""
     dead = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
     with registered(http, dead):
@@ -58,7 +58,7 @@ def test_with_every_replica_dead_nobody_else_notices(http: Rest) -> None:
         assert http.create(inner, dry_run=True).status == 500, "the annotation counts on the template, too"
 
 
-def test_an_annotated_job_is_injected(http: Rest, webhook: WebhookProcess) -> None:
+def test_annotated_job_is_injected(http: Rest, webhook: WebhookProcess) -> None:
     """What is stored has the sidecar and the labels; the pod its template makes needs the webhook no more."""
     with registered(http, webhook.client_config()):
         made = http.create(job("trains", opted(interval="90s")))
@@ -76,7 +76,7 @@ def test_an_annotated_job_is_injected(http: Rest, webhook: WebhookProcess) -> No
         assert sum(c["name"] == cluster_name.SIDECAR for c in made.document["spec"]["initContainers"]) == 1
 
 
-def test_refusals_and_warnings_reach_the_user(http: Rest, shared_webhook: WebhookProcess) -> None:
+def test_refusals_and_warnings_reach_client(http: Rest, shared_webhook: WebhookProcess) -> None:
     """The client shows the sentence, the code is the reason, warnings are headers; metrics count by code."""
     with registered(http, shared_webhook.client_config()):
         refused = http.create(job("wrong", opted(encoding="q7")), dry_run=True)
@@ -92,9 +92,7 @@ def test_refusals_and_warnings_reach_the_user(http: Rest, shared_webhook: Webhoo
     assert "deltashard_webhook_ready 1.0" in page
 
 
-def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
-    http: Rest, shared_webhook: WebhookProcess
-) -> None:
+def test_new_policy_is_found_and_missing_one_is_named(http: Rest, shared_webhook: WebhookProcess) -> None:
     """A miss in the cache is one live look, then a refusal that names the policy; a namespace's policy is its own."""
 
     def asked(policy: str) -> Reply:
@@ -124,7 +122,7 @@ def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
     "grace", [{}, {"terminationGracePeriodSeconds": 30}, {"terminationGracePeriodSeconds": 200}]
 )
 @pytest.mark.parametrize("how", [[], ["--server-side"]])
-def test_an_unchanged_manifest_can_be_applied_again(
+def test_unchanged_manifest_can_be_reapplied(
     http: Rest, shared_webhook: WebhookProcess, tmp_path: Path, how: list[str], grace: dict[str, int]
 ) -> None:
     """No field is immutable in the user's way: kubectl apply, twice, by either way of applying."""
@@ -195,7 +193,9 @@ def test_rotation_under_load_fails_no_admission(http: Rest, webhook: WebhookProc
     assert webhook.get("healthz")[0] == 200
 
 
-def test_from_no_certificate_to_the_last_admission(http: Rest, apiserver: ApiServer, tmp_path: Path) -> None:
+def test_webhook_lifecycle_from_no_certificate_to_drain(
+    http: Rest, apiserver: ApiServer, tmp_path: Path
+) -> None:
     """Alive before its certificate exists, ready with it; after SIGTERM not ready, yet answering until it drained."""
     webhook = WebhookProcess(apiserver, tmp_path, drain_s=10.0)
     webhook.start(certificate=False)
@@ -213,7 +213,7 @@ def test_from_no_certificate_to_the_last_admission(http: Rest, apiserver: ApiSer
     assert webhook.stop() == 0
 
 
-def test_what_holds_without_the_webhook(http: Rest) -> None:
+def test_admission_policies_apply_without_webhook(http: Rest) -> None:
     """An annotated Job or pod without sidecar is denied, an annotation that comes too late draws a warning."""
     kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     documents = [each for kind in kinds for each in render().all(kind)]
@@ -279,9 +279,7 @@ def asked(http: Rest, name: str, **notes: str) -> str:
     return "" if has_sidecar(reply) else reply.document["message"].partition(" denied the request: ")[2]
 
 
-def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
-    http: Rest, shared_webhook: WebhookProcess
-) -> None:
+def test_run_id_held_by_live_workload_is_refused(http: Rest, shared_webhook: WebhookProcess) -> None:
     """Held until its CheckpointRun is Finished; the workload that holds it may make more pods."""
     holder = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "holder", "uid": "0b4f"}
     own = pod("holder-1", opted(run_id="held"))
@@ -309,9 +307,7 @@ def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
         assert http.create(own, dry_run=True).document["reason"] == "StoreMoved", "its next pod, too"
 
 
-def test_a_copied_pod_reaches_the_webhook_and_a_jobs_pod_does_not(
-    http: Rest, shared_webhook: WebhookProcess
-) -> None:
+def test_copied_pod_reaches_webhook_but_job_pod_does_not(http: Rest, shared_webhook: WebhookProcess) -> None:
     """What the Job's template brought needs no webhook; what a person copied is looked at."""
     with registered(http, shared_webhook.client_config()):
         made = http.create(pod("copied", opted()), dry_run=True)
@@ -329,9 +325,7 @@ def test_a_copied_pod_reaches_the_webhook_and_a_jobs_pod_does_not(
         assert has_sidecar(http.create(copy, dry_run=True))
 
 
-def test_a_run_id_is_free_once_its_job_has_ended_whatever_the_controller_says(
-    http: Rest, shared_webhook: WebhookProcess
-) -> None:
+def test_run_id_is_free_after_job_ends_without_controller(http: Rest, shared_webhook: WebhookProcess) -> None:
     """A CronJob's next Job needs no controller, and two that live never share a run, though nobody wrote of the first."""
 
     def cron(name: str) -> str:
@@ -364,7 +358,7 @@ def test_a_run_id_is_free_once_its_job_has_ended_whatever_the_controller_says(
         assert http("DELETE", f"{JOBS}/cron-1", {"propagationPolicy": "Background"}).status == 200
 
 
-def test_a_pod_holds_its_run_until_it_has_ended(http: Rest, shared_webhook: WebhookProcess) -> None:
+def test_bare_pod_holds_run_until_it_ends(http: Rest, shared_webhook: WebhookProcess) -> None:
     """A bare pod is a workload, too, and nobody else can say of it what the API says."""
     path = "/api/v1/namespaces/default/pods/bare"
     with registered(http, shared_webhook.client_config()):

@@ -25,7 +25,7 @@ NEVER: Any = None
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-def looked(api: ApiAccess, name: str) -> Any:
+def live_policy(api: ApiAccess, name: str) -> Any:
     """What the API has of a policy now."""
 
     async def scenario() -> Any:
@@ -38,7 +38,7 @@ def looked(api: ApiAccess, name: str) -> Any:
     return asyncio.run(scenario())
 
 
-def test_the_cache_follows_the_cluster(api: ApiAccess, apiserver: ApiServer) -> None:
+def test_cache_follows_cluster(api: ApiAccess, apiserver: ApiServer) -> None:
     """Created, changed, deleted: seen without being asked for; and what is not seen yet is read, past the cache."""
     cache, merge = PolicyCache(NEVER), "application/merge-patch+json"
     path = f"{ROOT}/namespaces/default/{NAMESPACED}/both"
@@ -50,10 +50,10 @@ def test_the_cache_follows_the_cluster(api: ApiAccess, apiserver: ApiServer) -> 
             http.create({**policy_object("both", keepLast=5), "kind": "ClusterCheckpointPolicy"}).status
             == 201
         )
-        assert looked(api, "both") == {"keepLast": 8}
-        assert looked(api, "cluster/both") == {"keepLast": 5}
+        assert live_policy(api, "both") == {"keepLast": 8}
+        assert live_policy(api, "cluster/both") == {"keepLast": 5}
         for nowhere in ("nowhere", "cluster/nowhere"):
-            assert looked(api, nowhere) is None
+            assert live_policy(api, nowhere) is None
         eventually(lambda: cache.get("default", "both") == {"keepLast": 8}, what="the new policy")
         eventually(lambda: cache.get("default", "cluster/both") == {"keepLast": 5}, what="the cluster's")
         assert http("PATCH", path, {"spec": {"keepLast": 4}}, content=merge).status == 200
@@ -62,9 +62,7 @@ def test_the_cache_follows_the_cluster(api: ApiAccess, apiserver: ApiServer) -> 
         eventually(lambda: cache.get("default", "both") is None, what="the end")
 
 
-def test_where_some_namespaces_are_watched_the_clusters_are_not_asked_for(
-    api: ApiAccess, apiserver: ApiServer
-) -> None:
+def test_namespaced_watch_skips_cluster_policies(api: ApiAccess, apiserver: ApiServer) -> None:
     """There is no right to read them then, and the cache is whole without."""
     with apiserver.http() as http:
         http.create({**policy_object("unseen"), "kind": "ClusterCheckpointPolicy"})
@@ -74,8 +72,8 @@ def test_where_some_namespaces_are_watched_the_clusters_are_not_asked_for(
     assert cache.get("default", "cluster/unseen") is None
 
 
-def test_an_api_that_does_not_answer_is_said() -> None:
+def test_unresponsive_api_raises() -> None:
     """Not to be taken for a policy that is not there."""
     with pytest.raises(Refusal) as caught:
-        looked(access_to(free_port()), "p")
+        live_policy(access_to(free_port()), "p")
     assert caught.value.code == "PolicyUnavailable"

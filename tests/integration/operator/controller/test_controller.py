@@ -45,7 +45,7 @@ def second_apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiSe
 
 
 @dataclass
-class Own:
+class IsolatedController:
     """A controller of one test's own, not started, and a namespace; it sees what other tests left, too."""
 
     controller: ControllerProcess
@@ -53,10 +53,10 @@ class Own:
 
 
 @pytest.fixture
-def own(second_apiserver: ApiServer, tmp_path: Path) -> Iterator[Own]:
+def isolated_controller(second_apiserver: ApiServer, tmp_path: Path) -> Iterator[IsolatedController]:
     running = ControllerProcess(second_apiserver, tmp_path)
     with second_apiserver.http() as http:
-        yield Own(running, Cluster.make(http))
+        yield IsolatedController(running, Cluster.make(http))
     if running.process is not None:
         running.stop(signal.SIGKILL)
 
@@ -65,14 +65,12 @@ def incident(number: int, kind: str, **more: Any) -> wire.Incident:
     return wire.Incident(id=number, kind=wire.IncidentKind.Value(f"INCIDENT_KIND_{kind}"), **more)
 
 
-def known(cluster: Cluster, owner: Document, pods: int = 1) -> None:
+def wait_for_pods(cluster: Cluster, owner: Document, pods: int = 1) -> None:
     """Wait until the controller knows the workload's pods."""
     eventually(lambda: len(cluster.status(owner).get("pods") or ()) == pods, "its pods")
 
 
-def test_a_job_gets_a_run_whose_phases_follow_training_to_its_end(
-    controller: ControllerProcess, cluster: Cluster
-) -> None:
+def test_job_gets_run_whose_phases_follow_training(controller: ControllerProcess, cluster: Cluster) -> None:
     job = cluster.job(annotations={cluster_name.RUN_ID: "ctr"})
     found = eventually(lambda: cluster.run(job), "a CheckpointRun")
     uid = job["metadata"]["uid"]
@@ -104,7 +102,7 @@ def test_a_job_gets_a_run_whose_phases_follow_training_to_its_end(
     assert controller.metric("deltashard_run_last_commit_timestamp_seconds", **labels) is None
 
 
-def test_an_evicted_pod_is_one_failure_and_its_successors_restore_is_told_once(
+def test_eviction_is_one_failure_and_restore_is_recorded_once(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     cluster.node("node-a")
@@ -131,7 +129,7 @@ def test_an_evicted_pod_is_one_failure_and_its_successors_restore_is_told_once(
 
 
 @pytest.mark.parametrize("kind", ["CheckpointPolicy", "ClusterCheckpointPolicy"])
-def test_a_policy_says_how_many_runs_use_it_and_whether_its_store_serves_them(
+def test_policy_status_has_run_count_and_store_health(
     controller: ControllerProcess, cluster: Cluster, kind: str
 ) -> None:
     """A store that is in trouble, and then well; and what was proven stays."""
@@ -167,9 +165,9 @@ def test_a_policy_says_how_many_runs_use_it_and_whether_its_store_serves_them(
     assert (conditions(), said()["observedGeneration"]) == ({"Ready": "True"}, generation)
 
 
-def test_a_new_controller_goes_on_where_the_one_before_was_killed(own: Own) -> None:
+def test_new_controller_continues_after_kill(isolated_controller: IsolatedController) -> None:
     """Nothing of a run that goes on flips, though none of its sidecars has reported yet; what was counted stays."""
-    controller, cluster = own.controller, own.cluster
+    controller, cluster = isolated_controller.controller, isolated_controller.cluster
     controller.start()
     job, still, gone = cluster.job(), cluster.job("still"), cluster.job("gone")
     pod = cluster.running_pod(job)
@@ -200,11 +198,11 @@ def test_a_new_controller_goes_on_where_the_one_before_was_killed(own: Own) -> N
     assert controller.stop() == 0, controller.log
 
 
-def test_what_went_while_the_api_was_away_is_found(
-    own: Own, second_apiserver: ApiServer, tmp_path: Path
+def test_deletions_during_api_outage_are_found(
+    isolated_controller: IsolatedController, second_apiserver: ApiServer, tmp_path: Path
 ) -> None:
     """By an API server that knows no older changes. It leads on, and lives."""
-    controller, cluster = own.controller, own.cluster
+    controller, cluster = isolated_controller.controller, isolated_controller.cluster
     policy = sample.policy_object("default", store={"url": "s3://b-c"}, interval={"every": "60s"})
     assert cluster.http.create(policy, cluster.namespace).status == 201
     with FaultyProxy(second_apiserver.port) as proxy:
@@ -219,7 +217,7 @@ def test_what_went_while_the_api_was_away_is_found(
         sidecar = Sidecar(controller, cluster, pod, job)
         sidecar.report(step=5, every_s=60.0)
         cluster.reaches(job, phase="Training")
-        known(cluster, job, 2)
+        wait_for_pods(cluster, job, 2)
         eventually(lambda: cluster.run(gone), "the other run")
         proxy.upstream_port = free_port()
         proxy.cut()
@@ -231,7 +229,7 @@ def test_what_went_while_the_api_was_away_is_found(
         second_apiserver.start_api()
         proxy.upstream_port = second_apiserver.port
         cluster.reaches(gone, phase="Finished", finishedReason="Deleted")
-        known(cluster, job, 1)
+        wait_for_pods(cluster, job, 1)
         eventually(
             lambda: sidecar.report(step=5, every_s=60.0).directive.policy.every_s == 300.0,
             "the directive of the chart's policy",
@@ -241,8 +239,8 @@ def test_what_went_while_the_api_was_away_is_found(
         assert controller.stop() == 0, controller.log
 
 
-def test_what_is_not_written_at_sigterm_is_written_before_the_end(own: Own) -> None:
-    controller, cluster = own.controller, own.cluster
+def test_pending_writes_are_flushed_on_sigterm(isolated_controller: IsolatedController) -> None:
+    controller, cluster = isolated_controller.controller, isolated_controller.cluster
     controller.status_interval_s = 3600.0
     controller.start()
     job = cluster.job()
@@ -254,8 +252,8 @@ def test_what_is_not_written_at_sigterm_is_written_before_the_end(own: Own) -> N
     assert cluster.status(job)["lastCommittedStep"] == 8
 
 
-def test_finished_runs_are_removed_after_their_days_and_do_not_come_back(own: Own) -> None:
-    controller, cluster = own.controller, own.cluster
+def test_finished_runs_expire_and_do_not_reappear(isolated_controller: IsolatedController) -> None:
+    controller, cluster = isolated_controller.controller, isolated_controller.cluster
     controller.keep_finished_days = 3 / 86400
     job = cluster.job()
     controller.start()
@@ -269,7 +267,7 @@ def test_finished_runs_are_removed_after_their_days_and_do_not_come_back(own: Ow
     assert not cluster.run(job)
 
 
-def test_runs_save_before_their_node_ends(controller: ControllerProcess, cluster: Cluster) -> None:
+def test_runs_save_before_node_shutdown(controller: ControllerProcess, cluster: Cluster) -> None:
     node = f"node-{cluster.namespace}"
     cluster.node(node)
     job, other = cluster.job(), cluster.job("other")
@@ -289,7 +287,7 @@ def test_runs_save_before_their_node_ends(controller: ControllerProcess, cluster
     assert not sidecar.report(step=7, saves_over=[over]).saves
 
 
-def test_pods_bear_the_time_of_the_newest_checkpoint(controller: ControllerProcess, cluster: Cluster) -> None:
+def test_pods_carry_newest_checkpoint_time(controller: ControllerProcess, cluster: Cluster) -> None:
     job = cluster.job()
     pod = cluster.running_pod(job)
     Sidecar(controller, cluster, pod, job).report(step=9, seq=1, committed=8)
@@ -303,14 +301,14 @@ def test_pods_bear_the_time_of_the_newest_checkpoint(controller: ControllerProce
     assert eventually(noted, "the annotation", timeout_s=120) == time
 
 
-def test_who_may_not_report_is_told_so_and_a_run_id_is_held_until_its_run_ends(
+def test_unauthorized_report_is_refused_and_run_id_stays_held(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     first = cluster.job("first", {cluster_name.RUN_ID: "ctr"})
     eventually(lambda: cluster.run(first), "a CheckpointRun")
     second = cluster.job("second", {cluster_name.RUN_ID: "ctr"})
     pod = cluster.running_pod(second)
-    known(cluster, second)
+    wait_for_pods(cluster, second)
     stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"}}
     spec = {"containers": [{"name": "c", "image": "i"}]}
     unknown = cluster.http.create({**stranger, "spec": spec}, cluster.namespace).document
@@ -328,7 +326,7 @@ def test_who_may_not_report_is_told_so_and_a_run_id_is_held_until_its_run_ends(
     cluster.reaches(second, phase="Training")
 
 
-def test_a_checkpointrun_that_somebody_deletes_is_made_again_with_all_that_was_counted(
+def test_deleted_checkpointrun_is_recreated_with_counts(
     controller: ControllerProcess, cluster: Cluster
 ) -> None:
     job = cluster.job()

@@ -37,7 +37,7 @@ async def listening(answer: bytes | None, host: str = "127.0.0.1") -> AsyncItera
         server.close()
 
 
-def test_each_is_asked_once_and_nobody_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sidecar_is_nudged_once_without_blocking_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of IPv4 and IPv6; a silent, an absent, a wrong and a redirecting one are failures and no more."""
     monkeypatch.setattr(nudge, "TIMEOUT_S", 0.5)
 

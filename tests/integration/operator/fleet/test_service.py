@@ -32,7 +32,7 @@ def token(http: Rest, pod: Pod) -> str:
     return pod.token(http)
 
 
-def test_a_report_is_taken_and_answered(api: ApiAccess, pod: Pod, token: str) -> None:
+def test_report_is_accepted_and_answered(api: ApiAccess, pod: Pod, token: str) -> None:
     """The ledger has the value, the sidecar its reply; one review does for both."""
     order = SaveOrder(id="r-1", reason="request", urgent=True, deadline_s=30.0, pin="best")
 
@@ -56,7 +56,7 @@ def test_a_report_is_taken_and_answered(api: ApiAccess, pod: Pod, token: str) ->
     asyncio.run(scenario())
 
 
-def test_what_is_not_taken_says_why(api: ApiAccess, http: Rest, pod: Pod, token: str) -> None:
+def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: Pod, token: str) -> None:
     """Each refusal has a status of its own and is counted; the ledger never hears of it."""
     other = Pod.create(http)
     unbound = request_token(http, "default", {"audiences": ["deltashard-fleet"], "expirationSeconds": 3600})
@@ -98,7 +98,7 @@ def test_what_is_not_taken_says_why(api: ApiAccess, http: Rest, pod: Pod, token:
     asyncio.run(scenario())
 
 
-def test_a_deleted_pods_token_is_worth_nothing(api: ApiAccess, http: Rest) -> None:
+def test_token_of_deleted_pod_is_rejected(api: ApiAccess, http: Rest) -> None:
     """The API says so, once its own cache does."""
     gone = Pod.create(http)
     token = gone.token(http)
@@ -115,7 +115,7 @@ def test_a_deleted_pods_token_is_worth_nothing(api: ApiAccess, http: Rest) -> No
     asyncio.run(scenario())
 
 
-def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, http: Rest, pod: Pod, token: str) -> None:
+def test_api_outage_is_retryable(apiserver: ApiServer, http: Rest, pod: Pod, token: str) -> None:
     """503 with Retry-After while it cannot be asked; what was asked before still holds; then it works again."""
     other = Pod.create(http)
     theirs = other.token(http)
@@ -138,7 +138,7 @@ def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, http: Rest, pod
         asyncio.run(scenario(proxy, api))
 
 
-def test_silent_peers_are_sent_away(
+def test_idle_peers_are_disconnected(
     api: ApiAccess, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that says nothing, before its handshake or after, goes when another comes; half a body is given up."""
@@ -189,7 +189,7 @@ def test_connections_are_bounded(
     asyncio.run(scenario())
 
 
-def test_a_review_ends_with_its_connection(api: ApiAccess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_review_ends_with_connection(api: ApiAccess, monkeypatch: pytest.MonkeyPatch) -> None:
     """So as many run or wait at most as there are connections."""
 
     async def scenario() -> None:
@@ -217,7 +217,7 @@ def test_a_review_ends_with_its_connection(api: ApiAccess, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_where_there_is_only_ipv6(apiserver: ApiServer, tmp_path: Path) -> None:
+def test_ipv6_only(apiserver: ApiServer, tmp_path: Path) -> None:
     """The controller's pages and its port, on an address of IPv6 alone."""
     controller = ControllerProcess(apiserver, tmp_path, host="::1", namespace=f"six-{uuid.uuid4().hex[:8]}")
     controller.start()

@@ -49,7 +49,7 @@ def answering(status: dict[str, Any], code: int = 201) -> FixedAnswers:
     return FixedAnswers(code, body, {"Content-Type": "application/json"})
 
 
-class World:
+class ReviewerHarness:
     """A reviewer at a port, its clock and its counts; a context manager."""
 
     def __init__(self, port: int) -> None:
@@ -89,7 +89,7 @@ class World:
         return self._loop.run(scenario())
 
 
-def test_only_a_bound_token_for_us_is_believed() -> None:
+def test_only_bound_token_for_audience_is_accepted() -> None:
     """Everything that may be missing, is missing once."""
     assert said_of(GOOD) == ("team-a", "train-0", "u-1")
     extra = USER["extra"]
@@ -119,8 +119,8 @@ def test_any_text_has_claims_or_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(("lives_s", "holds_s"), [(60.0, 60.0), (9999.0, token_review.GOOD_S)])
-def test_good_answers_are_kept_until_the_token_expires(lives_s: float, holds_s: float) -> None:
-    with answering(GOOD) as server, World(server.port) as world:
+def test_positive_reviews_are_cached_until_expiry(lives_s: float, holds_s: float) -> None:
+    with answering(GOOD) as server, ReviewerHarness(server.port) as world:
         sent, begun_s = token(exp=world.now_s + UNIX_S + lives_s), world.now_s
         for at_s, asked in ((0.0, 1), (holds_s - 1, 1), (holds_s, 2)):
             world.now_s = begun_s + at_s
@@ -129,8 +129,8 @@ def test_good_answers_are_kept_until_the_token_expires(lives_s: float, holds_s: 
         assert world.counts == {"authentic": 2, "cached": 1}
 
 
-def test_bad_answers_are_not_kept_and_nonsense_is_not_asked_about() -> None:
-    with answering({"authenticated": False}) as server, World(server.port) as world:
+def test_negative_reviews_are_not_cached_nor_malformed_tokens_sent() -> None:
+    with answering({"authenticated": False}) as server, ReviewerHarness(server.port) as world:
         assert world.review(*[token()] * 2) == [NotAuthentic] * 2
         assert server.requests == 2
         nonsense = ["", "ü", "x" * 9999, "garbage", "a.b.c", "..", "a.W10.c", token(aud="another")]
@@ -141,17 +141,17 @@ def test_bad_answers_are_not_kept_and_nonsense_is_not_asked_about() -> None:
 
 
 @pytest.mark.parametrize("code", [403, 500, 429, 404])
-def test_an_api_that_refuses_is_unavailable(code: int) -> None:
+def test_api_error_is_unavailable(code: int) -> None:
     """Without the right to review, under load, broken: nobody is refused for it, and nothing is remembered."""
-    with answering({}, code) as server, World(server.port) as world:
+    with answering({}, code) as server, ReviewerHarness(server.port) as world:
         assert world.review(token(), token()) == [ReviewUnavailable] * 2
         assert server.requests == 2
 
 
-def test_a_review_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_review_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the API hangs."""
     monkeypatch.setattr(token_review, "REVIEW_S", 0.5)
-    with answering(GOOD) as server, FaultyProxy(server.port) as proxy, World(proxy.port) as world:
+    with answering(GOOD) as server, FaultyProxy(server.port) as proxy, ReviewerHarness(proxy.port) as world:
         proxy.hang = True
         assert world.review(token(), token()) == [ReviewUnavailable] * 2
         proxy.release()
@@ -159,10 +159,10 @@ def test_a_review_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.review(token()) == [("team-a", "train-0", "u-1")]
 
 
-def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_review_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refreshed answer is the newest."""
     monkeypatch.setattr(token_review, "MAX_ANSWERS", 3)
-    with answering(GOOD) as server, World(server.port) as world:
+    with answering(GOOD) as server, ReviewerHarness(server.port) as world:
         for name, asked in (("a", 1), ("b", 2), ("c", 3), ("d", 4), ("d", 4), ("b", 4), ("a", 5)):
             world.review(token(sub=name))
             assert server.requests == asked

@@ -19,7 +19,7 @@ from tests.support.server.threaded_http import ThreadedHttp
 Reply = tuple[int, dict[str, str], dict[str, Any]]
 
 
-class Server(ThreadedHttp):
+class ReplayServer(ThreadedHttp):
     """Answers with what it was given, in order, the last one for ever."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Server(ThreadedHttp):
         self.paths: list[str] = []
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class ReplayHandler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 outer.paths.append(f"{self.command} {self.path}")
@@ -44,12 +44,12 @@ class Server(ThreadedHttp):
             def log_message(self, *_: Any) -> None:
                 pass
 
-        super().__init__(Handler)
+        super().__init__(ReplayHandler)
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    found = Server()
+def server() -> Iterator[ReplayServer]:
+    found = ReplayServer()
     found.start()
     yield found
     found.stop()
@@ -66,7 +66,7 @@ def called(port: int, counts: Counter[tuple[str, str]], work: Any) -> Any:
     return asyncio.run(run())
 
 
-def test_throttling_and_faults_are_tried_again_until_it_works(server: Server) -> None:
+def test_throttling_and_faults_are_retried(server: ReplayServer) -> None:
     server.replies = [(429, {"Retry-After": "1"}, {}), (503, {}, {}), (200, {}, {"kind": "Pod"})]
     counts: Counter[tuple[str, str]] = Counter()
     answer = called(server.port, counts, lambda call: call("GET", "/x"))
@@ -75,28 +75,28 @@ def test_throttling_and_faults_are_tried_again_until_it_works(server: Server) ->
 
 
 @pytest.mark.parametrize("status", [404, 409, 403, 422])
-def test_what_the_api_says_otherwise_is_the_answer_at_once(server: Server, status: int) -> None:
+def test_other_status_is_returned_at_once(server: ReplayServer, status: int) -> None:
     server.replies = [(status, {}, {"reason": "Because", "message": "so"})]
     answer = called(server.port, Counter(), lambda call: call("POST", "/x", {"a": 1}))
     assert (answer.status, answer.ok, answer.sentence) == (status, False, f"{status} Because: so")
     assert len(server.paths) == 1
 
 
-def test_the_tries_are_bounded(server: Server) -> None:
+def test_retries_are_bounded(server: ReplayServer) -> None:
     server.replies = [(500, {}, {})]
     with pytest.raises(ApiUnavailable, match="GET failed: 500"):
         called(server.port, Counter(), lambda call: call("GET", "/x"))
     assert len(server.paths) == TRIES
 
 
-def test_an_api_that_is_not_there_is_unavailable() -> None:
+def test_unreachable_api_is_unavailable() -> None:
     counts: Counter[tuple[str, str]] = Counter()
     with pytest.raises(ApiUnavailable):
         called(free_port(), counts, lambda call: call("GET", "/x", tries=2))
     assert counts == {("GET", "unavailable"): 2}
 
 
-def test_long_lists_come_in_pages(server: Server) -> None:
+def test_long_lists_are_paginated(server: ReplayServer) -> None:
     first = {"items": [{"n": 1}], "metadata": {"continue": "more"}}
     server.replies = [
         (200, {}, first),

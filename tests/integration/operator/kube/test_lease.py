@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def relaxed_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine's API server may take longer than a controller would wait."""
     monkeypatch.setattr(leases, "CALL_S", 60.0)
     monkeypatch.setattr(leases, "RELEASE_S", 60.0)
@@ -39,7 +39,7 @@ def namespace(http: Rest) -> str:
     return found
 
 
-class World:
+class LeaseHarness:
     """Leases of several controllers at one API, each with the same clock, which the test turns."""
 
     def __init__(self, api: ApiAccess, namespace: str) -> None:
@@ -67,11 +67,9 @@ def holder(http: Rest, namespace: str) -> Any:
 
 
 @in_a_loop
-async def test_of_two_one_leads_until_it_is_silent_for_long(
-    api: ApiAccess, http: Rest, namespace: str
-) -> None:
+async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, namespace: str) -> None:
     """The first is cut off: it calls itself none before the other takes over, and ends when it sees the other's name."""
-    world = World(api, namespace)
+    world = LeaseHarness(api, namespace)
     first, second = world.lease("first"), world.lease("second")
     await first.acquire()
     assert first.held
@@ -100,11 +98,11 @@ async def test_of_two_one_leads_until_it_is_silent_for_long(
 
 
 @in_a_loop
-async def test_who_stops_lets_go_and_who_starts_again_has_it(
+async def test_stopping_releases_lease_and_restart_reacquires_it(
     api: ApiAccess, http: Rest, namespace: str
 ) -> None:
     """Neither a new pod nor a container that starts again waits."""
-    world = World(api, namespace)
+    world = LeaseHarness(api, namespace)
     first = world.lease("first")
     await first.acquire()
     begun_s = world.now_s
@@ -121,8 +119,8 @@ async def test_who_stops_lets_go_and_who_starts_again_has_it(
 
 
 @in_a_loop
-async def test_of_two_that_take_it_at_once_one_has_it(api: ApiAccess, namespace: str) -> None:
-    world = World(api, namespace)
+async def test_concurrent_acquire_has_one_winner(api: ApiAccess, namespace: str) -> None:
+    world = LeaseHarness(api, namespace)
     mine = [world.lease(f"c-{n}") for n in range(8)]
     took = await asyncio.gather(*(each._try() for each in mine))
     took = [a or b for a, b in zip(took, await asyncio.gather(*(each._try() for each in mine)), strict=True)]
@@ -131,13 +129,13 @@ async def test_of_two_that_take_it_at_once_one_has_it(api: ApiAccess, namespace:
     await world.call.close()
 
 
-def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Rest, namespace: str) -> None:
+def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Rest, namespace: str) -> None:
     """Argo CD applies no Leases, so there is none from a manifest. With the right to create it, one leads."""
     rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "update"]}
     http.grant("controller", namespace, rule)
 
     async def scenario(api: ApiAccess) -> None:
-        world = World(api, namespace)
+        world = LeaseHarness(api, namespace)
         both = [world.lease("first"), world.lease("second")]
 
         async def tried() -> list[bool]:
@@ -160,11 +158,11 @@ def test_where_no_lease_can_be_made_nobody_leads(apiserver: ApiServer, http: Res
     asyncio.run(scenario(replace(apiserver.access(), headers={"Impersonate-User": "controller"})))
 
 
-def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
+def test_api_outage_does_not_end_controller(namespace: str) -> None:
     """Nothing can be written meanwhile, and nothing is."""
 
     async def scenario(server: FixedAnswers) -> None:
-        world = World(access_to(server.port), namespace)
+        world = LeaseHarness(access_to(server.port), namespace)
         lease = world.lease("first")
         assert not await lease._try()
         assert not lease.held
@@ -180,13 +178,13 @@ def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
         asyncio.run(scenario(server))
 
 
-def test_a_connection_that_hangs_is_in_the_way_for_no_longer_than_a_try(
+def test_hung_connection_blocks_one_attempt_only(
     apiserver: ApiServer, api: ApiAccess, http: Rest, namespace: str
 ) -> None:
     """A keep-alive connection that was lost unseen: the next request is on another."""
 
     async def scenario(proxy: FaultyProxy) -> None:
-        world = World(api, namespace)
+        world = LeaseHarness(api, namespace)
         await world.call.close()
         world.call = Caller(api, connections=1, timeout_s=(60.0, 2.0))
         lease = world.lease("first")
@@ -204,7 +202,7 @@ def test_a_connection_that_hangs_is_in_the_way_for_no_longer_than_a_try(
     assert not holder(http, namespace)
 
 
-def test_a_second_controller_stands_by_for_the_first_ones_end(
+def test_second_controller_stands_by_until_first_ends(
     apiserver: ApiServer, http: Rest, namespace: str, tmp_path: Path
 ) -> None:
     """As processes: ready and at nobody's service meanwhile, and at work as soon as the first lets go."""

@@ -35,11 +35,11 @@ MERGE = "application/merge-patch+json"
 Document = dict[str, Any]
 
 
-class Watching:
+class WatchRecorder:
     """An `ObjectWatch` on a loop of its own, and all that it tells; use as a context manager."""
 
     def __init__(self, api: ApiAccess, selector: str = "", namespaces: tuple[str, ...] = ()) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.notifications: list[tuple[str, str]] = []
         self.known: dict[str, int] = {}
         """Name -> size, as the newest word has it."""
         self.lists = 0
@@ -63,20 +63,20 @@ class Watching:
 
     def _take(self, document: Document) -> None:
         name = document["metadata"]["name"]
-        self.told.append(("there", name))
+        self.notifications.append(("there", name))
         if document.get("odd"):
             raise ValueError("it is odd")
         self.known[name] = document["size"]
 
     def _drop(self, key: ObjectKey, last: Document | None) -> None:
-        self.told.append(("gone" if last is not None else "went unseen", key.name))
+        self.notifications.append(("gone" if last is not None else "went unseen", key.name))
         self.known.pop(key.name, None)
 
     def _listed(self) -> None:
-        self.told.append(("listed", ""))
+        self.notifications.append(("listed", ""))
         self.lists += 1
 
-    def learns(self, **known: int) -> None:
+    def wait_for_keys(self, **known: int) -> None:
         """Wait until exactly these are known."""
         eventually(lambda: self.known == known, what=f"{known}", timeout_s=240)
 
@@ -155,7 +155,7 @@ def proxied(server: ApiServer, proxy: FaultyProxy) -> ApiAccess:
     return api
 
 
-def test_what_is_there_comes_first_then_its_list_then_every_change(
+def test_initial_objects_then_list_then_changes(
     api: ApiAccess, things: Things, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pages, chosen by label; what is not understood stops nothing else, and nothing is written."""
@@ -164,23 +164,23 @@ def test_what_is_there_comes_first_then_its_list_then_every_change(
     before = [things.create(f"a{n}", n, labels=mine) for n in range(5)]
     things.create("odd", 1, odd=True, labels=mine)
     things.create("others", 9)
-    with Watching(api, selector="of=mine") as found:
-        found.learns(a0=0, a1=1, a2=2, a3=3, a4=4)
+    with WatchRecorder(api, selector="of=mine") as found:
+        found.wait_for_keys(a0=0, a1=1, a2=2, a3=3, a4=4)
         eventually(lambda: found.lists, what="the list's end")
         listed = [*(("there", f"a{n}") for n in range(5)), ("there", "odd"), ("listed", "")]
-        assert found.told == listed
+        assert found.notifications == listed
         things.change("odd", 2)
         things.create("b", 1, labels=mine)
         things.change("b", 2)
         things.delete("a0")
-        found.learns(a1=1, a2=2, a3=3, a4=4, b=2)
+        found.wait_for_keys(a1=1, a2=2, a3=3, a4=4, b=2)
         changes = [("there", "odd"), ("there", "b"), ("there", "b"), ("gone", "a0")]
-        assert found.told == listed + changes
+        assert found.notifications == listed + changes
     assert found.counts == {"told": 8, "not_understood": 2}
     assert [things.get(f"a{n}") for n in range(1, 5)] == before[1:]
 
 
-def test_some_namespaces_are_watched_with_rights_in_them_alone(
+def test_namespaced_watch_needs_namespaced_rights_only(
     server: ApiServer, api: ApiAccess, things: Things
 ) -> None:
     """One of which may not be read keeps the others from nothing, and is told of when it may be."""
@@ -198,37 +198,37 @@ def test_some_namespaces_are_watched_with_rights_in_them_alone(
         things.create(name, 0, namespace=name)
     allow(names[0])
     allow(names[1])
-    with Watching(
+    with WatchRecorder(
         replace(api, headers={"Impersonate-User": "limited"}), namespaces=(names[0], names[1], names[2])
     ) as found:
-        found.learns(**{names[0]: 0, names[1]: 0})
+        found.wait_for_keys(**{names[0]: 0, names[1]: 0})
         eventually(lambda: found.lists, what="the lists that are allowed")
         assert found.watch.heard_s() < object_watch.STALE_S
         for name in names:
             things.create(f"{name}-b", 1, namespace=name)
-        found.learns(**{names[0]: 0, names[1]: 0, f"{names[0]}-b": 1, f"{names[1]}-b": 1})
+        found.wait_for_keys(**{names[0]: 0, names[1]: 0, f"{names[0]}-b": 1, f"{names[1]}-b": 1})
         allow(names[2])
-        found.learns(**dict.fromkeys(names[:3], 0), **{f"{name}-b": 1 for name in names[:3]})
+        found.wait_for_keys(**dict.fromkeys(names[:3], 0), **{f"{name}-b": 1 for name in names[:3]})
 
 
-def test_a_watch_goes_on_where_it_was_and_lists_again_when_the_api_forgot(
+def test_watch_resumes_and_relists_on_gone(
     proxied: ApiAccess, proxy: FaultyProxy, server: ApiServer, things: Things
 ) -> None:
     """It may begin before the API does. A fresh API server knows no older changes (410 Gone)."""
     for name in ("goes", "stays", "anew"):
         things.create(name, 1)
     upstream, proxy.upstream_port = proxy.upstream_port, free_port()
-    with Watching(proxied) as found:
+    with WatchRecorder(proxied) as found:
         proxy.upstream_port = upstream
-        found.learns(goes=1, stays=1, anew=1)
+        found.wait_for_keys(goes=1, stays=1, anew=1)
         eventually(lambda: found.lists == 1, what="the list")
         proxy.upstream_port = free_port()
         proxy.cut()
         things.delete("goes")
         things.change("stays", 2)
         proxy.upstream_port = upstream
-        found.learns(stays=2, anew=1)
-        assert ("gone", "goes") in found.told
+        found.wait_for_keys(stays=2, anew=1)
+        assert ("gone", "goes") in found.notifications
         assert found.lists == 1
         proxy.upstream_port = free_port()
         proxy.cut()
@@ -240,28 +240,26 @@ def test_a_watch_goes_on_where_it_was_and_lists_again_when_the_api_forgot(
         server.start_api()
         proxy.upstream_port = server.port
         eventually(lambda: found.lists == 2, what="the second list", timeout_s=240)
-        told = found.told[found.told.index(("gone", "goes")) + 2 :]
+        notifications = found.notifications[found.notifications.index(("gone", "goes")) + 2 :]
         again = [("went unseen", "anew"), ("there", "anew"), ("there", "comes"), ("went unseen", "stays")]
-        assert told == [*again, ("listed", "")]
+        assert notifications == [*again, ("listed", "")]
         things.create("later", 3)
-        found.learns(anew=2, comes=1, later=3)
+        found.wait_for_keys(anew=2, comes=1, later=3)
 
 
-def test_a_definition_that_comes_late_goes_and_comes_again_is_watched(
-    api: ApiAccess, server: ApiServer
-) -> None:
-    with server.http() as http, Watching(api) as found:
+def test_late_and_recreated_definition_is_watched(api: ApiAccess, server: ApiServer) -> None:
+    with server.http() as http, WatchRecorder(api) as found:
         things = Things(http)
         for name in ("first", "second"):
             failures = found.counts["failed"]
             eventually(lambda failures=failures: found.counts["failed"] > failures, what="no definition")  # type: ignore[misc]
             things.define()
             things.create(name, 1)
-            found.learns(**{name: 1})
+            found.wait_for_keys(**{name: 1})
             things.undefine()
 
 
-def test_a_connection_that_tls_ended_oddly_ends_one_watch(
+def test_tls_close_error_ends_one_watch(
     api: ApiAccess, things: Things, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or kopf would close the session and wait for a login that nobody answers."""
@@ -276,12 +274,12 @@ def test_a_connection_that_tls_ended_oddly_ends_one_watch(
 
     monkeypatch.setattr(errors, "check_response", checked)
     things.create("there", 1)
-    with Watching(api) as found:
-        found.learns(there=1)
+    with WatchRecorder(api) as found:
+        found.wait_for_keys(there=1)
         assert found.counts == {"failed": 1, "told": 1}
 
 
-def test_a_watch_that_nobody_tends_ends_the_process_and_an_api_that_is_away_does_not(
+def test_stalled_watch_ends_process_but_api_outage_does_not(
     proxied: ApiAccess, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.upstream_port = free_port()
@@ -289,18 +287,18 @@ def test_a_watch_that_nobody_tends_ends_the_process_and_an_api_that_is_away_does
     monkeypatch.setattr(object_watch, "BACKOFFS_S", (0.1,) * 1000)
 
     async def scenario() -> None:
-        running = asyncio.create_task(Watching(proxied).watch.run())
+        running = asyncio.create_task(WatchRecorder(proxied).watch.run())
         assert not (await asyncio.wait({running}, timeout=3 * object_watch.STALE_S))[0]
         running.cancel()
         await asyncio.wait({running})
         monkeypatch.setattr(ObjectWatch, "_follow", lambda _self, _path: asyncio.Event().wait())
         with pytest.RaisesGroup(WatchDeaf):
-            await Watching(proxied).watch.run()
+            await WatchRecorder(proxied).watch.run()
 
     asyncio.run(scenario())
 
 
-def test_a_token_is_read_for_each_request(server: ApiServer, things: Things) -> None:
+def test_token_is_read_for_each_request(server: ApiServer, things: Things) -> None:
     """One that is refused is no end: it may be replaced."""
     path = "/api/v1/namespaces/default/serviceaccounts/default/token"
     token = things.http("POST", path, {"spec": {"expirationSeconds": 3600}}).document["status"]["token"]
@@ -321,6 +319,6 @@ def test_a_token_is_read_for_each_request(server: ApiServer, things: Things) -> 
     api.configuration.cert_file = api.configuration.key_file = None
     api.configuration.refresh_api_key_hook = hook
     api.configuration.api_key["authorization"] = "Bearer expired"
-    with Watching(api) as found:
-        found.learns(there=1)
+    with WatchRecorder(api) as found:
+        found.wait_for_keys(there=1)
     assert things.http("DELETE", f"{bindings}/watches-things").status == 200

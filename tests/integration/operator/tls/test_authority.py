@@ -24,7 +24,7 @@ from tests.support.server.apiserver import ApiServer, Rest
 
 
 @dataclass
-class Place:
+class IssuerNamespace:
     """A namespace with the chart's empty objects, and the webhook's configuration."""
 
     rest: Rest
@@ -60,15 +60,15 @@ class Place:
 
 
 @pytest.fixture
-def place(apiserver: ApiServer, api: ApiAccess) -> Iterator[Place]:
+def place(apiserver: ApiServer, api: ApiAccess) -> Iterator[IssuerNamespace]:
     with apiserver.http() as rest:
-        place = Place(rest, api)
+        place = IssuerNamespace(rest, api)
         place.install()
         yield place
         rest("DELETE", HOOKS)
 
 
-def test_empty_objects_are_filled_once_and_mended(place: Place) -> None:
+def test_empty_objects_are_filled_once_and_repaired(place: IssuerNamespace) -> None:
     """Of two that believe to lead one writes; a second check writes nothing, and a wiped bundle comes back."""
     place.configure()
 
@@ -91,7 +91,9 @@ def test_empty_objects_are_filled_once_and_mended(place: Place) -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_missing_is_done_when_it_is_there(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_objects_are_filled_when_created(
+    place: IssuerNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Faults are counted and do not end it."""
     monkeypatch.setattr(authorities, "CHECK_S", 0.05)
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from tests.support.server.apiserver import Authority, put
 
 
-def test_missing_halves_and_strangers_are_refused_and_the_old_one_stays(tmp_path: Path) -> None:
+def test_invalid_certificate_is_refused_and_old_one_kept(tmp_path: Path) -> None:
     """No file, garbage, or a key that fits another certificate: what serves goes on serving."""
     certificate, authority = Certificate(tmp_path, "webhook", CollectorRegistry()), Authority()
     certificate.reload()

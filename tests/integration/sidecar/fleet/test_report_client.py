@@ -33,7 +33,7 @@ def token(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses for a test's patience; the end waits for a machine that is busier than a node."""
     monkeypatch.setattr(report_schedule, "BACKOFF", Backoff(first_s=0.05, longest_s=0.1))
     monkeypatch.setattr(report_schedule, "UNKNOWN_POD", Backoff(first_s=0.05, longest_s=0.1))
@@ -41,7 +41,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_client, "LAST_DEADLINE_S", DEADLINE_S)
 
 
-class Side:
+class FakeReporter:
     """What a sidecar says, and does with what it hears."""
 
     is_reporter = False
@@ -69,7 +69,7 @@ class Side:
 
 
 @contextmanager
-def client(side: Side, address: str, authority: Authority, token: Path) -> Iterator[ReportClient]:
+def client(side: FakeReporter, address: str, authority: Authority, token: Path) -> Iterator[ReportClient]:
     side.settings = settings.load([], {
         "DELTASHARD_URL": "memory://x", "DELTASHARD_RUN": "ns/run", "DELTASHARD_DIR": "/d", "DELTASHARD_CACHE_DIR": "/c",
         "DELTASHARD_FLEET": address, "DELTASHARD_FLEET_CA": authority.pem.decode(), "DELTASHARD_FLEET_TOKEN_FILE": str(token),
@@ -85,9 +85,9 @@ def client(side: Side, address: str, authority: Authority, token: Path) -> Itera
         one.stop()
 
 
-def test_it_says_who_it_is_and_how_it_stands(authority: Authority, token: Path) -> None:
+def test_report_has_identity_and_state(authority: Authority, token: Path) -> None:
     """At once, at a change, when nudged, at the end; what comes back reaches the sidecar, a bad directive once."""
-    side = Side()
+    side = FakeReporter()
     with FleetServer(authority, next_s=300) as server, client(side, server.address, authority, token) as one:
         eventually(lambda: server.reports, "the first report")
         first = server.last
@@ -115,9 +115,9 @@ def test_it_says_who_it_is_and_how_it_stands(authority: Authority, token: Path) 
     assert len(side.directives) == 1
 
 
-def test_the_token_is_read_for_each_report(authority: Authority, token: Path) -> None:
+def test_token_is_read_for_each_report(authority: Authority, token: Path) -> None:
     """It rotates under the client; a refusal is a metric, and trying goes on."""
-    side = Side()
+    side = FakeReporter()
     token.unlink()
     with FleetServer(authority) as server, client(side, server.address, authority, token):
         eventually(lambda: side.refused("token"), "the missing token is counted")
@@ -125,7 +125,7 @@ def test_the_token_is_read_for_each_report(authority: Authority, token: Path) ->
         eventually(lambda: side.refused("unauthenticated"), "the refusal is counted")
         token.write_text("good")
         eventually(lambda: server.reports, "taken")
-    side = Side()  # no token reaches a server that the injected authority does not vouch for
+    side = FakeReporter()  # no token reaches a server that the injected authority does not vouch for
     with FleetServer(Authority()) as impostor, client(side, impostor.address, authority, token):
         eventually(lambda: side.refused("verification") >= 2, "the failed verification is counted")
         assert not impostor.tokens
@@ -135,9 +135,9 @@ def test_the_token_is_read_for_each_report(authority: Authority, token: Path) ->
     ("status", "cause"),
     [(400, "protocol"), (403, "denied"), (404, "unknown_pod"), (421, "not_leading"), (429, "busy"), (500, "other")],
 )  # fmt: skip
-def test_every_refusal_is_tried_again(authority: Authority, token: Path, status: int, cause: str) -> None:
+def test_every_refusal_is_retried(authority: Authority, token: Path, status: int, cause: str) -> None:
     """And counted by its cause; a report that could not be read comes again without the texts of its incidents."""
-    side = Side()
+    side = FakeReporter()
     side.incidents.add(fleet.INCIDENT_KIND_FENCED, cause="fenced", message="m")
     with FleetServer(authority) as server:
         server.refuse = lambda _: status

@@ -37,7 +37,7 @@ def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]
     }  # fmt: skip
 
 
-def heard(server: FleetServer, what: str, **expected: object) -> fleet.ReportRequest:
+def wait_for_report(server: FleetServer, what: str, **expected: object) -> fleet.ReportRequest:
     """Wait for a last report of a pod with these values."""
     eventually(
         lambda: all(getattr(server.last.pod, name) == value for name, value in expected.items()),
@@ -46,7 +46,7 @@ def heard(server: FleetServer, what: str, **expected: object) -> fleet.ReportReq
     return server.last
 
 
-def told(server: FleetServer, kind: fleet.IncidentKind) -> fleet.Incident:
+def wait_for_incident(server: FleetServer, kind: fleet.IncidentKind) -> fleet.Incident:
     eventually(lambda: server.incidents(kind), what=str(kind))
     (one,) = server.incidents(kind)
     return one
@@ -76,18 +76,18 @@ def stored_as(entry: Checkpoint) -> set[str]:
     return {name for names in entry.encodings.values() for name in names}
 
 
-def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, server: FleetServer) -> None:
+def test_pod_lifecycle_is_reported(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Waiting, training, a commit, a killed trainer, a restore, a failed save, closed in order."""
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
-        first = heard(server, "waiting", phase=fleet.PHASE_WAITING)
+        first = wait_for_report(server, "waiting", phase=fleet.PHASE_WAITING)
         assert (first.pod.run, first.pod.attempt, first.pod.store_ok) == ("ns/job", 0, True)
         assert (first.who.workload_uid, first.HasField("run")) == ("w-1", False)
         trainer = Trainer(process.socket, Model())
-        heard(server, "attached", phase=fleet.PHASE_RESTORING)
+        wait_for_report(server, "attached", phase=fleet.PHASE_RESTORING)
         trainer.open()
         trainer.model.step = 5
         trainer.stepped()
-        heard(server, "training", phase=fleet.PHASE_TRAINING, attempt=1)
+        wait_for_report(server, "training", phase=fleet.PHASE_TRAINING, attempt=1)
         commit = trainer.save_and_commit()
         eventually(lambda: server.last.run.newest.seq == commit.seq, what="the commit")
         run, rank = server.last.run, server.last.pod.ranks[0]
@@ -103,37 +103,37 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         again = Trainer(process.socket, Model())
         opened = again.open()
         again.restore(opened.resume_seq)
-        told(server, fleet.INCIDENT_KIND_TRAINER_LOST)
-        restored = told(server, fleet.INCIDENT_KIND_RESTORED)
+        wait_for_incident(server, fleet.INCIDENT_KIND_TRAINER_LOST)
+        restored = wait_for_incident(server, fleet.INCIDENT_KIND_RESTORED)
         assert (restored.step, restored.lost_steps, restored.cause) == (5, 2, "cache")
         assert restored.attempt == opened.attempt
         assert "2 steps were lost" in restored.message
-        heard(server, "restored", phase=fleet.PHASE_TRAINING)
+        wait_for_report(server, "restored", phase=fleet.PHASE_TRAINING)
         fail_a_save(again)
-        assert told(server, fleet.INCIDENT_KIND_SAVE_FAILED).cause == "aborted"
-        assert heard(server, "the failure", saves_failed_in_a_row=1)
+        assert wait_for_incident(server, fleet.INCIDENT_KIND_SAVE_FAILED).cause == "aborted"
+        assert wait_for_report(server, "the failure", saves_failed_in_a_row=1)
         again.model.step = 8
         again.stepped()
         again.save_and_commit()
-        heard(server, "counted anew", saves_failed_in_a_row=0)
+        wait_for_report(server, "counted anew", saves_failed_in_a_row=0)
         again.detach()
-        heard(server, "closed", phase=fleet.PHASE_CLOSED)
+        wait_for_report(server, "closed", phase=fleet.PHASE_CLOSED)
         again.close()
         assert process.terminate() == 0
-    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).run.newest.step == 8
+    assert wait_for_report(server, "the end", phase=fleet.PHASE_CLOSED).run.newest.step == 8
 
 
-def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
+def test_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Timer, the next cut's encodings, the trainer's notice, the report, the commit's metadata; a bad one is void."""
     with training(tmp_path, url, **flags(tmp_path, server)) as (_, trainer):
         line = trainer.arena.line(0)
         assert line[SAVE_AT_STEP] == NEVER
         first = trainer.begin()
         assert (first.begun.encoding, first.begun.state_encoding) == ("fp32", "fp32")
-        heard(server, "connected", attempt=1)
+        wait_for_report(server, "connected", attempt=1)
         policy = pb.Policy(every_steps=40, encoding="q4", differential="full", state_encoding="bf16")
         server.tell(directive=fleet.Directive(id=2, policy=policy))
-        heard(server, "in force", directive=2)
+        wait_for_report(server, "in force", directive=2)
         # The cut that has begun stays what it was.
         first.write_all()
         first.seal()
@@ -162,14 +162,12 @@ def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server
         }  # fmt: skip
 
 
-def test_a_restart_without_a_controller_keeps_the_directive(
-    tmp_path: Path, url: str, server: FleetServer
-) -> None:
+def test_restart_without_controller_keeps_directive(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Pods of the workload adopt it from the newest commit, at Open or re-attach; another workload's do not."""
     with training(tmp_path, url, **flags(tmp_path, server)) as (_, trainer):
-        heard(server, "connected", attempt=1)
+        wait_for_report(server, "connected", attempt=1)
         server.tell(directive=fleet.Directive(id=4, policy=pb.Policy(every_steps=25, encoding="q8")))
-        heard(server, "in force", directive=4)
+        wait_for_report(server, "in force", directive=4)
         trainer.save_and_commit()
     alone = flags(tmp_path, server) | {"fleet": ""}
     with sidecar(tmp_path, url, **alone) as process:
@@ -192,7 +190,7 @@ def test_a_restart_without_a_controller_keeps_the_directive(
         other.close()
 
 
-def test_an_ordered_save_is_carried_out_once(tmp_path: Path, url: str, server: FleetServer) -> None:
+def test_ordered_save_is_executed_once(tmp_path: Path, url: str, server: FleetServer) -> None:
     """By the next cut, with its pin; one that fails or comes too late is told as well, and a restart repeats none."""
     first = fleet.SaveOrder(id="u-1", reason="request", pin="release")
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
@@ -230,7 +228,7 @@ def test_an_ordered_save_is_carried_out_once(tmp_path: Path, url: str, server: F
     trainer.close()
 
 
-def test_a_sidecar_without_rank_0_carries_an_order_out(tmp_path: Path, url: str, server: FleetServer) -> None:
+def test_sidecar_without_rank_0_executes_order(tmp_path: Path, url: str, server: FleetServer) -> None:
     """Ranks cut together, so that any of them may ask; told to, it speaks for the run."""
     server.tell(speaks=True, saves=[fleet.SaveOrder(id="u-1", reason="request")])
     with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
@@ -240,7 +238,7 @@ def test_a_sidecar_without_rank_0_carries_an_order_out(tmp_path: Path, url: str,
         trainer.close()
 
 
-def test_a_nudge_has_it_report(tmp_path: Path, url: str, server: FleetServer) -> None:
+def test_nudge_triggers_report(tmp_path: Path, url: str, server: FleetServer) -> None:
     """On the metrics port, without a word or a secret; nothing else is served there but metrics."""
     server.tell(next_s=300)
     with sidecar(tmp_path, url, metrics_port=0, metrics_host="::", **flags(tmp_path, server)) as process:
@@ -255,7 +253,7 @@ def test_a_nudge_has_it_report(tmp_path: Path, url: str, server: FleetServer) ->
     assert len(server.reports) <= 3, "two nudges at once are one, and the last word"
 
 
-def test_nothing_waits_for_a_controller_that_is_silent(tmp_path: Path, url: str, server: FleetServer) -> None:
+def test_silent_controller_blocks_nothing(tmp_path: Path, url: str, server: FleetServer) -> None:
     """One that accepts connections and never says a word: saves commit, the sidecar ends in time."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_flags = flags(tmp_path, server) | {"fleet": f"localhost:{silent.getsockname()[1]}"}
@@ -275,7 +273,7 @@ def test_nothing_waits_for_a_controller_that_is_silent(tmp_path: Path, url: str,
             connection.close()
 
 
-def test_the_library_follows_a_directive_and_reports_a_fault(
+def test_library_applies_directive_and_reports_fault(
     tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real trainers: what comes back after other encodings is what was cut; writes behind our back become an incident."""
@@ -299,7 +297,7 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             server.tell(
                 directive=fleet.Directive(id=1, policy=pb.Policy(encoding="q4", state_encoding="bf16"))
             )
-            heard(server, "in force", directive=1)
+            wait_for_report(server, "in force", directive=1)
             eventually(lambda: step(ckpt) or policies[-1] == "q4", what="the library heard")
             commit = ckpt.save().wait(DEADLINE_S)
             assert not commit.baseline, "another encoding is no reason for a whole baseline"
@@ -309,8 +307,8 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             assert ckpt.save().wait(DEADLINE_S).baseline, (
                 "a tracking fault makes the next save hold every row"
             )
-            told(server, fleet.INCIDENT_KIND_TRACKING_FAULT)
+            wait_for_incident(server, fleet.INCIDENT_KIND_TRACKING_FAULT)
             server.tell(saves=[fleet.SaveOrder(id="u-1", reason="request")])
             before = ckpt.stats.commits
             eventually(lambda: step(ckpt) or ckpt.stats.commits > before, what="saved now")
-        heard(server, "closed", phase=fleet.PHASE_CLOSED)
+        wait_for_report(server, "closed", phase=fleet.PHASE_CLOSED)

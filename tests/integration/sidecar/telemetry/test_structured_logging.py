@@ -29,7 +29,7 @@ def run(path: Path, out: Path) -> list[str]:
     return out.read_text().splitlines()
 
 
-def test_a_log_file_is_copied_aside_and_one_is_kept(tmp_path: Path) -> None:
+def test_log_file_is_rotated_with_one_backup(tmp_path: Path) -> None:
     """Many events: two files of about the limit, the newest lines are all there. A stderr that is another's is left."""
     path = tmp_path / "sidecar.log"
     lines = run(path, path)
@@ -57,7 +57,7 @@ os._exit(0)
 """
 
 
-def test_a_log_that_is_full_raises_nothing() -> None:
+def test_full_log_disk_raises_nothing() -> None:
     """ENOSPC from the kernel at every line: a save that would log it must not fail of that."""
     with Path("/dev/full").open("ab") as full:
         command = [sys.executable, "-c", FULL]

@@ -57,7 +57,7 @@ def _link(address: str) -> Iterator[Link]:
         )
 
 
-def test_a_layout_of_more_than_64_mib_opens_an_attempt(tmp_path: Path) -> None:
+def test_layout_over_64_mib_opens_attempt(tmp_path: Path) -> None:
     """2.1 million boxes, over a real sidecar: it is stored as it was sent."""
     layout = _layout(2100, 1000)
     assert len(layout.data) > LARGE_BYTES
@@ -73,7 +73,7 @@ def test_a_layout_of_more_than_64_mib_opens_an_attempt(tmp_path: Path) -> None:
         assert store.get(f"run/{layout.key}") == layout.data
 
 
-def test_what_no_sidecar_takes_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_layout_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "MAX_LAYOUT_BYTES", 99)
     with _link("unix:/nowhere") as link, pytest.raises(UserError, match="100 bytes, of 99 at most"):
         link.open(pb.OpenRequest(layout=bytes(100)))

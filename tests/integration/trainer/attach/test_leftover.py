@@ -31,7 +31,7 @@ def home(base: Path, name: str, *, age_s: float) -> Path:
     return made
 
 
-def test_only_idle_unlocked_arenas_of_others_go(tmp_path: Path) -> None:
+def test_only_idle_unlocked_arenas_are_freed(tmp_path: Path) -> None:
     """Young ones, the caller's own, and those with a living sidecar or trainer stay; a freed one keeps its log."""
     old = 25 * 3600.0
     gone = home(tmp_path, "gone", age_s=old)

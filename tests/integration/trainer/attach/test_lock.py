@@ -60,7 +60,7 @@ def arena_path(tmp_path: Path) -> Path:
     return tmp_path / "arena"
 
 
-def test_the_writer_lock_excludes_other_processes_until_released(arena_path: Path) -> None:
+def test_writer_lock_excludes_other_processes(arena_path: Path) -> None:
     """And only on its own line."""
     arena = open_arena(arena_path, SHAPE)
     lock_line(arena, 0)
@@ -70,7 +70,7 @@ def test_the_writer_lock_excludes_other_processes_until_released(arena_path: Pat
     assert locked_elsewhere(arena_path, 0) == ""
 
 
-def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -> None:
+def test_grown_arena_is_remapped_on_same_descriptor(arena_path: Path) -> None:
     """The sidecar may grow it while it restarts."""
     first = open_arena(arena_path, SHAPE)
     lock_line(first, 0)
@@ -82,7 +82,7 @@ def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -
     release_arena(second)
 
 
-def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> None:
+def test_collected_mapping_keeps_lock(arena_path: Path) -> None:
     """A mapping has a descriptor of its own: it must not close, whenever its last reader goes, under a newer lock."""
     before = open_files()
     first = open_arena(arena_path, SHAPE)
@@ -103,7 +103,7 @@ def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> N
     assert open_files() <= before
 
 
-def test_one_trainer_of_a_run_on_a_machine(tmp_path: Path) -> None:
+def test_one_trainer_per_run_and_machine(tmp_path: Path) -> None:
     """The second process is refused; the same process may hold it twice."""
     path = tmp_path / "trainer.lock"
     hold_file(path)
@@ -115,7 +115,7 @@ def test_one_trainer_of_a_run_on_a_machine(tmp_path: Path) -> None:
     assert in_child(lambda: hold_file(path, deadline_s=0.05)) == ""
 
 
-def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
+def test_non_arena_file_is_refused(tmp_path: Path) -> None:
     """Missing, or shorter than the sidecar says."""
     with pytest.raises(SidecarUnavailable):
         open_arena(tmp_path / "none", SHAPE)
@@ -124,7 +124,7 @@ def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
         open_arena(tmp_path / "short", SHAPE)
 
 
-def test_no_link_is_followed(arena_path: Path, tmp_path: Path) -> None:
+def test_symlinks_are_not_followed(arena_path: Path, tmp_path: Path) -> None:
     """Neither to map an arena nor to write and lock a file; what it leads to stays as it is."""
     (tmp_path / "precious").write_text("precious")
     for name in ("link.lock", "arena-link"):

@@ -28,7 +28,7 @@ def home_of(store: Path) -> Path:
     return runtime_dir(normal_url(store), "run")
 
 
-def saves_again(run: Run, store: Path, first: int | None) -> None:
+def assert_saves_again(run: Run, store: Path, first: int | None) -> None:
     """A sidecar other than `first` comes, and holds what is saved."""
     eventually(
         lambda: (run.train(1), run.kinds("attached") and run.ckpt.arena_path)[1], what="another sidecar"
@@ -38,17 +38,17 @@ def saves_again(run: Run, store: Path, first: int | None) -> None:
     assert_holds(stored(store), run.state())
 
 
-def test_a_removed_runtime_directory_is_made_again(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_removed_runtime_directory_is_recreated(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The sidecar that nobody can find any more stops, the trainer says why and starts another."""
     with Run(store) as run:
         run.train(2)
         first = run.ckpt.sidecar_pid
         shutil.rmtree(home_of(store))
-        saves_again(run, store, first)
+        assert_saves_again(run, store, first)
     assert "was removed: it is made again" in caplog.text
 
 
-def test_a_removed_pack_cache_is_made_again(store: Path, tmp_path: Path) -> None:
+def test_removed_pack_cache_is_recreated(store: Path, tmp_path: Path) -> None:
     """No save fails for it; the sidecar's log says so."""
     with Run(store) as run:
         run.train(2)
@@ -60,18 +60,18 @@ def test_a_removed_pack_cache_is_made_again(store: Path, tmp_path: Path) -> None
         assert "cache.recreated" in (home_of(store) / "sidecar.log").read_text()
 
 
-def test_a_truncated_arena_is_made_whole(store: Path) -> None:
+def test_truncated_arena_is_restored_to_size(store: Path) -> None:
     """The sidecar stops, rather than to die by SIGBUS, or is ended by it: the next one makes the file whole again."""
     with Run(store) as run:
         run.train(2)
         first = run.ckpt.sidecar_pid
         # The control lines stay: the trainer itself writes its own at each step.
         os.truncate(run.ckpt.arena_path or "", BLOCKS_OFFSET)
-        saves_again(run, store, first)
+        assert_saves_again(run, store, first)
 
 
 @pytest.mark.parametrize("name", ["LOCK", "arena", "sidecar.log", "trainer-0.lock"])
-def test_a_link_in_the_runtime_directory_is_refused(name: str, store: Path, tmp_path: Path) -> None:
+def test_symlink_in_runtime_directory_is_refused(name: str, store: Path, tmp_path: Path) -> None:
     """At once, by its name; what it leads to is neither written nor truncated."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -83,7 +83,7 @@ def test_a_link_in_the_runtime_directory_is_refused(name: str, store: Path, tmp_
 
 
 @pytest.mark.parametrize("name", ["ready.json.new", "ready.json", "arguments.json.new"])
-def test_a_link_where_a_file_is_replaced_is_replaced(name: str, store: Path, tmp_path: Path) -> None:
+def test_symlink_at_replaced_file_is_replaced(name: str, store: Path, tmp_path: Path) -> None:
     """These are always new files."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -94,7 +94,7 @@ def test_a_link_where_a_file_is_replaced_is_replaced(name: str, store: Path, tmp
     assert precious.read_text() == "precious"
 
 
-def test_a_package_that_is_missing_is_named_at_once(
+def test_missing_package_is_named_at_once(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`pip install deltashard[trainer]` brings no structlog, which the sidecar needs."""
@@ -107,7 +107,7 @@ def test_a_package_that_is_missing_is_named_at_once(
         Run(store)
 
 
-def test_without_torch_the_extra_is_named() -> None:
+def test_missing_torch_names_extra() -> None:
     """`pip install deltashard` alone."""
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.modules['torch'] = None; import deltashard"],
@@ -116,7 +116,7 @@ def test_without_torch_the_extra_is_named() -> None:
     assert "needs torch -- pip install 'deltashard[trainer,sidecar]'" in done.stderr
 
 
-def test_without_a_home_the_cache_is_temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_is_temporary_without_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A container's user may have no entry in the password database, or a HOME that it may not write."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))

@@ -26,22 +26,22 @@ sys.exit(0)
 """
 
 
-def ended(code: str, *prefix: str) -> tuple[int, str]:
+def run_program(code: str, *prefix: str) -> tuple[int, str]:
     """Exit code and output of a program."""
     command = [*prefix, sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     return done.returncode, done.stdout
 
 
-def test_the_process_ends_also_the_first_of_a_container() -> None:
+def test_process_ends_even_as_pid_1() -> None:
     """By the default action; process 1, which it cannot end, exits with 143, never with 0, and loses no output."""
-    code, text = ended(PROGRAM)
+    code, text = run_program(PROGRAM)
     assert code == -signal.SIGTERM
     assert "still here" not in text
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
     if subprocess.run([*unshare, "true"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip("no new pid namespace can be made here (unshare)")
-    assert ended(PROGRAM, *unshare) == (143, "saved 1\n")
+    assert run_program(PROGRAM, *unshare) == (143, "saved 1\n")
 
 
 CHILD = """
@@ -61,13 +61,13 @@ print("parent untouched")
 """
 
 
-def test_a_forked_child_has_the_handler_that_was_there_before() -> None:
+def test_forked_child_has_previous_handler() -> None:
     """It ends at once; the parent keeps ours."""
-    assert ended(CHILD) == (0, "parent untouched\n")
+    assert run_program(CHILD) == (0, "parent untouched\n")
 
 
 @pytest.fixture
-def heard() -> Iterator[list[str]]:
+def received() -> Iterator[list[str]]:
     """What the test's own SIGTERM handler hears."""
     said: list[str] = []
     before = signal.signal(signal.SIGTERM, lambda *_: said.append("user"))
@@ -82,27 +82,27 @@ def installed(notice: Callable[[], None]) -> TermHandler:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)])
-def test_handlers_leave_in_any_order(heard: list[str], order: tuple[int, int, int]) -> None:
+def test_handlers_are_removed_in_any_order(received: list[str], order: tuple[int, int, int]) -> None:
     """The newest that is left hears the signal, and passes it on to the others; a closed one never does."""
     users = signal.getsignal(signal.SIGTERM)
-    handlers = [installed(lambda n=n: heard.append(str(n))) for n in range(3)]
+    handlers = [installed(lambda n=n: received.append(str(n))) for n in range(3)]
     handlers[order[0]].remove()
     signal.raise_signal(signal.SIGTERM)
     left = sorted(order[1:], reverse=True)
-    assert heard == [str(left[0])]
+    assert received == [str(left[0])]
     handlers[left[0]].chain()
-    assert heard == [str(n) for n in left]
+    assert received == [str(n) for n in left]
     handlers[left[1]].chain()
-    assert heard == [*(str(n) for n in left), "user"]
+    assert received == [*(str(n) for n in left), "user"]
     assert signal.getsignal(signal.SIGTERM) is users
 
 
-def test_a_handler_that_was_removed_under_a_foreign_one_passes_the_signal_on(heard: list[str]) -> None:
+def test_removed_handler_under_foreign_one_forwards_signal(received: list[str]) -> None:
     """Somebody installed their own after us, calls ours from it, and we close."""
-    handler = installed(lambda: heard.append("ours"))
+    handler = installed(lambda: received.append("ours"))
     ours = signal.getsignal(signal.SIGTERM)
     assert callable(ours)
-    signal.signal(signal.SIGTERM, lambda number, frame: (heard.append("foreign"), ours(number, frame)))
+    signal.signal(signal.SIGTERM, lambda number, frame: (received.append("foreign"), ours(number, frame)))
     handler.remove()
     signal.raise_signal(signal.SIGTERM)
-    assert heard == ["foreign", "user"]
+    assert received == ["foreign", "user"]

@@ -26,7 +26,7 @@ from tests.support.trainer.verdict import bits
 ROWS, COLUMNS, BATCH = 20_000, 32, 64
 
 
-class Net(nn.Module):
+class GradientNet(nn.Module):
     """Every way of a gradient: sparse and dense, of an embedding and of bags; and a dropout, which draws."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Net(nn.Module):
         return self.top(sum(each.to(device) for each in pooled))
 
 
-def optimizers_of(net: Net) -> list[torch.optim.Optimizer]:
+def optimizers_of(net: GradientNet) -> list[torch.optim.Optimizer]:
     tables = [table.weight for table in net.tables]
     return [
         RowWiseAdagrad([tables[0]], lr=0.05),
@@ -62,7 +62,7 @@ def optimizers_of(net: Net) -> list[torch.optim.Optimizer]:
     ]
 
 
-def digest(net: Net, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> str:
+def digest(net: GradientNet, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> str:
     """Of all of it; draws nothing."""
     drawn = [generator.get_state(), torch.get_rng_state()]
     if generator.device.type == "cuda":
@@ -76,7 +76,7 @@ def main(url: str, *, device: str, steps: int, dies_at: int | None = None, stric
     warnings.simplefilter("ignore", UserWarning)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
-    net = Net().to(device)
+    net = GradientNet().to(device)
     optimizers = optimizers_of(net)
     generator = torch.Generator(device).manual_seed(7)
 

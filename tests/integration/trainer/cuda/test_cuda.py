@@ -43,7 +43,7 @@ TABLES = {
 """Name -> (module, sparse gradients, optimizer)."""
 
 
-class Program(CopiedProgram):
+class CudaProgram(CopiedProgram):
     """Six tables and a dense layer; tables on `device`, the dense layer on `dense`."""
 
     def __init__(self, folder: Path, *, device: str, dense: str, rows: int = 8_000, **options: Any) -> None:
@@ -93,7 +93,7 @@ class Program(CopiedProgram):
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Programs whose cuts are all copied ahead."""
-    with programs_copied_ahead(tmp_path, monkeypatch, Program) as build:
+    with programs_copied_ahead(tmp_path, monkeypatch, CudaProgram) as build:
         yield build
 
 
@@ -105,7 +105,7 @@ PLACES = [
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "at the cut"])
 @pytest.mark.parametrize(("device", "dense"), PLACES)
-def test_every_checkpoint_holds_its_step(make: Any, device: str, dense: str, ahead: bool) -> None:
+def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, ahead: bool) -> None:
     """Every kind of gradient and state, wherever tables and dense parameters lie; with rows copied while training goes on."""
     program = make(device=device, dense=dense, every_steps=7, precopy=ahead)
     for _ in range(6):
@@ -126,7 +126,7 @@ def test_every_checkpoint_holds_its_step(make: Any, device: str, dense: str, ahe
 
 @needs_gpu
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged"])
-def test_training_on_a_stream_of_its_own(make: Any, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+def test_training_on_separate_stream(make: Any, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     """`step()` is called where another stream is current, right after work that is not done, and training goes on at once."""
     if not direct:
         monkeypatch.setattr(pinned, "_registered", lambda _arena: 0)
@@ -143,7 +143,7 @@ def test_training_on_a_stream_of_its_own(make: Any, monkeypatch: pytest.MonkeyPa
 
 
 @needs_gpu
-def test_an_arena_that_cuda_does_not_take(make: Any) -> None:
+def test_arena_not_registrable_with_cuda(make: Any) -> None:
     """Registered by somebody else, say: rows go through pinned buffers, and nobody finds CUDA's error later."""
     program = make(device="cuda", dense="cuda", every_steps=5)
     (arena,) = [arena for arena, address in pinned._pinned.values() if address]
@@ -160,7 +160,7 @@ def test_an_arena_that_cuda_does_not_take(make: Any) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("chosen", [False, True])
-def test_what_is_on_its_way_does_not_change(chosen: bool) -> None:
+def test_copies_in_flight_do_not_change(chosen: bool) -> None:
     """Writes of the same stream that come after a copy was asked for come after it, whatever else the device is busy with."""
     rows = 300_000
     weights = torch.randn(rows, COLUMNS, device="cuda")
@@ -183,7 +183,7 @@ def test_what_is_on_its_way_does_not_change(chosen: bool) -> None:
 
 
 @needs_gpu
-def test_a_model_that_moves_to_a_device(make: Any) -> None:
+def test_model_moved_to_device(make: Any) -> None:
     """Built and saved on the CPU, then moved: tables that were found by hashes, and by gradients, are saved as they are."""
     program = make(device="cpu", dense="cpu", every_steps=5)
     program.train(10)
@@ -279,7 +279,7 @@ def test_replayed_graphs(
 
 
 @needs_gpu
-def test_a_step_inside_a_graph_is_refused(make: Any) -> None:
+def test_step_inside_graph_is_refused(make: Any) -> None:
     """No replay would call it: said at the capture, and the program goes on without."""
     program = make(device="cuda", dense="cuda", every_steps=5)
     program.train(5)
@@ -314,7 +314,7 @@ def _use_up() -> list[torch.Tensor]:
 
 
 @needs_gpu
-def test_no_memory_for_a_cut(make: Any) -> None:
+def test_out_of_memory_fails_one_save(make: Any) -> None:
     """The save fails, and says by what; training goes on, and the next save has the rows."""
     program = make(device="cuda", dense="cuda")
     program.train(3)

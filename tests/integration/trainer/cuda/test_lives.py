@@ -38,7 +38,7 @@ def end_of(life: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path, device: str) -> None:
+def test_killed_training_resumes_exactly(tmp_path: Path, device: str) -> None:
     """SIGKILL between two cuts; the restored state is that of the cut, bit for bit, and the end that of a run that lived."""
     first = live(tmp_path / "store", device=device, steps=STEPS, dies_at=37, code=-signal.SIGKILL)
     cuts = {said["step"]: said["digest"] for said in first if said["what"] == "cut"}
@@ -60,7 +60,7 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path, device
 
 @needs_gpu
 @pytest.mark.parametrize("way", [("cuda", "cpu"), ("cpu", "cuda")], ids=" to ".join)
-def test_a_checkpoint_of_another_device(tmp_path: Path, way: tuple[str, str]) -> None:
+def test_checkpoint_from_another_device(tmp_path: Path, way: tuple[str, str]) -> None:
     """Tables, state and dense parameters are of no device; only generators are, which strict=False leaves alone."""
     there, here = way
     live(tmp_path / "store", device=there, steps=17, strict=False)

@@ -1,5 +1,5 @@
 # ruff: noqa: NPY002 - the global generators are what is tested
-"""Loops over wrapped loaders as people write them: each trains in a `World` until that says it is over."""
+"""Loops over wrapped loaders as people write them: each trains in a `SimulatedTrainer` until that says it is over."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from tests.integration.trainer.loader.loader_world import Program, World
+from tests.integration.trainer.loader.loader_world import LoaderProgram, SimulatedTrainer
 
-Make, Loop = Callable[[], Any], Callable[[Any, Any, World], Iterator[Any]]
+Make, Loop = Callable[[], Any], Callable[[Any, Any, SimulatedTrainer], Iterator[Any]]
 """A loop, of a loader, perhaps another one, and the world, yields what to train on; a step follows each."""
 
 
@@ -43,15 +43,15 @@ def noisy(*sizes: int) -> Make:
     return lambda: shuffled(*sizes, noisy=True)
 
 
-def over(data: Callable[[], Any] = Numbers, **options: Any) -> Make:
+def make_loader(data: Callable[[], Any] = Numbers, **options: Any) -> Make:
     """A loader of such a dataset, in batches of four."""
     return lambda: DataLoader(data(), batch_size=4, **options)
 
 
-def loop(make: Make, how: str = "for", other: Make | None = None, **options: Any) -> Program:
+def loop(make: Make, how: str = "for", other: Make | None = None, **options: Any) -> LoaderProgram:
     """`how` is a name in `LOOPS`."""
 
-    def program(world: World) -> None:
+    def program(world: SimulatedTrainer) -> None:
         loader = world.wrap(make(), **options)
         second = None if other is None else world.wrap(other(), "other")
         for seen in LOOPS[how](loader, second, world):
@@ -60,42 +60,42 @@ def loop(make: Make, how: str = "for", other: Make | None = None, **options: Any
     return program
 
 
-def _plain(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _plain(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         yield from loader
 
 
-def _zipped(loader: Any, other: Any, _world: World) -> Iterator[Any]:
+def _zipped(loader: Any, other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         yield from zip(loader, other, strict=False)
 
 
-def _beginning_again(loader: Any) -> Iterator[Any]:
+def _restarting(loader: Any) -> Iterator[Any]:
     while True:
         batches = iter(loader)
         while (batch := next(batches, None)) is not None:
             yield batch
 
 
-def _cycled(loader: Any, other: Any, _world: World) -> Iterator[Any]:
-    second = _beginning_again(other)
+def _cycled(loader: Any, other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
+    second = _restarting(other)
     while True:
         for batch in loader:
             yield batch, next(second)
 
 
-def _nested(loader: Any, other: Any, _world: World) -> Iterator[Any]:
+def _nested(loader: Any, other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         yield from ((batch, each) for batch in loader for each in other)
 
 
-def _alternated(loader: Any, other: Any, world: World) -> Iterator[Any]:
-    passes = _beginning_again(loader), _beginning_again(other)
+def _alternated(loader: Any, other: Any, world: SimulatedTrainer) -> Iterator[Any]:
+    passes = _restarting(loader), _restarting(other)
     while True:
         yield next(passes[world.steps.now % 2])
 
 
-def _validated(loader: Any, other: Any, _world: World) -> Iterator[Any]:
+def _validated(loader: Any, other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     """The training data are read once more after each epoch, or other data, whole and in part."""
     held = other or loader
     for epoch in range(loader.epoch, 100):
@@ -106,7 +106,7 @@ def _validated(loader: Any, other: Any, _world: World) -> Iterator[Any]:
             break
 
 
-def _validated_first(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _validated_first(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     """With loaders that are not wrapped."""
     inorder, mixed = DataLoader(Numbers(9), batch_size=4), shuffled(9)
     while True:
@@ -115,7 +115,7 @@ def _validated_first(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
         yield from loader
 
 
-def _drawn_head(loader: Any, _other: Any, _world: World, *, seeded: bool = False) -> Iterator[Any]:
+def _drawn_head(loader: Any, _other: Any, _world: SimulatedTrainer, *, seeded: bool = False) -> Iterator[Any]:
     for epoch in range(loader.epoch, 100):
         if seeded:
             np.random.seed(7 + epoch)
@@ -123,7 +123,7 @@ def _drawn_head(loader: Any, _other: Any, _world: World, *, seeded: bool = False
         yield from ((batch, negatives) for batch in loader)
 
 
-def _limited(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _limited(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         for number, batch in enumerate(loader):
             yield batch
@@ -131,7 +131,7 @@ def _limited(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
                 break
 
 
-def _by_delivered(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _by_delivered(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         for batch in loader:
             yield batch
@@ -139,12 +139,12 @@ def _by_delivered(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
                 break
 
 
-def _islice(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _islice(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         yield from itertools.islice(loader, 7)
 
 
-def _several_steps(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _several_steps(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         yield from (batch for batch in loader for _ in range(2))
 
@@ -158,17 +158,17 @@ def _ahead(batches: Iterable[Any]) -> Iterator[Any]:
     yield from held
 
 
-def _pipelined(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _pipelined(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         yield from _ahead(loader)
 
 
-def _over_epochs(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _over_epochs(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     """A prefetcher that is in the next epoch before the last batch of this one is used."""
     return _ahead(batch for _ in itertools.count() for batch in loader)
 
 
-def _by_thread(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _by_thread(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     """Another thread asks for batches, two ahead."""
     batches: queue.Queue[Any] = queue.Queue(maxsize=2)
     ended = threading.Event()
@@ -192,7 +192,7 @@ def _by_thread(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
         thread.join()
 
 
-def _spare_iterators(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _spare_iterators(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     """As a probe whether it can be iterated."""
     iter(loader)
     kept = iter(loader)
@@ -202,18 +202,18 @@ def _spare_iterators(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
         kept = iter(loader)
 
 
-def _peeked(loader: Any, other: Any, world: World) -> Iterator[Any]:
+def _peeked(loader: Any, other: Any, world: SimulatedTrainer) -> Iterator[Any]:
     """A batch to initialise lazy modules with."""
     next(iter(loader))
     return _plain(loader, other, world)
 
 
-def _kept_and_given_again(loader: Any, _other: Any, _world: World) -> Iterator[Any]:
+def _kept_and_given_again(loader: Any, _other: Any, _world: SimulatedTrainer) -> Iterator[Any]:
     while True:
         yield from itertools.cycle(loader)
 
 
-def _listed(loader: Any, _other: Any, world: World) -> Iterator[Any]:
+def _listed(loader: Any, _other: Any, world: SimulatedTrainer) -> Iterator[Any]:
     batches = list(loader)
     while True:
         yield batches[world.steps.now % len(batches)] if batches else 0
@@ -243,7 +243,7 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-class Own(Sampler[int]):
+class OwnGeneratorSampler(Sampler[int]):
     """Its own generator."""
 
     def __init__(self, n: int = 23) -> None:
@@ -259,7 +259,7 @@ class Own(Sampler[int]):
         yield from (int(i) + 0 * self.passes for i in self.generator.permutation(self.n))
 
 
-class Walk(Own):
+class Walk(OwnGeneratorSampler):
     """Draws from a global generator as it is asked, and remembers: nobody can replay that."""
 
     def __iter__(self) -> Iterator[int]:
@@ -280,7 +280,7 @@ class Noise(Numbers):
         return i + self.generator.random() + float(self.legacy.rand())
 
 
-class Counting(Numbers):
+class ReadCounter(Numbers):
     """Its content depends on how often it was read, which no generator says."""
 
     reads = 0
@@ -290,7 +290,7 @@ class Counting(Numbers):
         return float(i + self.reads)
 
 
-class Module:
+class ModuleGenerator:
     """A generator that samples are drawn from, and that is no attribute of the dataset."""
 
     def __init__(self) -> None:
@@ -298,11 +298,11 @@ class Module:
 
     def loader(self) -> Any:
         collate = lambda samples: [sample + self.generator.random() for sample in samples]  # noqa: E731
-        return over(shuffle=True, collate_fn=collate)()
+        return make_loader(shuffle=True, collate_fn=collate)()
 
 
-def in_state(world: World) -> None:
-    module = Module()
+def in_state(world: SimulatedTrainer) -> None:
+    module = ModuleGenerator()
     world.restore({"generator": module.generator})
     loop(module.loader)(world)
 
@@ -319,7 +319,7 @@ class Buffered(IterableDataset[Any]):
         yield from buffer
 
 
-EXACT: dict[str, Program] = {
+EXACT: dict[str, LoaderProgram] = {
     "plain": loop(noisy()),
     "list": loop(lambda: [torch.tensor(i) for i in range(6)]),
     "zipped": loop(noisy(), "zipped", noisy(17, 3)),
@@ -335,13 +335,13 @@ EXACT: dict[str, Program] = {
     "pipelined": loop(lambda: shuffled(60), "pipelined", pipelined=True),
     "pipeline over epochs": loop(lambda: shuffled(20), "pipeline over epochs", pipelined=True),
     "prefetched by a thread": loop(lambda: list(range(200)), "prefetched by a thread", pipelined=True),
-    "own sampler": loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Own())),
-    "own noise": loop(over(lambda: Subset(Noise(), range(19)), shuffle=True)),
+    "own sampler": loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=OwnGeneratorSampler())),
+    "own noise": loop(make_loader(lambda: Subset(Noise(), range(19)), shuffle=True)),
     "generator in state=": in_state,
 }
 """Resume bit-exactly at any step without a warning, but for the first steps of all."""
 
-TOLD: dict[str, tuple[Program, str]] = {
+INEXACT: dict[str, tuple[LoaderProgram, str]] = {
     "peeked": (loop(shuffled, "peeked"), ""),
     "drawn head": (loop(shuffled, "drawn head"), "were drawn between restore() and the first batch"),
     "limited": (loop(shuffled, "limited"), "Count with loader.delivered"),
@@ -352,13 +352,15 @@ TOLD: dict[str, tuple[Program, str]] = {
     "pipelined, not declared": (loop(lambda: shuffled(60), "pipelined"), "pipelined=True"),
     "walk sampler": (loop(lambda: DataLoader(Numbers(noisy=True), batch_size=4, sampler=Walk())), "order"),
     "buffered": (loop(lambda: DataLoader(Buffered(), batch_size=2)), "a generator of its own"),
-    "counting": (loop(over(Counting, shuffle=True)), "their content is not"),
-    "closure": (loop(lambda: Module().loader()), "their content is not"),
+    "counting": (loop(make_loader(ReadCounter, shuffle=True)), "their content is not"),
+    "closure": (loop(lambda: ModuleGenerator().loader()), "their content is not"),
 }
 """Resume bit-exactly, or with a warning that has these words."""
 
-WORKERS: dict[str, Program] = {
-    "own sampler, workers": loop(lambda: DataLoader(Numbers(), batch_size=4, sampler=Own(), num_workers=1)),
+WORKERS: dict[str, LoaderProgram] = {
+    "own sampler, workers": loop(
+        lambda: DataLoader(Numbers(), batch_size=4, sampler=OwnGeneratorSampler(), num_workers=1)
+    ),
     "persistent workers": loop(lambda: shuffled(num_workers=1, persistent_workers=True)),
     "noise in workers": loop(lambda: shuffled(noisy=True, num_workers=2)),
 }

@@ -18,11 +18,11 @@ from deltashard.state.value import decode_value, encode_value, sources
 from tests.support.trainer.step_count import StepCount
 
 
-class Over(Exception):
+class RunEnded(Exception):
     """The run is over."""
 
 
-class Cut(NamedTuple):
+class LoaderSnapshot(NamedTuple):
     """What a checkpoint holds of a World, encoded."""
 
     step: int
@@ -31,11 +31,17 @@ class Cut(NamedTuple):
     state: bytes
 
 
-class World:
+class SimulatedTrainer:
     """What a program may use: `wrap` and `step`, as of a Checkpointer, and what it saw."""
 
     def __init__(
-        self, seed: int, *, cut_at: int, end: int, cut: Cut | None = None, on_change: OnChange = "restart"
+        self,
+        seed: int,
+        *,
+        cut_at: int,
+        end: int,
+        cut: LoaderSnapshot | None = None,
+        on_change: OnChange = "restart",
     ) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
@@ -45,7 +51,7 @@ class World:
         self.steps = StepCount()
         self.state: dict[str, Any] = {}
         self.log: list[Any] = []
-        self.cut: Cut | None = None
+        self.cut: LoaderSnapshot | None = None
         self.notes: list[str] = []
         self.resumed = cut is not None
         self._held = cut
@@ -84,13 +90,13 @@ class World:
         if self.steps.now == self.cut_at and self.cut is None and not self.resumed:
             self.save()
         if self.steps.now >= self.end:
-            raise Over
+            raise RunEnded
 
     def save(self) -> None:
         """A cut, now."""
         state = {source.name: source.get() for source in sources(self.state)}
         rng, positions = self.registry.capture()
-        self.cut = Cut(
+        self.cut = LoaderSnapshot(
             self.steps.now,
             encode_value(rng).to_bytes(),
             encode_value(positions).to_bytes(),
@@ -107,7 +113,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-class Heard(logging.Handler):
+class CapturedWarnings(logging.Handler):
     """Warnings of the library, while it is entered."""
 
     def __init__(self) -> None:
@@ -128,7 +134,7 @@ class Heard(logging.Handler):
         logging.getLogger("deltashard").setLevel(logging.NOTSET)
 
 
-class Outcome(NamedTuple):
+class ResumeResult(NamedTuple):
     """Of a program that was cut and resumed."""
 
     wanted: list[Any]
@@ -147,29 +153,34 @@ class Outcome(NamedTuple):
         return self.seen == self.wanted
 
 
-Program = Callable[[World], None]
+LoaderProgram = Callable[[SimulatedTrainer], None]
 
 
 def resumed(
-    program: Program, at: int, end: int, *, after: Program | None = None, on_change: OnChange = "restart"
-) -> Outcome:
+    program: LoaderProgram,
+    at: int,
+    end: int,
+    *,
+    after: LoaderProgram | None = None,
+    on_change: OnChange = "restart",
+) -> ResumeResult:
     """`program` cut after step `at` and trained on until `end`, and resumed (as `after`, if it is given) from the cut."""
-    with Heard() as heard:
-        lost = World(4, cut_at=at, end=end)
+    with CapturedWarnings() as heard:
+        lost = SimulatedTrainer(4, cut_at=at, end=end)
         run(program, lost)
         assert lost.cut is not None
-        again = World(99, cut_at=at, end=end, cut=lost.cut, on_change=on_change)
+        again = SimulatedTrainer(99, cut_at=at, end=end, cut=lost.cut, on_change=on_change)
         run(after or program, again)
     for world in (lost, again):
         world.registry.close()  # or the collector ends their workers, and torch waits 5 s for each
     delivered = [tree["delivered"] for tree in decode_value(lost.cut.positions).values()]
-    return Outcome(lost.log[at:], again.log, heard.texts + again.notes, heard.infos, delivered)
+    return ResumeResult(lost.log[at:], again.log, heard.texts + again.notes, heard.infos, delivered)
 
 
-def run(program: Program, world: World) -> None:
+def run(program: LoaderProgram, world: SimulatedTrainer) -> None:
     """Until it is over."""
     try:
         program(world)
-    except Over:
+    except RunEnded:
         return
     raise AssertionError("the program ended by itself")

@@ -24,7 +24,7 @@ NOT_DRAWN = {"drawn head", "prefetched by a thread", "pipeline over epochs", "pe
 NOISE = ["none", "torch", "numpy", "own", "rare", "count", "time"]
 
 
-class Items(Dataset[Any]):
+class NoisyItems(Dataset[Any]):
     """0..n-1 with random noise, or none."""
 
     def __init__(self, noise: str) -> None:
@@ -47,11 +47,11 @@ class Items(Dataset[Any]):
         return i + 100.0 * drawn
 
 
-class Stream(IterableDataset[Any]):
+class NoisyStream(IterableDataset[Any]):
     """The same in the dataset's order."""
 
     def __init__(self, noise: str) -> None:
-        self.items = Items(noise)
+        self.items = NoisyItems(noise)
         self.own = self.items.own
 
     def __iter__(self) -> Iterator[float]:
@@ -67,15 +67,15 @@ def made(kind: str, noise: str, generator: bool, **options: Any) -> Any:
         case "list":
             return [[2.0 * i, 2.0 * i + 1] for i in range(SAMPLES // 2)]
         case "stream":
-            return DataLoader(Stream(noise), **options)
+            return DataLoader(NoisyStream(noise), **options)
         case "resumable":
-            return DataLoader(Items(noise), sampler=ResumableSampler(SAMPLES, seed=2), **options)
-    return DataLoader(Items(noise), shuffle=kind == "shuffled", **options)
+            return DataLoader(NoisyItems(noise), sampler=ResumableSampler(SAMPLES, seed=2), **options)
+    return DataLoader(NoisyItems(noise), shuffle=kind == "shuffled", **options)
 
 
 @settings(max_examples=int(os.environ.get("DELTASHARD_PROGRAMS", "30")))
 @given(data=st.data())
-def test_any_loader_program_resumes_exactly_or_it_is_told(data: st.DataObject) -> None:
+def test_drawn_loader_resumes_exactly_or_warns(data: st.DataObject) -> None:
     """Whatever is put together; few with workers, which take long to start.
 
     What no generator tells (a count of reads, the time) is compared with the last batch of the epoch: at the beginning

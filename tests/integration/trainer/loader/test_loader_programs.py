@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.trainer.loader.loader_program import EXACT, TOLD, WORKERS
-from tests.integration.trainer.loader.loader_world import Program, resumed
+from tests.integration.trainer.loader.loader_program import EXACT, INEXACT, WORKERS
+from tests.integration.trainer.loader.loader_world import LoaderProgram, resumed
 
 STEPS = 16
 
 
 @pytest.mark.parametrize("at", [3, 6, 13])
 @pytest.mark.parametrize("program", EXACT.values(), ids=EXACT)
-def test_a_resumed_program_continues_as_the_lost_one_would_have(program: Program, at: int) -> None:
+def test_resumed_program_matches_uninterrupted_one(program: LoaderProgram, at: int) -> None:
     """In the middle and at the end of an epoch, without a warning."""
     outcome = resumed(program, at, at + STEPS)
     assert outcome.seen == outcome.wanted
@@ -21,7 +21,7 @@ def test_a_resumed_program_continues_as_the_lost_one_would_have(program: Program
 
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("program", EXACT.values(), ids=EXACT)
-def test_after_the_first_steps_it_does_or_warns(program: Program, at: int) -> None:
+def test_early_resume_is_exact_or_warns(program: LoaderProgram, at: int) -> None:
     """Which loader lies within another one's batches is not known yet."""
     outcome = resumed(program, at, at + STEPS)
     assert outcome.exact or outcome.warnings
@@ -29,16 +29,16 @@ def test_after_the_first_steps_it_does_or_warns(program: Program, at: int) -> No
 
 @pytest.mark.parametrize("at", [3, 9])
 @pytest.mark.parametrize("program", WORKERS.values(), ids=WORKERS)
-def test_workers_give_the_same_batches(program: Program, at: int) -> None:
+def test_workers_give_the_same_batches(program: LoaderProgram, at: int) -> None:
     """A sampler of the user's in front of them, workers that outlive their epoch, random numbers drawn in them."""
     outcome = resumed(program, at, at + STEPS)
     assert outcome.seen == outcome.wanted
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_what_does_not_resume_exactly_is_told(name: str) -> None:
+@pytest.mark.parametrize("name", INEXACT)
+def test_inexact_resume_warns(name: str) -> None:
     """With the remedy, wherever the run was cut."""
-    program, words = TOLD[name]
+    program, words = INEXACT[name]
     for at in (3, 7, 9):
         outcome = resumed(program, at, at + 2 * STEPS)
         told = outcome.warnings + outcome.infos

@@ -20,9 +20,7 @@ from tests.support.trainer.sampler_lives import Data, Life, check_each_once, liv
     ids=["workers", "persistent", "ranks"],
 )
 @pytest.mark.parametrize("distributed", [False, True])
-def test_workers_fetch_ahead_and_every_sample_is_trained_on_once(
-    lives: list[Life], distributed: bool
-) -> None:
+def test_prefetching_workers_train_each_sample_once(lives: list[Life], distributed: bool) -> None:
     data = Data(samples=40, distributed=distributed)
     lives = [replace(each, batch_size=2) if distributed else each for each in lives]
     check_each_once(data, lives, lived(data, lives))

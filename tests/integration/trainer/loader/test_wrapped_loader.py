@@ -16,11 +16,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.integration.trainer.loader.loader_program import (
     Buffered,
     Numbers,
-    Own,
+    OwnGeneratorSampler,
     loop,
     shuffled,
 )
-from tests.integration.trainer.loader.loader_world import Heard, Program, World, resumed, run
+from tests.integration.trainer.loader.loader_world import (
+    CapturedWarnings,
+    LoaderProgram,
+    SimulatedTrainer,
+    resumed,
+    run,
+)
 from tests.support.trainer.step_count import StepCount
 
 # torchdata asks torch for what torch has deprecated.
@@ -39,14 +45,14 @@ class Queue:
             yield self.at
 
 
-class FromNumpy(Own):
+class FromNumpy(OwnGeneratorSampler):
     """Draws its order from NumPy's global generator."""
 
     def __iter__(self) -> Iterator[int]:
         yield from np.random.permutation(self.n).tolist()  # noqa: NPY002 - as users do
 
 
-class Stream(IterableDataset[Any]):
+class RandomStream(IterableDataset[Any]):
     """Draws its order from the default generator."""
 
     def __iter__(self) -> Iterator[int]:
@@ -69,7 +75,7 @@ def factory(epoch: int, start: int) -> Iterator[torch.Tensor]:
 KINDS: dict[str, Callable[[], Any]] = {
     "own generator": lambda: shuffled(generator=torch.Generator().manual_seed(9)),
     "no batching": lambda: DataLoader(Numbers(), batch_size=None, shuffle=True),
-    "iterable dataset": lambda: DataLoader(Stream(), batch_size=4),
+    "iterable dataset": lambda: DataLoader(RandomStream(), batch_size=4),
     "factory": lambda: factory,
     "stateful": lambda: StatefulDataLoader(Numbers(noisy=True), batch_size=4, shuffle=True),
     "stateful generator": lambda: StatefulDataLoader(
@@ -86,13 +92,13 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("at", [1, 5, 6, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_resumes_exactly_or_it_is_told(kind: str, at: int) -> None:
+def test_every_kind_resumes_exactly_or_warns(kind: str, at: int) -> None:
     """In the middle, at the end and at the start of an epoch."""
     outcome = resumed(loop(KINDS[kind]), at, at + 9)
     assert outcome.exact or (outcome.warnings and kind == "stateful own generator")
 
 
-def test_a_stateful_loader_whose_state_lacks_its_order_is_told() -> None:
+def test_stateful_loader_without_order_warns() -> None:
     """Its sampler draws from NumPy, which its state_dict() does not know."""
     outcome = resumed(loop(lambda: StatefulDataLoader(Numbers(), batch_size=4, sampler=FromNumpy())), 8, 16)
     assert outcome.exact or any("state_dict() does not hold everything" in text for text in outcome.warnings)
@@ -101,10 +107,10 @@ def test_a_stateful_loader_whose_state_lacks_its_order_is_told() -> None:
 # Another loader after the restart
 
 
-def reading(make: Callable[[], Any], seen: list[float], **options: Any) -> Program:
+def reading(make: Callable[[], Any], seen: list[float], **options: Any) -> LoaderProgram:
     """A loop that notes what it read in the epoch it began or resumed in."""
 
-    def program(world: World) -> None:
+    def program(world: SimulatedTrainer) -> None:
         loader = world.wrap(make(), **options)
         for batch in loader:
             seen.extend(torch.as_tensor(batch).reshape(-1).tolist())
@@ -144,7 +150,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_loader_begins_the_epoch_again(change: str) -> None:
+def test_changed_loader_restarts_epoch(change: str) -> None:
     """The default: told with numbers and the remedy, no sample is left out."""
     before, after, words = CHANGES[change]
     seen: list[float] = []
@@ -155,7 +161,7 @@ def test_another_loader_begins_the_epoch_again(change: str) -> None:
     assert "The epoch begins again" in text
 
 
-def test_another_loader_is_refused_or_continued_where_that_is_chosen() -> None:
+def test_changed_loader_is_refused_or_continued_on_request() -> None:
     before, after, words = CHANGES["batch size"]
     with pytest.raises(CheckpointMismatch, match=words):
         resumed(loop(before), 3, 20, after=loop(after), on_change="refuse")
@@ -163,13 +169,13 @@ def test_another_loader_is_refused_or_continued_where_that_is_chosen() -> None:
     assert any("As many batches are left out" in text for text in outcome.warnings)
 
 
-def test_what_changes_between_epochs_is_not_told() -> None:
+def test_change_between_epochs_does_not_warn() -> None:
     """A checkpoint of the very last step of an epoch."""
     outcome = resumed(loop(shuffled), 6, 20, after=loop(lambda: shuffled(30)))
     assert not outcome.warnings
 
 
-def test_a_stream_that_cannot_go_back_loses_nothing() -> None:
+def test_non_seekable_stream_loses_nothing() -> None:
     """The batch that it gives is trained on."""
     stream = Queue()
     outcome = resumed(loop(lambda: stream), 3, 8)
@@ -182,8 +188,8 @@ def test_strict_raises_instead() -> None:
         resumed(loop(lambda: DataLoader(Buffered(), batch_size=2), strict=True), 9, 20)
 
 
-def test_a_position_of_another_version_is_refused() -> None:
-    world = World(1, cut_at=3, end=3)
+def test_position_of_other_version_is_refused() -> None:
+    world = SimulatedTrainer(1, cut_at=3, end=3)
     run(loop(shuffled), world)
     tree = world.registry.capture()[1]["loader"] | {"version": 2}
     with pytest.raises(CheckpointMismatch, match="has format version 2, this library reads 1"):
@@ -193,23 +199,23 @@ def test_a_position_of_another_version_is_refused() -> None:
 # Reports
 
 
-def test_two_loops_at_once_are_told() -> None:
+def test_concurrent_loops_warn() -> None:
     registry = LoaderRegistry(StepCount())
     loader = registry.wrap([1, 2, 3])
-    with Heard() as heard:
+    with CapturedWarnings() as heard:
         one, other = iter(loader), iter(loader)
         next(one), next(other), next(one)
     assert "two loops iterate it at once" in heard.texts[0]
 
 
-def test_batches_in_whatever_order_workers_finish_are_told() -> None:
-    with Heard() as heard:
+def test_unordered_worker_batches_warn() -> None:
+    with CapturedWarnings() as heard:
         LoaderRegistry(StepCount()).wrap(DataLoader(Numbers(), num_workers=1, in_order=False))
     assert "in_order=False" in heard.texts[0]
 
 
 @pytest.mark.parametrize("thing", [iter([1, 2]), 7])
-def test_what_cannot_be_iterated_twice_is_refused(thing: Any) -> None:
+def test_one_shot_iterable_is_refused(thing: Any) -> None:
     """With the remedy."""
     registry = LoaderRegistry(StepCount())
     with pytest.raises(StateError):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 ROWS, DIM, BATCH = 900, 8, 4
 
 
-class Baskets(torch.utils.data.Dataset):
+class BasketDataset(torch.utils.data.Dataset):
     """240 baskets of 5 items and a label; each knows its number."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Baskets(torch.utils.data.Dataset):
         return i, self.items[i], self.labels[i]
 
 
-class Net(nn.Module):
+class GroupNet(nn.Module):
     """Two tables, batch norm, dropout, a dense layer."""
 
     def __init__(self, rows: int = ROWS) -> None:
@@ -53,7 +53,7 @@ class Net(nn.Module):
         return self.top(self.drop(self.norm(torch.cat([self.items(x), self.first(x[:, 0])], 1))))
 
 
-class Program:
+class DdpProgram:
     """A training loop of one rank under DistributedDataParallel, with or without deltashard."""
 
     def __init__(
@@ -62,11 +62,11 @@ class Program:
         """`data`: "dealt" out by torch's sampler or ours ("sampled"), "shared" by all ranks, or each rank's "own"."""
         self.rank = rank
         torch.manual_seed(3)
-        self.model = DistributedDataParallel(Net())
+        self.model = DistributedDataParallel(GroupNet())
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
         torch.manual_seed(100 + rank)
         random.seed(rank)
-        baskets, self.shared = Baskets(), data == "shared"
+        baskets, self.shared = BasketDataset(), data == "shared"
         samplers: dict[str, Any] = {
             "dealt": lambda: DistributedSampler(baskets, shuffle=True, seed=5),
             "sampled": lambda: deltashard.ResumableSampler(baskets, seed=5),
@@ -139,14 +139,14 @@ class Program:
 
 def plain(rank: int, workdir: Path, until: str, data: str = "dealt") -> Any:
     """Train without deltashard."""
-    program = Program(rank, workdir, ckpt=False, data=data)
+    program = DdpProgram(rank, workdir, ckpt=False, data=data)
     program.train(int(until))
     return {"state": program.state(), "seen": program.seen}
 
 
 def killed(rank: int, workdir: Path, save_at: str, kill_at: str, data: str = "dealt") -> Any:
     """Save once, and be killed some steps later."""
-    program = Program(rank, workdir, data=data)
+    program = DdpProgram(rank, workdir, data=data)
     program.ckpt.restore()
     for step in program.steps():
         if step == int(save_at):
@@ -162,7 +162,7 @@ def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: 
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     (workdir / f"pid-{rank}").write_text(str(os.getpid()))
-    program = Program(
+    program = DdpProgram(
         rank, workdir, recovery="partial", pls_target=0.1, planned_steps=100, grace_s=20.0, content_hash=False
     )
     try:
@@ -200,7 +200,7 @@ def resumed(
     run: str = "group",
 ) -> Any:
     """Restore, train to the end, close."""
-    program = Program(rank, workdir, data=data, run=run)
+    program = DdpProgram(rank, workdir, data=data, run=run)
     restored = program.ckpt.restore(loaders=loaders)
     at = program.ckpt.steps
     program.train(int(until))
@@ -215,7 +215,7 @@ def resumed(
     }  # fmt: skip
 
 
-def agreed(here: bool) -> bool:
+def all_agree(here: bool) -> bool:
     """Whether it is so on all ranks, whose news comes at different steps."""
     said = torch.tensor([int(here)])
     dist.all_reduce(said, dist.ReduceOp.MIN)
@@ -224,7 +224,7 @@ def agreed(here: bool) -> bool:
 
 def terminated(rank: int, workdir: Path) -> Any:
     """SIGTERM in the middle of training, to every rank at another instant: all leave with one step saved."""
-    program = Program(rank, workdir, grace_s=30.0)
+    program = DdpProgram(rank, workdir, grace_s=30.0)
     program.ckpt.restore()
     for step in program.steps():
         (workdir / f"step-{rank}").write_text(str(step))
@@ -236,7 +236,7 @@ def disagreeing(rank: int, workdir: Path, what: str) -> Any:
     """Ranks that are not of one training: a sentence on each of them."""
     options: dict[str, Any] = {"url": workdir / "store", "run": "group"}
     torch.manual_seed(rank if what == "replicas" else 0)
-    model: nn.Module = Net(ROWS + (rank if what == "model" else 0))
+    model: nn.Module = GroupNet(ROWS + (rank if what == "model" else 0))
     if what in ("run", "encoding") and rank == 1:
         os.environ.update(GROUP_RANK="1", LOCAL_RANK="0")  # under an agent, and with a sidecar, of its own
         options |= {"run": "another"} if what == "run" else {"encoding": "q4"}
@@ -251,7 +251,7 @@ def disagreeing(rank: int, workdir: Path, what: str) -> Any:
 
 def uneven(rank: int, workdir: Path) -> Any:
     """Ranks that end at different steps: close() says so, and the checkpoint before stays."""
-    program = Program(rank, workdir)
+    program = DdpProgram(rank, workdir)
     program.ckpt.restore()
     program.train(4)
     program.ckpt.save().wait(60)
@@ -262,7 +262,7 @@ def uneven(rank: int, workdir: Path) -> Any:
 
 def replicas(rank: int, workdir: Path) -> Any:
     """A parameter that one rank changes for itself: nothing of it is committed twice, and it is said."""
-    program = Program(rank, workdir)
+    program = DdpProgram(rank, workdir)
     events = []
     program.ckpt._listener._on_event = lambda name, facts: events.append([name, facts.get("error")])
     program.ckpt.restore()

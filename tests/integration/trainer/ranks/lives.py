@@ -25,14 +25,14 @@ from deltashard.group import conductor
 from deltashard_checkpoint import crash_point
 from torch import nn
 
-from tests.integration.trainer.ranks.group import agreed
+from tests.integration.trainer.ranks.group import all_agree
 from tests.support.eventually import eventually
 
 TABLES, ROWS, DIM = 4, 200, 4
 MOST_STEPS = 20_000
 
 
-class Net(nn.Module):
+class RankNet(nn.Module):
     """A table for each of four ranks to save, and a dense layer."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Net(nn.Module):
         return self.top(self.drop(torch.cat(found, 1)))
 
 
-class Life:
+class RankTraining:
     """One rank's life, data-parallel; its batches are drawn from its own random numbers.
 
     Gradients are averaged here: DistributedDataParallel makes its buckets anew after the first step of a process, and so
@@ -57,26 +57,26 @@ class Life:
         self.rank = rank
         self.file = os.open(workdir / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         torch.manual_seed(3)
-        self.model = Net()
+        self.model = RankNet()
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
         torch.manual_seed(100 + rank)
         self.committed: list[int] = []
         """Steps of the checkpoints that it was told of."""
         self.ckpt = deltashard.Checkpointer(
-            self.model, self.optimizer, on_event=self.hear, run="group",
+            self.model, self.optimizer, on_event=self.on_event, run="group",
             **{"url": workdir / "store", "encoding": "fp32", "content_hash": True, "grace_s": None,
                "arena_bytes": 160 << 20, "sidecar": {"linger_s": 20.0}} | options,
         )  # fmt: skip
 
-    def say(self, what: str, **facts: Any) -> None:
+    def record(self, what: str, **facts: Any) -> None:
         os.write(self.file, json.dumps([what, facts]).encode() + b"\n")
 
-    def hear(self, name: str, facts: Mapping[str, Any]) -> None:
+    def on_event(self, name: str, facts: Mapping[str, Any]) -> None:
         if name == "committed":
             self.committed.append(facts["commit"].step)
-            self.say("told", seq=facts["commit"].seq, step=facts["commit"].step)
+            self.record("told", seq=facts["commit"].seq, step=facts["commit"].step)
         elif name not in ("cut", "skipped", "restored"):
-            self.say(name, **{key: str(value) for key, value in facts.items()})
+            self.record(name, **{key: str(value) for key, value in facts.items()})
 
     @property
     def commits(self) -> int:
@@ -96,9 +96,9 @@ class Life:
     def restore(self) -> None:
         restored = self.ckpt.restore()
         if restored is None:
-            self.say("restored", seq=0, step=0, exact=True, notes=[])
+            self.record("restored", seq=0, step=0, exact=True, notes=[])
         else:
-            self.say(
+            self.record(
                 "restored", seq=restored.seq, step=restored.step, exact=restored.verified,
                 notes=list(restored.notes), content=self.content(),
             )  # fmt: skip
@@ -114,13 +114,13 @@ class Life:
             for each, sum_ in zip(parameters, gradients.split([p.numel() for p in parameters]), strict=True):
                 each.grad = sum_.reshape(each.shape)
             self.optimizer.step()
-            self.say("step", step=step, content=self.content())
+            self.record("step", step=step, content=self.content())
             self.ckpt.step()
             yield step
         raise AssertionError(f"{MOST_STEPS} steps, and {self.commits} commits")
 
 
-def _settle(rank: int, nodes: int, first: int = 0) -> None:
+def _set_node(rank: int, nodes: int, first: int = 0) -> None:
     """Of which machine this rank is."""
     share = dist.get_world_size() // nodes
     os.environ.update(GROUP_RANK=str(first + rank // share), LOCAL_RANK=str(rank % share))
@@ -159,10 +159,10 @@ def live(
     Meanwhile `victim`, "rank 2", "sidecar 1" or "sidecar of any", dies when it comes to `point` the nth time. `nodes`: how many machines
     there are. `wakes`: a process that was stopped goes on after the first commit, on machines that are none of ours.
     """
-    _settle(rank, int(nodes), first=2 if wakes else 0)
+    _set_node(rank, int(nodes), first=2 if wakes else 0)
     _arm(rank, workdir, victim, point, int(nth))
-    life = Life(rank, workdir, every_steps=12)
-    life.say("begun", victim=victim, point=point)
+    life = RankTraining(rank, workdir, every_steps=12)
+    life.record("begun", victim=victim, point=point)
     sidecar = life.ckpt.sidecar_pid
     life.restore()
     for step in life.steps():
@@ -171,24 +171,24 @@ def live(
         if wakes and rank == 0 and life.commits:
             os.kill(int(wakes), signal.SIGCONT)
             wakes = ""
-        if agreed(life.commits >= int(commits)):
+        if all_agree(life.commits >= int(commits)):
             break
     if end == "kill":
-        life.say("ended", lost=sidecar != life.ckpt.sidecar_pid)
+        life.record("ended", lost=sidecar != life.ckpt.sidecar_pid)
         os.kill(os.getpid(), signal.SIGKILL)
     life.ckpt.close()
-    life.say("closed", step=life.ckpt.steps)
+    life.record("closed", step=life.ckpt.steps)
     return {"commits": life.commits}
 
 
 def zombie(rank: int, workdir: Path) -> Any:
     """All are killed but rank 2, which is stopped, on a machine that nobody hears of, and later goes on alone."""
-    _settle(rank, 2)
-    life = Life(rank, workdir, every_steps=12)
+    _set_node(rank, 2)
+    life = RankTraining(rank, workdir, every_steps=12)
     life.restore()
     stopped = workdir / "stopped"
     for _ in life.steps():
-        if agreed(life.commits >= 1):
+        if all_agree(life.commits >= 1):
             break
     if rank != 2:
         eventually(stopped.exists, "rank 2 to stop")
@@ -216,7 +216,7 @@ def unlike(rank: int, workdir: Path) -> Any:
     """Rank 2 is ten times as slow as the others; rank 1 is stopped while an order waits for it, until that is off."""
     conductor.ANSWER_S = 1.0
     # No order but those asked for here: one that rank 1 has answered needs it no more until its step.
-    life = Life(rank, workdir, every_s=3600)
+    life = RankTraining(rank, workdir, every_s=3600)
     life.restore()
     orders, pids = life.ckpt._wiring.conductor, [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
@@ -230,7 +230,7 @@ def unlike(rank: int, workdir: Path) -> Any:
         time.sleep(0.02 if rank == 2 else 0.002)
         if rank == 0 and (step == 12 or (stopped_at and (step - stopped_at) % 12 == 0)):
             life.ckpt.save()
-        if not stopped_at and agreed(life.commits >= 1):
+        if not stopped_at and all_agree(life.commits >= 1):
             stopped_at, seen = step, life.commits
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -240,7 +240,7 @@ def unlike(rank: int, workdir: Path) -> Any:
                 )
                 threading.Thread(target=wake, args=(orders.off,), daemon=True).start()
                 life.ckpt.save("while rank 1 is stopped")
-        elif stopped_at and agreed(life.commits >= seen + 2):
+        elif stopped_at and all_agree(life.commits >= seen + 2):
             break
     life.ckpt.close()
     return {"off": orders.off}

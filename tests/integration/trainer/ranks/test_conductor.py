@@ -38,7 +38,7 @@ def conductors(step: int = 0) -> list[Conductor]:
     return found
 
 
-def test_an_attempt_that_goes_on_late_is_cut_at_its_next_step() -> None:
+def test_late_attempt_is_saved_at_next_step() -> None:
     """The steps before it took no time in it: taken for its pace, they put its first cut as many steps off."""
     ranks = conductors(1_000_000)
     ranks[1].wish(Proposal(reason="user"))

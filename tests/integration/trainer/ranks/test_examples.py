@@ -67,7 +67,7 @@ def _steps(root: Path) -> list[int]:
         return [entry.step for entry in RunLog(store, "run").refresh().checkpoints.values()]
 
 
-def _to_the_end(
+def _run_to_end(
     process: subprocess.Popen[bytes], again: Callable[[], tuple[subprocess.Popen[bytes], Path]]
 ) -> list[Path]:
     """Wait until torchrun ends well; as a Job would, start it again where it does not. Returns the logs of these.
@@ -105,7 +105,7 @@ def _last(log: Path) -> int:
 
 
 @pytest.mark.parametrize("example", ["ddp", "torchrec"])
-def test_a_group_comes_back_where_its_ranks_were(torchrun: Start, tmp_path: Path, example: str) -> None:
+def test_restarted_group_resumes_exactly(torchrun: Start, tmp_path: Path, example: str) -> None:
     """Each step that is trained again has the losses of both ranks that it had, to the last bit.
 
     Of "ddp" one rank is killed, and torchrun starts all again. TorchRec's tables over two ranks, behind a pipeline: all are
@@ -133,12 +133,12 @@ def test_a_group_comes_back_where_its_ranks_were(torchrun: Start, tmp_path: Path
             begun = _begun(log.read_text())
             return len(begun) >= 4 and max(_steps(tmp_path / "store")) > max(begun)
 
-        with contextlib.suppress(NotWithin):  # gloo, see `_to_the_end`
+        with contextlib.suppress(NotWithin):  # gloo, see `_run_to_end`
             eventually(lambda: back() or process.poll() is not None, what="the group is back", timeout_s=30)
         process.terminate()
         process.wait(limit_s(60))
     until = _last(log) + MORE
-    logs = [log, *_to_the_end(process, lambda: torchrun(example, until))]
+    logs = [log, *_run_to_end(process, lambda: torchrun(example, until))]
     said = "".join(each.read_text() for each in logs)
     begun = _begun(said)
     assert begun[:2] == [0, 0]

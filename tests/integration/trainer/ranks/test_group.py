@@ -15,11 +15,11 @@ from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.trainer.rank_zygote import RankZygote
 
-Run = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def run(rank_zygote: RankZygote) -> Run:
+def run(rank_zygote: RankZygote) -> RunRanks:
     """What each rank of a scenario of `group` returned."""
     return partial(rank_zygote.run, "tests.integration.trainer.ranks.group")
 
@@ -35,8 +35,8 @@ def checkpoints(workdir: Path) -> Mapping[int, Checkpoint]:
         return RunLog(store, "group").refresh().checkpoints
 
 
-def test_a_group_that_was_killed_ends_as_one_that_was_not(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_killed_group_matches_uninterrupted_one(
+    run: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And another run that begins with its checkpoint does, too: tables, optimizer, scheduler, each rank's random numbers and its part of the data: bit for bit, no sample twice."""
     whole = run(tmp_path / "plain", 2, "plain", until=50)
@@ -57,7 +57,7 @@ def test_a_group_that_was_killed_ends_as_one_that_was_not(
     assert whole[0]["state"]["torch"] != whole[1]["state"]["torch"]
 
 
-def test_sigterm_saves_one_step_of_all_ranks(run: Run, tmp_path: Path) -> None:
+def test_sigterm_saves_one_step_of_all_ranks(run: RunRanks, tmp_path: Path) -> None:
     assert run(tmp_path, 2, "terminated") == [None, None]
     codes = json.loads((tmp_path / "codes").read_text())
     assert codes == [-15, -15]
@@ -67,7 +67,7 @@ def test_sigterm_saves_one_step_of_all_ranks(run: Run, tmp_path: Path) -> None:
     assert max(found.values()) == reached[0] + 1
 
 
-def test_what_all_ranks_hold_survives_the_rank_that_saves_it(run: Run, tmp_path: Path) -> None:
+def test_replicated_state_survives_its_saving_rank(run: RunRanks, tmp_path: Path) -> None:
     """Partial recovery under DDP loses nothing but random numbers: tables, dense part, optimizer, place in the data."""
     plain = run(tmp_path / "plain", 3, "plain", until=12)
     run(tmp_path, 3, "survived", until=20, save_at=4, kill_at=9)
@@ -81,7 +81,7 @@ def test_what_all_ranks_hold_survives_the_rank_that_saves_it(run: Run, tmp_path:
 
 
 @pytest.mark.parametrize("data", ["dealt", "sampled", "shared"])
-def test_an_epoch_goes_on_in_another_world(run: Run, tmp_path: Path, data: str) -> None:
+def test_epoch_continues_with_other_world_size(run: RunRanks, tmp_path: Path, data: str) -> None:
     """4 ranks, killed, then 2, then 3: each of the epoch's 240 samples is seen once, and the next epoch is whole."""
     begun = run(tmp_path / "plain", 4, "plain", until=5, data=data)
     assert run(tmp_path, 4, "killed", save_at=5, kill_at=8, data=data) == [None] * 4
@@ -105,7 +105,7 @@ def test_an_epoch_goes_on_in_another_world(run: Run, tmp_path: Path, data: str) 
     assert len(after) == len(set(after)) == 2 * 3 * 4
 
 
-def test_an_epoch_whose_rest_is_unknown_begins_again_or_is_refused(run: Run, tmp_path: Path) -> None:
+def test_epoch_with_unknown_rest_restarts_or_is_refused(run: RunRanks, tmp_path: Path) -> None:
     """Each rank draws an order of its own: it is unknown which samples were used up."""
     run(tmp_path, 2, "resumed", until=8, data="own")
     for said in run(tmp_path, 3, "resumed", until=10, loaders="refuse", data="own"):
@@ -133,9 +133,7 @@ def test_an_epoch_whose_rest_is_unknown_begins_again_or_is_refused(run: Run, tmp
         ("call", "restore(which=)"),
     ],
 )
-def test_ranks_that_are_not_of_one_training_are_told_so(
-    run: Run, tmp_path: Path, what: str, sentence: str
-) -> None:
+def test_mismatched_ranks_are_reported(run: RunRanks, tmp_path: Path, what: str, sentence: str) -> None:
     for said in run(tmp_path, 2, "disagreeing", what=what):
         assert said["error"] == "RanksDiffer"
         assert sentence in said["what"]
@@ -144,7 +142,7 @@ def test_ranks_that_are_not_of_one_training_are_told_so(
         assert commits(tmp_path) == {}
 
 
-def test_ranks_that_end_at_different_steps_are_told_so(run: Run, tmp_path: Path) -> None:
+def test_ranks_ending_at_different_steps_are_reported(run: RunRanks, tmp_path: Path) -> None:
     """Rank 0 has nothing left to save, and closes; rank 1 says that its own last step is in no checkpoint."""
     zero, one = run(tmp_path, 2, "uneven")
     assert zero is None
@@ -153,7 +151,7 @@ def test_ranks_that_end_at_different_steps_are_told_so(run: Run, tmp_path: Path)
     assert list(commits(tmp_path).values()) == [4]
 
 
-def test_replicas_that_are_not_the_same_are_said(run: Run, tmp_path: Path) -> None:
+def test_diverged_replicas_are_reported(run: RunRanks, tmp_path: Path) -> None:
     zero, one = run(tmp_path, 2, "replicas")
     assert "top.bias on rank 1" in zero["events"][0][1]
     assert zero["commits"] == one["commits"] == 1

@@ -23,7 +23,7 @@ from deltashard_checkpoint.stores.url import open_store
 from tests.support.eventually import eventually
 from tests.support.trainer.rank_zygote import RankZygote
 
-Run = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RANKS = 4
@@ -74,12 +74,12 @@ FIRST = ("attempt.before_genesis", "attempt.after_genesis", "layout.before_put",
 
 
 @pytest.fixture(scope="module")
-def run(rank_zygote: RankZygote) -> Run:
+def run(rank_zygote: RankZygote) -> RunRanks:
     """What each rank of a scenario of `lives` returned."""
     return partial(rank_zygote.run, "tests.integration.trainer.ranks.lives")
 
 
-def saying(workdir: Path, rank: int) -> list[list[Any]]:
+def records(workdir: Path, rank: int) -> list[list[Any]]:
     """What a rank said in all its lives."""
     path = workdir / f"said-{rank}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -92,7 +92,7 @@ def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
     for rank in range(RANKS):
         contents: dict[int, str] = {}
         mine: list[dict[str, Any]] = []
-        for what, facts in saying(workdir, rank):
+        for what, facts in records(workdir, rank):
             if what == "step":
                 # Also where a later life comes through it again.
                 assert contents.setdefault(facts["step"], facts["content"]) == facts["content"], (rank, facts)
@@ -113,9 +113,9 @@ def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
     return restored
 
 
-def newest_told(workdir: Path) -> int:
+def newest_reported(workdir: Path) -> int:
     """Seq of the newest commit that any rank was told of; 0: none was."""
-    every = [facts for rank in range(RANKS) for what, facts in saying(workdir, rank) if what == "told"]
+    every = [facts for rank in range(RANKS) for what, facts in records(workdir, rank) if what == "told"]
     return max((facts["seq"] for facts in every), default=0)
 
 
@@ -123,17 +123,19 @@ def codes(workdir: Path) -> list[int]:
     return json.loads((workdir / "codes").read_text())
 
 
-def comes_back(run: Run, workdir: Path, nodes: int) -> None:
+def assert_recovers(run: RunRanks, workdir: Path, nodes: int) -> None:
     """The next life of the group: from the newest commit at least, through the same steps, to a next commit."""
-    before = newest_told(workdir)
+    before = newest_reported(workdir)
     run(workdir, RANKS, "live", agent=True, nodes=nodes, commits=1, end="close")
     assert codes(workdir) == [0] * RANKS
-    assert newest_told(workdir) > before
+    assert newest_reported(workdir) > before
     for lives in check(workdir):
         assert lives[-1]["seq"] >= before
 
 
-def dies(run: Run, workdir: Path, nodes: int, commits: int, victim: str, point: str, nth: int) -> None:
+def run_with_kill(
+    run: RunRanks, workdir: Path, nodes: int, commits: int, victim: str, point: str, nth: int
+) -> None:
     """A life in which `victim` dies at `point`; a sidecar's ranks restore and train on, and are killed later."""
     said = run(
         workdir, RANKS, "live", agent=True,
@@ -142,17 +144,17 @@ def dies(run: Run, workdir: Path, nodes: int, commits: int, victim: str, point: 
     kind, _, number = victim.partition(" ")
     if kind == "rank":
         assert codes(workdir)[int(number)] == -9
-        assert saying(workdir, int(number))[-1][0] != "ended", f"{victim} did not come to {point}"
+        assert records(workdir, int(number))[-1][0] != "ended", f"{victim} did not come to {point}"
         return
     firsts = range(0, RANKS, RANKS // nodes)
     if victim != "sidecar of any":
         firsts = firsts[int(number) : int(number) + 1]
     assert all(said[first] is None for first in firsts), said
-    ends = [saying(workdir, first)[-1] for first in firsts]
+    ends = [records(workdir, first)[-1] for first in firsts]
     assert ["ended", {"lost": True}] in ends or not commits, f"{victim} did not come to {point}"
 
 
-def stories() -> Iterator[Any]:
+def kill_cases() -> Iterator[Any]:
     """(nodes, victim, point, where): where is "save", "restore" or "first"."""
     for point in SAVE:
         yield from ((1, "rank 0", point, "save"), (1, "rank 2", point, "save"))
@@ -175,7 +177,7 @@ def stories() -> Iterator[Any]:
         yield 2, "sidecar 0", point, "first"
 
 
-SOME = {
+FAST_CASES = {
     ("rank 2", "cut.before_seal"),
     ("rank 2", "restore.before_dense"),
     ("rank 0", "order.read"),
@@ -183,25 +185,25 @@ SOME = {
     ("sidecar of any", "commit.after_log_put"),
     ("sidecar 0", "restore.planned"),
 }
-STORIES = [each for each in stories() if FULL or each[1:3] in SOME]
+KILL_CASES = [each for each in kill_cases() if FULL or each[1:3] in FAST_CASES]
 
 
-@pytest.mark.parametrize(("nodes", "victim", "point", "where"), STORIES)
-def test_whoever_dies_wherever_the_group_comes_back(
-    run: Run, tmp_path: Path, nodes: int, victim: str, point: str, where: str
+@pytest.mark.parametrize(("nodes", "victim", "point", "where"), KILL_CASES)
+def test_group_recovers_from_kill_at_any_point(
+    run: RunRanks, tmp_path: Path, nodes: int, victim: str, point: str, where: str
 ) -> None:
     if where == "restore":
         run(tmp_path, RANKS, "live", agent=True, nodes=nodes, commits=1, end="kill")
     first = where != "save" or point == "order.proposed" or point in COMMITTERS
-    dies(run, tmp_path, nodes, 2, victim, point, 1 if first else 2)
-    comes_back(run, tmp_path, nodes)
+    run_with_kill(run, tmp_path, nodes, 2, victim, point, 1 if first else 2)
+    assert_recovers(run, tmp_path, nodes)
 
 
-def test_a_rank_of_the_old_group_commits_nothing_and_is_told_why(run: Run, tmp_path: Path) -> None:
+def test_stale_rank_commits_nothing_and_gets_reason(run: RunRanks, tmp_path: Path) -> None:
     """It was stopped while its group died and another was started elsewhere, and goes on beside it."""
     run(tmp_path, RANKS, "zombie", agent=True, spare=2)
     pid = (tmp_path / "stopped").read_text()
-    before = newest_told(tmp_path)
+    before = newest_reported(tmp_path)
     run(tmp_path, RANKS, "live", agent=True, nodes=2, commits=3, end="close", wakes=pid)
     assert codes(tmp_path) == [0] * RANKS
     eventually((tmp_path / "zombie").exists, "the old rank to end")
@@ -214,14 +216,14 @@ def test_a_rank_of_the_old_group_commits_nothing_and_is_told_why(run: Run, tmp_p
     assert {entry.attempt for seq, entry in state.checkpoints.items() if seq > before} == {
         max(state.attempts)
     }
-    assert newest_told(tmp_path) == max(state.checkpoints)
+    assert newest_reported(tmp_path) == max(state.checkpoints)
     check(tmp_path)
 
 
-def test_a_slow_rank_and_one_that_is_stopped_cost_a_save_at_most(run: Run, tmp_path: Path) -> None:
+def test_slow_or_stopped_rank_costs_at_most_one_save(run: RunRanks, tmp_path: Path) -> None:
     said = run(tmp_path, RANKS, "unlike")
     assert said[0]["off"] >= 1
-    told = [[facts for what, facts in saying(tmp_path, rank) if what == "told"] for rank in range(RANKS)]
+    told = [[facts for what, facts in records(tmp_path, rank) if what == "told"] for rank in range(RANKS)]
     assert len(told[0]) >= 3
     assert all(each == told[0] for each in told)
     check(tmp_path)

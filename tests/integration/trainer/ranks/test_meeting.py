@@ -23,26 +23,26 @@ def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def meet(world: int) -> list[Meeting]:
+def rendezvous(world: int) -> list[Meeting]:
     with ThreadPoolExecutor(world) as ranks:
         return list(ranks.map(lambda rank: Meeting(rank, world, b"I am %d" % rank), range(world)))
 
 
-def test_keys_of_an_older_life_are_no_ranks() -> None:
+def test_stale_keys_are_not_ranks() -> None:
     """Its hello is welcomed in vain, its welcome is nobody's, and what was told there is not heard here."""
-    old = meet(2)
+    old = rendezvous(2)
     old[0].tell("open/1", b"old")
-    new = meet(2)
+    new = rendezvous(2)
     assert new[0].name != old[0].name
     assert new[0].name == new[1].name
     new[0].tell("open/1", b"new")
     assert new[1].hear("open/1", 5) == b"new"
 
 
-def test_any_rank_gives_the_others_of_what_it_has_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_rank_sends_its_data_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wants it takes it; it goes when all have it. A rank that cannot give it says so, or is missed."""
     monkeypatch.setattr(meeting, "_SENT_AT_ONCE", 1000)
-    ranks = meet(3)
+    ranks = rendezvous(3)
     data = bytes(range(256)) * 10
     ranks[1].send("part", data)
     assert [each.receive("part", 5) for each in (ranks[0], ranks[2])] == [data] * 2
@@ -54,13 +54,13 @@ def test_any_rank_gives_the_others_of_what_it_has_in_pieces(monkeypatch: pytest.
         ranks[0].receive("never", 0.1)
 
 
-def test_who_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "MEET_S", 0.2)
     with pytest.raises(RanksDiffer, match="no word of ranks 1, 2 for"):
         Meeting(0, 3, b"")
     with pytest.raises(RanksDiffer, match="rank 1 waited for the other ranks"):
         Meeting(1, 3, b"")
-    zero, one = meet_in_time(monkeypatch)
+    zero, one = short_timeouts(monkeypatch)
     zero.answer("x", b"")
     with pytest.raises(RanksDiffer, match="no word of ranks 1 for"):
         zero.answers("x", 0.1)
@@ -68,6 +68,6 @@ def test_who_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         one.hear("y", 0.1)
 
 
-def meet_in_time(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> list[Meeting]:
     monkeypatch.setattr(meeting, "MEET_S", 60.0)
-    return meet(2)
+    return rendezvous(2)

@@ -18,7 +18,7 @@ from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.trainer.rank_zygote import RankZygote
 
-Run = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROWS_OF_RANK = {0: 25 + 15 + 1 + 11, 1: 25 + 15 + 1 + 11, 2: 25 + 15 + 1 + 11}
 """Of the tables of 97, 60, 3 and 41 rows, dealt out by rows."""
@@ -26,7 +26,7 @@ ALL_ROWS = 97 + 60 + 3 + 41
 
 
 @pytest.fixture(scope="module")
-def run(rank_zygote: RankZygote) -> Run:
+def run(rank_zygote: RankZygote) -> RunRanks:
     """What each rank of a scenario of `partial_group` returned."""
     return partial(rank_zygote.run, "tests.integration.trainer.ranks.partial_group")
 
@@ -59,7 +59,7 @@ def staged(workdir: Path) -> Path:
     return staged_dir(normal_url(workdir / "store"), "partial")
 
 
-def test_survivors_keep_their_rows_and_the_lost_go_back(run: Run, tmp_path: Path) -> None:
+def test_survivors_keep_rows_and_lost_rank_rolls_back(run: RunRanks, tmp_path: Path) -> None:
     """Two crashes before the next commit: each rank's rows are those of its own last step, or of the checkpoint."""
     first = run(tmp_path, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
     assert first[2] is None
@@ -68,22 +68,27 @@ def test_survivors_keep_their_rows_and_the_lost_go_back(run: Run, tmp_path: Path
     saved = arrays(tmp_path, "saved", 2)
 
     second = run(tmp_path, 4, "train", until=20, kill_at=9, kill="1")
-    check_begun(tmp_path, kept, lost={2: saved})
+    check_restored(tmp_path, kept, lost={2: saved})
     later = {rank: arrays(tmp_path, "held", rank) for rank in range(4)}
 
     third = run(tmp_path, 4, "train", until=11)
-    check_begun(tmp_path, later, lost={1: arrays(tmp_path, "saved", 1)})
+    check_restored(tmp_path, later, lost={1: arrays(tmp_path, "saved", 1)})
     assert len(list(staged(tmp_path).iterdir())) == 0
     pls = 3 / 1000 * ROWS_OF_RANK[2] / ALL_ROWS
     sums = pls + 6 / 1000 * ROWS_OF_RANK[1] / ALL_ROWS
     for rank in range(4):
-        said = third[rank]
-        assert (said["mode"], said["exact"], said["step"], said["seq"]) == ("partial", False, 9, 2)
-        assert said["rank_steps"] == [9, 3, 9, 9]
-        assert said["pls"] == pytest.approx(sums)
-        assert said["loader"] == [1, 2]  # epochs of 7
+        messages = third[rank]
+        assert (messages["mode"], messages["exact"], messages["step"], messages["seq"]) == (
+            "partial",
+            False,
+            9,
+            2,
+        )
+        assert messages["rank_steps"] == [9, 3, 9, 9]
+        assert messages["pls"] == pytest.approx(sums)
+        assert messages["loader"] == [1, 2]  # epochs of 7
         if rank != 1:
-            assert said["state"] == second[rank]["held"]
+            assert messages["state"] == second[rank]["held"]
     assert third[1]["state"] == second[0]["held"]
     notes = "; ".join(third[1]["notes"])
     assert "rank 1 was lost: its rows and its random numbers are those of step 3" in notes
@@ -101,7 +106,7 @@ def test_survivors_keep_their_rows_and_the_lost_go_back(run: Run, tmp_path: Path
         check_same(arrays(tmp_path, "begun", rank), ended[rank])
 
 
-def check_begun(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: dict[int, Any]) -> None:
+def check_restored(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: dict[int, Any]) -> None:
     """After a restore: survivors' rows are as kept, those of the lost as they were saved, the dense part rank 0's."""
     for rank, held in kept.items():
         begun = arrays(workdir, "begun", rank)
@@ -110,7 +115,7 @@ def check_begun(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: dic
 
 
 @pytest.fixture(scope="module")
-def crashed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crashed(run: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose rank 2 died at step 6, with a checkpoint of step 3, and copies of store and staged parts."""
     workdir = tmp_path_factory.mktemp("crashed")
     run(workdir, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
@@ -155,25 +160,25 @@ def _foreign(home: Path) -> None:
     ],
     ids=["torn", "corrupt", "shorter", "foreign", "target", "which", "full"],
 )
-def test_whatever_is_unclear_brings_all_back(
-    run: Run, crashed: Path, tamper: Callable[[Path], None] | None, options: dict[str, Any], why: str
+def test_invalid_staged_parts_roll_back_all_ranks(
+    run: RunRanks, crashed: Path, tamper: Callable[[Path], None] | None, options: dict[str, Any], why: str
 ) -> None:
-    back_then(crashed)
+    copy_crash_state(crashed)
     if tamper is not None:
         tamper(staged(crashed))
     check_full(run(crashed, 4, "train", until=4, **options), crashed, why)
 
 
-def back_then(workdir: Path) -> None:
+def copy_crash_state(workdir: Path) -> None:
     """Store and staged parts as they were right after the crash."""
     for now, then in ((workdir / "store", "store-then"), (staged(workdir), "staged-then")):
         shutil.rmtree(now, ignore_errors=True)
         shutil.copytree(workdir / then, now)
 
 
-def check_full(said: list[Any], workdir: Path, why: str) -> None:
+def check_full(messages: list[Any], workdir: Path, why: str) -> None:
     """All ranks went back to the checkpoint, bit for bit, and rank 0 said why."""
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(messages):
         assert (each["mode"], each["step"], each["pls"], each["rank_steps"]) == ("full", 3, 0.0, [])
         check_same(arrays(workdir, "begun", rank), arrays(workdir, "saved", rank))
     log = (workdir / "log-0").read_text().rpartition("begins anew")[2]

@@ -17,7 +17,7 @@ from tests.support.checkpoint.snapshot import read_checkpoint
 from tests.support.sidecar_process import SidecarProcess
 from tests.support.trainer.rank_zygote import RankZygote
 
-Run = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.timeout(1800)
 
 OF_ANY = ("data_parallel", "table_wise", "row_wise", "column_wise", "table_column_wise")
@@ -27,7 +27,7 @@ FULL = os.environ.get("DELTASHARD_TEST_RESHARD") == "full"
 
 
 @pytest.fixture(scope="module")
-def run(rank_zygote: RankZygote) -> Run:
+def run(rank_zygote: RankZygote) -> RunRanks:
     """What each rank of a scenario of `sharded_group` returned."""
     return partial(rank_zygote.run, "tests.integration.trainer.ranks.sharded_group")
 
@@ -67,7 +67,7 @@ def _expected(workdir: Path, run: str, world: int, encoding: str) -> None:
     ("optimizer", "encoding"),
     [("rowwise", "q8"), *([("adagrad", "fp32"), ("adagrad", "q8"), ("rowwise", "fp32")] if FULL else ())],
 )
-def test_any_sharding_to_any_sharding(run: Run, tmp_path: Path, optimizer: str, encoding: str) -> None:
+def test_any_sharding_to_any_sharding(run: RunRanks, tmp_path: Path, optimizer: str, encoding: str) -> None:
     """All rows, and then a delta, of every sharding, are read back into every other."""
     (tmp_path / "store").mkdir()
     worlds = (1, 2, 4)

@@ -45,7 +45,9 @@ def _torchrun(workdir: Path, recovery: str, where: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("recovery", "where"), [("full", "machine"), ("partial", "pods")])
-def test_a_dead_collective_ends(rank_zygote: RankZygote, tmp_path: Path, recovery: str, where: str) -> None:
+def test_blocked_collective_is_terminated(
+    rank_zygote: RankZygote, tmp_path: Path, recovery: str, where: str
+) -> None:
     """At once, by the signal's own action; what the survivors held is there, or all go back to the checkpoint.
 
     In pods no rank sees another's process: that one of them is dead, its beats say.

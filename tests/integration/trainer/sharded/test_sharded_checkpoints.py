@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path) -> Iterator[None]:
+def _single_rank_group(tmp_path: Path) -> Iterator[None]:
     """A group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     yield
@@ -102,9 +102,7 @@ def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
         ("data_parallel", "rowwise"),
     ],
 )
-def test_restored_and_trained_on_as_if_nothing_happened(
-    tmp_path: Path, sharding: str, optimizer: str
-) -> None:
+def test_restored_sharded_training_continues_exactly(tmp_path: Path, sharding: str, optimizer: str) -> None:
     """A new process' model with other initial rows gets all of it back, and its next steps are the same."""
     first = case.Training(sharding, optimizer)
     saved = _saved(tmp_path, first)
@@ -129,7 +127,7 @@ def test_restored_and_trained_on_as_if_nothing_happened(
     other.close()
 
 
-def test_into_the_model_without_sharding(tmp_path: Path) -> None:
+def test_restore_into_unsharded_model(tmp_path: Path) -> None:
     """The plain collections have tables of the same names: for evaluation, say."""
     saved = _saved(tmp_path, case.Training("column_wise"))
     plain = case.Model("cpu")
@@ -141,7 +139,7 @@ def test_into_the_model_without_sharding(tmp_path: Path) -> None:
     ckpt.close()
 
 
-def test_a_table_that_leaves_its_kernel_takes_its_state_to_the_same_rule(tmp_path: Path) -> None:
+def test_unfused_table_keeps_state_of_same_optimizer(tmp_path: Path) -> None:
     """Fused Adagrad keeps what torch's Adagrad keeps; Adam keeps something else, and is refused."""
     first = case.Training("row_wise", "adagrad", dense=torch.optim.Adagrad)
     saved = _saved(tmp_path, first)
@@ -168,7 +166,7 @@ def test_a_table_that_leaves_its_kernel_takes_its_state_to_the_same_rule(tmp_pat
         ("sgd", "rowwise", "It was updated by exact_sgd and is by exact_row_wise_adagrad"),
     ],
 )
-def test_another_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, words: str) -> None:
+def test_other_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, words: str) -> None:
     """State of one rule is not made up from that of another; the remedy names what keeps the planner from leaving one."""
     _saved(tmp_path, case.Training("row_wise", then))
     replicated = now == "data_parallel"
@@ -179,7 +177,7 @@ def test_another_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str,
     ckpt.close()
 
 
-def test_what_was_never_tested_is_refused_by_name() -> None:
+def test_untested_sharding_is_refused_by_name() -> None:
     """Sharded modules of other kinds, two-dimensional parallelism, optimizers of TorchRec that hold state apart."""
     training = case.Training("table_wise")
     for kind, words in (
@@ -202,7 +200,7 @@ def test_what_was_never_tested_is_refused_by_name() -> None:
         Tracking(training.model)
 
 
-def test_a_write_from_outside_marks_everything() -> None:
+def test_external_write_marks_all_rows() -> None:
     """Loading a state_dict moves torch's version of the kernel's memory, which its own updates do not."""
     training = case.Training("column_wise")
     tracking = Tracking(training.model, settings=TrackingSettings(hash_below_bytes=0))

@@ -46,7 +46,7 @@ def proxy(cloud: CloudServer) -> Iterator[FaultyProxy]:
         yield proxy
 
 
-def test_a_lost_acknowledgement_is_not_taken_for_a_lost_race(cloud: CloudServer, proxy: FaultyProxy) -> None:
+def test_lost_acknowledgement_is_not_a_conflict(cloud: CloudServer, proxy: FaultyProxy) -> None:
     """A create whose answer was lost is of unknown outcome, not refused; the object is there, and a second finds it."""
     bucket = cloud.new_bucket()
     with bare(cloud, bucket, proxy.port) as store:
@@ -59,7 +59,7 @@ def test_a_lost_acknowledgement_is_not_taken_for_a_lost_race(cloud: CloudServer,
             store.put_if_absent("log/0", b"another's")
 
 
-def test_a_read_that_breaks_off_goes_on(cloud: CloudServer, proxy: FaultyProxy) -> None:
+def test_interrupted_read_is_resumed(cloud: CloudServer, proxy: FaultyProxy) -> None:
     with bare(cloud, cloud.new_bucket(), proxy.port) as store:
         store.put("a.pack", DATA)
         proxy.truncate(1_000_000, 2)
@@ -71,7 +71,7 @@ def test_a_read_that_breaks_off_goes_on(cloud: CloudServer, proxy: FaultyProxy) 
         assert out == DATA[500_000:2_500_000]
 
 
-def test_silence_ends(cloud: CloudServer, proxy: FaultyProxy) -> None:
+def test_unresponsive_server_times_out(cloud: CloudServer, proxy: FaultyProxy) -> None:
     """An upload or a read that a server does not answer is given up, and the caller's memory is its own again."""
     bucket = cloud.new_bucket()
     with bare(cloud, bucket, idle_timeout_s=0.3) as direct, bare(cloud, bucket, proxy.port, 0.3) as store:
@@ -87,7 +87,7 @@ def test_silence_ends(cloud: CloudServer, proxy: FaultyProxy) -> None:
             list(store.list(""))
 
 
-def test_the_deadline_holds_and_a_read_may_have_a_shorter_silence(cloud, proxy):
+def test_deadline_and_shorter_read_timeout(cloud, proxy):
     with bare(cloud, cloud.new_bucket(), proxy.port) as store:
         proxy.hang = True
         data = bytearray(10_000_000)
@@ -112,7 +112,9 @@ def test_the_deadline_holds_and_a_read_may_have_a_shorter_silence(cloud, proxy):
         (400, b"<Error><Code>InvalidInput</Code><Message>what?</Message></Error>", RequestRefused),
     ],
 )
-def test_answers_are_named(cloud: CloudServer, status: int, body: bytes, error: type[Exception]) -> None:
+def test_http_status_maps_to_error(
+    cloud: CloudServer, status: int, body: bytes, error: type[Exception]
+) -> None:
     """A status by what can be done about it; only our own retries happen; the code stays in the message."""
     with FixedAnswers(status, body) as answers:
         store = RetryingStore(
@@ -126,7 +128,7 @@ def test_answers_are_named(cloud: CloudServer, status: int, body: bytes, error: 
             assert body.split(b"<Code>")[1].split(b"</Code>")[0].decode() in str(caught.value)
 
 
-def test_a_page_that_answers_everything_is_no_store(cloud: CloudServer) -> None:
+def test_login_page_is_not_a_store(cloud: CloudServer) -> None:
     """A proxy that wants a login answers 200: no listing is empty for that, and no object is stored."""
     page = b"<html>log in</html>"
     with FixedAnswers(200, page, {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}) as answers:
@@ -139,7 +141,7 @@ def test_a_page_that_answers_everything_is_no_store(cloud: CloudServer) -> None:
                 store.put("log/0", b"x")
 
 
-def test_a_missing_bucket_is_told_from_a_missing_object(cloud: CloudServer) -> None:
+def test_missing_bucket_differs_from_missing_object(cloud: CloudServer) -> None:
     with open_store(cloud.url("test-that-is-not-there")) as store:
         for ask in (
             lambda: store.put("a", b"x"),
@@ -153,7 +155,7 @@ def test_a_missing_bucket_is_told_from_a_missing_object(cloud: CloudServer) -> N
                 ask()
 
 
-def test_a_wrong_key_is_denied(azure: CloudServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_key_is_denied(azure: CloudServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Azurite checks signatures: the error names where the key came from, and does not repeat it."""
     wrong = "d3Jvbmcta2V5LXdyb25nLWtleS13cm9uZw=="
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", wrong)
@@ -163,7 +165,7 @@ def test_a_wrong_key_is_denied(azure: CloudServer, monkeypatch: pytest.MonkeyPat
     assert wrong not in str(caught.value)
 
 
-def test_a_credentials_file_may_come_later_and_change(cloud, tmp_path, monkeypatch):
+def test_credentials_file_may_appear_later_and_change(cloud, tmp_path, monkeypatch):
     """As a Secret of a pod does: until then `CredentialsMissing`, from the next request on it is used."""
     bucket, path = cloud.new_bucket(), tmp_path / "credentials"
     for name in cloud.environment:

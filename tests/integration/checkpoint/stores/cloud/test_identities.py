@@ -23,7 +23,7 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.lower(), raising=False)
 
 
-def test_a_federated_token_of_aks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aks_federated_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The projected token may come later; it is shown to the token service, whose token goes to the store."""
     path = tmp_path / "store"
     monkeypatch.setenv("AZURE_FEDERATED_TOKEN_FILE", str(path))
@@ -54,7 +54,7 @@ def test_a_federated_token_of_aks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert len(tokens.heard) == asked, "a token is kept as long as it lasts"
 
 
-def test_a_token_that_the_store_refuses_is_asked_for_anew(tmp_path, monkeypatch):
+def test_refused_token_is_renewed(tmp_path, monkeypatch):
     path = tmp_path / "store"
     path.write_text("projected")
     for name, value in {"FEDERATED_TOKEN_FILE": str(path), "CLIENT_ID": "c", "TENANT_ID": "t"}.items():
@@ -73,7 +73,7 @@ def test_a_token_that_the_store_refuses_is_asked_for_anew(tmp_path, monkeypatch)
                 assert len(tokens.heard) == times
 
 
-def test_the_metadata_server_of_gke(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gke_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         FixedAnswers(200, TOKEN, {"Content-Type": "application/json"}) as metadata,
         FixedAnswers(404, NONE) as service,

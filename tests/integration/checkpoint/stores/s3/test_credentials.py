@@ -46,7 +46,7 @@ def token(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) -> None:
+def test_environment_takes_precedence(http: urllib3.PoolManager, tmp_path: Path) -> None:
     """AWS names before MinIO's before files; a session token goes along; half a pair is none."""
     path = tmp_path / "credentials"
     path.write_text(
@@ -68,7 +68,7 @@ def test_the_environment_comes_first(http: urllib3.PoolManager, tmp_path: Path) 
     assert StandardProvider(http=http, environment=environment).retrieve().access_key == "fp"
 
 
-def test_a_web_identity(http, token, monkeypatch):
+def test_web_identity(http, token, monkeypatch):
     """The token's file is exchanged at the token service; kept while it lives, asked again when it is about to end."""
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/r")
     soon = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -81,7 +81,7 @@ def test_a_web_identity(http, token, monkeypatch):
             assert sts.requests == requests
 
 
-def test_a_token_service_that_is_down_is_worth_a_retry(http, token, monkeypatch):
+def test_unavailable_token_service_is_retryable(http, token, monkeypatch):
     """Down is unavailable, refused is denied; and the web token is in no message."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(StoreUnavailable, match="token service") as caught:
@@ -152,7 +152,7 @@ def keys_of(name: str) -> str:
     return f"aws_access_key_id = {name}\naws_secret_access_key = 5%s\n"
 
 
-def test_the_profile_is_chosen_as_botocore_does(http, home, monkeypatch):
+def test_profile_precedence_matches_botocore(http, home, monkeypatch):
     """Keys of the config file, a process before them, keys of the credentials file before both."""
     config = home / ".aws" / "config"
     config.write_text(f"[default]\n{keys_of('config')}[profile p]\n{keys_of('config-p')}")
@@ -170,7 +170,7 @@ def test_the_profile_is_chosen_as_botocore_does(http, home, monkeypatch):
         StandardProvider(http=http).retrieve()
 
 
-def test_a_role_is_assumed_from_a_source_profile(http, home, monkeypatch):
+def test_role_is_assumed_from_source_profile(http, home, monkeypatch):
     (home / ".aws" / "config").write_text(
         f"[default]\nregion = eu-west-1\nrole_arn = arn:aws:iam::1:role/r\nsource_profile = base\n{keys_of('unused')}"
         f"[profile base]\n{keys_of('base')}"
@@ -191,7 +191,7 @@ def test_a_role_is_assumed_from_a_source_profile(http, home, monkeypatch):
         StandardProvider(http=http).retrieve()
 
 
-def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(http, home, monkeypatch):
+def test_failed_botocore_chain_gives_one_line_error(http, home, monkeypatch):
     """No login, a process that fails, and no botocore; never a word of what a process printed."""
     config = home / ".aws" / "config"
     sso = "sso_start_url = https://x.awsapps.com/start\nsso_region = eu-west-1\nsso_account_id = 1\nsso_role_name = r\n"
@@ -210,7 +210,7 @@ def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(http, hom
     assert "deltashard[aws]" in caught.value.remedy
 
 
-def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadline(http, home):
+def test_hanging_credential_process_is_bounded_by_deadline(http, home):
     (home / "gate").touch()
     script = home / "slow.sh"
     script.write_text(
@@ -226,7 +226,7 @@ def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadlin
     assert provider.retrieve().access_key == "late"
 
 
-def test_a_pod_identity_token_may_end_in_a_newline(http, home, monkeypatch):
+def test_pod_identity_token_may_end_in_newline(http, home, monkeypatch):
     token = home / "token"
     token.write_text("a.pod.token\n")
     answer = f'{{"AccessKeyId": "pod", "SecretAccessKey": "s", "Token": "t", "Expiration": "{in_an_hour()}"}}'
@@ -240,7 +240,7 @@ def test_a_pod_identity_token_may_end_in_a_newline(http, home, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["no section", "[default", "\xff", "[default]\naws_access_key_id\n"])
-def test_a_file_of_another_kind_is_named(http: urllib3.PoolManager, home: Path, text: str) -> None:
+def test_malformed_credentials_file_is_named(http: urllib3.PoolManager, home: Path, text: str) -> None:
     path = home / ".aws" / "credentials"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(CredentialsMissing, match="profile default") as caught:

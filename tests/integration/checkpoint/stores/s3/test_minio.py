@@ -44,7 +44,7 @@ class TestMinioUnderPrefix(StoreTests):
             yield store
 
 
-def test_a_refused_upload_breaks_no_later_request(minio_url: str) -> None:
+def test_refused_upload_does_not_break_next_request(minio_url: str) -> None:
     """MinIO hangs up after a refusal without announcing it; whoever comes next must get an answer, not the reset."""
     with open_store(minio_url, policy=RetryPolicy(attempts=1)) as store:
         store.put_if_absent("log/0", b"first")
@@ -78,7 +78,7 @@ def test_wrong_secret(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
             store.head("a")
 
 
-def test_a_shifted_clock(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_skew_is_reported(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signature an hour off is a clock's fault, and the error says by how much, whatever the store called it."""
     shifted = lambda: datetime.now(UTC) + timedelta(hours=1)  # noqa: E731
     monkeypatch.setattr(minio.time, "utcnow", shifted)
@@ -89,7 +89,7 @@ def test_a_shifted_clock(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> Non
                 call()
 
 
-def test_a_store_without_conditional_put(minio_server: MinioServer, minio_url: str) -> None:
+def test_store_without_conditional_put_is_refused(minio_server: MinioServer, minio_url: str) -> None:
     """A store that overwrites is refused by the probe; the header is what makes the difference."""
     with FaultyProxy(minio_server.port) as proxy:
         through = minio_url.replace(str(minio_server.port), str(proxy.port))
@@ -101,7 +101,7 @@ def test_a_store_without_conditional_put(minio_server: MinioServer, minio_url: s
             assert list(store.list("")) == []
 
 
-def test_a_damaged_upload_is_refused(minio_server: MinioServer, minio_url: str) -> None:
+def test_corrupt_upload_is_refused(minio_server: MinioServer, minio_url: str) -> None:
     """The server checks what arrives against the checksum header: one flipped bit on the way never becomes an object."""
     data = b"A" * 500_000 + b"NEEDLE" + b"B" * 500_000
     with FaultyProxy(minio_server.port) as proxy:
@@ -119,7 +119,7 @@ def test_a_damaged_upload_is_refused(minio_server: MinioServer, minio_url: str) 
 # -- what the network and the server do -----------------------------------------------------------------------
 
 
-def test_a_lost_acknowledgement_is_ambiguous(minio_server: MinioServer, minio_url: str) -> None:
+def test_lost_acknowledgement_is_ambiguous(minio_server: MinioServer, minio_url: str) -> None:
     """A create-only put whose answer is lost raises `StoreUnavailable`, is not tried again, and did happen."""
     with (
         FaultyProxy(minio_server.port) as proxy,
@@ -134,7 +134,7 @@ def test_a_lost_acknowledgement_is_ambiguous(minio_server: MinioServer, minio_ur
             store.put_if_absent("log/0", b"mine")
 
 
-def test_a_truncated_read_goes_on_where_it_stopped(minio_server: MinioServer, minio_url: str) -> None:
+def test_truncated_read_resumes_at_offset(minio_server: MinioServer, minio_url: str) -> None:
     """An answer cut three times is completed by range, byte for byte, in one attempt; only what is missing is sent."""
     data = bytes(range(256)) * 20_000
     bucket = minio_url.split("/")[2].partition("?")[0]
@@ -156,7 +156,7 @@ def test_a_truncated_read_goes_on_where_it_stopped(minio_server: MinioServer, mi
             store.get("cut")
 
 
-def test_an_object_too_large_to_be_read_whole_is_not_read(minio_url: str) -> None:
+def test_oversized_object_is_not_read(minio_url: str) -> None:
     """The length an answer announces is judged before memory is taken for it, and before the body is read."""
     with (
         FixedAnswers(200, headers={"Content-Length": str(1 << 50), "Connection": "close"}) as server,
@@ -168,23 +168,23 @@ def test_an_object_too_large_to_be_read_whole_is_not_read(minio_url: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "error", "said"),
+    ("status", "body", "error", "message"),
     [
         (501, b"<Error><Code>NotImplemented</Code></Error>", ConditionalPutUnsupported, "NotImplemented"),
         (405, b"<html><body>Welcome to nginx</body></html>", RequestRefused, "405"),
         (507, b"<Error><Code>XMinioStorageFull</Code></Error>", StoreFull, "XMinioStorageFull"),
     ],
 )
-def test_answers_are_named(minio_url, status, body, error, said):
+def test_http_status_maps_to_error(minio_url, status, body, error, message):
     """An older gateway's, another web server's, and a full store's."""
     with FixedAnswers(status, body, {"Content-Type": "text/html"} if b"html" in body else {}) as server:
         url = f"s3://some-bucket?endpoint=http://127.0.0.1:{server.port}"
-        with open_store(url) as store, pytest.raises(error, match=said):
+        with open_store(url) as store, pytest.raises(error, match=message):
             store.put_if_absent("a", b"x")
         assert server.requests == 1
 
 
-def test_a_missing_bucket_is_told_from_a_missing_object(minio_server, minio_url):
+def test_missing_bucket_differs_from_missing_object(minio_server, minio_url):
     with open_store(minio_server.url("no-such-bucket-here", "prefix")) as store:
         for call, *arguments in (
             *(
@@ -199,7 +199,7 @@ def test_a_missing_bucket_is_told_from_a_missing_object(minio_server, minio_url)
                 call(*arguments)
 
 
-def test_a_server_that_trickles_is_no_silence_but_the_deadline_ends_it(minio_url):
+def test_trickling_server_is_stopped_by_deadline_only(minio_url):
     with Trickle(0.05) as server:
         store = S3Store(bucket="some-bucket", endpoint=f"http://127.0.0.1:{server.port}")
         with store, deadline(3.0), pytest.raises(StoreUnavailable, match="deadline"):
