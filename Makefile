@@ -95,6 +95,7 @@ lint: venv
 	.venv/bin/ruff check --preview --select PLR0904 checkpoint trainer sidecar cli operator
 	.venv/bin/ruff format --check .
 	$(RUN) tools/budget.py
+	$(RUN) tools/words.py
 	.venv/bin/codespell
 	.venv/bin/hadolint images/Dockerfile
 

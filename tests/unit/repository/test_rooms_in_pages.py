@@ -42,9 +42,10 @@ def test_every_stop_of_the_walk_is_there() -> None:
 
 
 def test_every_page_of_docs_is_linked() -> None:
-    """Every page of docs/ is reached by a link of another page."""
+    """Every page of docs/ is in the site's navigation or reached by a link of another page."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    linked: set[Path] = set()
+    navigation = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    linked = {ROOT / "docs" / page for page in navigation}
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             to = (page.parent / target).resolve()
