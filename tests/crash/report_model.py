@@ -28,7 +28,7 @@ from deltashard_checkpoint.vocabulary import ORDERS_KEY
 from deltashard_operator.controller import writer
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.fleet import report as reports
-from deltashard_operator.kube.call import Answer, ApiUnavailable
+from deltashard_operator.kube.call import ApiResponse, ApiUnavailable
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
@@ -63,10 +63,10 @@ class Api:
         self.late: list[asyncio.Event] = []
         """Calls whose answer waits."""
 
-    async def every(self, path: str, **_: Any) -> list[dict[str, Any]]:
+    async def list_all(self, path: str, **_: Any) -> list[dict[str, Any]]:
         return [copy.deepcopy(each) for each in [self.objects.get(RUN)] if each is not None]
 
-    async def __call__(self, method: str, path: str, body: Any = None, **_: Any) -> Answer:
+    async def __call__(self, method: str, path: str, body: Any = None, **_: Any) -> ApiResponse:
         fault = self.world.random.choices(("", "before", "after"), (8, 1, 1))[0] if self.world.faulty else ""
         if fault == "before":
             raise ApiUnavailable("nobody answers")
@@ -79,30 +79,30 @@ class Api:
             raise ApiUnavailable("the answer is lost")
         return answer
 
-    def answer(self, method: str, path: str, body: Any) -> Answer:
+    def answer(self, method: str, path: str, body: Any) -> ApiResponse:
         path = path.removesuffix("/status")
         if method == "POST":
             path = f"{path}/{body['metadata']['name']}"
             if path in self.objects:
-                return Answer(status=409, document={})
+                return ApiResponse(status=409, document={})
             now = timestamp(self.world.wall_s)
             body["metadata"] |= {"uid": path.rpartition("/")[2], "creationTimestamp": now}
             return self.stored(path, body)
         found = self.objects.get(path)
         if found is None:
-            return Answer(status=404, document={})
+            return ApiResponse(status=404, document={})
         if method == "PATCH":
             if body["metadata"].get("resourceVersion") not in ("", found["metadata"]["resourceVersion"]):
-                return Answer(status=409, document={})
+                return ApiResponse(status=409, document={})
             status = {**found.get("status", {}), **body["status"]}
             found["status"] = {key: value for key, value in status.items() if value is not None}
             return self.stored(path, found)
-        return Answer(status=200, document=copy.deepcopy(found))
+        return ApiResponse(status=200, document=copy.deepcopy(found))
 
-    def stored(self, path: str, document: dict[str, Any]) -> Answer:
+    def stored(self, path: str, document: dict[str, Any]) -> ApiResponse:
         document["metadata"]["resourceVersion"] = str(next(self.versions))
         self.objects[path] = document
-        return Answer(status=200, document=copy.deepcopy(document))
+        return ApiResponse(status=200, document=copy.deepcopy(document))
 
 
 class Sidecar:
@@ -209,9 +209,9 @@ class World:
     def delivered(self, body: bytes) -> bytes:
         """A call reaches one of the controllers, which answers."""
         controller = self.random.choice(self.controllers)
-        said = reports.report_of(fleet.ReportRequest.FromString(body))
-        (entry,) = controller._books
-        before, known = entry.run, entry.run.heard.get(said.who.pod_uid)
+        said = reports.parse_report(fleet.ReportRequest.FromString(body))
+        (entry,) = controller._run_store
+        before, known = entry.run, entry.run.last_reports.get(said.who.pod_uid)
         reply = controller.report(said)
         newest = known.report if known is not None and known.report.process == said.process else None
         stale = newest is not None and said.sequence <= newest.sequence
@@ -365,5 +365,5 @@ def run_schedule(seed: int, steps: int = 250) -> None:
                 world.end(number)
 
     # A run that tells more than it may has Events that are missing.
-    with capture_logs(), mock.patch.object(writer, "BURST", 1000):
+    with capture_logs(), mock.patch.object(writer, "RUN_EVENT_BURST", 1000):
         asyncio.run(scenario())

@@ -64,11 +64,11 @@ def _due_once() -> Callable[..., Any]:
     return due
 
 
-_told, _due, _event = ledger.told, directive.due, writer.event
+_told, _due, _event = ledger.acknowledged_id, directive.due, writer.event
 _write, _with_incident = status.write, report_change._with_incident
 MUTANTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
-    "told before it is durable": (ledger, "told", lambda: _all_told),
-    "told past one that is not durable": (ledger, "told", lambda: _told_with_gaps),
+    "told before it is durable": (ledger, "acknowledged_id", lambda: _all_told),
+    "told past one that is not durable": (ledger, "acknowledged_id", lambda: _told_with_gaps),
     "a status is patched in any version": (status, "write", lambda: _write_over),
     "a restore is counted by process, not by attempt": (
         report_change,

@@ -88,7 +88,7 @@ class System:
         if what != "cluster":
             self.controller_after[what] = self.controller.usage()
 
-    def wait_taken(self, number: int, what: str = "taken") -> None:
+    def wait_taken(self, number: int, what: str = "accepted") -> None:
         """Until reports of so many sidecars (or of `speakers` among them) were taken since the mark."""
 
         def all_here() -> bool:

@@ -13,7 +13,7 @@ from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.status import ALL
 from deltashard_operator.kube import cluster_name
-from deltashard_operator.kube.call import Answer, Caller
+from deltashard_operator.kube.call import ApiResponse, Caller
 
 Document = dict[str, Any]
 
@@ -34,20 +34,20 @@ class Api:
 
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
-    ) -> Answer:
+    ) -> ApiResponse:
         self.asked.append(f"{method} {path}")
         if method == "POST" and path.endswith("/checkpointruns") and body is not None:
             metadata = {**body["metadata"], "uid": "made", "creationTimestamp": "2026-01-01T00:00:00Z"}
-            return Answer(status=201, document={**body, "metadata": metadata})
+            return ApiResponse(status=201, document={**body, "metadata": metadata})
         if method == "PATCH" and path.endswith("/status"):
             self.writing.set()
             await self.let_go.wait()
-            return Answer(status=404, document={})
+            return ApiResponse(status=404, document={})
         if method == "DELETE":
-            return Answer(status=403, document={"reason": "Forbidden"})
-        return Answer(status=404 if method == "GET" else 200, document={})
+            return ApiResponse(status=403, document={"reason": "Forbidden"})
+        return ApiResponse(status=404 if method == "GET" else 200, document={})
 
-    async def every(self, path: str, **_: Any) -> list[Document]:
+    async def list_all(self, path: str, **_: Any) -> list[Document]:
         assert path == ALL
         return self.stored
 

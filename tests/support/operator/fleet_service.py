@@ -14,7 +14,7 @@ from typing import Any, Self
 import urllib3
 from deltashard_checkpoint.process import listen
 from deltashard_operator.fleet.metric import FleetMetrics
-from deltashard_operator.fleet.report import Refused, Reply, Report, Unknown
+from deltashard_operator.fleet.report import Reply, Report, ReportRefused, UnknownPod
 from deltashard_operator.fleet.service import BoundedListener, ReportServer
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube import cluster_name
@@ -95,11 +95,11 @@ class Book:
 
 
 def unknown(_report: Report) -> Reply:
-    raise Unknown("no such pod is known")
+    raise UnknownPod("no such pod is known")
 
 
 def refused(_report: Report) -> Reply:
-    raise Refused("not of this workload")
+    raise ReportRefused("not of this workload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ async def serving(api: ApiAccess) -> AsyncIterator[Service]:
         certificate = Certificate(folder, "fleet", metrics.registry)
         certificate.reload()
         server = ReportServer(
-            ledger=book.report,
+            handle_report=book.report,
             reviewer=reviewer,
             certificate=certificate,
             metrics=metrics,

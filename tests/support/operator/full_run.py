@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Crash, Loss
 from deltashard_operator.run.ledger import Ledger
-from deltashard_operator.run.observed_object import PodView, Wish, Workload, timestamp
+from deltashard_operator.run.observed_object import PodView, RequestedSettings, Workload, timestamp
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Progress, Run, RunPart
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -56,10 +56,15 @@ def changed(message: M, **fields: Any) -> M:
 def full_run() -> Run:
     return Run(
         workload=WORKLOAD,
-        wish=Wish(policy="fast"),
+        requested=RequestedSettings(policy="fast"),
         pods={
             "p-1": PodView(
-                uid="p-1", name="train-x", workload=WORKLOAD, wish=Wish(), node="node-a", index="0"
+                uid="p-1",
+                name="train-x",
+                workload=WORKLOAD,
+                requested=RequestedSettings(),
+                node="node-a",
+                index="0",
             )
         },
         parts={"": RunPart(attempt=34, seq=7, committed_at_s=NOW_S - 30, kept=KEPT)},
@@ -100,9 +105,9 @@ def full_run() -> Run:
             decisions=(DECISION,),
         ),
         phase=Phase.TRAINING,
-        trains_since_s=NOW_S - 100,
+        training_since_s=NOW_S - 100,
         trained_s=150000.0,
-        judged_s=NOW_S,
+        reconciled_s=NOW_S,
         conditions=(
             Condition(type="Ready", status="True", reason="Checkpointing", message="x", since_s=NOW_S - 100),
         ),

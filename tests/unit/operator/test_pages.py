@@ -12,9 +12,9 @@ from deltashard_operator.api import annotation
 from deltashard_operator.api.refusal import CODES
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.report import IncidentKind
-from deltashard_operator.run.judgement import CHANGED, EVENTS, TROUBLES
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.report_change import event_of
+from deltashard_operator.run.reconcile import CHANGE_REASONS, EVENT_REASONS, PROBLEMS
+from deltashard_operator.run.report_change import event_reason
 
 from tests.support.operator.example import WORKLOADS, documents
 from tests.support.server.minio_server import ROOT
@@ -66,7 +66,7 @@ def test_every_code_has_its_section() -> None:
 @pytest.mark.parametrize(
     ("page", "header", "said"),
     [
-        (TROUBLES_PAGE, "| condition |", TROUBLES),
+        (TROUBLES_PAGE, "| condition |", PROBLEMS),
         (RUNS_PAGE, "| phase | what it means |", Phase),
     ],
     ids=["conditions", "phases"],
@@ -80,8 +80,13 @@ def test_every_event_is_on_the_page() -> None:
     files = ("run/report_change", "run/watched_run", "controller/reclaimer", "controller/writer")
     sources = "".join((folder / f"{name}.py").read_text() for name in files)
     told = set(re.findall(r'(?:Notice\(reason=|(?=.Reclaim))"(\w+)"', sources))
-    told |= {event_of(each) for each in {*IncidentKind} - {IncidentKind.UNKNOWN, IncidentKind.TRAINER_LOST}}
-    assert words(RUNS_PAGE, "| reason | type | when |") == told | {*EVENTS.values(), *CHANGED.values()}
+    told |= {
+        event_reason(each) for each in {*IncidentKind} - {IncidentKind.UNKNOWN, IncidentKind.TRAINER_LOST}
+    }
+    assert words(RUNS_PAGE, "| reason | type | when |") == told | {
+        *EVENT_REASONS.values(),
+        *CHANGE_REASONS.values(),
+    }
 
 
 def test_every_metric_of_the_controller_is_on_the_page() -> None:

@@ -46,7 +46,7 @@ def test_report_is_accepted_and_answered(api: ApiAccess, pod: Pod, token: str) -
                 assert (found.status, found.reply.sequence, found.reply.next_s) == (200, sequence, 15.0)
                 assert (found.reply.speaks, found.reply.told, found.reply.saves[0].pin) == (True, 4, "best")
             assert [each.who.pod_uid for each in service.book.reports] == [pod.uid] * 2
-            assert service.value("reports_total", outcome="taken") == 2
+            assert service.value("reports_total", outcome="accepted") == 2
             assert service.value("report_seconds_count") == 2
             assert service.value("token_reviews_total", outcome="authentic") == 1
             assert service.value("token_reviews_total", outcome="cached") == 1
@@ -74,8 +74,8 @@ def test_rejected_report_has_reason(api: ApiAccess, http: Rest, pod: Pod, token:
         (token, pod.report(who={"namespace": "No Name"}), 400, "bad_report"),
         (token, b"\xff garbage", 400, "bad_report"),
         (token, b"\0" * (reports.MAX_BODY_BYTES + 1), 413, "too_large"),
-        (token, pod.report(protocol=FLEET_PROTOCOL.most + 1), 409, "no_protocol"),
-        (token, b"", 409, "no_protocol"),
+        (token, pod.report(protocol=FLEET_PROTOCOL.most + 1), 409, "unsupported_protocol"),
+        (token, b"", 409, "unsupported_protocol"),
     ]
 
     async def scenario() -> None:
@@ -109,7 +109,7 @@ def test_token_of_deleted_pod_is_rejected(api: ApiAccess, http: Rest) -> None:
             statuses: set[int] = set()
             async with asyncio.timeout(120):
                 while 401 not in statuses:
-                    service.reviewer._good.clear()
+                    service.reviewer._cache.clear()
                     statuses.add((await service.post(token, gone.report())).status)
 
     asyncio.run(scenario())
@@ -179,7 +179,7 @@ def test_connections_are_bounded(
             late, writer = await asyncio.open_connection("127.0.0.1", service.port)
             assert await late.read() == b""
             writer.close()
-            assert service.value("reports_total", outcome=reports.CROWDED) == 1
+            assert service.value("reports_total", outcome=reports.TOO_MANY_CONNECTIONS) == 1
             for reader, writer in held:
                 writer.write_eof()
                 assert await reader.read() == b""  # the server has closed it

@@ -74,18 +74,18 @@ async def test_one_of_two_leads_until_lease_expires(api: ApiAccess, http: Rest, 
     await first.acquire()
     assert first.held
     assert holder(http, namespace) == "first"
-    assert not await second._try()
+    assert not await second._acquire_or_renew()
     for _ in range(10):  # it renews, so nobody takes it
         world.now_s += leases.RENEW_S
-        assert await first._try()
-        assert not await second._try()
+        assert await first._acquire_or_renew()
+        assert not await second._acquire_or_renew()
     silent_s = world.now_s
     world.now_s = silent_s + leases.DURATION_S - leases.MARGIN_S - 0.1
     assert first.held
     world.now_s += 0.2
     assert not first.held
     world.now_s = silent_s + leases.DURATION_S - 0.1
-    assert not await second._try()
+    assert not await second._acquire_or_renew()
     world.now_s += 0.2
     await second.acquire()
     assert second.held
@@ -122,8 +122,11 @@ async def test_stopping_releases_lease_and_restart_reacquires_it(
 async def test_concurrent_acquire_has_one_winner(api: ApiAccess, namespace: str) -> None:
     world = LeaseHarness(api, namespace)
     mine = [world.lease(f"c-{n}") for n in range(8)]
-    took = await asyncio.gather(*(each._try() for each in mine))
-    took = [a or b for a, b in zip(took, await asyncio.gather(*(each._try() for each in mine)), strict=True)]
+    took = await asyncio.gather(*(each._acquire_or_renew() for each in mine))
+    took = [
+        a or b
+        for a, b in zip(took, await asyncio.gather(*(each._acquire_or_renew() for each in mine)), strict=True)
+    ]
     assert sum(took) == 1
     assert [each.held for each in mine] == took
     await world.call.close()
@@ -139,7 +142,7 @@ def test_no_leader_without_right_to_create_lease(apiserver: ApiServer, http: Res
         both = [world.lease("first"), world.lease("second")]
 
         async def tried() -> list[bool]:
-            return [await each._try() for each in both]
+            return [await each._acquire_or_renew() for each in both]
 
         while "cannot create" not in both[0].refused:  # the API server learns of a role in a moment
             assert await tried() == [False, False]
@@ -164,7 +167,7 @@ def test_api_outage_does_not_end_controller(namespace: str) -> None:
     async def scenario(server: FixedAnswers) -> None:
         world = LeaseHarness(access_to(server.port), namespace)
         lease = world.lease("first")
-        assert not await lease._try()
+        assert not await lease._acquire_or_renew()
         assert not lease.held
         guarded = Caller(access_to(server.port), may_write=lambda: lease.held)
         before = server.requests
@@ -191,7 +194,7 @@ def test_hung_connection_blocks_one_attempt_only(
         await lease.acquire()
         proxy.hang = True
         async with asyncio.timeout(20):
-            await lease._try()
+            await lease._acquire_or_renew()
         proxy.release()
         await lease.release()
         await world.call.close()

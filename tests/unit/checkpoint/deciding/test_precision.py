@@ -108,7 +108,7 @@ def test_check_n_run_is_one_width_for_all(model, forecast):
 
 
 @pytest.mark.parametrize(
-    ("expected", "happened", "bits"),
+    ("expected", "restores_so_far", "bits"),
     [(0.5, 0, 2), (1, 1, 2), (1, 2, 8), (3, 3, 3), (20, 4, 4), (21, 4, 8), (0, 0, 2), (2.5, 3, 8)],
 )
 def test_check_n_runs_table(expected, restores_so_far, bits):

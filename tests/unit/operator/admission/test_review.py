@@ -56,7 +56,7 @@ def injected(document: Document, spec: Document | None = None) -> Document:
 def test_everything_else_is_admitted_untouched(document: Document) -> None:
     """Not annotated, or not ours to inject: no patch, no refusal, no policy asked for."""
     untouched = sample.parsed(document)
-    assert isinstance(untouched, review.Answer)
+    assert isinstance(untouched, review.ReviewResult)
     assert untouched.outcome == "unchanged"
     assert untouched.review["response"] == {"uid": "0b4f3c1e-0000-0000-0000-000000000001", "allowed": True}
 
@@ -104,7 +104,7 @@ def test_warnings(document: Document, spec: Document, said: str) -> None:
 
 def test_autoscalers_and_backups_know_that_our_volumes_hold_nothing() -> None:
     """Else a node stays for the cache, and a backup copies it. What the user says stays as it is: templates are immutable."""
-    evict, backup = cluster_name.EVICTABLE_VOLUMES, cluster_name.UNSAVED_VOLUMES
+    evict, backup = cluster_name.EVICTABLE_VOLUMES, cluster_name.BACKUP_EXCLUDED_VOLUMES
     document = job(OPT_IN)
     notes = injected(document)["spec"]["template"]["metadata"]["annotations"]
     assert (notes[evict], notes[backup]) == ("deltashard-cache", "deltashard-shm,deltashard-cache")
@@ -117,7 +117,7 @@ def test_autoscalers_and_backups_know_that_our_volumes_hold_nothing() -> None:
 )
 def test_what_is_no_review_is_not_answered(body: Any) -> None:
     """It is the caller's fault, and said so."""
-    with pytest.raises(review.BadReview):
+    with pytest.raises(review.InvalidReview):
         review.parse(json.dumps(body).encode())
 
 
@@ -151,7 +151,7 @@ def test_another_word_than_the_copied_sidecars_is_refused(key: str, value: str |
     document["metadata"]["annotations"] = {key: word for key, word in notes.items() if word is not None}
     del document["spec"]["template"]["metadata"]["annotations"]["deltashard.io/policy"]
     refused = sample.parsed(document)
-    assert isinstance(refused, review.Answer)
+    assert isinstance(refused, review.ReviewResult)
     assert (refused.outcome, f"deltashard.io/{key}: " in refused.sentence) == ("CopiedManifest", True)
     assert "take the container deltashard-sidecar" in refused.sentence
 

@@ -27,7 +27,7 @@ from deltashard_operator.admission.run_holder import RunClaim
 def test_a_run_stays_in_its_store(was: str, now: str, moved: bool, words: dict[str, str]) -> None:
     """Whoever asks for it: a workload by run-id, the next pod of its own, or a run that begins with its checkpoint."""
     record = {"metadata": {"name": "w-x"}, "spec": {"runId": "exp"}, "status": {"store": was}}
-    refusal = run_holder._moved(RunClaim(namespace="n", **words), record, now)
+    refusal = run_holder._store_moved(RunClaim(namespace="n", **words), record, now)
     assert (refusal is not None) == moved
     if refusal is not None:
         assert (refusal.code, refusal.where == "deltashard.io/restore-from") == (
@@ -35,4 +35,4 @@ def test_a_run_stays_in_its_store(was: str, now: str, moved: bool, words: dict[s
             "source" in words,
         )
     gone = record | {"status": {"store": was, "reclaim": {"state": "Removed"}}}
-    assert run_holder._moved(RunClaim(namespace="n", run_id="exp"), gone, now) is None
+    assert run_holder._store_moved(RunClaim(namespace="n", run_id="exp"), gone, now) is None

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet.report import Refused, Report, Who
+from deltashard_operator.fleet.report import Report, ReportRefused, Who
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import watched_run
 from deltashard_operator.run.watched_run import Run
@@ -57,7 +57,7 @@ def held(*events: Document) -> dict[str, Run]:
         for document in events:
             (watches.on_pod if document.get("kind") == "Pod" else watches.on_job)(document)
         watches.on_list()
-        await watches.settle()
+        await watches.resolve_waiting()
         return {each.workload.uid: each for each in controller.runs()}
 
     return asyncio.run(scenario())
@@ -66,7 +66,7 @@ def held(*events: Document) -> dict[str, Run]:
 def test_anothers_job_is_none_of_ours() -> None:
     """It is not among the Jobs that are listed, and lives all the same."""
     run = held(pod(("batch.volcano.sh/v1alpha1", "Job", "o-1")))["o-1"]
-    assert (run.workload.native, run.workload.called) == ("", "Job.batch.volcano.sh w")
+    assert (run.workload.native, run.workload.display_name) == ("", "Job.batch.volcano.sh w")
     assert not watched_run.without_pod(run, "p-1", node_ready=True, now_s=1.0).finished
 
 
@@ -103,8 +103,8 @@ def test_no_label_makes_a_pods_words_another_runs(
         controller.watches.on_job(job(owner))
         controller.watches.on_pod(pod(None, labels))
         who = Who(namespace="n", pod="w-0", pod_uid="p-1", workload_uid=uid)
-        with pytest.raises(Refused, match="of workload p-1, not"):
+        with pytest.raises(ReportRefused, match="of workload p-1, not"):
             controller.report(Report(who=who, process="p", sequence=1))
-        assert all(not each.heard for each in controller.runs())
+        assert all(not each.last_reports for each in controller.runs())
 
     asyncio.run(scenario())

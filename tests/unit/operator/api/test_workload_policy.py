@@ -90,10 +90,10 @@ def test_what_becomes_of_a_finished_run_and_whether_the_cluster_lets_it() -> Non
     spec = {"reclaim": {"policy": "Delete", "serviceAccount": "trainer"}, "reclaiming": {"enabled": True}}
     policy = sample.policy(spec)
     assert (policy.reclaim, policy.reclaim_after_s, policy.reclaim_account) == ("Delete", 604800, "trainer")
-    assert not policy.reclaims, "no policy's word"
+    assert not policy.can_reclaim, "no policy's word"
     allowed = {**sample.DEFAULTS, "reclaiming": {"enabled": True}}
     policy = read("p", merged({"reclaim": {"after": "0s"}}, allowed))
-    assert (policy.reclaim, policy.reclaim_after_s, policy.reclaims) == ("Retain", 0, True)
+    assert (policy.reclaim, policy.reclaim_after_s, policy.can_reclaim) == ("Retain", 0, True)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_makes_no_sense_is_refused_by_the_policys_name(
     whole = spec if "missing" in says else merged(spec, sample.DEFAULTS)
     with pytest.raises(Refusal) as caught:
         read(name, whole)
-    assert caught.value.sentence.startswith(f"{workload_policy.called(name)}: ")
+    assert caught.value.sentence.startswith(f"{workload_policy.display_name(name)}: ")
     assert says in caught.value.sentence
 
 
@@ -163,7 +163,7 @@ def test_an_interval_of_ones_own_alone_makes_up_for_a_policy_without() -> None:
 def test_the_clusters_policies_are_named_apart() -> None:
     assert workload_policy.key_of("team-a", "nightly") == ("team-a", "nightly")
     assert workload_policy.key_of("team-a", "cluster/nightly") == ("", "nightly")
-    assert workload_policy.called("cluster/p") == "ClusterCheckpointPolicy p"
+    assert workload_policy.display_name("cluster/p") == "ClusterCheckpointPolicy p"
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,15 @@ from deltashard_operator.controller.controller import Controller
 from deltashard_operator.fleet.report import (
     Incident,
     IncidentKind,
-    Phase,
     PodState,
     Rank,
     Reply,
     Report,
     RunReport,
+    SidecarPhase,
     Who,
 )
-from deltashard_operator.kube.call import Answer
+from deltashard_operator.kube.call import ApiResponse
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -46,25 +46,25 @@ class Store(Api):
 
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **more: Any
-    ) -> Answer:
+    ) -> ApiResponse:
         await asyncio.sleep(0)
         if path.endswith("/events") and body is not None:
             if self.refuses:
-                return Answer(status=403, document={})
+                return ApiResponse(status=403, document={})
             name = body["metadata"]["name"]
             known = name in self.events
             self.events[name] = body
-            return Answer(status=409 if known else 201, document={})
+            return ApiResponse(status=409 if known else 201, document={})
         if method == "POST" and path.endswith("/checkpointruns") and body is not None:
             self.run = {**body, "metadata": {**body["metadata"], "uid": "made"}}
-            return Answer(status=201, document=self.run)
+            return ApiResponse(status=201, document=self.run)
         if method == "PATCH" and "/checkpointruns/" not in path:
-            return Answer(status=404, document={})
+            return ApiResponse(status=404, document={})
         if method == "PATCH" and body is not None:
             merged = self.run.get("status", {}) | body["status"]
             status = {key: value for key, value in merged.items() if value is not None}
             self.run = {**self.run, "status": status}
-            return Answer(status=200, document=self.run)
+            return ApiResponse(status=200, document=self.run)
         return await super().__call__(method, path, body, **more)
 
 
@@ -76,7 +76,7 @@ class Bench:
         self.now_s = time.time()
         self.controller: Controller = controller_of(self.api, wall=lambda: self.now_s, **options)
         self.nudged: list[str] = []
-        self.controller.follow(self.nudged.append)
+        self.controller.set_nudger(self.nudged.append)
         self._sequence = 0
 
     @property
@@ -94,7 +94,7 @@ class Bench:
         self.controller.watches.on_pod(found)
         if synced:
             self.controller.watches.on_list()
-            await self.controller.watches.settle()
+            await self.controller.watches.resolve_waiting()
 
     async def pass_by(self, seconds: float = 0.0) -> None:
         """Let time pass, and all that is to be written be written."""
@@ -108,7 +108,7 @@ class Bench:
         self._sequence += 1
         state = {
             "run": f"n/train-{UID}",
-            "phase": Phase.TRAINING,
+            "phase": SidecarPhase.TRAINING,
             "attempt": attempt,
             "ranks": (Rank(rank=0, world_size=1, step=5),),
         }
@@ -135,12 +135,12 @@ async def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_th
     metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
     policy = {"metadata": metadata, "spec": {"interval": {"every": "77s"}}}
     await bench.begin(synced=False)
-    await bench.controller.watches.settle()
+    await bench.controller.watches.resolve_waiting()
     await bench.pass_by(1)
     assert bench.nudged == []
     bench.controller.watches.on_policy(policy)
     bench.controller.watches.on_list()
-    await bench.controller.watches.settle()
+    await bench.controller.watches.resolve_waiting()
     await bench.pass_by(1)
     assert bench.nudged == [ADDRESS], "all are nudged when everything was seen"
     reply = bench.report()
@@ -161,10 +161,10 @@ async def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_le
     """As when a namespace is deleted: Job and CheckpointRun go within one write. The pump must outlive it."""
     bench = Bench(Api())
     bench.controller.watches.on_job(job())
-    bench.controller.watches.job_gone(ObjectKey("n", "train", UID), job())
+    bench.controller.watches.on_job_deleted(ObjectKey("n", "train", UID), job())
     bench.controller.tick()
     await bench.api.writing.wait()
-    bench.controller.watches.run_gone(ObjectKey("n", "train-0b4f3c1e", "made"), checkpoint_run())
+    bench.controller.watches.on_run_deleted(ObjectKey("n", "train-0b4f3c1e", "made"), checkpoint_run())
     assert not list(bench.controller.runs())
     bench.api.let_go.set()
     await bench.pass_by()
@@ -181,7 +181,7 @@ async def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
     bench = Bench(Api([odd, old, checkpoint_run(phase="Training")]))
     await bench.controller.load()
     assert [each.finished for each in bench.controller.runs()] == ["Failed", ""]
-    assert bench.metric("controller_judge_errors_total") == 2
+    assert bench.metric("controller_reconcile_errors_total") == 2
 
 
 @in_a_loop
@@ -190,12 +190,12 @@ async def test_counts_that_cannot_be_read_are_not_written_over() -> None:
     bench = Bench()
     await bench.begin()
     await bench.pass_by(1)
-    (entry,) = bench.controller._books
-    before = entry.served
+    (entry,) = bench.controller._run_store
+    before = entry.object_version
     theirs = {**bench.store.run, "status": {"ledger": "odd"}}
     with pytest.raises(ValueError, match="padding"):
-        bench.controller._writes._go_on_from(entry, theirs)
-    assert entry.served is before
+        bench.controller._writer._resume_from(entry, theirs)
+    assert entry.object_version is before
 
 
 @in_a_loop
@@ -203,7 +203,7 @@ async def test_what_waits_to_be_told_is_bounded_and_what_is_refused_is_not_told_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor what one run has to tell beyond its limit."""
-    monkeypatch.setattr(writer, "MAX_WAITING", 3)
+    monkeypatch.setattr(writer, "MAX_PENDING_EVENTS", 3)
     bench = Bench()
     await bench.begin()
     many = [Incident(id=n, kind=IncidentKind.SAVE_FAILED, message=f"{n}") for n in range(1, 6)]
@@ -216,14 +216,14 @@ async def test_what_waits_to_be_told_is_bounded_and_what_is_refused_is_not_told_
     assert bench.report(*many).told == 5
     assert bench.metric("controller_events_total", outcome="refused") == 4
     assert len([each for each in bench.store.events.values() if each["reason"] == "SaveFailed"]) == 6
-    monkeypatch.setattr(writer, "MAX_WAITING", 1000)
+    monkeypatch.setattr(writer, "MAX_PENDING_EVENTS", 1000)
     bench.store.refuses = False
     more = [Incident(id=n, kind=IncidentKind.SAVE_FAILED, message=f"{n}") for n in range(6, 40)]
     bench.report(*more)
     await bench.pass_by(1)
-    limited = 34 - (writer.BURST - 5)
-    assert bench.metric("controller_events_total", outcome="limited") == limited
+    limited = 34 - (writer.RUN_EVENT_BURST - 5)
+    assert bench.metric("controller_events_total", outcome="rate_limited") == limited
     assert bench.report(*more).told == 39
     bench.report(Incident(id=40, kind=IncidentKind.SAVE_FAILED, message="a minute later"))
     await bench.pass_by(60)
-    assert bench.metric("controller_events_total", outcome="limited") == limited
+    assert bench.metric("controller_events_total", outcome="rate_limited") == limited

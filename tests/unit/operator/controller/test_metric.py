@@ -12,7 +12,7 @@ from tests.support.operator.full_run import full_run
 
 def test_what_is_known_of_a_run_is_exported_and_what_was_not_measured_is_not() -> None:
     metrics, runs = ControllerMetrics(), list[Run]([full_run()])
-    metrics.follow(lambda: runs)
+    metrics.register_runs(lambda: runs)
 
     def value(name: str, run: str = "train", **labels: str) -> float | None:
         labels |= {"namespace": "team", "run": run}

@@ -16,12 +16,12 @@ from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.reclaimer import Reclaimer
-from deltashard_operator.controller.run_book import Entries, Entry
-from deltashard_operator.controller.watch import Watches
+from deltashard_operator.controller.run_store import RunEntry, RunStore
+from deltashard_operator.controller.watch import WatchHandlers
 from deltashard_operator.controller.write_queue import WriteQueue
-from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiResponse, ApiUnavailable, Caller
 from deltashard_operator.kube.object_watch import ObjectKey
-from deltashard_operator.run import judgement, watched_run
+from deltashard_operator.run import reconcile, watched_run
 from deltashard_operator.run.observed_object import ABSENT_S, Workload, timestamp
 from deltashard_operator.run.reclaim import FAILED, KEPT, REMOVED, REMOVING, ReclaimState
 from deltashard_operator.run.watched_run import Run
@@ -51,7 +51,7 @@ class Jobs:
 
     async def __call__(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
-    ) -> Answer:
+    ) -> ApiResponse:
         await asyncio.sleep(0)
         if self.away:
             raise ApiUnavailable("no answer", where=path)
@@ -59,15 +59,15 @@ class Jobs:
             if "/deltashard-reclaim-" in path:
                 self.on_get()
             known = self.jobs.get(path)
-            return Answer(status=404 if known is None else 200, document=known or {})
+            return ApiResponse(status=404 if known is None else 200, document=known or {})
         assert (method, body is None) == ("POST", False)
         self.made.append(path)
         if self.refuses:
-            return Answer(status=403, document={})
+            return ApiResponse(status=403, document={})
         self.jobs[f"{path}/{(body or {})['metadata']['name']}"] = {**(body or {}), "status": {}}
-        return Answer(status=201, document=dict(body or {}))
+        return ApiResponse(status=201, document=dict(body or {}))
 
-    async def every(self, path: str, **_: Any) -> list[Document]:
+    async def list_all(self, path: str, **_: Any) -> list[Document]:
         assert path.endswith("/pods")
         return self.pods
 
@@ -88,9 +88,11 @@ class Bench:
 
         self.queue = WriteQueue(commit_s=1.0, wall=wall)
         self.metrics = ControllerMetrics()
-        self.books = Entries(call=call, defaults=defaults, metrics=self.metrics, queue=self.queue, wall=wall)
-        self.watches = Watches(self.books, keep_finished_s=7 * DAY_S)
-        self.reclaimer = Reclaimer(self.books)
+        self.run_store = RunStore(
+            call=call, defaults=defaults, metrics=self.metrics, queue=self.queue, wall=wall
+        )
+        self.watches = WatchHandlers(self.run_store, keep_finished_s=7 * DAY_S)
+        self.reclaimer = Reclaimer(self.run_store)
         self.say()
 
     def say(self, namespace: str = "n", interval: Document | None = None, **reclaim: Any) -> None:
@@ -100,22 +102,22 @@ class Bench:
         metadata = {"namespace": namespace, "name": "default", "uid": f"q-{namespace}"}
         self.watches.on_policy({"metadata": metadata, "spec": spec})
 
-    def see(self, document: Document) -> Entry:
+    def see(self, document: Document) -> RunEntry:
         """A Job is there, whose sidecars said where its checkpoints are, and which has a CheckpointRun."""
         self.watches.on_job(document)
         metadata = document["metadata"]
-        return self.kept(self.books.by_key[metadata["namespace"], metadata["uid"]])
+        return self.kept(self.run_store.by_key[metadata["namespace"], metadata["uid"]])
 
-    def kept(self, entry: Entry) -> Entry:
-        run, _ = judgement.judged(entry.run, {}, self.now_s)
-        self.books.set(entry, replace(run, store=URL))
-        entry.served, entry.written = {"uid": "made"}, b'{"finishedAt":"then"}'
+    def kept(self, entry: RunEntry) -> RunEntry:
+        run, _ = reconcile.reconcile(entry.run, {}, self.now_s)
+        self.run_store.set(entry, replace(run, store=URL))
+        entry.object_version, entry.written = {"uid": "made"}, b'{"finishedAt":"then"}'
         return entry
 
     async def go(self, seconds: float = 30.0, step_s: float = 1.0) -> None:
         ends_s = self.now_s + seconds
         while self.now_s < ends_s:
-            self.reclaimer.look(self.now_s)
+            self.reclaimer.reconcile(self.now_s)
             self.queue.tick()
             if self.queue.tasks:
                 await asyncio.wait(self.queue.tasks)
@@ -147,7 +149,7 @@ def ended_job(*, at_s: float = BEGAN_S, namespace: str = "n", number: int = 0, r
     return document
 
 
-def state_of(entry: Entry) -> ReclaimState | None:
+def state_of(entry: RunEntry) -> ReclaimState | None:
     return None if entry.run.reclaim is None else entry.run.reclaim.state
 
 
@@ -188,7 +190,7 @@ async def test_a_job_is_made_and_what_came_of_it_is_read(
     await bench.go(900)
     ends = {"outcome": state.value.lower()}
     assert bench.metrics.registry.get_sample_value("deltashard_controller_reclaims_total", ends) == 1
-    (notice,) = entry.notices
+    (notice,) = entry.events
     assert notice.warning == (state is not REMOVED)
     bench.api.jobs.clear()
     await bench.go(900)
@@ -203,7 +205,7 @@ async def test_a_job_that_may_not_be_made_is_told_once_and_tried_again(bench: Be
     entry = bench.see(ended_job())
     bench.api.refuses = True
     await bench.go(1200)
-    assert (state_of(entry), len(entry.notices), 3 <= len(bench.api.made) <= 5) == (FAILED, 1, True)
+    assert (state_of(entry), len(entry.events), 3 <= len(bench.api.made) <= 5) == (FAILED, 1, True)
     bench.api.refuses = False
     await bench.go(400)
     assert state_of(entry) is REMOVING
@@ -220,7 +222,7 @@ def continued(bench: Bench, run_id: str) -> None:
     "happens",
     [
         lambda bench: bench.say(policy="Retain"),
-        lambda bench: bench.watches.run_gone(ObjectKey("n", "train", "made"), None),
+        lambda bench: bench.watches.on_run_deleted(ObjectKey("n", "train", "made"), None),
         *(
             functools.partial(continued, run_id=run_id)
             for run_id in ("shared", "shared-0", "shared-1-2", "shared-worker-0")
@@ -243,7 +245,7 @@ async def test_no_namespace_keeps_others_from_theirs(bench: Bench) -> None:
     for namespace, number in (("other", 98), ("bad", 99)):
         bench.say(namespace)
         entries.append(bench.see(ended_job(at_s=BEGAN_S + 1, namespace=namespace, number=number)))
-    bench.reclaimer.look(bench.now_s)
+    bench.reclaimer.reconcile(bench.now_s)
     bench.say(
         "bad", interval={"atLeast": "15m", "goal": {"type": "Auto"}}
     )  # refused where it is laid over the default
@@ -259,7 +261,7 @@ async def test_the_job_of_an_earlier_end_is_not_this_end_s(bench: Bench) -> None
     await bench.go()
     bench.end(json.dumps(GONE))
     again = watched_run.finished(entry.run, "Completed", bench.now_s)
-    bench.books.set(entry, replace(again, reclaim=None))  # as when it began anew meanwhile
+    bench.run_store.set(entry, replace(again, reclaim=None))  # as when it began anew meanwhile
     await bench.go()
     assert (state_of(entry), len(bench.api.made)) == (REMOVING, 2)
 
@@ -273,17 +275,17 @@ async def test_a_job_without_our_label_that_lives_is_not_gone(bench: Bench) -> N
     bench.watches.on_list()
     bench.watches.on_pod(pod())
     bench.now_s += 2
-    await bench.watches.settle()
-    (entry,) = bench.books
+    await bench.watches.resolve_waiting()
+    (entry,) = bench.run_store
     bench.kept(entry)
-    bench.watches.pod_gone(ObjectKey("n", "train-x", "p-1"), pod())
+    bench.watches.on_pod_deleted(ObjectKey("n", "train-x", "p-1"), pod())
     bench.now_s += ABSENT_S
-    await bench.watches.settle()
+    await bench.watches.resolve_waiting()
     assert entry.run.finished == "Deleted", "so it seems"
     await bench.go(900)
     assert entry.run.reclaim is not None
     assert (bench.api.made, entry.run.reclaim.message) == ([], "Job train is there and has not ended")
-    assert len(entry.notices) == 1, "it does not change with each look"
+    assert len(entry.events) == 1, "it does not change with each look"
     del bench.api.jobs[path]
     await bench.go(400)
     assert len(bench.api.made) == 1, "once it is gone"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from deltashard_operator.controller.controller import Controller
-from deltashard_operator.controller.watch import NOT_TO_COME_S, SETTLE_S
-from deltashard_operator.kube.call import Answer, ApiUnavailable
+from deltashard_operator.controller.watch import ABSENT_JOB_TTL_S, RESOLVE_INTERVAL_S
+from deltashard_operator.kube.call import ApiResponse, ApiUnavailable
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import run_record
 from deltashard_operator.run.observed_object import ABSENT_S
@@ -28,7 +28,7 @@ class Jobs(Api):
         self.jobs = {each["metadata"]["name"]: each for each in jobs}
         self.broken: set[str] = set()
 
-    async def __call__(self, method: str, path: str, *more: Any, **others: Any) -> Answer:
+    async def __call__(self, method: str, path: str, *more: Any, **others: Any) -> ApiResponse:
         if not path.startswith("/apis/batch/"):
             return await super().__call__(method, path, *more, **others)
         name = path.rsplit("/", 1)[1]
@@ -36,7 +36,7 @@ class Jobs(Api):
         if name in self.broken:
             raise ApiUnavailable("no answer", where=path)
         found = self.jobs.get(name)
-        return Answer(status=404 if found is None else 200, document=found or {})
+        return ApiResponse(status=404 if found is None else 200, document=found or {})
 
 
 def a_job(name: str, *, ended_s_ago: float | None = None) -> Document:
@@ -75,7 +75,7 @@ async def test_the_pods_of_a_job_that_ended_long_ago_are_let_go_when_it_is_liste
             controller.watches.on_job(old)
         else:
             controller.watches.on_pod(a_pod("old"))
-    await controller.watches.settle()
+    await controller.watches.resolve_waiting()
     assert (api.asked, list(controller.runs()), controller.synced) == ([], [], True)
 
 
@@ -86,12 +86,12 @@ async def test_a_job_that_ended_long_ago_is_asked_for_once_in_ten_minutes() -> N
     controller, clock = watching(api)
     for _ in range(10):
         controller.watches.on_pod(a_pod("old"))
-        await controller.watches.settle()
-        clock.now_s += SETTLE_S
+        await controller.watches.resolve_waiting()
+        clock.now_s += RESOLVE_INTERVAL_S
     assert (api.asked, list(controller.runs())) == (["old"], [])
-    clock.now_s += NOT_TO_COME_S
+    clock.now_s += ABSENT_JOB_TTL_S
     controller.watches.on_pod(a_pod("old"))
-    await controller.watches.settle()
+    await controller.watches.resolve_waiting()
     assert api.asked == ["old", "old"]
 
 
@@ -103,11 +103,11 @@ async def test_of_the_pods_that_nobody_comes_for_only_the_living_are_kept() -> N
     controller, _ = watching(api)
     for name, phase in (("odd", "Running"), ("dead", "Succeeded"), ("living", "Running")):
         controller.watches.on_pod(a_pod(name, phase))
-    await controller.watches.settle()
+    await controller.watches.resolve_waiting()
     assert (sorted(api.asked), controller.synced) == (["dead", "living", "odd"], True)
     assert [each.workload.name for each in controller.runs()] == ["living"]
     api.broken = set()
-    await controller.watches.settle()
+    await controller.watches.resolve_waiting()
     assert [each.workload.name for each in controller.runs()] == ["living", "odd"]
     assert api.asked.count("living") == 1
 
@@ -118,7 +118,7 @@ async def test_a_job_that_is_to_come_takes_its_pods() -> None:
     api = Jobs(young)
     controller, _ = watching(api)
     controller.watches.on_pod(a_pod("young"))
-    await controller.watches.settle()
+    await controller.watches.resolve_waiting()
     assert (api.asked, list(controller.runs())) == (["young"], [])
     controller.watches.on_job(young)
     assert [list(each.pods) for each in controller.runs()] == [["pod-young"]]
@@ -129,13 +129,13 @@ async def test_a_run_without_pods_is_over_unseen_at_the_begin_and_later_only_aft
     """A Job that is not watched has no pod for a moment where one is made anew."""
     api = Jobs()
     controller, clock = watching(api)
-    await controller.watches.settle()
+    await controller.watches.resolve_waiting()
     document = a_pod("bare", phase="Running")
     controller.watches.on_pod(document)
-    await controller.watches.settle()
+    await controller.watches.resolve_waiting()
     metadata = document["metadata"]
-    controller.watches.pod_gone(ObjectKey("n", metadata["name"], metadata["uid"]), document)
-    for seconds, over in ((SETTLE_S, ""), (ABSENT_S, "Deleted")):
+    controller.watches.on_pod_deleted(ObjectKey("n", metadata["name"], metadata["uid"]), document)
+    for seconds, over in ((RESOLVE_INTERVAL_S, ""), (ABSENT_S, "Deleted")):
         clock.now_s += seconds
-        await controller.watches.settle()
+        await controller.watches.resolve_waiting()
         assert [each.finished for each in controller.runs()] == [over]

@@ -7,10 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from deltashard_operator.fleet.report import Incident, PodState, Rank, Report, RunReport, Who
-from deltashard_operator.fleet.report import Phase as At
-from deltashard_operator.run import judgement, report_change, run_record, watched_run
+from deltashard_operator.fleet.report import SidecarPhase as At
+from deltashard_operator.run import reconcile, report_change, run_record, watched_run
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.observed_object import Ending, JobView, NodeView, PodView, Wish, Workload
+from deltashard_operator.run.observed_object import (
+    ContainerExit,
+    JobView,
+    NodeView,
+    PodView,
+    RequestedSettings,
+    Workload,
+)
 from deltashard_operator.run.watched_run import Run
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -27,7 +34,7 @@ def pod(**changes: Any) -> PodView:
         "uid": "p-1",
         "name": "train-x",
         "workload": TRAIN,
-        "wish": Wish(),
+        "requested": RequestedSettings(),
         "job_uid": "u-1",
         "node": "node-a",
         "phase": "Running",
@@ -37,12 +44,17 @@ def pod(**changes: Any) -> PodView:
 
 
 def job(**changes: Any) -> JobView:
-    fields: dict[str, Any] = {"uid": "u-1", "name": "train", "workload": TRAIN, "wish": Wish()}
+    fields: dict[str, Any] = {
+        "uid": "u-1",
+        "name": "train",
+        "workload": TRAIN,
+        "requested": RequestedSettings(),
+    }
     return JobView(**(fields | changes))
 
 
-def ended(code: int, reason: str = "Error") -> Ending:
-    return Ending(container="trainer", reason=reason, exit_code=code, at_s=NOW_S - 5)
+def ended(code: int, reason: str = "Error") -> ContainerExit:
+    return ContainerExit(container="trainer", reason=reason, exit_code=code, at_s=NOW_S - 5)
 
 
 def report(
@@ -81,7 +93,7 @@ def told(run: Run, said: Report, at_s: float = NOW_S) -> Run:
 def reasons(run: Run, said: Report, at_s: float = NOW_S) -> tuple[Run, list[str]]:
     """The run after a report, and the reasons of what people hear of it."""
     run, first = report_change.with_report(run, said, at_s)
-    run, second = judgement.judged(run, NODES, at_s)
+    run, second = reconcile.reconcile(run, NODES, at_s)
     return run, [each.reason for each in (*first, *second)]
 
 
@@ -90,7 +102,7 @@ def by_type(run: Run) -> dict[str, Condition]:
 
 
 def judged(run: Run, at_s: float = NOW_S) -> Run:
-    return judgement.judged(run, NODES, at_s)[0]
+    return reconcile.reconcile(run, NODES, at_s)[0]
 
 
 def seen(run: Run, *pods: PodView, at_s: float = NOW_S, node_ready: bool = True) -> Run:

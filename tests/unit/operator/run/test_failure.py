@@ -63,7 +63,7 @@ def test_a_trainer_that_went_is_no_second_loss_of_its_pod(
 ) -> None:
     losses = tuple(Loss(at_s=NOW_S, cause="Error", pod=f"p-{n}") for n in range(40))
     for n, cause in enumerate(told):
-        losses = failure.listed(losses, Loss(at_s=NOW_S + n * later_s, cause=cause, pod="p"))
+        losses = failure.with_loss(losses, Loss(at_s=NOW_S + n * later_s, cause=cause, pod="p"))
     assert [each.cause for each in losses if each.pod == "p"] == expected
     assert len(losses) <= failure.MAX_LOSSES
 
@@ -89,7 +89,7 @@ def test_the_same_end_again_with_no_commit_between_is_a_crash_loop(
         found = found.with_loss("", Loss(at_s=NOW_S + at_s, cause=cause, message=ending), f"{at_s}", seq)
     crash = found.crashes[""]
     assert crash.times == times
-    assert failure.is_loop(crash, 5) == (times >= failure.LOOPS)
+    assert failure.is_loop(crash, 5) == (times >= failure.CRASH_LOOP_COUNT)
     assert not failure.is_loop(crash, 6), "a commit ends it"
 
 

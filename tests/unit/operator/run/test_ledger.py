@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from deltashard_operator.fleet.report import Incident, IncidentKind, Rank, Report
-from deltashard_operator.run import judgement, ledger, report_change, run_record, watched_run
+from deltashard_operator.run import ledger, reconcile, report_change, run_record, watched_run
 from deltashard_operator.run.failure import Crash, Loss
 from deltashard_operator.run.ledger import Ledger, decoded, encoded
 from deltashard_operator.run.observed_object import PodView
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Notice, Run
+from deltashard_operator.run.watched_run import Run, RunEvent
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,18 +103,18 @@ class World:
     def deliver(self, said: Report, *, answered: bool = True) -> None:
         self.run, notices = report_change.with_report(self.run, said, self.at_s)
         self.record(notices)
-        told = ledger.told(self.durable, self.recorded, said, "")
+        told = ledger.acknowledged_id(self.durable, self.recorded, said, "")
         for each in self.sidecars:
             if answered and each.process == said.process:
                 each.incidents = [incident for incident in each.incidents if incident.id > told]
 
-    def record(self, notices: Iterable[Notice]) -> None:
+    def record(self, notices: Iterable[RunEvent]) -> None:
         for each in notices:
             assert each.key
             self.recorded.add(each.key)
 
     def judge(self) -> None:
-        self.run, _ = judgement.judged(self.run, NODES, self.at_s)
+        self.run, _ = reconcile.reconcile(self.run, NODES, self.at_s)
 
     def write(self) -> None:
         self.judge()
@@ -172,7 +172,7 @@ class World:
             case "write is refused":  # another controller wrote
                 found = run_record.run_of(run_record.document(self.run) | {"status": self.written})
                 self.durable = found.ledger
-                self.run = watched_run.with_counts_of(self.run, found, NODES, self.at_s)
+                self.run = watched_run.with_persisted_counts(self.run, found, NODES, self.at_s)
             case "controller stops":
                 self.write()
                 self.restart()

@@ -9,12 +9,12 @@ from deltashard_operator.fleet import report
 from deltashard_operator.run import condition
 from deltashard_operator.run import phase as phases
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.judgement import TROUBLES
 from deltashard_operator.run.phase import Phase
+from deltashard_operator.run.reconcile import PROBLEMS
 from hypothesis import given
 from hypothesis import strategies as st
 
-P = report.Phase
+P = report.SidecarPhase
 ALIVE = {"alive": True}
 BEGUN = {"alive": True, "started": True}
 CASES: list[tuple[str, dict[str, Any], set[P], Phase, Phase]] = [
@@ -60,10 +60,10 @@ def test_a_condition_moves_its_time_with_its_status_alone() -> None:
     assert condition.updated(third, [], 40.0) == third
 
 
-@given(st.lists(st.frozensets(st.sampled_from([*TROUBLES])), max_size=10))
+@given(st.lists(st.frozensets(st.sampled_from([*PROBLEMS])), max_size=10))
 def test_conditions_hold_exactly_what_was_found_last(story: list[frozenset[str]]) -> None:
     found: tuple[Condition, ...] = ()
-    for n, troubles in enumerate(story):
-        found = condition.updated(found, map(fact, troubles), float(n))
-        assert {each.type for each in found if each.status == "True"} == troubles
+    for n, problems in enumerate(story):
+        found = condition.updated(found, map(fact, problems), float(n))
+        assert {each.type for each in found if each.status == "True"} == problems
         assert {each.type for each in found} == frozenset().union(*story[: n + 1])

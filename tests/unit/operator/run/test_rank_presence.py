@@ -6,19 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet.report import Phase as At
 from deltashard_operator.fleet.report import Rank, Report
+from deltashard_operator.fleet.report import SidecarPhase as At
 from deltashard_operator.run import (
-    judgement,
     rank_presence,
+    reconcile,
     report_change,
     run_record,
     schedule,
     watched_run,
 )
-from deltashard_operator.run.observed_object import NodeView, PodView, Wish
+from deltashard_operator.run.observed_object import NodeView, PodView, RequestedSettings
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import OTHERS_BEAT_S, SILENT_BEATS, SPEAKER_BEAT_S, Run
+from deltashard_operator.run.watched_run import (
+    MAX_MISSED_INTERVALS,
+    PEER_INTERVAL_S,
+    REPORTER_INTERVAL_S,
+    Run,
+)
 
 from tests.unit.operator.run.observed import (
     NODES,
@@ -72,7 +77,7 @@ def test_a_replacement_that_waits_for_its_node_is_nobody_yet() -> None:
 
 def test_a_pod_on_a_lost_node_holds_no_rank() -> None:
     nodes = {**NODES, "node-b": NodeView(name="node-b", ready=False, since_s=NOW_S + 1)}
-    run = judgement.judged(seen(group(), of(3, node="node-b")), nodes, NOW_S + 2)[0]
+    run = reconcile.reconcile(seen(group(), of(3, node="node-b")), nodes, NOW_S + 2)[0]
     assert (run.progress.ranks_present, run.phase) == (3, Phase.RECOVERING)
 
 
@@ -120,7 +125,7 @@ def test_ranks_that_closed_first_are_not_missed() -> None:
 def test_of_pods_that_are_runs_of_their_own_nobody_is_expected() -> None:
     run = Run(workload=TRAIN)
     for n in range(2):
-        run = seen(run, of(n, wish=Wish(runs="per-pod")))
+        run = seen(run, of(n, requested=RequestedSettings(runs="per-pod")))
         run = told(run, said(0, size=1, pod_uid=f"p-{n}", run=f"{RUN}-{n}"))
     assert (rank_presence.of_run(run, NOW_S), run.phase) == ((0, 0, False), Phase.TRAINING)
     assert "ranks" not in run_record.status(run, NOW_S)
@@ -130,11 +135,11 @@ def test_of_pods_that_are_runs_of_their_own_nobody_is_expected() -> None:
 
 
 def speakers(run: Run, at_s: float) -> list[int]:
-    return [n for n in range(4) if schedule.speaks(run, f"p-{n}", at_s)]
+    return [n for n in range(4) if schedule.is_reporter(run, f"p-{n}", at_s)]
 
 
 def test_rank_0_speaks_and_while_it_is_silent_one_other() -> None:
-    run, silence_s = group(), SILENT_BEATS * SPEAKER_BEAT_S
+    run, silence_s = group(), MAX_MISSED_INTERVALS * REPORTER_INTERVAL_S
     assert speakers(run, NOW_S) == [0]
     run = told(run, said(3), NOW_S + silence_s)
     assert speakers(run, NOW_S + silence_s) == [0]
@@ -152,7 +157,7 @@ def test_rank_0_speaks_and_while_it_is_silent_one_other() -> None:
 
 
 def test_a_new_controller_gives_rank_0_time_before_it_asks_another() -> None:
-    run, late_s = told(restarted(group()), said(2)), NOW_S + SILENT_BEATS * SPEAKER_BEAT_S + 1
+    run, late_s = told(restarted(group()), said(2)), NOW_S + MAX_MISSED_INTERVALS * REPORTER_INTERVAL_S + 1
     assert speakers(run, NOW_S) == []
     assert speakers(told(run, said(1), late_s), late_s) == [1]
 
@@ -160,11 +165,11 @@ def test_a_new_controller_gives_rank_0_time_before_it_asks_another() -> None:
 @pytest.mark.parametrize(
     ("n", "after_s", "more", "expected_s"),
     [
-        (0, 0.0, {}, SPEAKER_BEAT_S),
-        (1, 0.0, {}, OTHERS_BEAT_S),
-        (1, 0.0, {"urgent": True}, schedule.URGENT_S),
+        (0, 0.0, {}, REPORTER_INTERVAL_S),
+        (1, 0.0, {}, PEER_INTERVAL_S),
+        (1, 0.0, {"urgent": True}, schedule.URGENT_INTERVAL_S),
         (0, 0.0, {"live": 50_000}, 50_000 / schedule.REPORTS_PER_S),
-        (9, 0.0, {}, schedule.CHANGED_S),
+        (9, 0.0, {}, schedule.CHANGED_INTERVAL_S),
     ],
 )
 def test_when_a_sidecar_reports_again(
@@ -174,10 +179,12 @@ def test_when_a_sidecar_reports_again(
 
 
 def test_a_sidecar_is_heard_for_two_and_a_half_beats_of_what_it_was_told() -> None:
-    for beat_s in (0.0, 1000.0):
-        run, _ = report_change.with_report(group(1), said(0, size=1), NOW_S, beat_s=beat_s)
-        limit_s = SILENT_BEATS * max(beat_s, SPEAKER_BEAT_S)
-        assert [len(watched_run.heard(run, NOW_S + limit_s + n)) for n in (0, 1)] == [1, 0]
+    for report_interval_s in (0.0, 1000.0):
+        run, _ = report_change.with_report(
+            group(1), said(0, size=1), NOW_S, report_interval_s=report_interval_s
+        )
+        limit_s = MAX_MISSED_INTERVALS * max(report_interval_s, REPORTER_INTERVAL_S)
+        assert [len(watched_run.live_reports(run, NOW_S + limit_s + n)) for n in (0, 1)] == [1, 0]
 
 
 def test_what_changed_lately_is_reported_more_often() -> None:
@@ -186,5 +193,5 @@ def test_what_changed_lately_is_reported_more_often() -> None:
     for sent in (said(0, phase=At.WAITING), said(4, started_at_s=NOW_S)):
         run = told(before, sent, NOW_S)
         uid = sent.who.pod_uid
-        assert schedule.next_s(run, uid, NOW_S) == schedule.CHANGED_S
-        assert schedule.next_s(run, uid, late_s) > schedule.CHANGED_S
+        assert schedule.next_s(run, uid, NOW_S) == schedule.CHANGED_INTERVAL_S
+        assert schedule.next_s(run, uid, late_s) > schedule.CHANGED_INTERVAL_S

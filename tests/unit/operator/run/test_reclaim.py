@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
-from deltashard_operator.run import judgement, reclaim, run_record, watched_run
-from deltashard_operator.run.observed_object import ABSENT_S, JobView, Wish, Workload
+from deltashard_operator.run import reclaim, reconcile, run_record, watched_run
+from deltashard_operator.run.observed_object import ABSENT_S, JobView, RequestedSettings, Workload
 from deltashard_operator.run.reclaim import Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import Run
 
@@ -24,7 +24,7 @@ WAITING, REMOVING, REMOVED, KEPT, FAILED = ReclaimState
 def policy(*, enabled: bool = True, url: str = "", **words: Any) -> Policy:
     spec: dict[str, Any] = {"reclaim": {"policy": "Delete", "after": "60s", **words}}
     spec |= {"store": {"url": url}} if url else {}
-    return replace(sample.policy(spec), reclaims=enabled)
+    return replace(sample.policy(spec), can_reclaim=enabled)
 
 
 DELETES, RETAINS = policy(), policy(policy="Retain")
@@ -36,12 +36,12 @@ def ended(workload: Workload = TRAIN, how: str = "Completed", **more: Any) -> Ru
 
 
 def judged(run: Run, said: Policy | Refusal | None = DELETES, after_s: float = 0.0, **facts: Any) -> Run:
-    return replace(run, reclaim=reclaim.judged(run, said, now_s=NOW_S + after_s, **facts))
+    return replace(run, reclaim=reclaim.reconcile(run, said, now_s=NOW_S + after_s, **facts))
 
 
 def moved(run: Run, state: ReclaimState) -> Run:
     """The run after a Job came to this."""
-    return replace(run, reclaim=reclaim.moved(run.reclaim, state, "so it is", NOW_S + 60))
+    return replace(run, reclaim=reclaim.with_state(run.reclaim, state, "so it is", NOW_S + 60))
 
 
 def state(run: Run) -> tuple[ReclaimState, bool] | None:
@@ -50,7 +50,15 @@ def state(run: Run) -> tuple[ReclaimState, bool] | None:
 
 
 def job(uid: str, outcome: str = "", at_s: float = 0.0, **more: Any) -> JobView:
-    return JobView(uid=uid, name=uid, workload=JOBSET, wish=Wish(), outcome=outcome, ended_at_s=at_s, **more)
+    return JobView(
+        uid=uid,
+        name=uid,
+        workload=JOBSET,
+        requested=RequestedSettings(),
+        outcome=outcome,
+        ended_at_s=at_s,
+        **more,
+    )
 
 
 def test_the_bytes_go_when_the_grace_is_over() -> None:
@@ -62,7 +70,7 @@ def test_the_bytes_go_when_the_grace_is_over() -> None:
         (WAITING, False),
         (WAITING, True),
     ]
-    jobset = ended(JOBSET, "Failed", seen_s=NOW_S)
+    jobset = ended(JOBSET, "Failed", last_seen_s=NOW_S)
     assert state(judged(jobset, after_s=100)) == (WAITING, False), "what it is made of may come back"
     assert state(judged(jobset, after_s=ABSENT_S)) == (WAITING, True)
 
@@ -108,7 +116,7 @@ def test_what_speaks_against_it_keeps_the_bytes_as_long_as_it_does(
 @pytest.mark.parametrize("last", [KEPT, FAILED])
 def test_what_came_of_it_stays_until_everything_speaks_for_another_try(last: ReclaimState) -> None:
     """A new controller saw the workload just now, and waits anew."""
-    run = replace(moved(judged(ended(JOBSET, seen_s=NOW_S)), last), seen_s=NOW_S + 1000)
+    run = replace(moved(judged(ended(JOBSET, last_seen_s=NOW_S)), last), last_seen_s=NOW_S + 1000)
     assert state(judged(judged(run, after_s=1000), after_s=1010)) == (last, False)
     assert state(judged(run, after_s=1000 + ABSENT_S)) == (WAITING, True)
     assert state(judged(run, policy(enabled=False), 1000)) == (KEPT, False)
@@ -124,10 +132,10 @@ def test_the_last_pod_is_waited_for(left: Any) -> None:
 def test_a_jobset_that_was_restarted_and_waits_in_a_queue_is_not_over() -> None:
     """Its new Jobs are suspended and have no pods, by which it would be known to have begun anew."""
     run = Run(workload=JOBSET, store=URL, jobs={"a": job("a", "Failed", NOW_S)})
-    run, _ = judgement.judged(run, {}, NOW_S + 61)
+    run, _ = reconcile.reconcile(run, {}, NOW_S + 61)
     assert run.finished == "Failed"
     run = replace(run, jobs={"b": job("b", suspended=True)})
-    run, _ = judgement.judged(run, {}, NOW_S + 1000)
+    run, _ = reconcile.reconcile(run, {}, NOW_S + 1000)
     assert state(judged(run, after_s=1000)) in {None, (KEPT, False)}
 
 
@@ -136,9 +144,9 @@ def test_a_jobset_between_two_deletions_of_its_restart_has_not_ended_long_ago() 
         "prep": job("prep", "Completed", NOW_S - 2 * 86400),
         "work": job("work", "Failed", NOW_S),
     }
-    run, _ = judgement.judged(Run(workload=JOBSET, jobs=jobs, store=URL), {}, NOW_S)
+    run, _ = reconcile.reconcile(Run(workload=JOBSET, jobs=jobs, store=URL), {}, NOW_S)
     assert not run.finished
-    run, _ = judgement.judged(watched_run.without_job(run, "work", NOW_S + 1), {}, NOW_S + 1)
+    run, _ = reconcile.reconcile(watched_run.without_job(run, "work", NOW_S + 1), {}, NOW_S + 1)
     assert state(judged(run, policy(after="24h"), 2)) != (WAITING, True)
 
 

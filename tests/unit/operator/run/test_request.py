@@ -10,11 +10,11 @@ from deltashard_operator.fleet.report import Outcome, SaveOver
 from deltashard_operator.run import request as requests
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.request import (
-    ANSWER_S,
     COMPLETED,
     FAILED,
     ORDERED,
     PENDING,
+    RESULT_GRACE_S,
     CheckpointRequest,
     RequestFacts,
 )
@@ -38,12 +38,12 @@ def document(status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any
 def after(*facts: RequestFacts, **spec: Any) -> CheckpointRequest:
     found = requests.request_of(document(**spec))
     for each in facts:
-        found = requests.judged(found, each)
+        found = requests.reconcile(found, each)
     return found
 
 
 def over(outcome: Outcome, cause: str = "") -> RequestFacts:
-    return replace(THERE, over=SaveOver(id="q-1", outcome=outcome, cause=cause))
+    return replace(THERE, save_result=SaveOver(id="q-1", outcome=outcome, cause=cause))
 
 
 def late(facts: RequestFacts, seconds: float = 300.0) -> RequestFacts:
@@ -64,14 +64,19 @@ NONE = RequestFacts(now_s=BEGAN_S)
         ((late(replace(THERE, room=False)),), FAILED, "DeadlineExceeded", "in 5m run train-1 took no order"),
         ((late(THERE),), FAILED, "DeadlineExceeded", "in 5m run train-1 took no order"),
         ((THERE, late(THERE)), ORDERED, "Ordered", "told to save"),
-        ((THERE, late(THERE, 300 + ANSWER_S)), FAILED, "DeadlineExceeded", "no sidecar of the run reported"),
-        ((THERE, late(replace(THERE, over=COMMITTED), 310)), COMPLETED, "Saved", "saved at step 120"),
+        (
+            (THERE, late(THERE, 300 + RESULT_GRACE_S)),
+            FAILED,
+            "DeadlineExceeded",
+            "no sidecar of the run reported",
+        ),
+        ((THERE, late(replace(THERE, save_result=COMMITTED), 310)), COMPLETED, "Saved", "saved at step 120"),
         ((THERE, over(Outcome.EXPIRED)), FAILED, "DeadlineExceeded", "nothing was saved in 5m"),
         ((THERE, over(Outcome.FAILED, "Full: no room")), FAILED, "SaveFailed", "failed: Full: no room"),
         ((THERE, over(Outcome.UNKNOWN)), FAILED, "SaveFailed", "the sidecar gave no reason"),
         ((replace(THERE, finished="Completed"),), FAILED, "RunFinished", "finished (Completed)"),
         ((THERE, replace(THERE, finished="Failed")), FAILED, "RunFinished", "finished (Failed)"),
-        ((THERE, replace(THERE, finished="Failed", over=COMMITTED)), COMPLETED, "Saved", "step 120"),
+        ((THERE, replace(THERE, finished="Failed", save_result=COMMITTED)), COMPLETED, "Saved", "step 120"),
         ((THERE, NONE), FAILED, "RunGone", "run train-1 is gone"),
         ((replace(THERE, per_pod=True),), FAILED, "RunPerPod", "each pod of train-1 trains a run of its own"),
     ],
@@ -100,23 +105,23 @@ def test_any_order_of_events_ends_once_and_truly(happens: list[str]) -> None:
             case "finish":
                 facts = replace(facts, finished="Completed" if facts.run else "")
             case "vanish":
-                facts = replace(facts, run="", finished="", over=None)
+                facts = replace(facts, run="", finished="", save_result=None)
             case "save" | "fail" if found.phase is ORDERED and not facts.finished:
                 made = made or (COMMITTED if each == "save" else replace(COMMITTED, outcome=Outcome.FAILED))
             case "hear" if facts.run:
-                facts = replace(facts, over=made)
+                facts = replace(facts, save_result=made)
             case "write":
                 written = document(requests.status(found))
             case "restart":
-                facts = replace(facts, over=None)
+                facts = replace(facts, save_result=None)
                 found = requests.request_of(written)
             case "wait":
                 facts = replace(facts, now_s=facts.now_s + 60)
-        before, found = found, requests.judged(found, facts)
+        before, found = found, requests.reconcile(found, facts)
         assert before.open or found == before, "what is over is over"
         assert (found.phase is COMPLETED) <= (made is COMMITTED and (found.step, found.seq) == (120, 7))
         assert requests.request_of(document(requests.status(found))) == found, "the status says all of it"
-        heard_in_time = facts.over is COMMITTED and before.phase is ORDERED
+        heard_in_time = facts.save_result is COMMITTED and before.phase is ORDERED
         assert found.phase is COMPLETED or not heard_in_time
-    end = late(facts, 300 + ANSWER_S)
-    assert not requests.judged(found, end).open, "it ends at its deadline by itself"
+    end = late(facts, 300 + RESULT_GRACE_S)
+    assert not requests.reconcile(found, end).open, "it ends at its deadline by itself"

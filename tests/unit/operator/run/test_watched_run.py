@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 from deltashard_operator.fleet.report import Incident, IncidentKind, KeptCheckpoint
-from deltashard_operator.fleet.report import Phase as At
-from deltashard_operator.run import judgement, report_change, run_record, watched_run
-from deltashard_operator.run.failure import SETTLE_S
-from deltashard_operator.run.observed_object import ABSENT_S, NodeView, Wish, Workload, seconds_of
+from deltashard_operator.fleet.report import SidecarPhase as At
+from deltashard_operator.run import reconcile, report_change, run_record, watched_run
+from deltashard_operator.run.failure import CRASH_WINDOW_S
+from deltashard_operator.run.observed_object import (
+    ABSENT_S,
+    NodeView,
+    RequestedSettings,
+    Workload,
+    seconds_of,
+)
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import MAX_NAME, Run
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -63,7 +69,7 @@ def test_a_late_report_changes_nothing() -> None:
 def test_what_only_an_incident_tells_stays_until_it_is_over_and_survives_the_controller(
     kind: IncidentKind,
 ) -> None:
-    incident, type_ = Incident(id=1, kind=kind, message="as it is", count=3), report_change.event_of(kind)
+    incident, type_ = Incident(id=1, kind=kind, message="as it is", count=3), report_change.event_reason(kind)
     run, events = reasons(training(), report(incidents=[incident]))
     assert events == [type_]
     for each in (run, judged(again(run))):
@@ -207,25 +213,25 @@ def test_a_sidecar_may_call_its_run_anything_and_is_of_no_other_part() -> None:
 def test_what_reports_say_degrades_the_run_until_they_say_otherwise(said: dict[str, Any], type_: str) -> None:
     run = told(training(), report(seq=1, **said))
     assert (run.phase, is_true(run, type_), is_true(run, "Ready")) == (Phase.DEGRADED, True, False)
-    unheard, notices = judgement.judged(restarted(run), NODES, NOW_S)
-    assert (unheard.phase, is_true(unheard, type_), notices) == (Phase.DEGRADED, True, ())
+    unheard, run_events = reconcile.reconcile(restarted(run), NODES, NOW_S)
+    assert (unheard.phase, is_true(unheard, type_), run_events) == (Phase.DEGRADED, True, ())
     run = told(run, report(seq=1))
     assert (run.phase, is_true(run, type_), is_true(run, "Ready")) == (Phase.TRAINING, False, True)
 
 
 def test_time_alone_makes_a_checkpoint_stale_and_says_so_once() -> None:
-    run, notices = judgement.judged(told(training(), report(seq=1), NOW_S + 100), NODES, NOW_S + 179)
-    assert not notices
-    run, notices = judgement.judged(run, NODES, NOW_S + 181)
-    assert ([each.reason for each in notices], run.phase) == (["CheckpointStale"], Phase.DEGRADED)
+    run, run_events = reconcile.reconcile(told(training(), report(seq=1), NOW_S + 100), NODES, NOW_S + 179)
+    assert not run_events
+    run, run_events = reconcile.reconcile(run, NODES, NOW_S + 181)
+    assert ([each.reason for each in run_events], run.phase) == (["CheckpointStale"], Phase.DEGRADED)
     for each in (run, restarted(run, NOW_S + 185)):  # nor by a new controller, which hears nobody yet
-        anew, notices = judgement.judged(each, NODES, NOW_S + 190)
+        anew, run_events = reconcile.reconcile(each, NODES, NOW_S + 190)
         later, heard = reasons(anew, report(seq=1), NOW_S + 191)
-        assert (notices, heard, is_true(later, "Stale")) == ((), [], True)
+        assert (run_events, heard, is_true(later, "Stale")) == ((), [], True)
     assert not is_true(told(run, report(seq=2), NOW_S + 192), "Stale")
 
 
-@pytest.mark.parametrize(("every_s", "limit_s"), [(300.0, 910.0), (5.0, judgement.STALE_FLOOR_S), (0.0, 1e9)])
+@pytest.mark.parametrize(("every_s", "limit_s"), [(300.0, 910.0), (5.0, reconcile.MIN_STALE_S), (0.0, 1e9)])
 def test_a_checkpoint_is_stale_after_three_intervals_but_never_soon_and_never_without_a_timer(
     every_s: float, limit_s: float
 ) -> None:
@@ -249,21 +255,21 @@ def test_a_run_whose_sidecars_are_not_heard_keeps_its_phase_and_is_not_called_st
 def test_a_pod_on_a_lost_node_trains_only_if_it_is_heard_after_the_node_was_lost() -> None:
     """Before anybody evicts it. What it said before says nothing; if it goes on, only the kubelet is gone."""
     run = training()
-    assert judgement.judged(run, LOST, NOW_S + 2)[0].phase is Phase.RECOVERING
+    assert reconcile.reconcile(run, LOST, NOW_S + 2)[0].phase is Phase.RECOVERING
     run, _ = report_change.with_report(run, report(seq=1), NOW_S + 3)
-    assert judgement.judged(run, LOST, NOW_S + 3)[0].phase is Phase.TRAINING
+    assert reconcile.reconcile(run, LOST, NOW_S + 3)[0].phase is Phase.TRAINING
 
 
 @pytest.mark.parametrize("stuck", [True, False])
 def test_a_pod_that_cannot_end_on_a_lost_node_is_named_with_both_remedies(stuck: bool) -> None:
     run = watched_run.with_job(training(), job(replaces_lost=not stuck), NOW_S)
     run = seen(run, pod(terminating_at_s=NOW_S), node_ready=False)
-    assert not is_true(judgement.judged(run, LOST, NOW_S + 5)[0], "StuckOnLostNode")
-    run, notices = judgement.judged(run, LOST, NOW_S + 15)
+    assert not is_true(reconcile.reconcile(run, LOST, NOW_S + 5)[0], "StuckOnLostNode")
+    run, run_events = reconcile.reconcile(run, LOST, NOW_S + 15)
     assert is_true(run, "StuckOnLostNode") == stuck
-    assert [each.reason for each in notices] == (["StuckOnLostNode"] if stuck else [])
+    assert [each.reason for each in run_events] == (["StuckOnLostNode"] if stuck else [])
     for remedy in ("kubectl delete node node-a", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"):
-        assert not stuck or remedy in notices[0].message
+        assert not stuck or remedy in run_events[0].message
     assert not is_true(judged(run, NOW_S + 20), "StuckOnLostNode")
 
 
@@ -279,8 +285,8 @@ def test_a_decision_is_shown_and_told_when_it_changes() -> None:
     assert run.progress.decisions == (DECIDED,)
     later = decided(value="5 min", why="a save costs 1.5 s")
     run, _ = report_change.with_report(restarted(run), report(decisions=later), NOW_S)
-    run, notices = judgement.judged(run, NODES, NOW_S)
-    assert [(each.reason, each.message, each.warning) for each in notices] == [
+    run, run_events = reconcile.reconcile(run, NODES, NOW_S)
+    assert [(each.reason, each.message, each.warning) for each in run_events] == [
         ("IntervalChanged", "interval: 3 min -> 5 min; a save costs 1.5 s", False)
     ]
     for unchanged in (decided(value="5 min", would="9 min"), ()):  # a pod that begins has decided nothing yet
@@ -299,11 +305,11 @@ def test_a_goal_that_cannot_be_had_is_a_condition_and_an_event_while_it_cannot()
 def test_a_crash_loop_is_a_condition_until_something_is_committed() -> None:
     run = training()
     for n in range(1, 4):
-        end = replace(ended(1), at_s=NOW_S + n * SETTLE_S)
+        end = replace(ended(1), at_s=NOW_S + n * CRASH_WINDOW_S)
         run = seen(run, pod(restarts=n, ending=end))
-    run, notices = judgement.judged(run, NODES, NOW_S + 1)
-    assert [each.reason for each in notices] == ["CrashLooping"]
-    assert "container trainer ended with exit code 1, 3 times" in notices[0].message
+    run, run_events = reconcile.reconcile(run, NODES, NOW_S + 1)
+    assert [each.reason for each in run_events] == ["CrashLooping"]
+    assert "container trainer ended with exit code 1, 3 times" in run_events[0].message
     run = judged(restarted(run), NOW_S + 2)
     assert is_true(run, "CrashLooping"), "a new controller knows it"
     assert not is_true(told(run, report(seq=2, attempt=2), NOW_S + 3), "CrashLooping")
@@ -321,7 +327,7 @@ def test_a_jobset_is_finished_by_all_its_jobs_and_a_failed_one_may_come_again() 
 
     failed: dict[str, Any] = {"outcome": "Failed", "ended_at_s": NOW_S}
     assert [finished(), finished(NOW_S + 1, **failed)] == ["", ""]
-    assert finished(NOW_S + judgement.SETTLED_S, **failed) == "Failed"
+    assert finished(NOW_S + reconcile.JOBSET_RESTART_GRACE_S, **failed) == "Failed"
     assert finished(outcome="Completed", ended_at_s=NOW_S) == "Completed"
 
 
@@ -350,11 +356,14 @@ def test_a_pytorch_job_is_finished_once_all_its_pods_that_are_there_succeeded() 
 
 
 def test_a_jobs_own_annotations_count_over_its_pods() -> None:
-    run = seen(Run(workload=TRAIN), pod(wish=Wish(policy="fast")))
-    assert run.wish.policy == "fast"
-    wish = Wish(policy="fast", run_id="ctr", overrides=(("deltashard.io/interval", "9s"),))
-    run = seen(watched_run.with_job(run, job(wish=wish), NOW_S), pod(wish=Wish(policy="fast")))
-    assert (run.wish, run.run_id) == (wish, "ctr")
+    run = seen(Run(workload=TRAIN), pod(requested=RequestedSettings(policy="fast")))
+    assert run.requested.policy == "fast"
+    requested = RequestedSettings(policy="fast", run_id="ctr", overrides=(("deltashard.io/interval", "9s"),))
+    run = seen(
+        watched_run.with_job(run, job(requested=requested), NOW_S),
+        pod(requested=RequestedSettings(policy="fast")),
+    )
+    assert (run.requested, run.run_id) == (requested, "ctr")
 
 
 def test_training_time_is_the_time_in_phases_that_train() -> None:

@@ -8,10 +8,10 @@ from cryptography.hazmat.primitives import serialization
 from deltashard_operator.tls import issuance
 
 DAY_S = 86400.0
-START_S = 1_800_000_000.0
+STARTUP_TIMEOUT_S = 1_800_000_000.0
 NAMES = ["webhook.ns.svc", "fleet.ns.svc"]
-FIRST = issuance.renewed({}, NAMES, now_s=START_S)
-OTHER = issuance.renewed({}, NAMES, now_s=START_S)
+FIRST = issuance.renewed({}, NAMES, now_s=STARTUP_TIMEOUT_S)
+OTHER = issuance.renewed({}, NAMES, now_s=STARTUP_TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_is_old_lost_damaged_or_foreign_is_made_anew(
     days: float, names: list[str], damage: dict[str, bytes], anew: set[str]
 ) -> None:
     """And nothing else, so that whoever verifies goes on verifying."""
-    now_s, before = START_S + days * DAY_S, FIRST | damage
+    now_s, before = STARTUP_TIMEOUT_S + days * DAY_S, FIRST | damage
     after = issuance.renewed(before, names, now_s=now_s)
     assert {key.partition(".")[0] for key in before if after[key] != before[key]} == anew
     assert issuance.renewed(after, names, now_s=now_s + 1) == after
@@ -49,6 +49,6 @@ def test_what_is_old_lost_damaged_or_foreign_is_made_anew(
 
 
 def test_a_leaf_does_not_outlive_its_authority() -> None:
-    signer = issuance.issue((), None, now_s=START_S, lasts_s=10 * DAY_S)
-    leaf = issuance.issue(NAMES, signer, now_s=START_S, lasts_s=90 * DAY_S)
+    signer = issuance.issue((), None, now_s=STARTUP_TIMEOUT_S, lasts_s=10 * DAY_S)
+    leaf = issuance.issue(NAMES, signer, now_s=STARTUP_TIMEOUT_S, lasts_s=90 * DAY_S)
     assert leaf.certificate.not_valid_after_utc == signer.certificate.not_valid_after_utc

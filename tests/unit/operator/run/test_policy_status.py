@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltashard_operator.run import policy_standing
+from deltashard_operator.run import policy_status
 from deltashard_operator.run.watched_run import Run
 
 from tests.unit.operator.run.observed import NOW_S, report, told, training
@@ -13,7 +13,7 @@ from tests.unit.operator.run.observed import NOW_S, report, told, training
 def status(
     *runs: Run, before: dict[str, Any] | None = None, url: str = "", at_s: float = NOW_S
 ) -> dict[str, Any]:
-    return policy_standing.status(runs, before or {}, url=url, generation=3, now_s=at_s)
+    return policy_status.status(runs, before or {}, url=url, generation=3, now_s=at_s)
 
 
 def ready(found: dict[str, Any]) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ from deltashard_operator.run.condition import READY
 from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.watched_run import Run
 
-TROUBLES = frozenset({"CredentialsMissing", "StoreUnavailable"})
+PROBLEMS = frozenset({"CredentialsMissing", "StoreUnavailable"})
 """Conditions of a run that its policy is to blame for."""
 
 
@@ -24,24 +24,24 @@ def status(
 
     `url`: of its store; runs that were started with another one say nothing of this one. Empty: not known.
     """
-    told = [run for run in runs if url in ("", run.store)]
-    troubles = (
+    reporting = [run for run in runs if url in ("", run.store)]
+    problems = (
         ("False", each.type, f"run {run.name}: {each.message}")
-        for run in told
+        for run in reporting
         for each in run.conditions
-        if each.type in TROUBLES and each.status == "True"
+        if each.type in PROBLEMS and each.status == "True"
     )
     # A sidecar tries that the store creates only what is absent before its first attempt is in the log.
-    works = ("True", "InUse", "runs save by it") if any(run.progress.attempt for run in told) else None
+    in_use = ("True", "InUse", "runs save by it") if any(run.progress.attempt for run in reporting) else None
     found: dict[str, Any] = {"runs": len(runs), "observedGeneration": generation}
     known = next((each for each in before.get("conditions") or () if each["type"] == READY), None)
-    if (said := next(troubles, works)) is not None:
-        stays = known is not None and known["status"] == said[0]
+    if (verdict := next(problems, in_use)) is not None:
+        stays = known is not None and known["status"] == verdict[0]
         known = {
             "type": READY,
-            "status": said[0],
-            "reason": said[1],
-            "message": said[2][:1024],
+            "status": verdict[0],
+            "reason": verdict[1],
+            "message": verdict[2][:1024],
             "observedGeneration": generation,
             "lastTransitionTime": known["lastTransitionTime"] if known and stays else timestamp(now_s),
         }

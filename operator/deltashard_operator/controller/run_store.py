@@ -21,7 +21,7 @@ from deltashard_operator.api.chart_defaults import Defaults
 from deltashard_operator.api.refusal import Refusal
 from deltashard_operator.api.workload_policy import Policy
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.controller.status import Served
+from deltashard_operator.controller.status import ObjectVersion
 from deltashard_operator.controller.write_queue import WriteQueue
 from deltashard_operator.fleet.report import RunKey
 from deltashard_operator.kube.call import Caller
@@ -30,33 +30,33 @@ from deltashard_operator.run import schedule
 from deltashard_operator.run.ledger import Ledger
 from deltashard_operator.run.observed_object import NodeView, timestamp
 from deltashard_operator.run.order import OpenOrders
-from deltashard_operator.run.watched_run import Notice, Run
+from deltashard_operator.run.watched_run import Run, RunEvent
 
 PolicyKey = tuple[str, str]
 """(namespace, name), as `workload_policy.key_of` says: the cluster's have no namespace."""
-MAX_NOTICES = 64
+MAX_RUN_EVENTS = 64
 """Waiting for a run's CheckpointRun to be made."""
-MAX_READ = 10_000
+MAX_CACHED_POLICIES = 10_000
 _POD_NUMBER = re.compile(r"-(?:(?:master|worker|[0-9]+)-)?[0-9]+", re.ASCII)
 _log = structlog.get_logger("deltashard.controller")
 
 
 @dataclass(slots=True)
-class Entry:
+class RunEntry:
     """A run and what is known of its CheckpointRun."""
 
     run: Run
-    born: str
+    created_at: str
     """Creation time of the CheckpointRun, or of the first sight: older ones hold a run id."""
-    served: Served | None = None
+    object_version: ObjectVersion | None = None
     written: bytes = b"{}"
     """Status as the API has it, as JSON: a dict of one is five times as large."""
     durable: Ledger = field(default_factory=Ledger)
     """What the written status counts."""
-    notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
+    events: deque[RunEvent] = field(default_factory=lambda: deque(maxlen=MAX_RUN_EVENTS))
     nudged: int = 0
     """Id of the directive for which its sidecars were nudged."""
-    whole_s: float = 0.0
+    full_burst_at_s: float = 0.0
     """When it may tell as much at once as ever."""
 
     @property
@@ -65,7 +65,7 @@ class Entry:
 
 
 @dataclass(kw_only=True)
-class Entries:
+class RunStore:
     """The books, and what all parts of the controller work with."""
 
     call: Caller
@@ -77,7 +77,7 @@ class Entries:
     nudger: Callable[[str], None] = lambda _address: None
     """Asks the sidecar at an "ip:port" to report now; it is best effort, and never waits."""
     orders: OpenOrders = field(default_factory=OpenOrders)
-    by_key: dict[RunKey, Entry] = field(default_factory=dict)
+    by_key: dict[RunKey, RunEntry] = field(default_factory=dict)
     pods: dict[str, RunKey] = field(default_factory=dict)
     """Pod UID -> its run."""
     jobs: dict[str, RunKey] = field(default_factory=dict)
@@ -86,12 +86,12 @@ class Entries:
     """As the watch brought them last."""
     marked: dict[RunKey, None] = field(default_factory=dict)
     """In the order they were marked, so that none waits for ever."""
-    _by_id: dict[tuple[str, str], dict[RunKey, Entry]] = field(default_factory=dict)
+    _by_id: dict[tuple[str, str], dict[RunKey, RunEntry]] = field(default_factory=dict)
     """Of each run id of a namespace, in the order of first sight."""
-    _read: dict[Any, Policy | Refusal | None] = field(default_factory=dict)
+    _policy_cache: dict[Any, Policy | Refusal | None] = field(default_factory=dict)
     """Policies with annotations over them, since one changed."""
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[RunEntry]:
         return iter(self.by_key.values())
 
     def mark(self, key: RunKey) -> None:
@@ -100,15 +100,15 @@ class Entries:
     def mark_all(self) -> None:
         self.marked.update(dict.fromkeys(self.by_key))
 
-    def enter(self, run: Run) -> Entry:
-        entry = self.by_key[run.key] = Entry(run, timestamp(self.wall()))
+    def add(self, run: Run) -> RunEntry:
+        entry = self.by_key[run.key] = RunEntry(run, timestamp(self.wall()))
         self._by_id.setdefault((run.workload.namespace, run.run_id), {})[run.key] = entry
         return entry
 
     def _without_id(self, run: Run) -> None:
-        bearers = self._by_id[run.workload.namespace, run.run_id]
-        del bearers[run.key]
-        if not bearers:
+        entries = self._by_id[run.workload.namespace, run.run_id]
+        del entries[run.key]
+        if not entries:
             del self._by_id[run.workload.namespace, run.run_id]
 
     def drop(self, key: RunKey) -> None:
@@ -123,10 +123,10 @@ class Entries:
         for uid in entry.run.jobs:
             self.jobs.pop(uid, None)
         self.orders.forget(key)
-        for line in (key, ("reclaim", *key)):
-            self.queue.forget(line)
+        for queue_key in (key, ("reclaim", *key)):
+            self.queue.forget(queue_key)
 
-    def set(self, entry: Entry, run: Run) -> None:
+    def set(self, entry: RunEntry, run: Run) -> None:
         """The run is this now; marked when that is a change."""
         if run is entry.run or self.by_key.get(run.key) is not entry:  # it was let go of meanwhile
             return
@@ -136,41 +136,41 @@ class Entries:
         entry.run = run
         self.mark(run.key)
 
-    def lost(self, entry: Entry) -> None:
+    def record_deleted(self, entry: RunEntry) -> None:
         """Its CheckpointRun is gone: make it anew."""
-        entry.served, entry.written, entry.durable = None, b"{}", Ledger()
+        entry.object_version, entry.written, entry.durable = None, b"{}", Ledger()
         if self.by_key.get(entry.run.key) is entry:  # not let go while the write that found out was under way
             self.mark(entry.run.key)
 
-    def speakers(self, entry: Entry) -> list[str]:
+    def reporters(self, entry: RunEntry) -> list[str]:
         """UIDs of the pods whose sidecars are heard and speak for the run."""
         now_s = self.wall()
-        return [uid for uid in entry.run.heard if schedule.speaks(entry.run, uid, now_s)]
+        return [uid for uid in entry.run.last_reports if schedule.is_reporter(entry.run, uid, now_s)]
 
-    def nudge(self, entry: Entry, *, every: bool = False, first: bool = False) -> None:
+    def nudge(self, entry: RunEntry, *, every: bool = False, first: bool = False) -> None:
         """Have those who speak for the run report now; all of its sidecars if asked, or if no speaker is heard.
 
         `first`: where no speaker is heard only those of index 0, most of which have rank 0.
         """
-        speakers = self.speakers(entry)
+        reporters = self.reporters(entry)
         for uid, pod in entry.run.pods.items():
-            wanted = every or (uid in speakers if speakers else not first or pod.index in {"", "0"})
+            wanted = every or (uid in reporters if reporters else not first or pod.index in {"", "0"})
             if wanted and pod.alive and pod.report_address and not entry.run.finished:
                 self.nudger(pod.report_address)
 
-    def holder(self, entry: Entry) -> Entry:
+    def holder(self, entry: RunEntry) -> RunEntry:
         """Who holds the run id: the oldest that is not finished."""
-        bearers = self._by_id.get((entry.run.workload.namespace, entry.run.run_id), {})
-        live = [each for each in bearers.values() if not each.run.finished]
-        return min(live, key=lambda each: each.born, default=entry)
+        entries = self._by_id.get((entry.run.workload.namespace, entry.run.run_id), {})
+        live = [each for each in entries.values() if not each.run.finished]
+        return min(live, key=lambda each: each.created_at, default=entry)
 
-    def newest_by_id(self) -> dict[tuple[str, str], Entry]:
+    def newest_by_id(self) -> dict[tuple[str, str], RunEntry]:
         """Of all runs of an id, by (namespace, id): one that is not finished, or the one that finished last."""
         return {
-            key: max(bearers.values(), key=lambda each: each.end_s) for key, bearers in self._by_id.items()
+            key: max(entries.values(), key=lambda each: each.end_s) for key, entries in self._by_id.items()
         }
 
-    def is_continued(self, entry: Entry) -> bool:
+    def is_continued(self, entry: RunEntry) -> bool:
         """Whether another workload has the run, or may have that of one of its pods. Looks at all runs.
 
         Where each pod trains a run of its own its number stands at the end of the id.
@@ -188,7 +188,7 @@ class Entries:
         )
 
     def policy_key(self, run: Run) -> PolicyKey:
-        return workload_policy.key_of(run.workload.namespace, run.wish.policy)
+        return workload_policy.key_of(run.workload.namespace, run.requested.policy)
 
     def set_policy(self, key: PolicyKey, document: Mapping[str, Any] | None) -> None:
         """The policy of this key is this now, or gone; its runs are marked when that changes what it says."""
@@ -199,7 +199,7 @@ class Entries:
         else:
             self.policies[key] = document
         if self.spec_of(key) != before:
-            self._read.clear()
+            self._policy_cache.clear()
             for each in self:
                 if self.policy_key(each.run) == key:
                     self.mark(each.run.key)
@@ -213,22 +213,22 @@ class Entries:
 
     def policy_of(self, run: Run) -> Policy | Refusal | None:
         """The run's policy as it is now, its annotations over it; why it cannot be used; or None: there is none."""
-        name, key = run.wish.policy, (self.policy_key(run), run.wish.overrides)
-        if key not in self._read:
+        name, key = run.requested.policy, (self.policy_key(run), run.requested.overrides)
+        if key not in self._policy_cache:
             spec = self.spec_of(key[0])
             found: Policy | Refusal | None = None
             try:
                 if spec is not None:
-                    said = annotation.read({POLICY: name, **dict(run.wish.overrides)})
+                    annotations = annotation.read({POLICY: name, **dict(run.requested.overrides)})
                     found = workload_policy.read(
-                        name, workload_policy.merged(spec, self.defaults.spec()), said
+                        name, workload_policy.merged(spec, self.defaults.spec()), annotations
                     )
             except Refusal as refusal:
                 _log.warning(
                     "policy.unusable", namespace=run.workload.namespace, run=run.name, error=str(refusal)
                 )
                 found = refusal
-            if len(self._read) >= MAX_READ:
-                self._read.clear()
-            self._read[key] = found
-        return self._read[key]
+            if len(self._policy_cache) >= MAX_CACHED_POLICIES:
+                self._policy_cache.clear()
+            self._policy_cache[key] = found
+        return self._policy_cache[key]
