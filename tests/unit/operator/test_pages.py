@@ -79,7 +79,7 @@ def test_every_event_is_on_the_page() -> None:
     folder = Path(deltashard_operator.__file__).parent
     files = ("run/report_change", "run/watched_run", "controller/reclaimer", "controller/writer")
     sources = "".join((folder / f"{name}.py").read_text() for name in files)
-    told = set(re.findall(r'(?:Notice\(reason=|(?=.Reclaim))"(\w+)"', sources))
+    told = set(re.findall(r'(?:RunEvent\(reason=|(?=.Reclaim))"(\w+)"', sources))
     told |= {
         event_reason(each) for each in {*IncidentKind} - {IncidentKind.UNKNOWN, IncidentKind.TRAINER_LOST}
     }
