@@ -29,7 +29,6 @@ from deltashard.attach.attachment import Listener, RunMember, SidecarAttachment
 from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Attached, Lost
-from deltashard.cut.save_stream import CutFailed
 from deltashard.errors import SaveFailed, WaitError
 from deltashard.group import conductor as conductors
 from deltashard.group import meeting as meetings
@@ -51,6 +50,7 @@ from deltashard.save.setback import Setbacks
 from deltashard.save.taker import SnapshotRows, SnapshotTaker
 from deltashard.save.wait import MESSAGE
 from deltashard.save.watchdog import Watchdog
+from deltashard.snapshot.save_stream import CutFailed
 from deltashard.tracking import step_clock
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.stance import Stance

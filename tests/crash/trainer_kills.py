@@ -17,8 +17,8 @@ from pathlib import Path
 import deltashard
 import torch
 import torch._dynamo  # what every child's first optimizer would import
-from deltashard.cut import precopy
 from deltashard.save import head_start
+from deltashard.snapshot import precopy
 from deltashard_checkpoint import crash_point
 from torch import nn
 

@@ -13,9 +13,9 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard.cut import save_stream
 from deltashard.errors import FencedError, SaveFailed
 from deltashard.save import save_loop, taker
+from deltashard.snapshot import save_stream
 from torch import nn
 
 from tests.incidents.toys import Run, checkpointer, newest_step

@@ -9,8 +9,8 @@ from typing import Any
 
 import deltashard
 import pytest
-from deltashard.cut import precopy
 from deltashard.save import head_start
+from deltashard.snapshot import precopy
 
 Make = Callable[..., deltashard.Checkpointer]
 """Of something with a `net` and an `optimizer`, and of options."""

@@ -11,9 +11,9 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.cut import precopy
-from deltashard.cut.block_writer import BlockWriter, TableCut
 from deltashard.save import head_start
+from deltashard.snapshot import precopy
+from deltashard.snapshot.block_writer import BlockWriter, TableCut
 from deltashard.tracking.marks import RowSelection
 from deltashard.tracking.tracking import TrackingSettings
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame

@@ -13,7 +13,7 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.cut import memory, precopy
+from deltashard.snapshot import memory, precopy
 from deltashard_checkpoint.vocabulary import INCONSISTENT_KEY
 from torch import nn
 

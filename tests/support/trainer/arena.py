@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from deltashard.cut.block_writer import BlockWriter, TableCut
+from deltashard.snapshot.block_writer import BlockWriter, TableCut
 from deltashard.tracking.marks import RowSelection
 from deltashard_checkpoint.format.schema import Box
 from deltashard_proto.arena_layout import sections

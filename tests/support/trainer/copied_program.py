@@ -8,7 +8,7 @@ from typing import Any
 
 import deltashard
 import torch
-from deltashard.cut import precopy
+from deltashard.snapshot import precopy
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from torch import nn

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from deltashard.attach.interruption import leaves
-from deltashard.cut.precopy import TableAhead
 from deltashard.save.handle import Flight
+from deltashard.snapshot.precopy import TableAhead
 from deltashard.tracking.audit import AuditFault
 from deltashard.tracking.tracking import TrackedTable
 

@@ -20,13 +20,13 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard.attach.attachment import RunMember
 from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link
-from deltashard.cut import memory
-from deltashard.cut.block_writer import TableCut
-from deltashard.cut.precopy import SMALLEST_BYTES, Precopy, copying_thread, may_be_copied_ahead
-from deltashard.cut.save_stream import StreamAhead
 from deltashard.program import Program, TrainingLoop
 from deltashard.save.lifecycle import SnapshotEvent, SnapshotPhase
 from deltashard.save.records import SaveRecords
+from deltashard.snapshot import memory
+from deltashard.snapshot.block_writer import TableCut
+from deltashard.snapshot.precopy import SMALLEST_BYTES, Precopy, copying_thread, may_be_copied_ahead
+from deltashard.snapshot.save_stream import StreamAhead
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import RowSelection
 from deltashard.tracking.tracking import TrackedTable

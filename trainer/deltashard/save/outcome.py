@@ -26,8 +26,6 @@ from deltashard.attach.attachment import RunMember
 from deltashard.attach.interruption import leaves
 from deltashard.attach.lifecycle import AttachEvent, AttachState
 from deltashard.attach.session import Attached, FencedOff, Link, Lost
-from deltashard.cut.precopy import TableAhead
-from deltashard.cut.save_stream import CutFailed
 from deltashard.errors import SaveFailed
 from deltashard.program import TrainingLoop
 from deltashard.save.comparison import Comparison
@@ -35,6 +33,8 @@ from deltashard.save.handle import Commit, Flight, SaveHandle
 from deltashard.save.head_start import HeadStart
 from deltashard.save.lifecycle import SnapshotEvent, SnapshotPhase
 from deltashard.save.records import SaveRecords
+from deltashard.snapshot.precopy import TableAhead
+from deltashard.snapshot.save_stream import CutFailed
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import Mode
 from deltashard.tracking.tracking import TrackedTable

@@ -14,7 +14,6 @@ from deltashard_proto.block_reason import BlockReason
 
 from deltashard.attach.attachment import RunMember
 from deltashard.attach.term_signal import TermHandler
-from deltashard.cut import save_stream
 from deltashard.errors import DeltashardError, FencedError, SaveFailed, WaitError
 from deltashard.group.conductor import Conductor
 from deltashard.program import TrainingLoop
@@ -26,6 +25,7 @@ from deltashard.save.records import SaveRecords
 from deltashard.save.taker import SnapshotTaker
 from deltashard.save.wait import MESSAGE, Asker
 from deltashard.save.watchdog import BlockedBy
+from deltashard.snapshot import save_stream
 
 TERM_TRIES = 3
 """How often the cut that SIGTERM asks for is tried, within the grace."""

@@ -28,10 +28,6 @@ from deltashard.attach.attachment import RunMember
 from deltashard.attach.interruption import leaves
 from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link
-from deltashard.cut import save_stream
-from deltashard.cut.block_writer import BlockWriter, TableCut
-from deltashard.cut.precopy import Precopy, Renewed, TableAhead
-from deltashard.cut.save_stream import LONGEST_S, CutFailed, SaveStream
 from deltashard.errors import (
     DeltashardError,
     FencedError,
@@ -49,6 +45,10 @@ from deltashard.save.outcome import SnapshotOutcomes
 from deltashard.save.records import SaveRecords
 from deltashard.save.step_order import OrderWatch
 from deltashard.save.wait import MESSAGE, Asker, SnapshotGate
+from deltashard.snapshot import save_stream
+from deltashard.snapshot.block_writer import BlockWriter, TableCut
+from deltashard.snapshot.precopy import Precopy, Renewed, TableAhead
+from deltashard.snapshot.save_stream import LONGEST_S, CutFailed, SaveStream
 from deltashard.state.value import array_of
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import DirtyCounts, Mode

@@ -12,8 +12,8 @@ import deltashard
 import pytest
 import torch
 from deltashard.attach import pinned
-from deltashard.cut.block_writer import parts_of
 from deltashard.errors import SaveFailed, UserError
+from deltashard.snapshot.block_writer import parts_of
 from deltashard.tracking.marks import RowSelection
 from torch import nn
 

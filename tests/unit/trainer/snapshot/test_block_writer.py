@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.cut import block_writer as cut
+from deltashard.snapshot import block_writer as cut
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 

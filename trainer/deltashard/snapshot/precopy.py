@@ -50,10 +50,10 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link, SidecarSession
-from deltashard.cut import memory
-from deltashard.cut.block_writer import Batch, BlockWriter, TableCut, parts_of
-from deltashard.cut.save_stream import HOLD_S, CutFailed, SaveStream
 from deltashard.errors import SidecarUnavailable
+from deltashard.snapshot import memory
+from deltashard.snapshot.block_writer import Batch, BlockWriter, TableCut, parts_of
+from deltashard.snapshot.save_stream import HOLD_S, CutFailed, SaveStream
 from deltashard.state.row_hash import row_bytes
 from deltashard.tracking.marks import Marks, Mode, RowSelection
 from deltashard.tracking.tracking import TrackedTable

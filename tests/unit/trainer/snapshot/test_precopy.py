@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from deltashard.cut import memory, precopy
-from deltashard.cut.precopy import Precopy, TableAhead, copying_thread
+from deltashard.snapshot import memory, precopy
+from deltashard.snapshot.precopy import Precopy, TableAhead, copying_thread
 from deltashard.tracking.marks import Marks
 from deltashard_checkpoint.format.schema import Box
 from hypothesis import given, settings

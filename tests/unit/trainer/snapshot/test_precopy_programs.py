@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deltashard.cut import precopy
-from deltashard.cut.block_writer import parts_of
-from deltashard.cut.precopy import Precopy, TableAhead, may_be_copied_ahead
+from deltashard.snapshot import precopy
+from deltashard.snapshot.block_writer import parts_of
+from deltashard.snapshot.precopy import Precopy, TableAhead, may_be_copied_ahead
 from deltashard.tracking.tracking import TrackingSettings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
