@@ -252,14 +252,14 @@ def _by_time(
             if share:
                 state.touch(share, seed=turn)
                 ckpt.step()
-            cuts, began = ckpt.stats.cuts, time.perf_counter()
-            while ckpt.stats.cuts == cuts:
+            snapshots, began = ckpt.stats.snapshots, time.perf_counter()
+            while ckpt.stats.snapshots == snapshots:
                 state.step()
                 ckpt.step()
                 if time.perf_counter() - began > 60:
                     raise TimeoutError(f"no cut within 60 s: {ckpt.stats}")
             stall_s, steps, began = ckpt.stats.stalls_s[-1], 0, time.perf_counter()
-            while ckpt.stats.commits < ckpt.stats.cuts:
+            while ckpt.stats.commits < ckpt.stats.snapshots:
                 state.step()
                 ckpt.step()
                 steps += 1

@@ -216,9 +216,9 @@ def _our_save(training: Training, ckpt: Any) -> dict[str, Any]:
         stall_cpu_s += after.cpu_s - before.cpu_s
         return result
 
-    cuts = ckpt.stats.cuts
+    snapshots = ckpt.stats.snapshots
     handle = held(lambda: ckpt.save("bench"))
-    while ckpt.stats.cuts == cuts:
+    while ckpt.stats.snapshots == snapshots:
         training.step()
         held(ckpt.step)
         steps += 1

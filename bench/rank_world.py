@@ -29,8 +29,8 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import Committed, commit_parts
 from deltashard_checkpoint.write.commit_wait import CommitLatency
-from deltashard_checkpoint.write.cut_reports import LIST_PAGE
 from deltashard_checkpoint.write.report import PartReport, ReportBodyCache
+from deltashard_checkpoint.write.snapshot_reports import LIST_PAGE
 
 RUN = "ranks"
 COLUMNS = 64
@@ -323,7 +323,7 @@ def _blobs(scale: Scale, rank: int) -> dict[str, int]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Cut:
+class CommittedSnapshot:
     """One cut, as it was seen."""
 
     number: int
@@ -367,7 +367,7 @@ class Group:
         self.index_bytes: dict[int, int] = {}
         """Of the first rank that is read, by cut."""
 
-    def reports(self, pod: int, cut: Cut) -> list[PartReport]:
+    def reports(self, pod: int, cut: CommittedSnapshot) -> list[PartReport]:
         """Of a pod's ranks; their indexes are put."""
         scale, found = self.scale, []
         for rank in range(pod * scale.per_pod, min((pod + 1) * scale.per_pod, scale.ranks)):
@@ -409,7 +409,7 @@ class Group:
             )
         return found
 
-    def _shape(self, rank: int, cut: Cut) -> tuple[int, int, int]:
+    def _shape(self, rank: int, cut: CommittedSnapshot) -> tuple[int, int, int]:
         """(packs, rows, bytes) of a rank's part; ranks without blobs for all differ by a row a table at most."""
         kind = (rank in owners(self.scale), rank == 0, cut.covers is None)
         if kind not in self._shapes:
@@ -417,9 +417,9 @@ class Group:
             self._shapes[kind] = (len(index.packs), index.rows, sum(pack.bytes for pack in index.packs))
         return self._shapes[kind]
 
-    def save(self, number: int, covers: int | None, *, first_last: bool) -> Cut:
+    def save(self, number: int, covers: int | None, *, first_last: bool) -> CommittedSnapshot:
         """One cut of all pods, of which that of rank 0 ends its upload before all others, or after them."""
-        cut = Cut(number=number, covers=covers)
+        cut = CommittedSnapshot(number=number, covers=covers)
         store, world = self.world.store, self.world
         store.requests.clear()
         ends = [world.chance.uniform(0.0, SPREAD_S) for _ in range(self.scale.pods)]

@@ -41,9 +41,9 @@ from deltashard_checkpoint.restore.plan import Want
 from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.write.cut_reports import LIST_PAGE
+from deltashard_checkpoint.write.snapshot_reports import LIST_PAGE
 from measuring import Row, limit, memory_bytes
-from rank_world import DENSE_OWNERS, FULL, RUN, SMALL, Cut, Group, Scale, owners
+from rank_world import DENSE_OWNERS, FULL, RUN, SMALL, CommittedSnapshot, Group, Scale, owners
 
 EVERY_S = 1800.0
 MONTH_S = 30 * 86400.0
@@ -196,7 +196,7 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
     boxes = len(probe)
     del probe
     group = Group(scale, {*pod, *met, *owners(scale)})
-    cuts: list[Cut] = []
+    cuts: list[CommittedSnapshot] = []
     for number in range(1, scale.cuts + 1):
         covers = cuts[-1].seq if cuts else None
         cuts.append(group.save(number, covers, first_last=number == scale.cuts))
@@ -228,7 +228,7 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
     return found
 
 
-def _sizes(group: Group, cuts: list[Cut]) -> dict[str, int]:
+def _sizes(group: Group, cuts: list[CommittedSnapshot]) -> dict[str, int]:
     store, newest = group.world.store, cuts[-1]
     entry = group.logs[0].state.checkpoints[newest.seq]
     assert entry.listed is not None
@@ -245,11 +245,11 @@ def _sizes(group: Group, cuts: list[Cut]) -> dict[str, int]:
     }
 
 
-def _total(cut: Cut, kind: str) -> int:
+def _total(cut: CommittedSnapshot, kind: str) -> int:
     return sum(cut.requests[who].get(kind, 0) for who in ("first", "others"))
 
 
-def _month(cuts: list[Cut]) -> dict[str, float]:
+def _month(cuts: list[CommittedSnapshot]) -> dict[str, float]:
     """A delta every half hour and a baseline a day: requests and dollars."""
     times = round(MONTH_S / EVERY_S)
     baselines = round(MONTH_S / 86400.0)
@@ -268,7 +268,7 @@ def _month(cuts: list[Cut]) -> dict[str, float]:
     }
 
 
-def _rows(scale: Scale, found: dict[str, Any], cuts: list[Cut]) -> list[Row]:
+def _rows(scale: Scale, found: dict[str, Any], cuts: list[CommittedSnapshot]) -> list[Row]:
     delta, last, sizes, reading = cuts[1], cuts[-1], found["bytes"], found["reading"]
     one, pod, other = reading["one rank"], reading["a pod"], reading["another world"]
     links = len(one["chain"])

@@ -28,7 +28,7 @@ from statistics import fmean, median
 
 import states
 import torch
-from deltashard.save.head_start import LONGEST_S as LONGEST_COPY_S
+from deltashard.save.precopy_scheduler import MAX_PRECOPY_S as LONGEST_COPY_S
 from measuring import Row, against, limit, noting, processor_s, say
 from ours import Deltashard, Sidecar
 from peers import DcpAsyncSave, DcpAsyncSaveReusing, Place, TorchSnapshotAsyncTake, minio_place
@@ -215,13 +215,13 @@ def _our_round(
     ckpt = ours.ckpt
     _until_durable(ours, loop)
     ours.touched(share, seed=turn)
-    cuts, commits = ckpt.stats.cuts, ckpt.stats.commits
+    snapshots, commits = ckpt.stats.snapshots, ckpt.stats.commits
     loop.step(ckpt.step)
     steps = Steps(loop, lambda: time.process_time() + others(), ckpt.step)
     begun, cut = time.perf_counter(), 0
     while ckpt.stats.commits == commits:
         steps.step()
-        if not cut and ckpt.stats.cuts > cuts:
+        if not cut and ckpt.stats.snapshots > snapshots:
             cut = len(steps.seconds)
         if time.perf_counter() - begun > LONGEST_S:
             raise TimeoutError(f"not durable within {LONGEST_S} s")
@@ -240,7 +240,7 @@ def _our_round(
 
 def _until_durable(ours: Deltashard, loop: Loop) -> None:
     ckpt = ours.ckpt
-    while ckpt.stats.commits < ckpt.stats.cuts:
+    while ckpt.stats.commits < ckpt.stats.snapshots:
         loop.step(ckpt.step)
 
 

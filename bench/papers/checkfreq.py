@@ -324,7 +324,7 @@ def _kills(folder: Path, size: Size) -> Found:
     return {"every_steps": every, "lives": lives}
 
 
-def _since_cut(record: Any) -> int:
+def _steps_since_snapshot(record: Any) -> int:
     steps: int = record.get("step") - record.get("cut")
     return steps
 
@@ -332,10 +332,10 @@ def _since_cut(record: Any) -> int:
 INSTANTS: dict[str, Callable[[int], Callable[[Any], bool]]] = {
     "at a cut": lambda _: lambda record: record.get("cuts") > record.get("commits"),
     "just durable": lambda every: (
-        lambda record: record.get("cuts") == record.get("commits") and _since_cut(record) < every
+        lambda record: record.get("cuts") == record.get("commits") and _steps_since_snapshot(record) < every
     ),
-    "in between": lambda every: lambda record: _since_cut(record) >= every // 2,
-    "before the next": lambda every: lambda record: _since_cut(record) >= every - 3,
+    "in between": lambda every: lambda record: _steps_since_snapshot(record) >= every // 2,
+    "before the next": lambda every: lambda record: _steps_since_snapshot(record) >= every - 3,
 }
 """Of an interval of so many steps: whether a record shows it."""
 

@@ -58,7 +58,7 @@ class Share:
         told = costs(seconds, saves)
         inside = [number for number, save in enumerate(saves) if begin <= save.cut < end]
         known = [cost for number in inside if (cost := told[number]) is not None]
-        cuts = [saves[number].cut for number in inside]
+        snapshots = [saves[number].cut for number in inside]
         total_s = sum(seconds[begin:end])
         overhead = error = None
         if known:
@@ -67,7 +67,7 @@ class Share:
             overhead = cost_s / without_s
             if len(known) > 1:
                 error = stdev(known) / math.sqrt(len(known)) * len(inside) / without_s
-        gaps = len(cuts) - 1
+        gaps = len(snapshots) - 1
         calm = [seconds[at] for at in quiet(seconds, saves) if begin <= at < end]
         return cls(
             overhead=overhead,
@@ -76,8 +76,8 @@ class Share:
             saves=len(known),
             of=len(inside),
             step_s=fmean(calm) if calm else total_s / max(1, end - begin),
-            interval_s=sum(seconds[cuts[0] : cuts[-1]]) / gaps if gaps > 0 else None,
-            interval_steps=(cuts[-1] - cuts[0]) / gaps if gaps > 0 else None,
+            interval_s=sum(seconds[snapshots[0] : snapshots[-1]]) / gaps if gaps > 0 else None,
+            interval_steps=(snapshots[-1] - snapshots[0]) / gaps if gaps > 0 else None,
         )
 
     def found(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Track:
     def heard(self, name: str, facts: Any) -> None:
         """`Checkpointer(on_event=)`; called within the step that is timed."""
         at = len(self.seconds)
-        if name == "cut":
+        if name == "snapshot":
             self._by_step[facts["step"]] = save = Save(cut=at)
             self.saves.append(save)
             self.stalls_s.append(facts["stall_s"])
@@ -228,7 +228,7 @@ class Record:
 
     def heard(self, name: str, facts: Any) -> None:
         """`Checkpointer(on_event=)`."""
-        if name == "cut":
+        if name == "snapshot":
             self.set("longest_gap", max(self.get("longest_gap"), facts["step"] - self.get("cut")))
             self.set("cut", facts["step"])
             self.set("cuts", self.get("cuts") + 1)

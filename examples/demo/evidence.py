@@ -49,7 +49,7 @@ class Evidence:
         self.folder = Path(folder) if folder else None
         self.model = model
         self.optimizers = optimizers
-        self._cuts = 0
+        self._snapshots = 0
         if self.folder:
             self._log = StepLog(self.folder)
 
@@ -78,10 +78,10 @@ class Evidence:
         before = time.perf_counter()
         yield
         held_s = time.perf_counter() - before
-        cut = ckpt is not None and ckpt.stats.cuts != self._cuts
+        cut = ckpt is not None and ckpt.stats.snapshots != self._snapshots
         self._log.write(step, loss, held_s=held_s, candidates=batch.candidates, cut=cut)
         if cut:
-            self._cuts = ckpt.stats.cuts
+            self._snapshots = ckpt.stats.snapshots
             self._dump(f"cut-{step}")
             for old in self._dumps("cut-*")[:-KEPT_DUMPS]:
                 shutil.rmtree(old)

@@ -113,8 +113,8 @@ def _progress(course: Course) -> Figure:
                 linewidth=1.2,
                 linestyle=(0, (1, 1.5)),
             )
-    cut_at = _cut_times(course)
-    committed = [s for s in course.seen if s.checkpoint.step in cut_at]
+    snapshot_times = _snapshot_times(course)
+    committed = [s for s in course.seen if s.checkpoint.step in snapshot_times]
     axes.plot(
         [s.at_s - course.started_s for s in committed],
         [s.checkpoint.step for s in committed],
@@ -214,9 +214,9 @@ def _bytes(course: Course) -> Figure:
 
 def _stall(course: Course) -> Figure:
     figure, axes = canvas(2.8, 4.5)
-    cuts = [s for s in course.steps if s.cut]
-    times = np.array([s.held_s for s in cuts]) * 1e3
-    axes.bar(np.arange(len(cuts)), times, color=LIVES[0], width=0.72)
+    snapshots = [s for s in course.steps if s.cut]
+    times = np.array([s.held_s for s in snapshots]) * 1e3
+    axes.bar(np.arange(len(snapshots)), times, color=LIVES[0], width=0.72)
     p50 = float(np.median(times))
     axes.axhline(p50, color=KILL, linewidth=1.2)
     axes.annotate(
@@ -234,17 +234,17 @@ def _stall(course: Course) -> Figure:
     return figure
 
 
-def _cut_times(course: Course) -> dict[int, float]:
+def _snapshot_times(course: Course) -> dict[int, float]:
     return {s.step: s.at_s for s in course.steps if s.cut}
 
 
 def _age(course: Course) -> Figure:
     figure, axes = canvas(2.8, 4.5)
-    cut_at = _cut_times(course)
+    snapshot_times = _snapshot_times(course)
     t, age = [], []
     newest: float | None = None
     for seen in course.seen:
-        cut = cut_at.get(seen.checkpoint.step)
+        cut = snapshot_times.get(seen.checkpoint.step)
         if cut is None:  # cut by close(), after the last step line
             continue
         at = seen.at_s - course.started_s

@@ -100,9 +100,9 @@ class Scene:
         shutil.copytree(self.evidence / name, kept, copy_function=os.link)
         return kept
 
-    def compare(self, cut_step: int, restored: dict[str, np.ndarray]) -> checks.Comparison:
-        """What came back against what was cut at `cut_step`."""
-        cut = self.keep(f"cut-{cut_step}")
+    def compare(self, snapshot_step: int, restored: dict[str, np.ndarray]) -> checks.Comparison:
+        """What came back against what was cut at `snapshot_step`."""
+        cut = self.keep(f"cut-{snapshot_step}")
         try:
             return checks.compare(cut, restored, encoding=self.encoding)
         finally:

@@ -30,30 +30,30 @@ from deltashard.attach.lifecycle import AttachEvent, TrainingAttempt
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Attached, Lost
 from deltashard.errors import SaveFailed, WaitError
-from deltashard.group import conductor as conductors
-from deltashard.group import meeting as meetings
-from deltashard.group.conductor import HOLD_S, Conductor
-from deltashard.group.meeting import Meeting
-from deltashard.group.order import Orders, RoundVerdict
+from deltashard.group import coordinator_thread as conductors
+from deltashard.group import rendezvous as meetings
+from deltashard.group.coordinator_thread import HOLD_S, CoordinatorThread
+from deltashard.group.rendezvous import Rendezvous
+from deltashard.group.snapshot_round import RoundVerdict, SnapshotRounds
 from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program, TrainingLoop
-from deltashard.save import closing, coordinator, outcome, save_loop, setback, taker
+from deltashard.save import closing, coordinator, failure_tracker, outcome, save_loop, taker
 from deltashard.save.closing import LastSnapshot
-from deltashard.save.coordinator import EXACT_S, SnapshotCoordinator
+from deltashard.save.coordinator import EXACT_TIMEOUT_S, SnapshotCoordinator
+from deltashard.save.failure_tracker import SaveFailureTracker
 from deltashard.save.handle import SaveHandle, Stats
-from deltashard.save.head_start import HeadStart
 from deltashard.save.outcome import SnapshotOutcomes
+from deltashard.save.precopy_scheduler import PrecopyScheduler
 from deltashard.save.records import SaveRecords
 from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
-from deltashard.save.setback import Setbacks
+from deltashard.save.snapshot_gate import MESSAGE
 from deltashard.save.taker import SnapshotRows, SnapshotTaker
-from deltashard.save.wait import MESSAGE
 from deltashard.save.watchdog import Watchdog
-from deltashard.snapshot.save_stream import CutFailed
+from deltashard.snapshot.save_stream import SnapshotFailed
 from deltashard.tracking import step_clock
-from deltashard.tracking.cut_base import CutBase
-from deltashard.tracking.stance import Stance
+from deltashard.tracking.snapshot_base import SnapshotBase
+from deltashard.tracking.step_boundary import StepBoundaryMonitor
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
@@ -276,13 +276,13 @@ class GroupStore:
         self._call()
         return None if None in found else found  # type: ignore[return-value]
 
-    def agree(self, key: str, value: bytes) -> bytes:
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
         self._call()
         found = self.held.setdefault(self.prefix + key, value)
         self._call()
         return found
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         self._call()
         self.held.pop(self.prefix + key, None)
 
@@ -298,7 +298,7 @@ class Link:
         self.session = "sim"
         self.arena = None
 
-    def answers(self, _within_s: float) -> bool:
+    def is_alive(self, _within_s: float) -> bool:
         return True
 
 
@@ -309,16 +309,16 @@ class Session:
         self.link: Link | None = link
         self.events: list[Any] = []
         self.fenced = None
-        self.away_s = 0.0
+        self.disconnected_s = 0.0
 
     def next_event(self) -> Any:
         return self.events.pop(0) if self.events else None
 
-    def doubt(self, link: Link, why: str) -> None:
+    def suspect(self, link: Link, why: str) -> None:
         raise Violation(f"the sidecar is doubted: {why}")
 
     @contextlib.contextmanager
-    def copying(self, link: Link) -> Iterator[None]:
+    def hold_link(self, link: Link) -> Iterator[None]:
         yield
 
 
@@ -329,7 +329,7 @@ class Parts(SnapshotTaker):
 
     def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> SnapshotRows:
         self.member.part(flight.cut, flight.step)
-        flight.left()
+        flight.mark_staged()
         return SnapshotRows(mode="all")
 
 
@@ -369,7 +369,7 @@ class World:
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        sim, orders = self.sim, type("WatchedOrders", (Orders,), {})
+        sim, orders = self.sim, type("WatchedOrders", (SnapshotRounds,), {})
         for name in ("limit", "due", "missed", "number"):
             setattr(orders, name, watched(sim, name))
 
@@ -378,7 +378,16 @@ class World:
 
         tokens = (f"{n:016x}" for n in itertools.count(1))
         with contextlib.ExitStack() as stack:
-            for module in (conductors, meetings, closing, coordinator, outcome, save_loop, setback, taker):
+            for module in (
+                conductors,
+                meetings,
+                closing,
+                coordinator,
+                outcome,
+                save_loop,
+                failure_tracker,
+                taker,
+            ):
                 stack.enter_context(mock.patch.object(module, "time", sim.time))
             for module in (conductors, meetings, save_loop):
                 stack.enter_context(mock.patch.object(module, "threading", sim.threading))
@@ -386,7 +395,7 @@ class World:
                 (conductors, "GroupStore", store),
                 (meetings, "GroupStore", store),
                 (step_clock, "_time_ns", lambda: 0),  # no looks of the watchdog
-                (conductors, "Orders", orders),
+                (conductors, "SnapshotRounds", orders),
                 (conductors, "_live", set()),
                 (meetings, "_numbers", itertools.repeat(1)),
                 (meetings, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens))),
@@ -445,7 +454,7 @@ class Life:
         self.world, self.sim, self.attempt = world, world.sim, attempt
         self.counts = world.counts
         self.gone: set[int] = set()
-        self.cuts: defaultdict[int, Cut] = defaultdict(Cut)
+        self.snapshots: defaultdict[int, Cut] = defaultdict(Cut)
         self.arrived: defaultdict[int, set[int]] = defaultdict(set)
         self.prefix = ""
         self.script = script(world.chance)
@@ -464,7 +473,7 @@ class Life:
             self.sim.sleep(0.002)
 
     def part(self, rank: int, number: int, step: int) -> None:
-        cut = self.cuts[number]
+        cut = self.snapshots[number]
         if rank in cut.parts:
             raise Violation(f"rank {rank} took cut {number} twice")
         cut.parts[rank] = step
@@ -484,12 +493,12 @@ class Life:
 
     def decline(self, rank: int, number: int, why: str) -> None:
         self.counts["declined"] += 1
-        self.cuts[number].declined[rank] = why
+        self.snapshots[number].declined[rank] = why
         self.settle(number)
 
     def settle(self, number: int) -> None:
         """Tell of the commit, or of the failure, each rank at a time of its own."""
-        cut = self.cuts[number]
+        cut = self.snapshots[number]
         if self.gone:
             return
         if cut.declined:
@@ -523,7 +532,7 @@ class Life:
             if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
                 continue
             number, at = int(key.rpartition("/")[2]), RoundVerdict.of(text).at
-            cut = self.cuts.get(number, Cut())
+            cut = self.snapshots.get(number, Cut())
             if at is None:
                 self.counts["off"] += 1
                 if cut.parts:
@@ -575,41 +584,46 @@ class Member:
         self.session.post = self.post
         attachment = SidecarAttachment(self.session, self.link, self.clock)  # type: ignore[arg-type]
         self.attempt = TrainingAttempt()
-        self.attempt.happen(AttachEvent.ATTACH)
+        self.attempt.transition(AttachEvent.ATTACH)
         listener = Listener(None, lambda: 0)
-        self.setbacks = Setbacks(self.clock, stats := Stats(), listener)
+        self.failure_tracker = SaveFailureTracker(self.clock, stats := Stats(), listener)
         records = SaveRecords(
-            requests=Requests(self.setbacks), setbacks=self.setbacks, stats=stats,
+            requests=Requests(self.failure_tracker), failure_tracker=self.failure_tracker, stats=stats,
             watchdog=Watchdog(self.clock, listener, timer=lambda: (0.0, 0), now_s=lambda: 0.0),
         )  # fmt: skip
         shelf = LoaderRegistry(lambda: self.clock.step)
         loop = TrainingLoop(
-            program=program, loaders=shelf, clock=self.clock, stance=Stance(tracking, self.clock)
+            program=program,
+            loaders=shelf,
+            clock=self.clock,
+            step_boundary=StepBoundaryMonitor(tracking, self.clock),
         )
         member = RunMember(
             rank=Rank(number=rank, local=rank, world_size=RANKS), attempt=self.attempt,
             attachment=attachment, listener=listener,
         )  # fmt: skip
-        base = CutBase()
-        precopy = HeadStart(loop, member, records, base=base, enabled=True)
+        base = SnapshotBase()
+        precopy = PrecopyScheduler(loop, member, records, base=base, enabled=True)
         precopy.streams = self  # type: ignore[assignment]  # `open`, `take`
         self.outcomes = SnapshotOutcomes(loop, member, records, base=base, precopy=precopy)
         parts = Parts(loop, member, records, self.outcomes, base=base, contents=None, validate=self._validate)
         parts.member = self
 
-        def why_not(urgent: bool) -> str:
+        def not_ready_reason(urgent: bool) -> str:
             if self.outcomes.in_flight:
                 return MESSAGE[BlockReason.IN_FLIGHT]
             if attachment.link is None:
                 return MESSAGE[BlockReason.SIDECAR_DISCONNECTED]
-            return MESSAGE[BlockReason.BACK_OFF] if self.setbacks.backing_off and not urgent else ""
+            return MESSAGE[BlockReason.BACK_OFF] if self.failure_tracker.backing_off and not urgent else ""
 
         conductor_type = type(
-            "WatchedConductor", (Conductor,), {n: watched(sim, n) for n in ("_wish", "_stays")}
+            "WatchedConductor", (CoordinatorThread,), {n: watched(sim, n) for n in ("_request", "_held_step")}
         )
         with mock.patch.object(sim, "running", None):
-            self.conductor = conductor_type(rank, RANKS, clock=self.clock, why_not=why_not)
-        book = SnapshotCoordinator(self.conductor, loop, member, records, self.outcomes, parts)
+            self.coordinator_thread = conductor_type(
+                rank, RANKS, clock=self.clock, not_ready_reason=not_ready_reason
+            )
+        book = SnapshotCoordinator(self.coordinator_thread, loop, member, records, self.outcomes, parts)
         self.loop_of = lambda: SaveLoop(
             loop, member, records, self.outcomes, parts, opener=SimpleNamespace(), coordinator=book
         )
@@ -620,10 +634,10 @@ class Member:
     # For the taker: what the sidecar is to it.
 
     def open(self) -> None:
-        """See `StreamAhead`."""
+        """See `PreopenedStream`."""
 
     def take(self, link: Any) -> Any:
-        """See `StreamAhead`; only a cut without a part comes here."""
+        """See `PreopenedStream`; only a cut without a part comes here."""
         said: list[int] = []
 
         def abort(why: str) -> None:
@@ -637,7 +651,7 @@ class Member:
             self.fails = False
             self.life.counts["failed_parts"] += 1
             self.life.decline(self.rank, cut, "failed")
-            raise CutFailed("error", "made to fail")
+            raise SnapshotFailed("error", "made to fail")
         if self.link.line[URGENT]:
             self.link.line[URGENT] = 0
         self.link.line[SAVE_AT_STEP] = NEVER
@@ -652,7 +666,7 @@ class Member:
 
     def post(self, event: Any) -> None:
         self.session.events.append(event)
-        self.clock.alert()
+        self.clock.wake()
 
     # The program.
 
@@ -668,12 +682,12 @@ class Member:
     def _train(self) -> None:
         life = self.life
         self.sim.sleep(self.chance.random())
-        met = Meeting(self.rank, RANKS, b"")
+        met = Rendezvous(self.rank, RANKS, b"")
         life.prefix = f"{met.prefix}1/"
         self.attempt.grant(life.attempt, "")
         self.attempt.begin(life.attempt, resumed_step=None)
         self.loop = self.loop_of()
-        self.conductor.begin(life.prefix)
+        self.coordinator_thread.begin(life.prefix)
         later: SaveHandle | None = None
         for step in range(1, STEPS + 1):
             self.stands = f"collective of step {step}"
@@ -695,17 +709,17 @@ class Member:
         self.last_of().finish(self.sim.now_s + 100.0)
         if self.outcomes.committed_step != STEPS:
             raise Violation(f"rank {self.rank} closed, and step {STEPS} is not committed")
-        self.conductor.close()
+        self.coordinator_thread.close()
         self.outcomes.close(until_s=self.sim.now_s)
-        life.counts["held"] += self.conductor.held_s > 0
+        life.counts["held"] += self.coordinator_thread.held_s > 0
 
     def _step(self) -> None:
         began_s = self.sim.now_s
-        if self.clock.tick():
+        if self.clock.begin_step():
             self.loop.boundary(at_step=True)
-        self.clock.tock()
+        self.clock.end_step()
         took_s = self.sim.now_s - began_s
-        if took_s > HOLD_S + EXACT_S + HOLD_S + 5:
+        if took_s > HOLD_S + EXACT_TIMEOUT_S + HOLD_S + 5:
             raise Violation(f"rank {self.rank}: step {self.clock.step} was held for {took_s:.0f} s")
 
     def _trouble(self, step: int) -> None:
@@ -714,7 +728,7 @@ class Member:
             self.link.line[SAVE_AT_STEP] = step + self.chance.randrange(6)
         if self.chance.random() < 0.01:
             self.link.line[URGENT] = 1
-            self.clock.notice()
+            self.clock.request_boundary()
         if not self.life.world.faults or step > STEPS - CALM:
             self.vetoes = self.fails = False
             return

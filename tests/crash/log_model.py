@@ -48,9 +48,9 @@ from deltashard_checkpoint.log.entry import (
     Retired,
     Rewound,
     Sealed,
-    cut_of,
     entry_key,
     seq_of,
+    snapshot_of,
 )
 from deltashard_checkpoint.log.entry_codec import parse
 from deltashard_checkpoint.log.listing import Hint
@@ -65,9 +65,9 @@ from deltashard_checkpoint.stores.abc import ObjectExists, ObjectInfo, ObjectNot
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.commit import commit_parts
-from deltashard_checkpoint.write.cut_reports import CutAbandoned
 from deltashard_checkpoint.write.fencing import FencedError
 from deltashard_checkpoint.write.report import PartReport
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned
 
 from tests.support.checkpoint.faulty_store import Fault, FaultyStore
 
@@ -269,7 +269,7 @@ class Gang:
         self.world = world
         self.attempt = opened.attempt
         self.step = opened.resume.step if opened.resume else 0
-        self.cuts = 0
+        self.snapshots = 0
         self.weights = weights
         self.split = split
         self.layout = "" if layout is None else layout.digest
@@ -582,10 +582,10 @@ class World:
                 gang.weights[cell] = self.writes
                 rank.touch(cell)
 
-    def move_cut(self, gang: Gang, mode: str, *, mixed: bool = False) -> None:
+    def move_snapshot(self, gang: Gang, mode: str, *, mixed: bool = False) -> None:
         """All ranks copy at one step (`mixed`: the last a step later); each sidecar uploads and commits on its own."""
-        gang.cuts += 1
-        cut = gang.cuts
+        gang.snapshots += 1
+        cut = gang.snapshots
         self.expected[gang.attempt, cut] = dict(gang.weights)
         for rank in gang.ranks:
             if mixed and rank is gang.ranks[-1] and len(gang.ranks) > 1:
@@ -621,7 +621,7 @@ class World:
                 gang.fenced = True
                 self.counts["fenced"] += 1
                 return
-            except CutAbandoned as error:
+            except SnapshotAbandoned as error:
                 self.counts["abandoned"] += 1
                 if "covers" in str(error):
                     rank.forget()
@@ -855,9 +855,9 @@ class World:
                     f"zombie: {entry.seq} of attempt {entry.attempt} was committed under {attempt}"
                 )
             opened = state.attempts[entry.attempt]
-            if opened.last_cut is not None and entry.cut <= opened.last_cut:
+            if opened.last_snapshot is not None and entry.cut <= opened.last_snapshot:
                 raise Violation(
-                    f"cut {entry.cut} was committed after cut {opened.last_cut}: the run went backwards"
+                    f"cut {entry.cut} was committed after cut {opened.last_snapshot}: the run went backwards"
                 )
         newest = state.newest()
         self._follow(entry)
@@ -957,11 +957,11 @@ class World:
         gang = self.gangs[-1]
         self.move_train(gang, 2)
         for mode in ("since_commit", "rebased", "since_baseline", "full"):
-            self.move_cut(gang, mode)
+            self.move_snapshot(gang, mode)
             self.drain()
             self.look()
             state = self.truth()
-            last = state.commit_of(gang.attempt, gang.cuts)
+            last = state.commit_of(gang.attempt, gang.snapshots)
             if last is None and mode == "full":
                 raise Violation("the next save did not succeed")
             self.move_train(gang, 1)
@@ -977,7 +977,7 @@ class World:
         state = self.truth()
         live = lineages.live_prefixes(state)
         for prefix, _ in garbage_collection.data_objects(log):
-            place = cut_of(prefix)
+            place = snapshot_of(prefix)
             if is_protected(state, prefix):
                 continue  # an entry may name it that the attempt before this one gave up
             if prefix not in live and (place is None or is_uncommittable(state, *place)):
@@ -1015,7 +1015,7 @@ def act(world: World, move: str) -> None:
             gang = rnd.choice(gangs)
             # Only one save is in flight, as a rule; the exceptions (urgent, aborted by the trainer) are what is tested.
             if not gang.busy or rnd.random() < 0.3:
-                world.move_cut(gang, rnd.choice(MODES), mixed=rnd.random() < 0.06)
+                world.move_snapshot(gang, rnd.choice(MODES), mixed=rnd.random() < 0.06)
         case "open" if not any(task.name == "open" for task in world.tasks) or rnd.random() < 0.2:
             which = "latest"
             if rnd.random() < 0.25 and (live := sorted(world.truth().checkpoints)):

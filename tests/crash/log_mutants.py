@@ -20,7 +20,7 @@ from deltashard_checkpoint.log.manifest import Manifest
 from deltashard_checkpoint.maintenance import garbage_collection, retention
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
 from deltashard_checkpoint.write import attempt as attempts
-from deltashard_checkpoint.write import commit, cut_reports, fencing
+from deltashard_checkpoint.write import commit, fencing, snapshot_reports
 
 from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
 
@@ -183,7 +183,7 @@ def _late_acknowledge(self: Rank, job: Any) -> None:
         self.known_base = job.committed
 
 
-_cut = Rank.cut
+_original_cut = Rank.cut
 
 
 def _rebase_own_marks_only(self: Rank, cut: int, step: int, mode: str) -> Any:
@@ -191,12 +191,12 @@ def _rebase_own_marks_only(self: Rank, cut: int, step: int, mode: str) -> Any:
     if mode == "rebased":
         self.known_base, mode = self.known_commit, "since_commit"
         self.base, self.base_pending = set(self.fresh), set()
-    return _cut(self, cut, step, mode)
+    return _original_cut(self, cut, step, mode)
 
 
 def _covers_of_rank_0(self: Rank, cut: int, step: int, mode: str) -> Any:
     """One `covers` for the whole cut, as rank 0 knows it; rows by each rank's own marks."""
-    job = _cut(self, cut, step, mode)
+    job = _original_cut(self, cut, step, mode)
     first = self.gang.ranks[0].jobs[-1]
     if job.covers is not None and first.covers is not None:
         job.covers = first.covers
@@ -225,7 +225,7 @@ def _settled_in_any_order(cut: Any, state: run_state.RunState) -> Any:
 
 
 def _judge_in_any_order(state: run_state.RunState, entry: Any) -> None:
-    opened = replace(state.attempts[entry.attempt], last_cut=None, last_step=None)
+    opened = replace(state.attempts[entry.attempt], last_snapshot=None, last_step=None)
     _validate_checkpoint(replace(state, attempts={**state.attempts, entry.attempt: opened}), entry)
 
 
@@ -294,7 +294,7 @@ class _AnyStep(int):
         return False
 
 
-_report_named = cut_reports.parse_report_name
+_report_named = snapshot_reports.parse_report_name
 _object_put = commit.put_idempotent
 _manifest_listed: Any = Manifest.listed
 _layout_boxes_of = Layout.boxes_of
@@ -423,7 +423,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks that cut at different steps make no checkpoint",
-        (cut_reports, "parse_report_name", _named_at_any_step), cut=20, open=6,
+        (snapshot_reports, "parse_report_name", _named_at_any_step), cut=20, open=6,
     ),
     Mutant(
         "the boxes of all ranks tile every table, checked before the attempt's entry",

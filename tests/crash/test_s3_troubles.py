@@ -78,22 +78,22 @@ class Story:
         point = self.chance.choice(POINTS.split())
         process = self.sidecar(point if end == "crash" else "")
         try:
-            self.trains(process, cuts=CUTS, end=end)
+            self.trains(process, snapshots=CUTS, end=end)
             if end == "vanish":
-                self.trains(process, cuts=1)
+                self.trains(process, snapshots=1)
             if end == "well" and process.poll() is None:
                 assert process.terminate() == 0
         finally:
             process.kill()
         assert '.unexpected"' not in process.log(), "an error of ours"
 
-    def trains(self, process: SidecarProcess, *, cuts: int, end: str = "") -> None:
+    def trains(self, process: SidecarProcess, *, snapshots: int, end: str = "") -> None:
         """A trainer comes back and saves, as far as it gets; whatever ends it, an error said so."""
         trainer: Trainer | None = None
         try:
             trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
             self.comes_back(trainer)
-            for number in range(cuts):
+            for number in range(snapshots):
                 if end == "vanish" and number == 1:
                     self.model.train()
                     cut = trainer.begin()

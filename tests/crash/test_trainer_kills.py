@@ -13,8 +13,8 @@ from deltashard_checkpoint.stores.url import open_store
 
 FIRST, SECOND = 6, 10
 POINTS = (
-    "precopy.prepared", "precopy.first_batch", "cut.begun", "cut.first_batch", "cut.before_seal",
-    "cut.after_seal", "restore.first_applied", "restore.before_dense",
+    "precopy.prepared", "precopy.first_batch", "snapshot.begun", "snapshot.first_batch", "snapshot.before_seal",
+    "snapshot.after_seal", "restore.first_applied", "restore.before_dense",
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_killed_at(point: str, lives: tuple[Path, dict[str, Any], str]) -> None:
     assert point in told, said
     life = told[point]
     # Once it is sealed the sidecar commits alone, unless the seal itself was lost with the process.
-    assert life["step"] in ((FIRST, SECOND) if point == "cut.after_seal" else (FIRST,))
+    assert life["step"] in ((FIRST, SECOND) if point == "snapshot.after_seal" else (FIRST,))
     assert life["exact"] is True
     assert (life["next"], life["closed"]) == (3, 5)
     if point.startswith("cut."):

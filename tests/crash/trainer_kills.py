@@ -17,7 +17,7 @@ from pathlib import Path
 import deltashard
 import torch
 import torch._dynamo  # what every child's first optimizer would import
-from deltashard.save import head_start
+from deltashard.save import precopy_scheduler
 from deltashard.snapshot import precopy
 from deltashard_checkpoint import crash_point
 from torch import nn
@@ -121,7 +121,7 @@ def forked(life: Callable[[Path, str], None], work: Path, run: str) -> int:
 
 def main() -> int:
     warnings.filterwarnings("ignore", "Sparse invariant checks")
-    precopy.SMALLEST_TABLE_BYTES = head_start.SMALLEST_BYTES = 0
+    precopy.MIN_PRECOPY_TABLE_BYTES = precopy_scheduler.MIN_PRECOPY_BYTES = 0
     torch.set_num_threads(1)
     work = Path(sys.argv[1])
     for point in sys.argv[2:]:

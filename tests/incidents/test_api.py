@@ -67,8 +67,8 @@ def test_a_sidecar_that_was_not_ready_yet_is_used(tmp_path: Path, monkeypatch: p
     first = launcher(tmp_path)
     first.ensure()
     again = launcher(tmp_path)
-    living, looks = again._living, iter([None])
-    monkeypatch.setattr(again, "_living", lambda: next(looks, living()))
+    living, looks = again._running_pid, iter([None])
+    monkeypatch.setattr(again, "_running_pid", lambda: next(looks, living()))
     again.ensure()
     try:
         assert again.pid == first.pid

@@ -117,7 +117,7 @@ def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
     crash_point = taker.crash_point
 
     def stop(name: str) -> None:
-        if name == "cut.begun":
+        if name == "snapshot.begun":
             os.kill(ckpt.sidecar_pid or 0, signal.SIGSTOP)
             monkeypatch.setattr(save_stream, "HOLD_S", 0.2)
         crash_point(name)
@@ -170,7 +170,7 @@ def test_waiting_without_a_timeout_ends_when_the_sidecar_stays_away(
         pod.signal(signal.SIGKILL)
         eventually(lambda: run.ckpt._session.link is None, what="the loss is noticed")
         run.train(1)
-        monkeypatch.setattr(save_loop, "LONGEST_AWAY_S", 0.0)
+        monkeypatch.setattr(save_loop, "MAX_DISCONNECTED_S", 0.0)
         with pytest.raises(SaveFailed, match="has been away"):
             run.ckpt.save().wait()
         other = run.ckpt.save()
@@ -196,7 +196,7 @@ def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
     """And fails by name; what is asked for meanwhile is not tried at every step."""
     with Run(tmp_path / "store") as run:
         run.train(1)
-        run.ckpt._wiring.records.setbacks._failures = 10  # the next pause is the longest: a minute
+        run.ckpt._wiring.records.failure_tracker._failures = 10  # the next pause is the longest: a minute
         tries = 0
 
         def broken() -> Any:

@@ -49,7 +49,7 @@ def test_dlrover_1585_a_save_begun_while_one_uploads_never_touches_its_blocks(ow
                 assert commit.step == step
                 assert_holds(read_checkpoint(direct, "run", f"seq:{commit.seq}"), state)
             run.train(1)
-            assert "eviction" in [facts["reason"] for facts in run.kinds("cut")]
+            assert "eviction" in [facts["reason"] for facts in run.kinds("snapshot")]
 
 
 def test_megatron_1435_sidecar_gone_is_survived_and_counted(
@@ -92,7 +92,7 @@ def test_nvrx_373_a_stalled_store_never_makes_training_wait(own_minio: MinioServ
         proxy.hang = True
         run.train(60)
         assert run.ckpt.steps == 63
-        assert len(run.kinds("cut")) >= 1
+        assert len(run.kinds("snapshot")) >= 1
         began = time.monotonic()
         with pytest.raises(deltashard.SaveFailed):
             run.ckpt.close(deadline_s=3)

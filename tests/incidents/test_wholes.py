@@ -41,14 +41,14 @@ def test_a_step_left_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> None:
             interrupt_once(getattr(run, torn), patch)
             with pytest.raises(KeyboardInterrupt):
                 run.train()
-        cuts = run.ckpt.stats.cuts
+        snapshots = run.ckpt.stats.snapshots
         handle = run.ckpt.save("after Ctrl-C")
         with pytest.raises(WaitError, match="left by an exception"):
             handle.wait()
         # Another optimizer's whole step, and a step() after it, make no boundary.
         (run.dense if torn == "tables" else run.tables).step()
         run.ckpt.step()
-        assert run.ckpt.stats.cuts == cuts
+        assert run.ckpt.stats.snapshots == snapshots
         run.train()
         assert handle.cut is not None, "cut by the first whole step"
         was = run.state()

@@ -9,7 +9,7 @@ from typing import Any
 
 import deltashard
 import pytest
-from deltashard.save import head_start
+from deltashard.save import precopy_scheduler
 from deltashard.snapshot import precopy
 
 Make = Callable[..., deltashard.Checkpointer]
@@ -49,8 +49,8 @@ def programs_copied_ahead(
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
-    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)
+    monkeypatch.setattr(precopy_scheduler, "MIN_PRECOPY_BYTES", 0)
     made: list[Any] = []
 
     def build(**options: Any) -> Any:

@@ -145,22 +145,22 @@ class Scene:
 def kill_rank(scene: Scene) -> Event:
     rank = scene.job.world - 1
     return _come_back(
-        scene, f"rank {rank} killed", f"kill rank {rank}", lambda: _kill_between_cuts(scene, rank)
+        scene, f"rank {rank} killed", f"kill rank {rank}", lambda: _kill_between_snapshots(scene, rank)
     )
 
 
-def _kill_between_cuts(scene: Scene, rank: int) -> float:
+def _kill_between_snapshots(scene: Scene, rank: int) -> float:
     """SIGKILL a rank some steps after a cut, and not about to make the next; when."""
     lines = StepLines(scene.evidence / f"rank-{rank}")
 
-    def between_cuts() -> bool:
+    def between_snapshots() -> bool:
         cut = next((step for step in reversed(lines.read()) if step.cut), None)
         return cut is not None and scene.steps_to_lose <= lines.last - cut.step < 2 * scene.steps_to_lose
 
     while True:
-        scene.until("steps that no checkpoint has", between_cuts)
+        scene.until("steps that no checkpoint has", between_snapshots)
         with frozen(scene.job.ranks()[rank]):  # what it has done stands still, too
-            if between_cuts():
+            if between_snapshots():
                 return scene.job.kill_rank(rank)
 
 
@@ -276,7 +276,7 @@ def _come_back(scene: Scene, what: str, mark: str, strike: Callable[[], float]) 
 def lose_rank(scene: Scene, *, planned_steps: int) -> Event:
     """SIGKILL the last rank of a job whose recovery is partial: the others keep the rows that they hold."""
     attempt, lost = scene.attempt, scene.job.world - 1
-    back = _struck(scene, lambda: _kill_between_cuts(scene, lost))
+    back = _struck(scene, lambda: _kill_between_snapshots(scene, lost))
     last = scene.until("what the ranks held last", lambda: scene.said(f"last-{attempt}"))
     kept = {rank: own for rank, own in last.items() if rank != lost}
     furthest = max(own["step"] for own in kept.values())

@@ -38,7 +38,7 @@ class ShardEvidence:
         self._folder = Path(folder) / f"rank-{self._rank}" if folder else None
         self._attempt: int | None = None
         self._last: LastHeld | None = None
-        self._cuts = 0
+        self._snapshots = 0
         if self._folder:
             self._log = StepLog(self._folder)
 
@@ -82,20 +82,20 @@ class ShardEvidence:
         held_s = time.perf_counter() - before
         if self._last is not None:
             self._last.finished(step)
-        cut = self._cut(step, ckpt)
+        cut = self._snapshot_taken(step, ckpt)
         self._log.write(step, loss, held_s=held_s, candidates=batch.candidates, cut=cut)
 
     def finished(self, step: int, auc: float, ckpt: Any) -> None:
         """The result, which is the same on every rank; `ckpt` is closed, which may have cut."""
         if self._folder:
-            self._cut(step, ckpt)
+            self._snapshot_taken(step, ckpt)
             write_whole(self._folder / "result.json", {"step": step, "auc": auc})
         print(f"step {step}: AUC on held-out baskets {auc:.4f}")
 
-    def _cut(self, step: int, ckpt: Any) -> bool:
-        if ckpt is None or ckpt.stats.cuts == self._cuts:
+    def _snapshot_taken(self, step: int, ckpt: Any) -> bool:
+        if ckpt is None or ckpt.stats.snapshots == self._snapshots:
             return False
-        self._cuts = ckpt.stats.cuts
+        self._snapshots = ckpt.stats.snapshots
         self._say(f"cut-{self._attempt}-{step}", {"step": step})
         return True
 

@@ -163,7 +163,7 @@ def main() -> None:
         model,
         optimizer,
         on_event=lambda name, facts: (
-            witness.say("cut", step=facts["step"], stall_s=facts["stall_s"]) if name == "cut" else None
+            witness.say("cut", step=facts["step"], stall_s=facts["stall_s"]) if name == "snapshot" else None
         ),
         **terms,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogRolledBack
@@ -110,7 +110,9 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
     written.save(written.train(), step=500, covers=full, directive="steps")
     store = written.store
     written.cut += 1
-    store.put(f"{RUN}/{cut_prefix(written.attempt, written.cut)}00000-{'0' * 16}-00000.pack", b"in flight")
+    store.put(
+        f"{RUN}/{snapshot_prefix(written.attempt, written.cut)}00000-{'0' * 16}-00000.pack", b"in flight"
+    )
     store.put(f"{RUN}/notes.txt", b"somebody's")
     before = keys(store)
     found = answer(cli, "gc", at(url), "--dry-run", "-v", "--keep-last", "1")
@@ -119,12 +121,17 @@ def test_gc_explains_why_objects_are_kept(cli: Cli, url: str, tmp_path: Path) ->
     assert sum(one["objects"] for one in found["reasons"]) == len(before)
     assert sum(one["bytes"] for one in found["reasons"]) == sum(map(len, before.values()))
     why = {item["key"]: (item["status"], item["reason"]) for item in found["objects"]}
-    by_cut = {cut: reason for key, reason in why.items() for cut in range(1, 8) if cut_prefix(1, cut) in key}
-    assert by_cut[5] == ("kept", "checkpoint 6: the newest, one of the newest 1")
-    assert by_cut[4] == ("kept", "checkpoint 5: the newest, 6, was written against it, chain base of 6")
-    assert by_cut[1] == ("kept", "checkpoint 2: pinned best, chain base of 4")
-    assert by_cut[3] == ("kept", "checkpoint 4: second chain, which shares nothing with the newest one's")
-    assert by_cut[6] == ("kept", "attempt 1 may still commit cut 6")
+    by_snapshot = {
+        cut: reason for key, reason in why.items() for cut in range(1, 8) if snapshot_prefix(1, cut) in key
+    }
+    assert by_snapshot[5] == ("kept", "checkpoint 6: the newest, one of the newest 1")
+    assert by_snapshot[4] == ("kept", "checkpoint 5: the newest, 6, was written against it, chain base of 6")
+    assert by_snapshot[1] == ("kept", "checkpoint 2: pinned best, chain base of 4")
+    assert by_snapshot[3] == (
+        "kept",
+        "checkpoint 4: second chain, which shares nothing with the newest one's",
+    )
+    assert by_snapshot[6] == ("kept", "attempt 1 may still commit cut 6")
     assert why["notes.txt"] == ("kept", "unknown: not ours")
     assert why["log/HINT"][0] == why[entry_key(2)][0] == "kept"
 
@@ -388,7 +395,7 @@ def test_rm_reports_objects_written_meanwhile(
 
     def beside(self: FileStore, keys: Iterable[str]) -> None:
         delete(self, keys)
-        self.put(f"{RUN}/{cut_prefix(1, next(late))}00000-{'0' * 16}-00000.pack", b"late")
+        self.put(f"{RUN}/{snapshot_prefix(1, next(late))}00000-{'0' * 16}-00000.pack", b"late")
 
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "delete", beside)

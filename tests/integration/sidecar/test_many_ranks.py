@@ -216,15 +216,15 @@ def test_rank_abort_drops_snapshot_and_next_one_has_rows(
     """In its own pod at once, in the other by the word it leaves; nobody waits for the deadline of a save."""
     with start_group(tmp_path) as (url, group, base):
         group.train()
-        cuts = []
+        snapshots = []
         for trainer in group.trainers:
             if trainer.rank == 1:
                 cut = trainer.begin()
                 cut.abort("stall")
-                cuts.append(cut.number)
+                snapshots.append(cut.number)
             else:
-                cuts.append(trainer.save())
-        for trainer, number in zip(group.trainers, cuts, strict=True):
+                snapshots.append(trainer.save())
+        for trainer, number in zip(group.trainers, snapshots, strict=True):
             with pytest.raises(SaveRefused, match="aborted" if trainer.rank == 1 else "abandoned"):
                 trainer.committed(number)
         group.train()
@@ -237,13 +237,13 @@ def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
     with start_group(tmp_path, ranks=2) as (url, group, base):
         group.train()
         group.models[1].train()
-        cuts = group.save()
+        snapshots = group.save()
         with pytest.raises(SaveRefused, match="abandoned"):
-            group.trainers[0].committed(cuts[0])
+            group.trainers[0].committed(snapshots[0])
         group.models[0].train()
         for trainer in group.trainers:
             trainer.snapshot += 1
-        eventually(lambda: cuts[1] in group.trainers[1].failures, what="the other rank hears of it, too")
+        eventually(lambda: snapshots[1] in group.trainers[1].failures, what="the other rank hears of it, too")
         seq = group.save_and_commit()
         _assert_holds(url, seq, group.models)
         assert state_of(url).checkpoints.keys() == {base, seq}

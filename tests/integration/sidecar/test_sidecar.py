@@ -219,8 +219,8 @@ def test_run_size_is_bounded(tmp_path: Path, url: str) -> None:
 
         def settled() -> bool:
             live = RunLog(open_store(url), "run").refresh().checkpoints
-            cuts = {info.key.rpartition("/")[0] for info in open_store(url).list("run/data/")}
-            return len(live) == 2 and len(cuts) <= 3
+            snapshots = {info.key.rpartition("/")[0] for info in open_store(url).list("run/data/")}
+            return len(live) == 2 and len(snapshots) <= 3
 
         eventually(settled, what="old checkpoints are gone")
         trainer.restores(commit.seq, state)

@@ -11,9 +11,9 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.save import head_start
+from deltashard.save import precopy_scheduler
 from deltashard.snapshot import precopy
-from deltashard.snapshot.block_writer import BlockWriter, TableCut
+from deltashard.snapshot.block_writer import BlockWriter, TableSnapshot
 from deltashard.tracking.marks import RowSelection
 from deltashard.tracking.tracking import TrackingSettings
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
@@ -216,8 +216,8 @@ def test_since_is_correct_for_any_program(
     differential: str,
 ) -> None:
     """Steps with saves that are copied ahead, saves that are asked for, programs that die and resume."""
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
-    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)
+    monkeypatch.setattr(precopy_scheduler, "MIN_PRECOPY_BYTES", 0)
     folder = tmp_path_factory.mktemp("program")
     rng = np.random.default_rng(3)
     with checkpointers(folder, monkeypatch, keep_last=100) as make:
@@ -295,7 +295,12 @@ def test_verify_finds_changed_row_missing_from_since(
     whole = BlockWriter.table
 
     def table(
-        writer: BlockWriter, cut: TableCut, *, start: int = 0, fresh: bool | None = None, again: bool = False
+        writer: BlockWriter,
+        cut: TableSnapshot,
+        *,
+        start: int = 0,
+        fresh: bool | None = None,
+        again: bool = False,
     ) -> None:
         ids = cut.selection.ids
         if not fresh or ids is None or not cut.fqn.startswith("large"):

@@ -55,7 +55,7 @@ def test_restored_state_is_decode_encode_of_snapshot(make: Make, encoding: str) 
     commit = ckpt.save("user", metadata={"loss": 0.5}).wait(120)
     assert (commit.step, commit.baseline, commit.rows) == (5, True, ROWS)
     ckpt.close()
-    assert ckpt.stats.cuts == 1, "the last step was durable already"
+    assert ckpt.stats.snapshots == 1, "the last step was durable already"
 
     schema = TableSchema(fqn="items.weight", rows=ROWS, columns=DIM, dtype="float32")
     block = RowBlock.of_whole_rows(schema, range(ROWS), weights.numpy(), {})
@@ -167,14 +167,16 @@ def test_exception_and_torn_step_are_never_saved(make: Make) -> None:
 def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: Make) -> None:
     """A due cut between two optimizer steps would lose the gradients gathered so far."""
     loop = Loop()
-    cuts: list[int] = []
-    ckpt = make(loop, on_event=lambda name, facts: cuts.append(facts["step"]) if name == "cut" else None)
+    snapshots: list[int] = []
+    ckpt = make(
+        loop, on_event=lambda name, facts: snapshots.append(facts["step"]) if name == "snapshot" else None
+    )
     ckpt.restore()
     loop.train(1, ckpt)
     for micro in range(1, 9):
         if micro == 1:
             handle = ckpt.save("asked where step() left the program")
-            assert cuts == [1]
+            assert snapshots == [1]
             handle.wait(120)
         loop.net(torch.randint(ROWS, (8, 4))).sum().backward()
         if micro == 1:
@@ -187,7 +189,7 @@ def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: Make) -> 
         if micro == 2:
             asked = ckpt.save("in the middle of accumulation")
             assert asked.cut is None
-        assert cuts == ([1] if micro < 4 else [1, 5])
+        assert snapshots == ([1] if micro < 4 else [1, 5])
     assert asked.wait(120).step == 5
 
 

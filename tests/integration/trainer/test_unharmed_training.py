@@ -144,7 +144,7 @@ def test_training_without_step_is_reported_at_close(loop: Loop, caplog: pytest.L
     """Nothing was saved: a warning and an event, where evaluation alone says nothing."""
     events: list[str] = []
     loop.ckpt._listener._on_event = lambda name, facts: events.append(name)
-    loop.ckpt._say_if_unsaved()
+    loop.ckpt._warn_if_unsaved()
     assert events == []
     loop.train(1)
     loop.ckpt.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from deltashard.snapshot.block_writer import BlockWriter, TableCut
+from deltashard.snapshot.block_writer import BlockWriter, TableSnapshot
 from deltashard.tracking.marks import RowSelection
 from deltashard_checkpoint.format.schema import Box
 from deltashard_proto.arena_layout import sections
@@ -60,11 +60,11 @@ class Arena:
         return torch.from_numpy(ids), values
 
 
-def cut_of(
+def table_snapshot(
     weights: Tensor, fields: Iterable[Tensor] = (), *, box: Box | None = None, selection: RowSelection = NONE
-) -> TableCut:
+) -> TableSnapshot:
     """A cut of a table, or of its shard at `box`."""
     box = box or Box(table="t", row_start=0, row_stop=len(weights), col_start=0, col_stop=weights.shape[1])
-    return TableCut(
+    return TableSnapshot(
         position=0, fqn=box.table, key=box.table, box=box, weights=weights, fields=tuple(fields), selection=selection
     )  # fmt: skip

@@ -24,7 +24,7 @@ class CopiedProgram:
     ) -> None:  # fmt: skip
         self.folder, self.tables, self.top, self.optimizers = folder, tables, top, optimizers
         self.model = nn.ModuleDict({**tables, "top": top})
-        self.cuts: dict[int, dict[str, torch.Tensor]] = {}
+        self.snapshots: dict[int, dict[str, torch.Tensor]] = {}
         self.told: list[tuple[str, dict[str, Any]]] = []
         options = {"arena_bytes": 64 << 20, "keep_last": 100, "encoding": "fp32", "grace_s": None} | options
         self.ckpt = deltashard.Checkpointer(
@@ -34,8 +34,8 @@ class CopiedProgram:
 
     def _tell(self, name: str, facts: Any) -> None:
         self.told.append((name, dict(facts)))
-        if name == "cut":
-            self.cuts[facts["step"]] = self.at_cut()
+        if name == "snapshot":
+            self.snapshots[facts["step"]] = self.at_cut()
 
     def at_cut(self) -> dict[str, torch.Tensor]:
         """What is there, on the training thread, when a cut is told."""
@@ -76,7 +76,7 @@ class CopiedProgram:
         assert entries
         for seq, entry in entries.items():
             with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
-                cut = {name: tensor.cpu() for name, tensor in self.cuts[entry.step].items()}
+                cut = {name: tensor.cpu() for name, tensor in self.snapshots[entry.step].items()}
                 assert torch.equal(stored.dense["top.weight"], cut.pop("top.weight")), entry.step
                 for name, table in self.tables.items():
                     rows = stored.rows(f"{name}.weight", torch.arange(len(table.weight)))

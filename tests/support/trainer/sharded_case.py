@@ -294,7 +294,7 @@ class Watch:
         self.tracking.refresh()
         marked = {}
         for table in self.tracking.tables:
-            rows = table.prepare_cut("since_commit")
+            rows = table.select_rows("since_commit")
             ids = torch.arange(table.marks.rows) if rows.ids is None else rows.ids
             marked[table.key] = ids
             if self.cut:
@@ -310,9 +310,9 @@ class Watch:
             for table in self.tracking.tables
         }
         self.cut += 1
-        self.tracking.cut_taken(self.cut, "since_commit", full=self.cut == 1)
+        self.tracking.snapshot_taken(self.cut, "since_commit", full=self.cut == 1)
         self.tracking.committed(self.cut, baseline=self.cut == 1)
-        self.tracking.steps.done()
+        self.tracking.steps.end_step()
         return marked
 
     @staticmethod

@@ -446,7 +446,7 @@ class Cutter:
         self.cut += 1
         self.tracking.audit_before_commit()
         self.tracking.refresh()
-        selection = self.table.prepare_cut(mode)
+        selection = self.table.select_rows(mode)
         rows = set(range(ROWS)) if selection.all else set(selection.ids.tolist())
         now = self.training.snapshot()
         if mode != "all":
@@ -458,7 +458,7 @@ class Cutter:
             self.changed += len(truth)
             self.selected += len(rows)
         self.before = now
-        self.tracking.cut_taken(self.cut, mode)
+        self.tracking.snapshot_taken(self.cut, mode)
         self.tracking.committed(self.cut, baseline=mode == "all")
         self.tracking.audit_sample()
         return rows

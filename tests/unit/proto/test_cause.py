@@ -27,8 +27,8 @@ from deltashard_checkpoint.stores.abc import (
     StoreFull,
     StoreUnavailable,
 )
-from deltashard_checkpoint.write.cut_reports import CutAbandoned
 from deltashard_checkpoint.write.part_writer import UploadFailed, UploadNoSpace
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned
 from deltashard_proto.cause import METADATA, Cause, from_metadata, to_metadata
 from deltashard_sidecar import restore
 from deltashard_sidecar.arena.batch import BadBatch
@@ -101,7 +101,7 @@ def test_a_call_that_nobody_answered_has_no_cause() -> None:
         (CacheFull("x"), "unavailable", "unavailable", None),
         (UploadFailed("x"), "unavailable", "unavailable", None),
         (UploadNoSpace("x"), "full", "unavailable", None),
-        (CutAbandoned("x"), "abandoned", "unavailable", None),
+        (SnapshotAbandoned("x"), "abandoned", "unavailable", None),
         (LogRolledBack("x"), "log_lost", "unavailable", None),
         (LogRemoved("x"), "removed", "unavailable", None),
         (LogStopped("x"), "error", "invalid", None),

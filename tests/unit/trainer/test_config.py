@@ -11,7 +11,7 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard.config import MAX_METADATA, CheckpointConfig, check_pin, optimizers_of, texts_of
+from deltashard.config import MAX_METADATA, CheckpointConfig, check_pin, optimizers_of, stored_metadata
 from deltashard.errors import UserError
 from torch import nn
 
@@ -133,10 +133,10 @@ def test_the_config_has_the_arguments_of_the_checkpointer() -> None:
 )
 def test_metadata_that_no_log_entry_holds_is_refused_at_save(metadata: Any) -> None:
     """Told to the caller: later it would fail the save, or the commit, again and again."""
-    assert texts_of({"auc": 0.8, "deltashard": "fine"}) == {"auc": "0.8", "deltashard": "fine"}
-    assert texts_of(None) == {}
+    assert stored_metadata({"auc": 0.8, "deltashard": "fine"}) == {"auc": "0.8", "deltashard": "fine"}
+    assert stored_metadata(None) == {}
     with pytest.raises(UserError, match="metadata"):
-        texts_of(metadata)
+        stored_metadata(metadata)
 
 
 @pytest.mark.parametrize("pin", ["", " best", "best ", "a\tb", "\ud800", "p" * 201, 7])

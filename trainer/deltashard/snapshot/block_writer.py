@@ -34,7 +34,7 @@ from deltashard.state.kernel_thread import split
 from deltashard.state.row_hash import row_bytes
 from deltashard.tracking.marks import RowSelection
 
-SMALLEST_BATCH_ROWS = 512
+MIN_BATCH_ROWS = 512
 """With less room than for so many rows left in the open block, the next one is taken."""
 
 IN_FLIGHT = 4
@@ -45,7 +45,7 @@ _SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TableCut:
+class TableSnapshot:
     """What one table contributes."""
 
     position: int
@@ -64,11 +64,11 @@ class TableCut:
 
     @property
     def row_bytes(self) -> int:
-        return sum(_width(part) for part in parts_of(self))
+        return sum(_width(part) for part in section_tensors(self))
 
 
 Bytes = npt.NDArray[np.uint8]
-Observer = Callable[[TableCut, Tensor | range, list[Tensor]], None]
+Observer = Callable[[TableSnapshot, Tensor | range, list[Tensor]], None]
 """(the table, global row ids, [weights, *fields] of the batch)."""
 
 
@@ -105,15 +105,15 @@ class _Staging:
     """Two pinned buffers that take turns."""
 
     buffers: list[Tensor] = field(default_factory=list)
-    turn: int = 0
+    index: int = 0
 
     def next(self) -> Tensor:
         while len(self.buffers) < 2:
             self.buffers.append(
                 torch.empty(BATCH_BYTES + ALIGN, dtype=torch.uint8, pin_memory=True, device="cpu")
             )
-        self.turn ^= 1
-        return self.buffers[self.turn]
+        self.index ^= 1
+        return self.buffers[self.index]
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -122,9 +122,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0]) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
 
 
-def parts_of(cut: TableCut) -> list[Tensor]:
+def section_tensors(snapshot: TableSnapshot) -> list[Tensor]:
     """The sections of its batches: the weights, and each field."""
-    return [cut.weights.detach(), *(_flat(f) for f in cut.fields)]
+    return [snapshot.weights.detach(), *(_flat(f) for f in snapshot.fields)]
 
 
 def _width(tensor: Tensor) -> int:
@@ -188,7 +188,7 @@ class BlockWriter:
         self._staging = _Staging()
         self._pending: deque[_Pending] = deque()
         self._parts: list[Tensor] = []
-        self._cut: TableCut | None = None
+        self._snapshot: TableSnapshot | None = None
         self.copied = CopiedRows()
 
     @property
@@ -196,20 +196,22 @@ class BlockWriter:
         """The block that was written last; -1: none."""
         return self._block
 
-    def goes_on(self, *, block: Callable[[], int], send: Callable[[pb.SaveRequest, int], None]) -> None:
+    def redirect(self, *, block: Callable[[], int], send: Callable[[pb.SaveRequest, int], None]) -> None:
         """What is written from now on has other blocks, is handed over, and has all threads; counts begin anew."""
         self._take_block, self._hand_over = block, send
         self._threads = 0
         self.copied = CopiedRows()
 
-    def table(self, cut: TableCut, *, start: int = 0, fresh: bool | None = None, again: bool = False) -> None:
+    def table(
+        self, snapshot: TableSnapshot, *, start: int = 0, fresh: bool | None = None, again: bool = False
+    ) -> None:
         """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`).
 
         `start`: of a selection of all rows, only those from this one on. `fresh`: whether they changed since the newest
         commit; None: not known. `again`: whether they are in other batches, too.
         """
-        self._parts, self._cut = parts_of(cut), cut
-        for batch in self.batches(cut, start=start, fresh=fresh, again=again):
+        self._parts, self._snapshot = section_tensors(snapshot), snapshot
+        for batch in self.batches(snapshot, start=start, fresh=fresh, again=again):
             if batch is not None:
                 self._send(batch.message, batch.target)
             self._count()
@@ -217,27 +219,27 @@ class BlockWriter:
             self.flush()  # the observer looks at this table's parts
 
     def batches(
-        self, cut: TableCut, *, start: int = 0, fresh: bool | None = None, again: bool = False
+        self, snapshot: TableSnapshot, *, start: int = 0, fresh: bool | None = None, again: bool = False
     ) -> Iterator[Batch | None]:
         """Copy one table's rows batch by batch, each when it is asked for; None: it is on its way from a device."""
-        parts = parts_of(cut)
+        parts = section_tensors(snapshot)
         widths = tuple(_width(part) for part in parts)
-        first = cut.box.row_start
-        ids = None if cut.selection.all else cut.selection.ids
+        first = snapshot.box.row_start
+        ids = None if snapshot.selection.all else snapshot.selection.ids
         total = parts[0].shape[0] - start if ids is None else ids.numel()
-        for at_row, rows, at in self._places(total, widths, contiguous=ids is None, where=cut.fqn):
+        for at_row, rows, at in self._places(total, widths, contiguous=ids is None, where=snapshot.fqn):
             begin = start + at_row
             offsets, length = sections(rows, contiguous=ids is None, row_bytes=widths)
             message = pb.SaveRequest(
                 rows=pb.RowBatch(
                     block=self._block,
                     offset=at,
-                    table=cut.position,
+                    table=snapshot.position,
                     rows=rows,
                     contiguous=ids is None,
                     row_start=first + begin if ids is None else 0,
-                    col_start=cut.box.col_start,
-                    col_stop=cut.box.col_stop,
+                    col_start=snapshot.box.col_start,
+                    col_stop=snapshot.box.col_stop,
                     fresh=fresh,
                     again=again,
                 )
@@ -247,9 +249,9 @@ class BlockWriter:
             batch: Batch | None = None
             if parts[0].device.type == "cpu":
                 if chosen is not None:
-                    torch.add(chosen, first, out=_over(target, offsets[0], torch.int64, (rows,)))
+                    torch.add(chosen, first, out=_view_at(target, offsets[0], torch.int64, (rows,)))
                 for part, offset in zip(parts, offsets[1:], strict=True):
-                    out = _over(target, offset, part.dtype, (rows, *part.shape[1:]))
+                    out = _view_at(target, offset, part.dtype, (rows, *part.shape[1:]))
                     _gather(part, chosen, begin, out, threads=self._threads)
                 batch = Batch(message=message, target=target, widths=widths)
             else:
@@ -295,7 +297,7 @@ class BlockWriter:
 
     def flush(self) -> None:
         while self._pending:
-            self._land()
+            self._complete_oldest()
 
     def stop(self) -> None:
         """Before an abort: no copy into the arena may be running any more."""
@@ -307,7 +309,7 @@ class BlockWriter:
     def _count(self) -> None:
         self.copied.batches += 1
         if self.copied.batches == 1:
-            crash_point("cut.first_batch")
+            crash_point("snapshot.first_batch")
 
     def _next_block(self) -> None:
         self.flush()  # a descriptor that names another block closes this one
@@ -331,7 +333,7 @@ class BlockWriter:
         while start < total:
             room = min(self._block_bytes - self._at, BATCH_BYTES) - slack
             rows = min(max(room, 0) // per_row, total - start)
-            if rows < min(total - start, SMALLEST_BATCH_ROWS) and self._at > 0:
+            if rows < min(total - start, MIN_BATCH_ROWS) and self._at > 0:
                 self._next_block()
                 continue
             at = self._at
@@ -354,13 +356,13 @@ class BlockWriter:
     ) -> None:
         direct = self._pin()
         if len(self._pending) == (IN_FLIGHT if direct else 2):
-            self._land()
+            self._complete_oldest()
         staging = None if direct else self._staging.next()
 
         def room(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
             if staging is None:
-                return _over(target, offset, dtype, shape)
-            return _within(staging, offset, dtype, shape)
+                return _view_at(target, offset, dtype, shape)
+            return _staging_view(staging, offset, dtype, shape)
 
         if chosen is not None:
             room(offsets[0], torch.int64, (rows,)).copy_(chosen + first, non_blocking=True)
@@ -383,39 +385,39 @@ class BlockWriter:
         staged = None if staging is None else staging[:length]
         self._pending.append(_Pending(message=message, target=target, staging=staged, events=events))
 
-    def _land(self) -> None:
+    def _complete_oldest(self) -> None:
         pending = self._pending.popleft()
         pending.arrive()
         self._send(pending.message, pending.target)
 
     def _send(self, message: pb.SaveRequest, target: memoryview) -> None:
         if self._observe is not None:
-            self._show(message.rows, target)
+            self._notify_observer(message.rows, target)
         self._hand_over(message, len(target))
 
-    def _show(self, batch: pb.RowBatch, target: memoryview) -> None:
+    def _notify_observer(self, batch: pb.RowBatch, target: memoryview) -> None:
         parts = self._parts
         offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=[_width(p) for p in parts])
         ids: Tensor | range = range(batch.row_start, batch.row_start + batch.rows)
         if not batch.contiguous:
-            ids = _over(target, offsets[0], torch.int64, (batch.rows,))
+            ids = _view_at(target, offsets[0], torch.int64, (batch.rows,))
         values = [
-            _over(target, offset, part.dtype, (batch.rows, *part.shape[1:]))
+            _view_at(target, offset, part.dtype, (batch.rows, *part.shape[1:]))
             for part, offset in zip(parts, offsets[1:], strict=True)
         ]
         assert self._observe is not None
-        assert self._cut is not None
-        self._observe(self._cut, ids, values)
+        assert self._snapshot is not None
+        self._observe(self._snapshot, ids, values)
 
 
-def _over(target: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _view_at(target: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     count = 1
     for size in shape:
         count *= size
     return torch.frombuffer(target, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _within(staging: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _staging_view(staging: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     count = dtype.itemsize
     for size in shape:
         count *= size

@@ -13,30 +13,30 @@ from typing import Any
 
 import torch
 
-reading = threading.RLock()
+read_lock = threading.RLock()
 """Held while memory of the program's is read, a batch at a time."""
-_MOVES = ("_share_fd_cpu_", "_share_filename_cpu_")
+_MEMORY_MOVING_METHODS = ("_share_fd_cpu_", "_share_filename_cpu_")
 
 
 @functools.cache
 def guard() -> None:
     """From now on nothing moves memory while it is read; once a process."""
-    for name in _MOVES:
-        setattr(torch.UntypedStorage, name, _waiting(getattr(torch.UntypedStorage, name)))
+    for name in _MEMORY_MOVING_METHODS:
+        setattr(torch.UntypedStorage, name, _with_read_lock(getattr(torch.UntypedStorage, name)))
 
 
-def _waiting(moves: Any) -> Any:
+def _with_read_lock(moves: Any) -> Any:
     @functools.wraps(moves)
     def waits(*args: Any, **kwargs: Any) -> Any:
-        with reading:
+        with read_lock:
             return moves(*args, **kwargs)
 
     return waits
 
 
-def _in_child() -> None:
-    global reading  # noqa: PLW0603 - the thread that may hold it is not in the child
-    reading = threading.RLock()
+def _after_fork_in_child() -> None:
+    global read_lock  # noqa: PLW0603 - the thread that may hold it is not in the child
+    read_lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -18,7 +18,7 @@ hands nothing over: that is the training thread's, at the cut. So if anything fa
 Marks are what this stands on: what may have changed a row unseen marks the whole table (`tracking`), which makes all of
 it touched. One thing no mark can tell: a write without a trace (`.data`) that is taken back before the cut, as by an
 evaluation with averaged weights. What the thread read meanwhile is of no step, and the live rows are what they should
-be. So some rows of every batch are compared with the live ones at the cut (`PROBED`); a table where one differs is
+be. So some rows of every batch are compared with the live ones at the cut (`PROBE_ROWS`); a table where one differs is
 copied whole, and found by hashes from then on. After the cut every row that was copied ahead is compared, by its hash
 and beside training (`compare`): one that differs, and was not marked since, is a fault that is reported, and the next
 save takes all rows (`save.comparison`).
@@ -52,8 +52,8 @@ from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link, SidecarSession
 from deltashard.errors import SidecarUnavailable
 from deltashard.snapshot import memory
-from deltashard.snapshot.block_writer import Batch, BlockWriter, TableCut, parts_of
-from deltashard.snapshot.save_stream import HOLD_S, CutFailed, SaveStream
+from deltashard.snapshot.block_writer import Batch, BlockWriter, TableSnapshot, section_tensors
+from deltashard.snapshot.save_stream import HOLD_S, SaveStream, SnapshotFailed
 from deltashard.state.row_hash import row_bytes
 from deltashard.tracking.marks import Marks, Mode, RowSelection
 from deltashard.tracking.tracking import TrackedTable
@@ -62,18 +62,18 @@ log = logging.getLogger("deltashard")
 
 LIST_ROWS = 1 << 20
 """So many rows of a table are listed at once: 1 MiB of flags, at most 8 MiB of ids."""
-SMALLEST_BYTES = int(os.environ.get("DELTASHARD_PRECOPY_BYTES", str(4 << 20)))
+MIN_PRECOPY_BYTES = int(os.environ.get("DELTASHARD_PRECOPY_BYTES", str(4 << 20)))
 """A cut of less is over sooner than a copy ahead of it is begun."""
-SMALLEST_TABLE_BYTES = min(1 << 20, SMALLEST_BYTES)
+MIN_PRECOPY_TABLE_BYTES = min(1 << 20, MIN_PRECOPY_BYTES)
 """Copying less than this takes no longer than keeping account of what was copied."""
-MOST_AGAIN = 1 / 2
+MAX_RECOPY_FRACTION = 1 / 2
 """Share of the rows that were copied: if more than that was touched since, to copy all of them anew is as fast."""
-SPARED_SHARE = 1 / 8
+RESERVED_BLOCKS_FRACTION = 1 / 8
 """Share of the granted blocks that is left for the cut itself."""
 NICENESS = 10
 """Of the copying thread: on shared cores training goes first."""
 
-PROBED = 16
+PROBE_ROWS = 16
 """Rows of every batch that are compared at the cut: a batch of which a share f was read while the table was something
 else is not found with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two."""
 
@@ -92,10 +92,10 @@ def _yield_to_training() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rest:
+class _Remainder:
     """What is still to be copied of a table."""
 
-    cut: TableCut
+    snapshot: TableSnapshot
     start: int = 0
     """Where it begins if it is of all rows."""
     fresh: bool | None = None
@@ -105,26 +105,26 @@ class _Rest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renewed:
+class RefreshedCopy:
     """What was copied ahead of one table, as it is at the cut."""
 
     full: bool
     """Whether all rows of the table are taken."""
     again: int
     """Rows that were copied once more."""
-    rest: tuple[_Rest, ...]
+    rest: tuple[_Remainder, ...]
 
     def write(self, writer: BlockWriter, *, fresh_first: bool) -> None:
         """Copy the rest; `fresh_first`: whether rows that are apart are said to be fresh."""
         for each in self.rest:
             if fresh_first:
-                writer.table(each.cut, start=each.start, fresh=each.fresh, again=each.again)
+                writer.table(each.snapshot, start=each.start, fresh=each.fresh, again=each.again)
             elif not each.again:
-                writer.table(each.cut, start=each.start)
+                writer.table(each.snapshot, start=each.start)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Copies:
+class _CopyHashes:
     """What a batch had when it was copied."""
 
     rows: Rows
@@ -144,11 +144,11 @@ class _Pass:
     """Whether its rows are those that changed since the newest commit, or all others; None: either."""
     whole: bool = False
     """Whether all rows of the table are taken."""
-    upto: int = 0
+    stop_row: int = 0
     """Rows below were copied, or were not to be when they were listed."""
     batches: list[Batch] = field(default_factory=list)
     """In ascending order of rows."""
-    copies: list[_Copies] = field(default_factory=list)
+    copies: list[_CopyHashes] = field(default_factory=list)
     """By batch; kept for `compare`, when the batches themselves are the sidecar's."""
 
     def find(self, marks: Marks, start: int, stop: int) -> Rows:
@@ -159,22 +159,24 @@ class _Pass:
         return sum(batch.rows for batch in self.batches)
 
 
-class TableAhead:
+class TablePrecopy:
     """What is copied ahead of one table: by the copying thread, and after it by the training thread."""
 
-    def __init__(self, table: TrackedTable, cut: TableCut) -> None:
-        """`cut`: where its rows are; which ones is found out while they are copied."""
+    def __init__(self, table: TrackedTable, snapshot: TableSnapshot) -> None:
+        """`snapshot`: where its rows are; which ones is found out while they are copied."""
         self.table = table
-        self.strayed = False
+        self.has_unmarked_writes = False
         """Whether rows that nothing touched are not what was copied of them."""
         # The memory of this boundary: a parameter whose `.data` is another's for a while is read where it was.
-        self._cut = cut = replace(
-            cut, weights=cut.weights.detach(), fields=tuple(each.detach() for each in cut.fields)
+        self._snapshot = snapshot = replace(
+            snapshot,
+            weights=snapshot.weights.detach(),
+            fields=tuple(each.detach() for each in snapshot.fields),
         )
         self._marks = table.marks
         self._schema_version = table.schema_version
         self._random = np.random.default_rng()
-        self.astray: Rows = np.empty(0, np.int64)
+        self.unmarked_rows: Rows = np.empty(0, np.int64)
         """Of the shard, what `compare` found."""
         self._passes: list[_Pass] = []
 
@@ -206,24 +208,24 @@ class TableAhead:
                 stop = min(start + LIST_ROWS, rows)
                 ids = torch.from_numpy(walk.find(self._marks, start, stop))
                 yield from self._copied(writer, walk, RowSelection(all=False, ids=ids))
-                walk.upto = stop
-        walk.upto = rows
+                walk.stop_row = stop
+        walk.stop_row = rows
 
     def _copied(self, writer: BlockWriter, walk: _Pass, selection: RowSelection) -> Iterator[Batch]:
-        for batch in writer.batches(replace(self._cut, selection=selection), fresh=walk.fresh):
+        for batch in writer.batches(replace(self._snapshot, selection=selection), fresh=walk.fresh):
             assert batch is not None  # on the CPU
-            copies = _Copies(
+            copies = _CopyHashes(
                 rows=self._rows_of(batch),
                 hashes=row_kernel.row_hashes(batch.sections(), _SEED),
                 again=np.empty(0, np.int64),
             )
             walk.batches.append(batch)
             walk.copies.append(copies)
-            walk.upto = int(copies.rows[-1]) + 1
+            walk.stop_row = int(copies.rows[-1]) + 1
             yield batch
 
     def _rows_of(self, batch: Batch) -> Rows:
-        first, message = self._cut.box.row_start, batch.message.rows
+        first, message = self._snapshot.box.row_start, batch.message.rows
         if message.contiguous:
             return np.arange(message.row_start, message.row_start + batch.rows) - first
         return batch.ids() - first
@@ -231,62 +233,62 @@ class TableAhead:
     def compare(self) -> None:
         """After the cut, on the copying thread: find rows that are not what was copied of them ahead of it.
 
-        One that was written since is marked when `astray` is asked for, at a boundary.
+        One that was written since is marked when `unmarked_rows` is asked for, at a boundary.
         """
         found = []
         walks, self._passes = self._passes, []
         for each in (each for walk in walks for each in walk.copies):
-            with memory.reading:
-                values = [row_bytes(part).numpy() for part in parts_of(self._cut)]
+            with memory.read_lock:
+                values = [row_bytes(part).numpy() for part in section_tensors(self._snapshot)]
                 differ = row_kernel.row_hashes(values, _SEED, rows=each.rows) != each.hashes
             differ[each.again] = False
             found.append(each.rows[differ])
-        self.astray = np.concatenate([self.astray, *found])
+        self.unmarked_rows = np.concatenate([self.unmarked_rows, *found])
 
-    def renewed(self, now: TableCut, mode: Mode) -> Renewed | None:
+    def refresh_copy(self, now: TableSnapshot, mode: Mode) -> RefreshedCopy | None:
         """Bring the batches up to what the table is now; None: they cannot be, copy it as always."""
         if not self.rows or not self._same(now):
             return None
         touched = self._marks.touched()
         first = self._passes[0]
         count = self._marks.rows
-        touched = touched[: np.searchsorted(touched, first.upto)]
-        if len(touched) > self.rows * MOST_AGAIN:
+        touched = touched[: np.searchsorted(touched, first.stop_row)]
+        if len(touched) > self.rows * MAX_RECOPY_FRACTION:
             return None
-        values = [row_bytes(part).numpy() for part in parts_of(now)]
-        renewed = np.zeros(len(touched), np.bool_)
-        rest: list[_Rest] = []
+        values = [row_bytes(part).numpy() for part in section_tensors(now)]
+        recopied = np.zeros(len(touched), np.bool_)
+        rest: list[_Remainder] = []
         left = 0
 
         def remains(rows: Rows, *, fresh: bool | None, again: bool = False) -> None:
             chosen = replace(now, selection=RowSelection(all=False, ids=torch.from_numpy(rows)))
-            rest.append(_Rest(cut=chosen, fresh=fresh, again=again))
+            rest.append(_Remainder(snapshot=chosen, fresh=fresh, again=again))
 
         for walk in self._passes:
-            here = self._replaced(walk, values, touched)
+            here = self._recopy_touched(walk, values, touched)
             if here is None:
-                self.strayed = True
+                self.has_unmarked_writes = True
                 return None
-            renewed |= here
+            recopied |= here
             if walk is not first:
                 remains(touched[here], fresh=True, again=True)
         # Whatever was touched is fresh: the first pass is that of the rows that are fresh, or of all.
         for walk in self._passes:
             if walk.whole:
-                rest.append(_Rest(cut=now, start=walk.upto, fresh=walk.fresh))
-                left += count - walk.upto
+                rest.append(_Remainder(snapshot=now, start=walk.stop_row, fresh=walk.fresh))
+                left += count - walk.stop_row
                 continue
-            rows = walk.find(self._marks, walk.upto, count)
+            rows = walk.find(self._marks, walk.stop_row, count)
             if walk is first:
-                rows = np.concatenate([touched[~renewed], rows])
+                rows = np.concatenate([touched[~recopied], rows])
             remains(rows, fresh=walk.fresh)
             left += len(rows)
         taken = self._marks.count(mode)
         if self.rows + left != taken:
             return None  # never seen; what was copied is not what the cut takes
-        return Renewed(full=taken == count, again=int(renewed.sum()), rest=tuple(rest))
+        return RefreshedCopy(full=taken == count, again=int(recopied.sum()), rest=tuple(rest))
 
-    def _replaced(
+    def _recopy_touched(
         self, walk: _Pass, values: Sequence[npt.NDArray[np.uint8]], touched: Rows
     ) -> npt.NDArray[np.bool_] | None:
         """Copy touched rows over their places; which of them have one. None: others are not what was copied."""
@@ -295,7 +297,7 @@ class TableAhead:
         for batch, copies in zip(walk.batches, walk.copies, strict=True):
             start, at = at, int(np.searchsorted(touched, copies.rows[-1], side="right"))
             rows = touched[start:at]
-            if self._strays(batch, copies.rows, values, rows):
+            if self._has_unmarked_writes(batch, copies.rows, values, rows):
                 return None
             if not len(rows):
                 continue
@@ -307,11 +309,11 @@ class TableAhead:
             copies.again = places
         return found
 
-    def _strays(
+    def _has_unmarked_writes(
         self, batch: Batch, copied: Rows, values: Sequence[npt.NDArray[np.uint8]], touched: Rows
     ) -> bool:
         """Whether some rows of a batch that were not touched differ from the live ones."""
-        places = self._random.integers(batch.rows, size=PROBED)
+        places = self._random.integers(batch.rows, size=PROBE_ROWS)
         rows = copied[places]
         if len(touched):
             still = touched[np.searchsorted(touched[:-1], rows)] != rows
@@ -321,15 +323,16 @@ class TableAhead:
             for live, mine in zip(values, batch.sections(), strict=True)
         )
 
-    def _same(self, now: TableCut) -> bool:
+    def _same(self, now: TableSnapshot) -> bool:
         """Whether it is the table that was copied: marks, schema and memory are what they were."""
-        table, before = self.table, self._cut
+        table, before = self.table, self._snapshot
         return (
             table.tracker != "hashes"
             and table.marks is self._marks
             and table.schema_version == self._schema_version
             and (now.position, now.key, now.box) == (before.position, before.key, before.box)
-            and [_place(part) for part in parts_of(now)] == [_place(part) for part in parts_of(before)]
+            and [_place(part) for part in section_tensors(now)]
+            == [_place(part) for part in section_tensors(before)]
         )
 
 
@@ -337,12 +340,12 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def may_be_copied_ahead(table: TrackedTable, cut: TableCut) -> bool:
+def can_precopy(table: TrackedTable, snapshot: TableSnapshot) -> bool:
     """Whether its rows lie where a thread can read them, and marks tell when they change."""
-    parts = parts_of(cut)
+    parts = section_tensors(snapshot)
     return (
         table.tracker != "hashes"
-        and parts[0].numel() * parts[0].element_size() >= SMALLEST_TABLE_BYTES
+        and parts[0].numel() * parts[0].element_size() >= MIN_PRECOPY_TABLE_BYTES
         and all(part.device.type == "cpu" and part.is_contiguous() for part in parts)
     )
 
@@ -356,13 +359,13 @@ class Precopy:
         link: Link,
         *,
         session: SidecarSession,
-        tables: Iterable[tuple[TrackedTable, TableCut]],
+        tables: Iterable[tuple[TrackedTable, TableSnapshot]],
         begin: pb.SaveRequest.Begin,
         mode: Callable[[pb.SaveReply.Prepared], Mode],
         pool: ThreadPoolExecutor,
-        looks: Sequence[Callable[[], None]] = (),
+        checks: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """`mode` tells which rows the answer asks for; `looks` are done last of all, so that the cut need not."""
+        """`mode` tells which rows the answer asks for; `checks` are done last of all, so that the cut need not."""
         self.stream, self.link = stream, link
         self.began_s = self.until_s = time.monotonic()
         """From the beginning until `stop`."""
@@ -372,27 +375,27 @@ class Precopy:
         """Of the rows that were copied; None: there are none."""
         self.fresh_first = False
         """Whether those that changed since the newest commit are apart."""
-        self.why_not = ""
+        self.incomplete_reason = ""
         """Why it ended before all was copied; empty: it did not."""
-        self.looked = False
+        self.checks_done = False
         """Whether all looks were done."""
-        self._looks = looks
+        self._checks = checks
         self._session = session
         self._mode_of = mode
-        self._written: list[tuple[TableAhead, Batch]] = []
+        self._written: list[tuple[TablePrecopy, Batch]] = []
         self._stop = False
         self.writer = BlockWriter(
             link.arena,
             block=self._block,
-            send=_hands_nothing_over,
+            send=_reject_send,
             threads=1,
             pin=functools.partial(pin, link.arena),  # at the cut it writes the tables on a GPU, too
         )
-        self.tables = [TableAhead(table, cut) for table, cut in tables]
+        self.tables = [TablePrecopy(table, snapshot) for table, snapshot in tables]
         for table in self.tables:
             table.table.marks.watch()
         stream.prepare(begin)
-        self._spared = 0
+        self._reserved_blocks = 0
         self._job: Future[None] = pool.submit(self._run)
 
     @property
@@ -403,7 +406,7 @@ class Precopy:
         """Have the thread end, and wait for it: as long as one batch takes."""
         self.until_s = time.monotonic()
         self._stop = True
-        self.stream.nudge()
+        self.stream.wake()
         self._job.cancel()
         wait([self._job])
 
@@ -416,41 +419,41 @@ class Precopy:
         try:
             answer = self.stream.prepared(began_s + HOLD_S, wanted=lambda: not self._stop)
             if answer is None or answer.refused:
-                self.why_not = "stopped" if answer is None else "refused"
+                self.incomplete_reason = "stopped" if answer is None else "refused"
                 return
             crash_point("precopy.prepared")
-            self._spared = int(self.stream.spare_blocks * SPARED_SHARE) + 1
+            self._reserved_blocks = int(self.stream.spare_blocks * RESERVED_BLOCKS_FRACTION) + 1
             began_s = time.monotonic()
             self.mode, self.fresh_first = self._mode_of(answer), answer.fresh_first
             for table in self.tables:
                 self._copy(table, self.mode)
-            self._look()
+            self._run_checks()
         except _Stopped as stopped:
-            self.why_not = str(stopped)
+            self.incomplete_reason = str(stopped)
         except SidecarUnavailable:
-            self.why_not = "sidecar disconnected"
-        except CutFailed as failed:
-            self.why_not = failed.cause
+            self.incomplete_reason = "sidecar disconnected"
+        except SnapshotFailed as failed:
+            self.incomplete_reason = failed.cause
         except Exception as error:
             log.debug("rows could not be copied ahead of a cut", exc_info=error)
-            self.why_not = "error"
+            self.incomplete_reason = "error"
         finally:
             self.copied_s = time.monotonic() - began_s
 
-    def _look(self) -> None:
-        for look in self._looks:
+    def _run_checks(self) -> None:
+        for look in self._checks:
             if self._stop:
                 return
-            with memory.reading:
+            with memory.read_lock:
                 look()
-        self.looked = True
+        self.checks_done = True
 
-    def _copy(self, table: TableAhead, mode: Mode) -> None:
+    def _copy(self, table: TablePrecopy, mode: Mode) -> None:
         batches = table.copy(self.writer, mode, fresh_first=self.fresh_first)
         while True:
             if self._stop:
                 raise _Stopped("stopped")
-            with self._session.copying(self.link), memory.reading:
+            with self._session.hold_link(self.link), memory.read_lock:
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -459,13 +462,13 @@ class Precopy:
                 crash_point("precopy.first_batch")
 
     def _block(self) -> int:
-        if self.stream.spare_blocks <= self._spared:
+        if self.stream.spare_blocks <= self._reserved_blocks:
             raise _Stopped("arena full")
         return self.stream.spare_block()
 
     # At the cut.
 
-    def hand_over(self, kept: Iterable[TableAhead]) -> int:
+    def hand_over(self, kept: Iterable[TablePrecopy]) -> int:
         """Hand over the batches of these tables, in the order in which they lie; returns how many rows."""
         tables = {id(table) for table in kept}
         used = {self.writer.open_block}
@@ -475,11 +478,11 @@ class Precopy:
                 used.add(batch.message.rows.block)
                 self.writer.hand_over(batch)
                 rows += batch.rows
-        self.stream.take_back({batch.message.rows.block for _, batch in self._written} - used)
+        self.stream.return_blocks({batch.message.rows.block for _, batch in self._written} - used)
         return rows
 
 
-def _hands_nothing_over(_message: pb.SaveRequest, _bytes: int) -> None:
+def _reject_send(_message: pb.SaveRequest, _bytes: int) -> None:
     raise AssertionError("only the cut hands over")
 
 

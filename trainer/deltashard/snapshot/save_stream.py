@@ -7,7 +7,7 @@ gRPC's threads    take the outgoing messages
 reader thread     replies; after the seal it reports how the call ended (`on_end`), while training goes on
 watching thread   ends the call when the sidecar does not say `staged` in time
 
-All of that costs more than copying ten megabytes, so none of it is made while training stands still: `StreamAhead`
+All of that costs more than copying ten megabytes, so none of it is made while training stands still: `PreopenedStream`
 has the call of the next cut open before it is due, from the reader thread of the last one. Descriptors of less than a
 megabyte are held back and go together, since every message wakes threads that take the interpreter from the copying.
 """
@@ -39,12 +39,12 @@ URGENT_HOLDS = 2
 """So many times as long where this may be the last chance: the sidecar lets an urgent cut wait for the one before."""
 STAGED_DEADLINE_S = 60.0
 ABORT_DEADLINE_S = 1.0
-LONGEST_S = 6 * 3600.0
+MAX_STALL_S = 6 * 3600.0
 HELD_BYTES = 1 << 20
 """Descriptors of so many bytes in the arena are sent; of fewer they wait for more, for a block or for the seal."""
 
 
-class CutFailed(EnvironmentFault):
+class SnapshotFailed(EnvironmentFault):
     """This cut will not become a checkpoint; `cause` is a word for counting (busy, deadline, gone, silent, ...)."""
 
     def __init__(self, cause: str, message: str) -> None:
@@ -60,12 +60,12 @@ class SaveStream:
         self.over = threading.Event()
         """The call has ended, well or badly: no cut can begin here."""
         self._out: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
-        self._in: queue.SimpleQueue[pb.SaveReply | CutFailed] = queue.SimpleQueue()
+        self._in: queue.SimpleQueue[pb.SaveReply | SnapshotFailed] = queue.SimpleQueue()
         self._granted: deque[int] = deque()
         self._held: list[pb.SaveRequest] = []
         self._held_bytes = 0
         self._ended = ended
-        self._on_end: Callable[[CutFailed | None], None] | None = None
+        self._on_end: Callable[[SnapshotFailed | None], None] | None = None
         self._sealed = False
         self._silent = False
         self._wake = threading.Event()
@@ -77,13 +77,13 @@ class SaveStream:
         threading.Thread(target=self._watch, name="deltashard-staged", daemon=True).start()
 
     def prepare(self, begin: pb.SaveRequest.Begin) -> None:
-        """Ask for blocks ahead of the cut. Then `begin`, or `leave`."""
+        """Ask for blocks ahead of the cut. Then `begin`, or `cancel`."""
         self._out.put(pb.SaveRequest(prepare=pb.SaveRequest.Prepare(begin=begin)))
 
     def prepared(self, until_s: float, *, wanted: Callable[[], bool]) -> pb.SaveReply.Prepared | None:
-        """The answer, and its blocks with it; None once it is not `wanted` any more (see `nudge`).
+        """The answer, and its blocks with it; None once it is not `wanted` any more (see `wake`).
 
-        Raises `CutFailed` when nobody answers until `until_s` (monotonic).
+        Raises `SnapshotFailed` when nobody answers until `until_s` (monotonic).
         """
         answer: pb.SaveReply.Prepared | None = None
         while wanted():
@@ -96,7 +96,7 @@ class SaveStream:
                 return answer
         return None
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         self._in.put(pb.SaveReply())
 
     @property
@@ -107,22 +107,22 @@ class SaveStream:
         """One of them; raises `IndexError` when there is none."""
         return self._granted.popleft()
 
-    def take_back(self, blocks: Iterable[int]) -> None:
+    def return_blocks(self, blocks: Iterable[int]) -> None:
         """These were taken, and nothing in them will be handed over."""
         self._granted.extend(blocks)
 
-    def leave(self, cause: str) -> None:
+    def cancel(self, cause: str) -> None:
         """There will be no cut here after all; no copy may be running any more. Waits for nothing."""
         self._out.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause=cause)))
         self._out.put(None)
 
-    def begin(self, begin: pb.SaveRequest.Begin, on_end: Callable[[CutFailed | None], None]) -> None:
+    def begin(self, begin: pb.SaveRequest.Begin, on_end: Callable[[SnapshotFailed | None], None]) -> None:
         """Ask for the save. `on_end(failure)` is called once, from the reader thread, after `seal()`; None: staged."""
         self._on_end = on_end
         self._out.put(pb.SaveRequest(begin=begin))
 
     def begun(self, until_s: float) -> pb.SaveReply.Begun:
-        """The answer; raises `CutFailed` when the save is refused or nobody answers until `until_s` (monotonic)."""
+        """The answer; raises `SnapshotFailed` when the save is refused or nobody answers until `until_s` (monotonic)."""
         while True:
             reply = self._next(until_s, "silent", "no answer to begin")
             kind = reply.WhichOneof("kind")
@@ -130,14 +130,14 @@ class SaveStream:
                 return reply.begun
             self._granted.extend(reply.blocks.granted)
             if kind not in ("blocks", "prepared", None):  # what was asked for ahead, and a nudge
-                raise CutFailed("error", f"the sidecar answered begin with {kind}")
+                raise SnapshotFailed("error", f"the sidecar answered begin with {kind}")
 
     def block(self, until_s: float) -> int:
         """A block that may be written now; waits until `until_s` (monotonic), and only while the sidecar answers."""
         if not self._granted:
             self._flush()
         while not self._granted:
-            reply = self._next_while_it_answers(
+            reply = self._next_while_alive(
                 until_s, "the arena is full and nothing was encoded within the stall budget"
             )
             if reply.WhichOneof("kind") == "blocks":
@@ -175,13 +175,13 @@ class SaveStream:
         elif held:
             self._out.put(pb.SaveRequest(several=pb.SaveRequest.Several(requests=held)))
 
-    def _next_while_it_answers(self, until_s: float, what: str) -> pb.SaveReply:
+    def _next_while_alive(self, until_s: float, what: str) -> pb.SaveReply:
         while self._in.empty() and time.monotonic() + HOLD_S < until_s:
             with contextlib.suppress(queue.Empty):
-                return self._taken(self._in.get(timeout=HOLD_S))
-            if not self.link.answers(HOLD_S):
+                return self._record_grant(self._in.get(timeout=HOLD_S))
+            if not self.link.is_alive(HOLD_S):
                 self._silent = True
-                raise CutFailed("silent", "the sidecar does not answer any more")
+                raise SnapshotFailed("silent", "the sidecar does not answer any more")
         return self._next(until_s, "deadline", what)
 
     def _next(self, until_s: float, cause: str, what: str) -> pb.SaveReply:
@@ -189,11 +189,11 @@ class SaveStream:
             reply = self._in.get(timeout=max(0.0, until_s - time.monotonic()))
         except queue.Empty:
             self._silent = cause == "silent"
-            raise CutFailed(cause, what) from None
-        return self._taken(reply)
+            raise SnapshotFailed(cause, what) from None
+        return self._record_grant(reply)
 
-    def _taken(self, reply: pb.SaveReply | CutFailed) -> pb.SaveReply:
-        if isinstance(reply, CutFailed):
+    def _record_grant(self, reply: pb.SaveReply | SnapshotFailed) -> pb.SaveReply:
+        if isinstance(reply, SnapshotFailed):
             raise reply
         return reply
 
@@ -204,7 +204,7 @@ class SaveStream:
 
     def _read(self) -> None:
         # Read to the very end: only then has the sidecar let go of this save, and takes the next one.
-        end: CutFailed | None = CutFailed("gone", "the sidecar ended the save without a word")
+        end: SnapshotFailed | None = SnapshotFailed("gone", "the sidecar ended the save without a word")
         settled = False
         try:
             for reply in self._call:
@@ -213,7 +213,7 @@ class SaveStream:
                     end, settled = None, True
                 elif kind == "failed":
                     end, settled = (
-                        CutFailed(parse_cause(reply.failed.cause) or Cause.ERROR, reply.failed.message),
+                        SnapshotFailed(parse_cause(reply.failed.cause) or Cause.ERROR, reply.failed.message),
                         True,
                     )
                     self._in.put(end)
@@ -223,7 +223,7 @@ class SaveStream:
             if not settled:
                 code, message = details(error)
                 gone = code == grpc.StatusCode.UNAVAILABLE
-                end = CutFailed("gone" if gone else "error", f"{code.name}: {message}")
+                end = SnapshotFailed("gone" if gone else "error", f"{code.name}: {message}")
         finally:
             self.over.set()
             self._wake.set()
@@ -236,13 +236,13 @@ class SaveStream:
                 self._ended()
 
 
-class StreamAhead:
+class PreopenedStream:
     """The call of the next cut, open before it is due. `current` gives the attachment that counts now."""
 
     def __init__(self, current: Callable[[], Link | None]) -> None:
         self._current = current
         self._lock = threading.Lock()
-        self._ahead: SaveStream | None = None
+        self._preopened: SaveStream | None = None
 
     def open(self) -> None:
         """Have a call open for the current attachment; from any thread. Whatever goes wrong, `take` tries again."""
@@ -250,20 +250,20 @@ class StreamAhead:
         if link is None:
             return
         with self._lock:
-            held = self._ahead
+            held = self._preopened
             if held is not None and held.link is link and not held.over.is_set():
                 return
             try:
-                self._ahead = SaveStream(link, ended=self.open)
+                self._preopened = SaveStream(link, ended=self.open)
             except (grpc.RpcError, ValueError, RuntimeError) as error:
                 # The channel is being closed, or the interpreter ends.
                 log.debug("no save stream ahead: %s", error)
-                self._ahead = None
+                self._preopened = None
 
     def take(self, link: Link) -> SaveStream:
         """The call for a cut over `link`, open for long if possible."""
         with self._lock:
-            held, self._ahead = self._ahead, None
+            held, self._preopened = self._preopened, None
         if held is not None and held.link is link and not held.over.is_set():
             return held
         return SaveStream(link, ended=self.open)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from deltashard.attach import pinned
 from deltashard.errors import SaveFailed, UserError
-from deltashard.snapshot.block_writer import parts_of
+from deltashard.snapshot.block_writer import section_tensors
 from deltashard.tracking.marks import RowSelection
 from torch import nn
 
 from tests.support.checkpointers import programs_copied_ahead
 from tests.support.eventually import eventually
 from tests.support.gpu import needs_gpu
-from tests.support.trainer.arena import Arena, cut_of
+from tests.support.trainer.arena import Arena, table_snapshot
 from tests.support.trainer.copied_program import CopiedProgram
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -112,12 +112,12 @@ def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, a
         program.train(7)
         program.settle()
     program.check()
-    assert [*program.cuts] == [7, 14, 21, 28, 35, 42]
-    counts = program.ckpt.stats.head_starts
+    assert [*program.snapshots] == [7, 14, 21, 28, 35, 42]
+    counts = program.ckpt.stats.precopy
     ahead = ahead and device == "cpu"  # from a GPU all are copied at the cut
-    assert (counts.cuts >= 3) == ahead, counts
+    assert (counts.snapshots >= 3) == ahead, counts
     if ahead:
-        assert counts.ahead_rows > counts.again_rows > 0
+        assert counts.precopied_rows > counts.recopied_rows > 0
     trackers = [table.tracker for table in program.ckpt._program.tracking.tables]
     assert trackers == ["gradients"] * 3 + ["hashes"] * 3
     assert not program.ckpt._program.tracking.faults
@@ -129,7 +129,7 @@ def test_every_checkpoint_matches_its_step(make: Any, device: str, dense: str, a
 def test_training_on_separate_stream(make: Any, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     """`step()` is called where another stream is current, right after work that is not done, and training goes on at once."""
     if not direct:
-        monkeypatch.setattr(pinned, "_registered", lambda _arena: 0)
+        monkeypatch.setattr(pinned, "_register", lambda _arena: 0)
     program = make(device="cuda", dense="cuda", every_steps=5)
     program.stream = torch.cuda.Stream()
     program.stream.wait_stream(torch.cuda.current_stream())
@@ -170,7 +170,7 @@ def test_copies_in_flight_do_not_change(chosen: bool) -> None:
 
     arena = Arena(16 << 20)
     writer = arena.writer()
-    cut = cut_of(weights, [state], selection=RowSelection(all=ids is None, ids=ids))
+    cut = table_snapshot(weights, [state], selection=RowSelection(all=ids is None, ids=ids))
     torch.cuda._sleep(20_000_000)
     writer.table(cut)
     weights.fill_(7.0)
@@ -179,7 +179,7 @@ def test_copies_in_flight_do_not_change(chosen: bool) -> None:
     got = [arena.rows(batch, [weights, state])[1] for batch in arena.sent]
     for mine, before in zip(zip(*got, strict=True), kept, strict=True):
         assert torch.equal(torch.cat(mine), before)
-    assert [part.device.type for part in parts_of(cut)] == ["cuda", "cuda"]
+    assert [part.device.type for part in section_tensors(cut)] == ["cuda", "cuda"]
 
 
 @needs_gpu
@@ -264,7 +264,7 @@ def test_replayed_graphs(
             program.train(5)
             program.settle()
         program.check()
-        assert max(program.cuts) > 10
+        assert max(program.snapshots) > 10
         table = ckpt._program.tracking.by_key["table.weight"]
         assert table.tracker == "hashes"
         assert "gradients are dense" in table.reason

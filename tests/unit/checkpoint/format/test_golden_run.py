@@ -12,7 +12,7 @@ from deltashard_checkpoint.errors import UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import content_digest
 from deltashard_checkpoint.format.index import encode_index, parse_index
 from deltashard_checkpoint.format.layout import Layout
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import (
@@ -129,7 +129,7 @@ def test_todays_documents_have_no_member_that_the_golden_ones_lack() -> None:
     user_entry.pin(run.log, "paper", f"{first}")
     user_entry.rewind(run.log, f"{second}", ended=True)
     run.open(workload="a")
-    run.retire((), [cut_prefix(attempt, 0)])
+    run.retire((), [snapshot_prefix(attempt, 0)])
     run.append(Reclaimed, through=1)
     ranks, attempt = begun(world_size=2, layout=layout_of().data)
     ranks.commit_halves(attempt, 1)

@@ -110,7 +110,7 @@ def test_names_parse_back(attempt: int, cut: int, rank: int, token: str, n: int)
     assert (compact.attempt, compact.token, compact.n) == (None, token, n)
     assert object_key.parse_index_key(object_key.compaction_index_key(token=token, xxh3=digest)).cut is None
     if cut:
-        assert object_key.cut_prefix(attempt, cut - 1) < object_key.cut_prefix(attempt, cut)
+        assert object_key.snapshot_prefix(attempt, cut - 1) < object_key.snapshot_prefix(attempt, cut)
 
 
 @pytest.mark.parametrize(

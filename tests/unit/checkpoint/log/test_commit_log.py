@@ -6,7 +6,7 @@ import json
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log import commit_log, folded_state
 from deltashard_checkpoint.log.chain import chain, lineage
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -181,7 +181,7 @@ def rich_state():
     user_entry.rewind(run.log, f"{delta}", ended=True)
     second = run.open(workload="c").attempt
     run.commit(second, 1, delta)
-    run.retire((), [cut_prefix(first, 0)])
+    run.retire((), [snapshot_prefix(first, 0)])
     return run.log.state
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
-from deltashard_checkpoint.format.object_key import compaction_index_key, cut_prefix
+from deltashard_checkpoint.format.object_key import compaction_index_key, snapshot_prefix
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import (
     AttemptOpened,
@@ -100,7 +100,7 @@ def an_example_of_each() -> list:
         Compacted(
             seq=6, replaces=5, parts=(compact,), encodings={"items": ("q8",)}, rows=1, stored_bytes=2, **COMMON
         ),
-        Retired(seq=8, checkpoints=(5,), prefixes=(cut_prefix(3, 7),), **COMMON),
+        Retired(seq=8, checkpoints=(5,), prefixes=(snapshot_prefix(3, 7),), **COMMON),
         Reclaimed(seq=9, through=8, **COMMON),
         Pinned(seq=20, name="paper \u2713", checkpoint=5, **COMMON),
         Pinned(seq=21, name="paper", checkpoint=None, **COMMON),

@@ -15,7 +15,7 @@ from deltashard_checkpoint.log.manifest import Manifests, manifest_key
 from deltashard_checkpoint.log.replay import EntryRefused, advance
 from deltashard_checkpoint.maintenance.compaction import compact, compactable
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.cut_reports import CutAbandoned
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned
 
 from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
 from tests.support.checkpoint.snapshot import read_checkpoint
@@ -41,10 +41,10 @@ def test_a_cut_covers_nothing_of_another_layout(tmp_path: Path) -> None:
     again = _save(run, model, HALVES, model.train(), 2, first)
     run.open(2, COLUMNS)
     assert not may_cover(run.log.state, run.attempt, again)
-    with pytest.raises(CutAbandoned, match="another layout"):
+    with pytest.raises(SnapshotAbandoned, match="another layout"):
         _save(run, model, COLUMNS, range(40), 3, again)
     run.open(1)
-    with pytest.raises(CutAbandoned, match="another layout"):
+    with pytest.raises(SnapshotAbandoned, match="another layout"):
         _save(run, model, [[box(TABLE, 0, 40, 0, 8)]], range(40), 3, again)
 
 

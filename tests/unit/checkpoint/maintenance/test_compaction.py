@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from deltashard_checkpoint.format.index import decode_index
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance import garbage_collection
@@ -71,7 +71,7 @@ def test_a_compacted_chain_restores_bit_for_bit_what_it_restored_before(tmp_path
     assert {seq: job.content(seq) for seq in before} == before
     retired = append_retirement(job.log, Retention(keep_last=2))
     # Only the objects that the compaction replaced: what it made unneeded is now the second, independent chain.
-    assert (retired.checkpoints, retired.prefixes) == ((), (cut_prefix(job.attempt, len(job.seqs)),))
+    assert (retired.checkpoints, retired.prefixes) == ((), (snapshot_prefix(job.attempt, len(job.seqs)),))
     again = job.save_rows(range(300), None)
     more = job.save_rows(job.changed(), again)
     assert set(job.seqs[:-1]) <= set(append_retirement(job.log, Retention(keep_last=2)).checkpoints)

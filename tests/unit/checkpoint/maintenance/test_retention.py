@@ -2,7 +2,7 @@
 
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import live_prefixes
 from deltashard_checkpoint.log.entry import Reclaimed
@@ -55,9 +55,9 @@ def test_every_nth_step_hour_and_pins_are_kept():
         ([2], [], "chain reads"),
         ([2, 3, 4, 5, 6, 7, 8, 9], [], "every checkpoint"),
         ([99], [], "not live"),
-        ([], [cut_prefix(1, 1)], "live checkpoint reads"),
-        ([], [cut_prefix(1, 33)], "may still be committed"),
-        ([], [cut_prefix(7, 1)], "may still be committed"),
+        ([], [snapshot_prefix(1, 1)], "live checkpoint reads"),
+        ([], [snapshot_prefix(1, 33)], "may still be committed"),
+        ([], [snapshot_prefix(7, 1)], "may still be committed"),
     ],
 )
 def test_the_log_refuses_a_retirement_that_would_lose_something(checkpoints, prefixes, why):
@@ -100,26 +100,26 @@ def test_gc_waits_for_the_grace_by_the_stores_clock_and_is_idempotent():
 def test_litter_of_dead_cuts_is_named_and_deleted_and_that_of_live_ones_is_not():
     run, attempt = begun()
     for cut in (1, 2, 3):
-        run.memory.put(f"job/{cut_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
+        run.memory.put(f"job/{snapshot_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
     run.commit(attempt, 2)
-    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (cut_prefix(attempt, 1),)
+    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (snapshot_prefix(attempt, 1),)
     run.memory.put("job/data/strange", b"not ours")
     compaction = "data/compact-cccccccccccccccc/"
     run.memory.put(f"job/{compaction}00000.pack", b"x")
     assert compaction not in garbage_collection.orphaned_prefixes(run.log, run.log.state)
     run.time.now_s += 25 * 3600
     assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (
-        cut_prefix(attempt, 1),
+        snapshot_prefix(attempt, 1),
         compaction,
     )
     entry = append_retirement(
         run.log, Retention(), orphaned_prefixes=garbage_collection.orphaned_prefixes(run.log, run.log.state)
     )
-    assert entry.prefixes == (cut_prefix(attempt, 1), compaction)
+    assert entry.prefixes == (snapshot_prefix(attempt, 1), compaction)
     run.time.now_s += 1000
     assert garbage_collection.collect(run.log).objects == 2
     run.open()
-    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (cut_prefix(attempt, 3),)
+    assert garbage_collection.orphaned_prefixes(run.log, run.log.state) == (snapshot_prefix(attempt, 3),)
 
 
 # Forgetting
@@ -152,7 +152,7 @@ def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, 
     remembered, sizes, base = [], [], None
     for cut in range(1, 321):
         if cut % litter_every == 0:  # a save that was begun, and another that came instead
-            run.memory.put(f"job/{cut_prefix(attempt, 2 * cut - 1)}00000-{'a' * 16}-00000.pack", b"x")
+            run.memory.put(f"job/{snapshot_prefix(attempt, 2 * cut - 1)}00000-{'a' * 16}-00000.pack", b"x")
         seq = run.commit(attempt, 2 * cut, None if cut % chain == 0 else base)
         base = seq if cut % chain == 0 or base is None else base
         run.time.now_s += 60
@@ -176,7 +176,7 @@ def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, 
 def test_what_waits_for_its_grace_is_remembered_however_much_that_is():
     """Forgotten, it would be named anew, and its grace begin anew with every save: it would never be deleted."""
     run, attempt = begun()
-    first = cut_prefix(attempt, 1)
+    first = snapshot_prefix(attempt, 1)
     for cut in range(1, 200):
         run.commit(attempt, cut)
         run.time.now_s += 1

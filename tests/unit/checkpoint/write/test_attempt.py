@@ -2,7 +2,7 @@
 
 import pytest
 from deltashard_checkpoint.errors import DeltashardError, UserError
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.log_error import LogStopped
@@ -90,7 +90,7 @@ def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, dam
     run, first = begun()
     base = run.commit(first, 1)
     bad = {
-        "checkpoint": lambda: run.commit(first, 2), "retire": lambda: run.retire((), [cut_prefix(first, 0)]),
+        "checkpoint": lambda: run.commit(first, 2), "retire": lambda: run.retire((), [snapshot_prefix(first, 0)]),
         "compact": lambda: run.compacted(base) or run.log.state.tip, "attempt": lambda: run.open().attempt,
     }[kind]()  # fmt: skip
     attempt = run.log.state.attempt
@@ -134,14 +134,14 @@ def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
             run.log, Retention(keep_last=1), orphaned_prefixes=orphaned_prefixes(run.log, state)
         )
         collect(run.log, grace_s=0.0)
-        return {cut_prefix(first, 2)} - {prefix for prefix, _ in data_objects(run.log)}
+        return {snapshot_prefix(first, 2)} - {prefix for prefix, _ in data_objects(run.log)}
 
     for cut in (1, 2, 3):
         run.commit(again, cut)
         assert not dead()
     assert base not in run.log.state.checkpoints, "retention goes on"
     with pytest.raises(EntryRefused, match="given up"):
-        run.retire((), [cut_prefix(first, 2)])
+        run.retire((), [snapshot_prefix(first, 2)])
     assert run.reader().refresh() == run.log.state
     run.open()
     assert dead()

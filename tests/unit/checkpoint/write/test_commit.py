@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 from deltashard_checkpoint.format.layout import Layout
-from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.format.object_key import snapshot_prefix
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.stores.abc import StoreUnavailable
-from deltashard_checkpoint.write import commit_wait, cut_reports
+from deltashard_checkpoint.write import commit_wait, snapshot_reports
 from deltashard_checkpoint.write.commit import PartsMissing, _create, commit_parts
 from deltashard_checkpoint.write.commit_wait import CommitLatency
-from deltashard_checkpoint.write.cut_reports import CutAbandoned, CutReports, abandon_part
 from deltashard_checkpoint.write.report import ReportBodyCache
+from deltashard_checkpoint.write.snapshot_reports import SnapshotAbandoned, SnapshotReports, abandon_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,9 +42,9 @@ def after(run: Run, seconds: float, action) -> None:
     run.time.sleep = hooked
 
 
-def _work(log, attempt, **more) -> CutReports:
+def _work(log, attempt, **more) -> SnapshotReports:
     options = {"step": 7, "world_size": 2, "layout": "", **more}
-    return CutReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
+    return SnapshotReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
 
 
 def test_missing_ranks_are_named_after_the_deadline():
@@ -60,7 +60,7 @@ def test_ranks_that_disagree_about_a_table_never_make_one_checkpoint():
     with pytest.raises(PartsMissing):
         commit(run, attempt, 0)
     other = TableSchema(fqn="t", rows=9, columns=2, dtype="float32")
-    with pytest.raises(CutAbandoned, match="disagree about table t"):
+    with pytest.raises(SnapshotAbandoned, match="disagree about table t"):
         commit(run, attempt, 1, tables=(other,))
 
 
@@ -100,9 +100,9 @@ def test_the_same_entry_whoever_commits_and_its_manifest_lies_in_the_cut():
         assert done.by_us
         entries.append(replace(done.entry, writer="", previous=""))
         (manifest,) = [
-            i.key for i in run.memory.list(f"job/{cut_prefix(attempt, 1)}") if ".manifest" in i.key
+            i.key for i in run.memory.list(f"job/{snapshot_prefix(attempt, 1)}") if ".manifest" in i.key
         ]
-        assert manifest == f"job/{cut_prefix(attempt, 1)}{done.entry.listed.manifest}.manifest"
+        assert manifest == f"job/{snapshot_prefix(attempt, 1)}{done.entry.listed.manifest}.manifest"
     assert entries[0] == entries[1]
     assert entries[0].metadata == {"loss": "0", "epoch": "1"}
     assert (entries[0].directive, entries[0].pins, entries[0].parts) == ("of rank 0", ("best", "paper"), ())
@@ -170,9 +170,9 @@ class Pages:
 
     def _names(self, found):
         found = list(found)
-        for at in range(0, max(1, len(found)), cut_reports.LIST_PAGE):
+        for at in range(0, max(1, len(found)), snapshot_reports.LIST_PAGE):
             self.count += 1
-            yield from found[at : at + cut_reports.LIST_PAGE]
+            yield from found[at : at + snapshot_reports.LIST_PAGE]
 
 
 def many(world: int) -> tuple[Run, Layout]:
@@ -196,7 +196,7 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
     """Reports come in any order between looks, some twice, among words of who gave up before and names of nobody."""
     world = data.draw(st.integers(2, 12), label="world")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut_reports, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
+        patch.setattr(snapshot_reports, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
         run, layout = many(world)
         attempt = run.open(world_size=world, layout=layout.data).attempt
         work = _work(run.log, attempt, world_size=world, layout=layout.digest)
@@ -210,7 +210,7 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
                 abandon_part(run.log, attempt=attempt, cut=1, rank=rank, token=TOKEN, deadline_s=1.0)
             if data.draw(st.booleans(), label="junk"):
                 name = data.draw(st.text("0123456789-x", min_size=1, max_size=7))
-                run.memory.put(f"job/{cut_prefix(attempt, 1)}part/{name}", b"")
+                run.memory.put(f"job/{snapshot_prefix(attempt, 1)}part/{name}", b"")
             there.add(rank)
             if data.draw(st.booleans(), label="look"):
                 missing, absent = set(work.missing()), set(range(world)) - there
@@ -218,11 +218,11 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
                 # What all wait for is known for sure: the first rank that is missing.
                 assert min(missing, default=None) == min(absent, default=None)
         assert list(work.missing()) == []
-        names = len(list(run.memory.list(f"job/{cut_prefix(attempt, 1)}part/")))
+        names = len(list(run.memory.list(f"job/{snapshot_prefix(attempt, 1)}part/")))
         before = pages.count
         fresh = _work(run.log, attempt, world_size=world, layout=layout.digest)
         assert list(fresh.missing()) == []
-        assert pages.count - before <= names // cut_reports.LIST_PAGE + 2
+        assert pages.count - before <= names // snapshot_reports.LIST_PAGE + 2
         assert _create(fresh, run.log.retry_budget(1)).entry.world_size == world
 
 

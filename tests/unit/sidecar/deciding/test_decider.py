@@ -283,7 +283,9 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
 def log_of_attempts(empty: int, metadata: Mapping[str, str]) -> RunState:
     """A log whose attempt 1 committed, and so many after it did not; the newest is open."""
     nothing = Attempt(world_size=1, resumes_from=2, resumes_attempt=1)
-    first = replace(nothing, resumes_from=None, resumes_attempt=None, last_cut=1, last_seq=2, last_step=100)
+    first = replace(
+        nothing, resumes_from=None, resumes_attempt=None, last_snapshot=1, last_seq=2, last_step=100
+    )
     attempts = {1: first, **dict.fromkeys(range(2, 3 + empty), nothing)}
     return replace(log_of(metadata), attempts=attempts, attempt=2 + empty)
 
@@ -320,12 +322,12 @@ def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_no
     assert LOSSY in life.open(state, attempt=4)
     life.saves(2)
     assert LOSSY in life.decision.evidence, "once"
-    mine = replace(state.attempts[4], last_cut=1, last_seq=5, last_step=100)
+    mine = replace(state.attempts[4], last_snapshot=1, last_seq=5, last_step=100)
     later = replace(log_of({KEY: life.text()}, attempt=4), attempts={**state.attempts, 4: mine}, attempt=4)
     assert LOSSY in Life(most_s=600.0).open(later, attempt=4), "its commit says it"
     state = log_of_attempts(0, {KEY: chosen(most_s=600.0)})
     unsaid = replace(state.checkpoints[2], seq=7, attempt=2, step=200, metadata={})
-    mine = replace(state.attempts[2], last_cut=1, last_seq=7, last_step=200)
+    mine = replace(state.attempts[2], last_snapshot=1, last_seq=7, last_step=200)
     blind = replace(state, checkpoints={**state.checkpoints, 7: unsaid}, attempts={**state.attempts, 2: mine})
     life = Life(most_s=600.0)
     life.open(blind, attempt=2)

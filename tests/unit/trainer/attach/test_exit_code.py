@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from deltashard.attach import exit_code
-from deltashard.attach.interruption import leaves
+from deltashard.attach.interruption import must_propagate
 from deltashard.errors import FencedError, TakenOver
 
 
@@ -90,9 +90,9 @@ def test_what_a_signal_handler_raises_leaves_a_save(
     usr1: Callable[[Any], BaseException], handler: Callable[..., Any]
 ) -> None:
     """Functions, partials, methods, callable objects; and Ctrl-C. The same raised by the user's getters stays."""
-    assert leaves(usr1(handler))
-    assert leaves(KeyboardInterrupt())
+    assert must_propagate(usr1(handler))
+    assert must_propagate(KeyboardInterrupt())
     for kind in (Preempted, IndexError, MemoryError, SystemExit):
         with pytest.raises(kind) as raised:
             raise kind("in a getter")
-        assert not leaves(raised.value)
+        assert not must_propagate(raised.value)

@@ -87,22 +87,22 @@ def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[Life])
 
 @settings(max_examples=12, deadline=None)
 @given(
-    cuts=st.lists(st.integers(0, 12), min_size=2, max_size=3),
+    snapshots=st.lists(st.integers(0, 12), min_size=2, max_size=3),
     world=st.integers(1, 3),
     samples=st.integers(20, 40),
     lost=st.integers(0, 2),
 )
 def test_a_resumed_run_sees_what_the_lost_one_would_have(
-    cuts: list[int], world: int, samples: int, lost: int
+    snapshots: list[int], world: int, samples: int, lost: int
 ) -> None:
     """On as many ranks, with batches of one size: the very same batches, those that are padded at the end, too."""
     data = Data(samples=samples)
     whole = resume(data, Life(saved=0, world=world, batch_size=3), [])
     for rank in whole:
-        rank.take(sum(cuts))
+        rank.take(sum(snapshots))
     trees: list[dict[str, Any]] = []
     seen: list[list[int]] = [[] for _ in range(world)]
-    for steps in cuts:
+    for steps in snapshots:
         ranks = resume(data, Life(saved=steps, world=world, batch_size=3), trees)
         for number, rank in enumerate(ranks):
             rank.take(steps)

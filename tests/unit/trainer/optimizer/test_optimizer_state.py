@@ -393,7 +393,7 @@ def test_restored_state_that_is_thrown_away_is_reported(kind, sparse, caplog):
         stepped(other_model, other, torch.tensor([1, 2]))
     forgets = issubclass(kind, Forgetful)
     assert caplog.text.count("initialises it again") == (1 if forgets else 0)
-    assert told == ([("state_thrown_away", {"table": "weight", "field": "sum"})] if forgets else [])
+    assert told == ([("optimizer_state_reset", {"table": "weight", "field": "sum"})] if forgets else [])
 
 
 @pytest.mark.parametrize("forgets", [False, True])

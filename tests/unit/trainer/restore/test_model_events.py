@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from deltashard.tracking.handed_optimizer import HandedOptimizers
+from deltashard.tracking.user_optimizer import UserOptimizers
 from torch import nn
 
 from tests.support.trainer.blob_program import Program
@@ -34,7 +34,7 @@ class Script:
             self.model(torch.ones(2, 4)).square().sum().backward()
             self.optimizers[0].step()
             self.scheduler.step()
-            self.program.tracking.steps.done()
+            self.program.tracking.steps.end_step()
         return self.program
 
 
@@ -77,10 +77,10 @@ def test_an_optimizer_held_by_a_module_is_adopted_when_the_module_holds_another(
     """As scripts that keep the optimizer beside the model do."""
     model: Any = nn.Linear(2, 1)
     model.optimizer = torch.optim.Adam(model.parameters())
-    handed = HandedOptimizers(model.optimizer, model)
-    assert not handed.look()
+    handed = UserOptimizers(model.optimizer, model)
+    assert not handed.refresh()
     model.optimizer = torch.optim.SGD(model.parameters())
-    assert handed.look()
+    assert handed.refresh()
     assert handed.now == [model.optimizer]
     model.optimizer = None
-    assert not handed.look()
+    assert not handed.refresh()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.save.step_order import OrderWatch
+from deltashard.save.step_order import StepOrderCheck
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from torch import nn
@@ -17,7 +17,7 @@ def test_what_comes_after_step_is_said_once(loop: str, caplog: pytest.LogCapture
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     clock = StepClock(tracking := Tracking(model, optimizer))
-    watch = OrderWatch(tracking, {"scheduler": scheduler}, clock)
+    watch = StepOrderCheck(tracking, {"scheduler": scheduler}, clock)
     for step in range(8):
         stepped = loop != "accumulated" or step % 2 == 0
         model(torch.ones(1, 2)).sum().backward()
@@ -25,7 +25,7 @@ def test_what_comes_after_step_is_said_once(loop: str, caplog: pytest.LogCapture
             optimizer.step()
         if loop != "scheduler last":
             scheduler.step()
-        clock.tick()
+        clock.begin_step()
         if stepped:
             watch.arm()
         if loop == "scheduler last":

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from deltashard.attach.attachment import Listener
-from deltashard.save.wait import MESSAGE, REMEDY
-from deltashard.save.watchdog import INTERVALS, LEAST_S, LOOK_S, BlockedBy, Watchdog
+from deltashard.save.snapshot_gate import MESSAGE, REMEDY
+from deltashard.save.watchdog import CHECK_INTERVAL_S, INTERVALS, MIN_BLOCKED_S, BlockedBy, Watchdog
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from deltashard_proto.arena_layout import BLOCKED_SINCE_NS, BLOCKED_WHY
@@ -43,7 +43,7 @@ class Loop:
     def step(self, times: int = 1, *, takes_s: float = 1.0) -> None:
         for _ in range(times):
             self.now_s += takes_s
-            self.clock.tick()
+            self.clock.begin_step()
             self.dog.check(lambda: self.block, asked=self.asked)
 
     def save(self, *, durable_after: int = 0) -> None:
@@ -72,7 +72,12 @@ def test_whatever_blocks_a_save_is_told_again_at_twice_the_time(
     loop.save()
     with caplog.at_level(logging.WARNING):
         loop.step(500)
-    assert [at_s - 1020 for at_s, _ in loop.told] == [LEAST_S, 2 * LEAST_S, 4 * LEAST_S, 8 * LEAST_S]
+    assert [at_s - 1020 for at_s, _ in loop.told] == [
+        MIN_BLOCKED_S,
+        2 * MIN_BLOCKED_S,
+        4 * MIN_BLOCKED_S,
+        8 * MIN_BLOCKED_S,
+    ]
     first = loop.told[0][1]
     assert (first["reason"], first["rank"], first["for_s"], first["age_s"]) == (str(reason), rank, 60, 70)
     assert first["message"].endswith(f"(the newest is 70 s old): {MESSAGE[reason]} -- {REMEDY[reason]}")
@@ -104,12 +109,12 @@ def test_steps_come_here_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = [1]
     monkeypatch.setattr("deltashard.tracking.step_clock._time_ns", lambda: now_ns[0])
     loop = Loop(every_s=10)
-    loop.clock.attend()
+    loop.clock.ack()
     loop.line[3] = 1 << 60
     loop.step()
-    assert not loop.clock.tick()
-    now_ns[0] += int(LOOK_S * 1e9)
-    assert loop.clock.tick()
+    assert not loop.clock.begin_step()
+    now_ns[0] += int(CHECK_INTERVAL_S * 1e9)
+    assert loop.clock.begin_step()
 
 
 @settings(max_examples=60, deadline=None)
@@ -129,7 +134,7 @@ def test_no_save_for_long_is_always_told_and_prompt_ones_never(
         loop.step(pause)
         loop.save(durable_after=durable_after)
         waited_s = began_s + pause + durable_after
-        limit_s = max(LEAST_S, INTERVALS * (every_s or every_steps))
+        limit_s = max(MIN_BLOCKED_S, INTERVALS * (every_s or every_steps))
         if interval_s is None or waited_s < interval_s + limit_s:
             assert len(loop.told) == told
         elif waited_s > interval_s + limit_s + 2:

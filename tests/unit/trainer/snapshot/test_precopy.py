@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from deltashard.snapshot import memory, precopy
-from deltashard.snapshot.precopy import Precopy, TableAhead, copying_thread
+from deltashard.snapshot.precopy import Precopy, TablePrecopy, copying_thread
 from deltashard.tracking.marks import Marks
 from deltashard_checkpoint.format.schema import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.trainer.arena import Arena, cut_of
+from tests.support.trainer.arena import Arena, table_snapshot
 
 ROWS, COLUMNS = 70, 3
 FIRST = 1000
@@ -68,7 +68,7 @@ class Table:
 
     def cut(self, **selection):
         box = Box(table="t", row_start=FIRST, row_stop=FIRST + ROWS, col_start=0, col_stop=COLUMNS)
-        return cut_of(self.weights, [self.state], box=box, **selection)
+        return table_snapshot(self.weights, [self.state], box=box, **selection)
 
 
 rows_of = st.sets(st.integers(0, ROWS - 1), max_size=25)
@@ -107,7 +107,7 @@ def play(script):
         arena = Arena(1 << 10)
         writer = arena.writer(threads=1)
         table.watch()
-        ahead = TableAhead(table, table.cut())
+        ahead = TablePrecopy(table, table.cut())
         written = []
         batches = ahead.copy(writer, mode, fresh_first=apart)
         for what, how in between:
@@ -127,33 +127,33 @@ def play(script):
                 table.schema_version += 1
                 table.marks.mark_all()
         now = "all" if end == "other mode" else mode
-        renewed = None if end == "discard" or now != mode else ahead.renewed(table.cut(), now)
-        assert not ahead.strayed, "every write was marked"
-        writer.goes_on(block=arena.take, send=arena.send)
+        refreshed = None if end == "discard" or now != mode else ahead.refresh_copy(table.cut(), now)
+        assert not ahead.has_unmarked_writes, "every write was marked"
+        writer.redirect(block=arena.take, send=arena.send)
         copies = SimpleNamespace(writer=writer, stream=arena, _written=written)
-        rows = Precopy.hand_over(copies, [] if renewed is None else [ahead])
-        if renewed is None:
+        rows = Precopy.hand_over(copies, [] if refreshed is None else [ahead])
+        if refreshed is None:
             assert rows == 0
             writer.table(table.cut(selection=table.marks.select(now)))
         else:
             assert rows == ahead.rows
-            renewed.write(writer, fresh_first=apart)
+            refreshed.write(writer, fresh_first=apart)
         found, fresh = stored(arena)
         assert writer.copied.rows == len(found)
         want = set(range(ROWS)) if now == "all" else table.changed[now]
         assert found.keys() >= want, (now, sorted(want - found.keys()))
-        if renewed is not None:
+        if refreshed is not None:
             assert fresh >= (table.changed["since_commit"] if apart else set()), "changed, and not fresh"
             assert fresh <= (set(table.marks.find("since_commit", 0, ROWS)) if apart else set())
-            assert renewed.full == (len(found) == ROWS)
+            assert refreshed.full == (len(found) == ROWS)
         for row, (weights, state) in found.items():
             assert weights == table.weights[row].tolist(), (row, "weights of another step")
             assert state == float(table.state[row]), (row, "state of another step")
-        if renewed is not None:
+        if refreshed is not None:
             ahead.compare()
-            assert not len(ahead.astray), "what is stored is what is there"
+            assert not len(ahead.unmarked_rows), "what is stored is what is there"
         full = now == "all"
-        table.marks.cut_taken(number, full=full)
+        table.marks.snapshot_taken(number, full=full)
         if fate in ("commit", "baseline"):
             baseline = full and fate == "baseline"
             table.marks.committed(number, baseline=baseline)
@@ -183,7 +183,7 @@ WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline
 @pytest.mark.parametrize("blind", ["touched", "watch"])
 def test_the_model_sees_rows_of_another_step(monkeypatch, blind):
     """The property is not vacuous: a row written after it was copied must be copied again."""
-    monkeypatch.setattr(precopy, "PROBED", 0)
+    monkeypatch.setattr(precopy, "PROBE_ROWS", 0)
     play(WRITTEN_MEANWHILE)
     if blind == "touched":
         monkeypatch.setattr(Marks, "touched", lambda _marks: np.empty(0, np.int64))
@@ -206,12 +206,12 @@ def test_the_model_sees_changed_rows_that_are_not_sent_as_fresh(monkeypatch):
         ({1, 2}, "all", [("copy", 99), ("step", {9})], "lost", "cut", True),
     ]
     play(script)
-    write = precopy.Renewed.write
+    write = precopy.RefreshedCopy.write
     monkeypatch.setattr(
-        precopy.Renewed,
+        precopy.RefreshedCopy,
         "write",
-        lambda renewed, writer, fresh_first: write(
-            replace(renewed, rest=tuple(each for each in renewed.rest if not each.again)),
+        lambda refreshed, writer, fresh_first: write(
+            replace(refreshed, rest=tuple(each for each in refreshed.rest if not each.again)),
             writer,
             fresh_first=fresh_first,
         ),
@@ -227,7 +227,7 @@ def test_no_memory_is_moved_while_it_is_read():
     read, moved = threading.Event(), threading.Event()
 
     def reads() -> None:
-        with memory.reading:
+        with memory.read_lock:
             read.set()
             assert not moved.wait(0.05)
 

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deltashard.snapshot import precopy
-from deltashard.snapshot.block_writer import parts_of
-from deltashard.snapshot.precopy import Precopy, TableAhead, may_be_copied_ahead
+from deltashard.snapshot.block_writer import section_tensors
+from deltashard.snapshot.precopy import Precopy, TablePrecopy, can_precopy
 from deltashard.tracking.tracking import TrackingSettings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.gpu import DEVICES
-from tests.support.trainer.arena import Arena, cut_of
+from tests.support.trainer.arena import Arena, table_snapshot
 from tests.support.trainer.tracking_case import CASES, EVENTS, EXACT, PLAIN, ROWS, begin, quiet
 
 ALL_SEEN = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
@@ -36,20 +36,20 @@ class Program:
         self.apart, self.mode = apart, "all" if apart else "since_commit"
         self.training, self.cutter = begin(*case, seed, how)
         self.table, self.tracking = self.cutter.table, self.cutter.tracking
-        self.store = [part.clone() for part in parts_of(self.cut())]
+        self.store = [part.clone() for part in section_tensors(self.cut())]
         self.ahead = None
         self.written = []
 
     def cut(self, **selection):
         fields = self.table.state_tensors().values()
-        return cut_of(self.table.param, fields, box=self.table.box, **selection)
+        return table_snapshot(self.table.param, fields, box=self.table.box, **selection)
 
     def watch(self):
         """A cut is near."""
-        if self.ahead is None and may_be_copied_ahead(self.table, self.cut()):
+        if self.ahead is None and can_precopy(self.table, self.cut()):
             self.arena, self.written = Arena(2 << 10), []
             self.writer = self.arena.writer(threads=1)
-            self.ahead = TableAhead(self.table, self.cut())
+            self.ahead = TablePrecopy(self.table, self.cut())
             self.table.marks.watch()
             self.batches = self.ahead.copy(self.writer, self.mode, fresh_first=self.apart)
             self.copy()
@@ -73,35 +73,35 @@ class Program:
         cutter.cut += 1
         self.tracking.audit_before_commit()
         self.tracking.refresh()
-        renewed = None if self.ahead is None else self.ahead.renewed(self.cut(), self.mode)
-        SEEN["renewed" if renewed else "discarded" if self.ahead else "plain"] += 1
+        refreshed = None if self.ahead is None else self.ahead.refresh_copy(self.cut(), self.mode)
+        SEEN["renewed" if refreshed else "discarded" if self.ahead else "plain"] += 1
         if self.ahead is None:
             self.arena = Arena(2 << 10)
             self.writer = self.arena.writer()
         else:
-            self.writer.goes_on(block=self.arena.take, send=self.arena.send)
+            self.writer.redirect(block=self.arena.take, send=self.arena.send)
             copies = SimpleNamespace(writer=self.writer, stream=self.arena, _written=self.written)
-            Precopy.hand_over(copies, [self.ahead] if renewed else [])
-        if renewed:
+            Precopy.hand_over(copies, [self.ahead] if refreshed else [])
+        if refreshed:
             SEEN["ahead"] += self.ahead.rows
-            SEEN["again"] += renewed.again
-            SEEN["repeated"] += sum(len(each.cut.selection.ids) for each in renewed.rest if each.again)
-            renewed.write(self.writer, fresh_first=self.apart)
+            SEEN["again"] += refreshed.again
+            SEEN["repeated"] += sum(len(each.snapshot.selection.ids) for each in refreshed.rest if each.again)
+            refreshed.write(self.writer, fresh_first=self.apart)
         elif self.apart:
             self.writer.table(self.cut(selection=self.table.marks.select("since_commit")), fresh=True)
             self.writer.table(self.cut(selection=self.table.marks.select_older("all")))
         else:
-            self.writer.table(self.cut(selection=self.table.prepare_cut("since_commit")))
+            self.writer.table(self.cut(selection=self.table.select_rows("since_commit")))
         self.writer.flush()
         self.ahead = None
         self.apply()
-        self.tracking.cut_taken(cutter.cut, self.mode)
+        self.tracking.snapshot_taken(cutter.cut, self.mode)
         self.tracking.committed(cutter.cut, baseline=self.apart)
         self.tracking.audit_sample()
 
     def apply(self):
         """What was handed over is what is stored."""
-        parts = parts_of(self.cut())
+        parts = section_tensors(self.cut())
         if len(parts) != len(self.store):  # a field appeared or went: all rows are sent
             self.store = [torch.full_like(part, 77) for part in parts]
         before = [part.clone() for part in self.store]
@@ -137,9 +137,9 @@ COMMON = [
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
+    monkeypatch.setattr(precopy, "MIN_PRECOPY_TABLE_BYTES", 0)
     monkeypatch.setattr(precopy, "LIST_ROWS", 32)
-    monkeypatch.setattr(precopy, "MOST_AGAIN", 100)
+    monkeypatch.setattr(precopy, "MAX_RECOPY_FRACTION", 100)
 
 
 @settings(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from deltashard import config
 from deltashard.errors import CheckpointMismatch, StateError, UserError
-from deltashard.save.step_order import OrderWatch
+from deltashard.save.step_order import StepOrderCheck
 from deltashard.state import contract
 from deltashard.state.discovery import Inventory
 from deltashard.tracking.step_clock import StepClock
@@ -428,7 +428,7 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
     program = Program(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert program.tracking.tables[0].tracker == "hashes"
     assert "optim/0" in program.cut()
-    order = OrderWatch(program.tracking, {}, StepClock(program.tracking))
+    order = StepOrderCheck(program.tracking, {}, StepClock(program.tracking))
     order.arm()
     order.close()
     with pytest.raises(UserError, match="super"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.tracking.audit import AT_CUT, Audit
+from deltashard.tracking.audit import SYNC_CHECK_INTERVAL, Audit
 from deltashard.tracking.marks import Marks
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
@@ -50,7 +50,7 @@ def audited(rows: int = 512) -> tuple[nn.Embedding, Tracking]:
 def again(tracking: Tracking, cut: int) -> None:
     """A cut that commits."""
     tracking.refresh()
-    tracking.cut_taken(cut, "all")
+    tracking.snapshot_taken(cut, "all")
     tracking.committed(cut, baseline=True)
     tracking.audit_sample()
 
@@ -65,11 +65,11 @@ def test_a_fault_makes_the_next_cut_full_and_is_counted():
     assert "changed outside" in str(faults[0])
     assert tracking.faults == 1
     assert tracking.refresh().commit == ROWS
-    tracking.cut_taken(2, "since_commit")
+    tracking.snapshot_taken(2, "since_commit")
     tracking.committed(2, baseline=False)
     table.weight.data[17] = 0
     tracking.refresh()
-    assert tracking.tables[0].prepare_cut("since_commit").ids.tolist() == [17]
+    assert tracking.tables[0].select_rows("since_commit").ids.tolist() == [17]
 
 
 def look(tracking: Tracking) -> None:
@@ -93,10 +93,10 @@ def test_what_was_compared_ahead_of_a_cut_counts_at_it():
 
 
 def test_who_writes_between_that_look_and_the_cut_is_found_at_its_turn():
-    """Every table is compared at the cut itself once in AT_CUT cuts."""
+    """Every table is compared at the cut itself once in SYNC_CHECK_INTERVAL cuts."""
     table, tracking = audited()
     found = []
-    for cut in range(2, 2 + AT_CUT):
+    for cut in range(2, 2 + SYNC_CHECK_INTERVAL):
         look(tracking)
         table.weight.data += 1
         found.append(bool(tracking.audit_before_commit(ahead=True)))

@@ -28,7 +28,7 @@ class Loop:
         self.tracking = Tracking(model, [self.first, self.second], settings=settings)
         self.told: list[str] = []
         self.tracking.report = lambda name, _facts: self.told.append(name)
-        self.cuts = 0
+        self.snapshots = 0
 
     def loss(self, *, judged: bool = False) -> torch.Tensor:
         """Of both; or of the discriminator alone, which judges what the generator made."""
@@ -53,10 +53,10 @@ class Loop:
         self.second.step()
 
     def cut(self) -> None:
-        self.cuts += 1
+        self.snapshots += 1
         self.tracking.refresh()
-        self.tracking.cut_taken(self.cuts, "all")
-        self.tracking.committed(self.cuts, baseline=True)
+        self.tracking.snapshot_taken(self.snapshots, "all")
+        self.tracking.committed(self.snapshots, baseline=True)
 
 
 Body = Callable[[Loop, int], Any]

@@ -54,7 +54,7 @@ def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, 
             model.changed[-1].update(what)
         elif kind == "cut":
             cut = len(model.changed)
-            marks.cut_taken(cut, full=what == "all")
+            marks.snapshot_taken(cut, full=what == "all")
             model.full[cut] = what == "all"
             model.changed.append(set())
         elif kind == "rebase":
@@ -97,7 +97,7 @@ def test_a_selection_never_misses_a_changed_row_whatever_news_arrives(device, sc
 def test_with_prompt_news_a_selection_is_exactly_what_changed(script):
     """One cut at a time, each acknowledged before the next: nothing is marked that did not change."""
     marks, model = Marks(ROWS), Model()
-    marks.cut_taken(1, full=True)
+    marks.snapshot_taken(1, full=True)
     marks.committed(1, baseline=True)
     model.changed.append(set())
     model.commit = model.baseline = 1
@@ -111,7 +111,7 @@ def test_with_prompt_news_a_selection_is_exactly_what_changed(script):
             model.baseline = model.commit
             assert selected(marks, "since_baseline") == model.since(model.commit)
         cut = len(model.changed)
-        marks.cut_taken(cut, full=mode == "all")
+        marks.snapshot_taken(cut, full=mode == "all")
         model.changed.append(set())
         marks.committed(cut, baseline=mode == "all")
         model.commit = cut
@@ -141,10 +141,10 @@ def test_the_model_catches_marks_that_drop_too_early(monkeypatch):
 def test_a_full_cut_that_commits_as_no_baseline_keeps_the_older_one():
     """The trainer sent everything, but the commit says that it does not stand alone: rows still count."""
     marks = Marks(ROWS)
-    marks.cut_taken(1, full=True)
+    marks.snapshot_taken(1, full=True)
     marks.committed(1, baseline=True)
     marks.mark(torch.tensor([3]))
-    marks.cut_taken(2, full=True)
+    marks.snapshot_taken(2, full=True)
     marks.committed(2, baseline=False)
     assert selected(marks, "since_baseline") == {3}
     assert selected(marks, "since_commit") == set()

@@ -35,14 +35,14 @@ class Case:
 
     def cut(self, number):
         self.tracking.refresh()
-        self.tracking.cut_taken(number, "all")
+        self.tracking.snapshot_taken(number, "all")
         self.tracking.committed(number, baseline=True)
 
     def dirty(self):
         self.tracking.refresh()
         found = []
         for table in self.tracking.tables:
-            chosen = table.prepare_cut("since_commit")
+            chosen = table.select_rows("since_commit")
             found.append(list(range(ROWS)) if chosen.all else chosen.ids.tolist())
         return found
 
@@ -95,8 +95,8 @@ BETWEEN = [name for name in vars(Case) if name.split("_")[0] in (
 def answers(monkeypatch):
     """What each version set answered before a step."""
     said = []
-    real = TensorVersionSet.same
-    monkeypatch.setattr(TensorVersionSet, "same", lambda self: said.append(real(self)) or said[-1])
+    real = TensorVersionSet.unchanged
+    monkeypatch.setattr(TensorVersionSet, "unchanged", lambda self: said.append(real(self)) or said[-1])
     return said
 
 

@@ -96,7 +96,7 @@ def test_the_comparison_would_see_a_miss(monkeypatch):
 def commit_all(tracking, cut=1):
     """A cut of everything, which commits."""
     tracking.refresh()
-    tracking.cut_taken(cut, "all", full=True)
+    tracking.snapshot_taken(cut, "all", full=True)
     tracking.committed(cut, baseline=True)
 
 
@@ -122,14 +122,14 @@ def test_a_table_tied_between_two_embeddings_is_one_table():
     _, _, tracking = pair(lambda first, second: setattr(second, "weight", first.weight))
     (table,) = tracking.tables
     assert (table.fqn, table.aliases, table.tracker) == ("a.weight", ("b.weight",), "gradients")
-    assert table.prepare_cut("since_commit").ids.tolist() == [1, 2, 7]
+    assert table.select_rows("since_commit").ids.tolist() == [1, 2, 7]
 
 
 def test_two_parameters_over_one_storage_are_hashed():
     """The step of one changes the rows of the other: identity says nothing, memory does; also if it is shared later."""
     _, _, tracking = pair(lambda first, second: setattr(second, "weight", nn.Parameter(first.weight.data)))
     for table in tracking.tables:
-        assert table.prepare_cut("since_commit").ids.tolist() == [1, 2, 7]
+        assert table.select_rows("since_commit").ids.tolist() == [1, 2, 7]
         assert "shares its memory" in table.reason
     first, second, tracking = pair(lambda *_: None)
     assert {t.tracker for t in tracking.tables} == {"gradients"}
@@ -176,10 +176,10 @@ def test_a_replaced_parameter_is_found_at_the_next_cut():
     assert cutter.tracking.regrown
     assert cutter.tracking.by_key["table.weight"].schema.rows == ROWS + 1
     training.weight.data = torch.randn(ROWS + 2, COLUMNS)  # in place: the very parameter
-    cutter.tracking.cut_taken(7, "all")
+    cutter.tracking.snapshot_taken(7, "all")
     cutter.tracking.refresh()
     assert cutter.tracking.regrown
-    assert cutter.tracking.by_key["table.weight"].prepare_cut("since_commit").all
+    assert cutter.tracking.by_key["table.weight"].select_rows("since_commit").all
 
 
 def test_close_takes_all_hooks_away():
@@ -221,7 +221,7 @@ def test_tables_on_hashes_are_looked_at_together_in_chunks(monkeypatch):
             module.weight[[i, ROWS - 1 - i]] += 1.0
     tracking.refresh()
     for i, table in enumerate(tracking.tables):
-        assert table.prepare_cut("since_commit").ids.tolist() == [i, ROWS - 1 - i]
+        assert table.select_rows("since_commit").ids.tolist() == [i, ROWS - 1 - i]
 
 
 class Rebinds(nn.Module):

@@ -56,12 +56,12 @@ class Program:
         now = {name: self.fields(each.weight) for name, each in self.model.items()}
         self.selected = {}
         for name, tracked in self.trackers.items():
-            chosen = tracked.prepare_cut(mode)
+            chosen = tracked.select_rows(mode)
             rows = self.selected[name] = set(range(ROWS)) if chosen.all else set(chosen.ids.tolist())
             missed = set() if mode == "all" else changed_rows(self.before[name], now[name]) - rows
             assert not missed, f"missed {sorted(missed)} of {name} under {tracked.tracker}: {tracked.reason}"
         self.before = now
-        self.tracking.cut_taken(self.number, mode)
+        self.tracking.snapshot_taken(self.number, mode)
         self.tracking.committed(self.number, baseline=mode == "all")
         self.tracking.audit_sample()
         return self.selected
@@ -150,7 +150,7 @@ class Case(Program):
 
         self.trains(between=swap)
 
-    def accumulated_over_cuts(self):
+    def accumulated_over_snapshots(self):
         self.flow(look(self.e, 1, 2))
         self.cut()
         for _ in range(2):
@@ -256,7 +256,7 @@ class Case(Program):
 DENSE = "its gradient is dense"
 # By name: how the program is made; the tables that end on hashes, and what their reason names.
 CASES = {
-    **dict.fromkeys(["stash", "late_opt_two_passes", "late", "accumulated_over_cuts"], ({}, {})),
+    **dict.fromkeys(["stash", "late_opt_two_passes", "late", "accumulated_over_snapshots"], ({}, {})),
     **dict.fromkeys(["moved", "moved_in_front", "moved_and_back"], (MOVED, {})),
     "dense_flip_backward": ({"later": lambda p: setattr(p.e, "sparse", False)}, {"e": DENSE}),
     "tiedgrad": (TWO, {}),

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import pytest
 from deltashard.save.comparison import Comparison
-from deltashard.save.handle import Flight, SaveHandle, together
-from deltashard.save.wait import Asker, SnapshotGate
+from deltashard.save.handle import InFlightSave, SaveHandle, split_compatible
+from deltashard.save.snapshot_gate import Asker, SnapshotGate
 from deltashard_proto.block_reason import BlockReason
 
 ALL = set(Asker)
@@ -32,7 +32,7 @@ def test_the_first_reason_that_counts_for_who_asks(asker: Asker) -> None:
         holds = dict(zip(BINDS, facts, strict=True))
         gate = SnapshotGate.of(**holds)
         reasons = [wait for name, (wait, askers) in BINDS.items() if holds[name] and asker in askers]
-        assert gate.why(asker) == (reasons[0] if reasons else None), holds
+        assert gate.block_reason(asker) == (reasons[0] if reasons else None), holds
         of_the_program = [BINDS[name][0] for name in list(BINDS)[:4] if holds[name]]
         assert gate.not_at_boundary == (of_the_program[0] if of_the_program else None), holds
 
@@ -45,9 +45,9 @@ def test_a_cut_takes_all_whose_metadata_agrees() -> None:
 
     first, plain, same, other = handle(loss="1"), handle(), handle(loss="1", epoch="2"), handle(loss="3")
     pins = [handle("best"), handle("best"), handle("epoch")]
-    taken, rest = together([first, plain, other, same, *pins])
+    taken, rest = split_compatible([first, plain, other, same, *pins])
     assert (taken, rest) == ([first, plain, same, *pins], [other])
-    flight = Flight(cut=1, step=1, reason="test", handles=taken)
+    flight = InFlightSave(cut=1, step=1, reason="test", handles=taken)
     assert flight.metadata == {"loss": "1", "epoch": "2"}
     assert [each.exact for each in (plain, pins[0], first)] == [False, True, True]
 
@@ -56,7 +56,7 @@ def test_a_comparison_that_is_not_over_is_not_waited_for_long() -> None:
     """Of what was copied ahead with the live rows: whoever closes has a bound; what was not begun is not done any more."""
     job: Future[None] = Future()
     comparison = Comparison(lambda _work: job, found=lambda: pytest.fail("it was not over"))
-    comparison.begin(Flight(cut=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
+    comparison.begin(InFlightSave(cut=1, step=1, reason="timer"), [(None, None)])  # type: ignore[list-item]
     found = comparison.result(time.monotonic())
     assert found is not None
     assert "not over in time" in found.failed

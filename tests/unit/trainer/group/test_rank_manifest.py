@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from deltashard.errors import RanksDiffer
-from deltashard.group.roll import RankManifest, agreed_layout
+from deltashard.group.rank_manifest import RankManifest, agreed_layout
 from deltashard_checkpoint.format.schema import Box
 
 

@@ -17,7 +17,7 @@ from deltashard_proto.cause import Cause
 from deltashard_checkpoint.backoff import RetryBudget
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.format.canonical_json import content_digest
-from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, snapshot_prefix
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, StoreUnavailable
 from deltashard_checkpoint.write.report import (
@@ -33,17 +33,17 @@ LIST_PAGE = 1000
 _FAILED = re.compile(rf"([0-9]{{5}})-({TOKEN_PATTERN})-failed", re.ASCII)
 
 
-class CutAbandoned(EnvironmentFault):
+class SnapshotAbandoned(EnvironmentFault):
     """This cut will never be committed; its rows are still marked and the next cut holds them."""
 
     cause = Cause.ABANDONED
 
 
-class PartAbandoned(CutAbandoned):
+class PartAbandoned(SnapshotAbandoned):
     """Some rank abandoned its part of this cut: it will not come."""
 
 
-class CutReports:
+class SnapshotReports:
     """Reports of one cut, as one process sees them."""
 
     def __init__(
@@ -65,7 +65,7 @@ class CutReports:
         self.world_size = world_size
         self.layout = layout
         self.where = f"run {log.run}, attempt {attempt}, cut {cut}"
-        self._prefix = f"{cut_prefix(attempt, cut)}part/"
+        self._prefix = f"{snapshot_prefix(attempt, cut)}part/"
         self._bodies = bodies
         self._own: dict[str, ReportBody] = {}
         """Bodies that are this process's; what another rank reports is often the same."""
@@ -98,7 +98,7 @@ class CutReports:
         From the first missing rank on, whose name sorts before those of later ranks, and no further than the page that
         shows that it is still missing (the first, for all waits for it): a look that is too early is one request.
         A rank that reported twice (its sidecar died and was restarted in between) has two whole parts: the one that was
-        seen first is taken, of those the first by name. Raises `CutAbandoned` when ranks cut at different steps or keep
+        seen first is taken, of those the first by name. Raises `SnapshotAbandoned` when ranks cut at different steps or keep
         different layouts, and `PartAbandoned`.
         """
         failed: set[int] = set()
@@ -134,11 +134,11 @@ class CutReports:
             return name.rank
         # IMPORTANT: one cut, one step, one layout. Ranks that cut at different steps never make one checkpoint.
         if name.step != self.step:
-            raise CutAbandoned(
+            raise SnapshotAbandoned(
                 f"rank {name.rank} cut at step {name.step}, this one at step {self.step}", where=self.where
             )
         if name.layout != self.layout:
-            raise CutAbandoned(f"rank {name.rank} keeps another layout", where=self.where)
+            raise SnapshotAbandoned(f"rank {name.rank} keeps another layout", where=self.where)
         self._found[name.rank] = name
         return name.rank
 
@@ -165,7 +165,7 @@ def abandon_part(log: RunLog, *, attempt: int, cut: int, rank: int, token: str, 
 
     Raises `StoreUnavailable` past the deadline.
     """
-    key = f"{cut_prefix(attempt, cut)}part/{rank:05d}-{token}-failed"
+    key = f"{snapshot_prefix(attempt, cut)}part/{rank:05d}-{token}-failed"
     put_idempotent(log, key, b"", log.retry_budget(deadline_s))
 
 

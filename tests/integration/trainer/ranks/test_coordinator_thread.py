@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from deltashard.group.conductor import Conductor
-from deltashard.group.order import Proposal
+from deltashard.group.coordinator_thread import CoordinatorThread
+from deltashard.group.snapshot_round import Proposal
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
@@ -25,7 +25,7 @@ def _store(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def conductors(step: int = 0) -> list[Conductor]:
+def conductors(step: int = 0) -> list[CoordinatorThread]:
     """Of two ranks, which stand at this step."""
     found = []
     for number in range(2):
@@ -33,7 +33,7 @@ def conductors(step: int = 0) -> list[Conductor]:
         clock.adopt(memoryview(bytearray(64)).cast("Q"))
         clock._line[SAVE_AT_STEP] = NEVER
         clock.set(step)
-        found.append(Conductor(number, 2, clock=clock, why_not=lambda _urgent: ""))
+        found.append(CoordinatorThread(number, 2, clock=clock, not_ready_reason=lambda _urgent: ""))
         found[-1].begin("attempt/")
     return found
 
@@ -41,11 +41,11 @@ def conductors(step: int = 0) -> list[Conductor]:
 def test_late_attempt_is_saved_at_next_step() -> None:
     """The steps before it took no time in it: taken for its pace, they put its first cut as many steps off."""
     ranks = conductors(1_000_000)
-    ranks[1].wish(Proposal(reason="user"))
+    ranks[1].request(Proposal(reason="user"))
     for rank in ranks:
-        while rank._orders.due is None:
-            rank._clock.expect()
+        while rank._rounds.due is None:
+            rank._clock.clear_wake()
             rank._clock.pause(0.05)
-    assert [rank._orders.due for rank in ranks] == [(1, 1_000_001)] * 2
+    assert [rank._rounds.due for rank in ranks] == [(1, 1_000_001)] * 2
     for rank in ranks:
         rank.close()

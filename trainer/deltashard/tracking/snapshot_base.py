@@ -11,7 +11,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard.tracking.marks import Mode
 
 
-class CutBase:
+class SnapshotBase:
     """Commit and baseline by their seq, and what makes the next cut full whatever they are."""
 
     def __init__(self, planned_steps: int = 0, pls_target: float = 0.0) -> None:
@@ -25,11 +25,11 @@ class CutBase:
         """Whether the next cut has to take every row."""
         self._faults = 0
 
-    def lean_on(self, commit: int, baseline: int | None) -> None:
+    def set_base(self, commit: int, baseline: int | None) -> None:
         """A checkpoint was taken over whole, and marks were re-seeded from it."""
         self.commit, self._baseline, self.full = commit, baseline, False
 
-    def lean_on_nothing(self) -> None:
+    def clear_base(self) -> None:
         """What was restored is not what the next cut would follow."""
         # IMPORTANT: a cut may only lean on what was taken over whole. That must outlast a first save that fails, so it
         # is said by having nothing to lean on, not by asking once for a full cut.
@@ -40,10 +40,10 @@ class CutBase:
         self.full = True
         self._faults += faults
 
-    def cut_taken(self) -> None:
+    def snapshot_taken(self) -> None:
         self.full, self._faults = False, 0
 
-    def is_news(self, seq: int) -> bool:
+    def is_new_commit(self, seq: int) -> bool:
         return self.commit is None or seq > self.commit
 
     def committed(self, seq: int, *, baseline: bool) -> None:
@@ -66,7 +66,7 @@ class CutBase:
         if self._baseline is not None:
             begin.since_baseline_seq = self._baseline
 
-    def asks_rebase(self, begun: pb.SaveReply.Begun) -> bool:
+    def needs_rebase(self, begun: pb.SaveReply.Begun) -> bool:
         """Whether marks since the baseline are to count from the commit that this cut covers: our newest."""
         return begun.rebased and self.mode(begun) == "since_commit"
 

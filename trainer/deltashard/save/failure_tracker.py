@@ -18,12 +18,12 @@ log = logging.getLogger("deltashard")
 
 # Not random: ranks fail together, and are to try again together.
 BACKOFF = Backoff(first_s=0.5, longest_s=60.0, jitter=0.0)
-CLOSING = Backoff(first_s=0.5, longest_s=5.0, jitter=0.0)
+CLOSING_BACKOFF = Backoff(first_s=0.5, longest_s=5.0, jitter=0.0)
 """While `close()` waits for its last save."""
 
 
-class Setbacks:
-    """Failures and skips of one Checkpointer; on the training thread, but for `hurry`."""
+class SaveFailureTracker:
+    """Failures and skips of one Checkpointer; on the training thread, but for `skip_backoff`."""
 
     def __init__(self, clock: StepClock, stats: Stats, listener: Listener) -> None:
         self._clock = clock
@@ -32,21 +32,21 @@ class Setbacks:
         self._not_before_s = 0.0
         self._failures = 0
         self._backoff = BACKOFF
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self.last: BaseException | None = None
         """The newest failure since the last commit; None: there is none."""
-        self.removed: BaseException | None = None
+        self.run_removed: BaseException | None = None
         """The run was removed under this trainer: nothing of it is saved; None: it was not."""
 
     @property
     def backing_off(self) -> bool:
         return time.monotonic() < self._not_before_s
 
-    def first(self, what: str) -> bool:
+    def is_first_report(self, what: str) -> bool:
         """Whether `what` is said for the first time since the last commit; from now on it was."""
-        if what in self._said:
+        if what in self._reported:
             return False
-        self._said.add(what)
+        self._reported.add(what)
         return True
 
     def failed(self, cause: str, error: BaseException) -> None:
@@ -58,10 +58,10 @@ class Setbacks:
             self._not_before_s = time.monotonic() + self._backoff.delay_s(self._failures)
         step = self._clock.step
         if cause == Cause.REMOVED:
-            self.removed = error
-            if self.first(cause):
+            self.run_removed = error
+            if self.is_first_report(cause):
                 log.error("nothing is saved any more, from step %d on, and training goes on: %s", step, error)
-        elif self.first(cause):
+        elif self.is_first_report(cause):
             # Of an error in the program the next save fails as well, until somebody mends it.
             passes = isinstance(error, EnvironmentFault) and cause != "validate"
             covers = "the next save covers its rows" if passes else "it is tried again"
@@ -78,15 +78,15 @@ class Setbacks:
 
     def committed(self) -> None:
         """A save succeeded: everything may be said, and tried, anew."""
-        self._said.clear()
-        self.last = self.removed = None
-        self.hurry()
+        self._reported.clear()
+        self.last = self.run_removed = None
+        self.skip_backoff()
 
-    def hurry(self) -> None:
+    def skip_backoff(self) -> None:
         """The next try does not wait for the back-off, later ones do."""
         self._not_before_s, self._failures = 0.0, 0
 
-    def closing(self) -> None:
+    def use_closing_backoff(self) -> None:
         """`close()` takes the last save: it is tried at once, and again sooner than others are."""
-        self._backoff = CLOSING
-        self.hurry()
+        self._backoff = CLOSING_BACKOFF
+        self.skip_backoff()

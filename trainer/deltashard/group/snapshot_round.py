@@ -31,7 +31,7 @@ from deltashard.state.replica import format_ranks
 
 AHEAD_S = 0.15
 """What an order takes, from the proposal to the verdict at every rank, if all goes well: so far ahead lies a limit."""
-MOST_AHEAD = 1 << 10
+MAX_AHEAD_STEPS = 1 << 10
 """Steps. A loop that takes microseconds a step waits for the verdict instead: its steps may become longer, and would be
 that many until the cut."""
 
@@ -68,9 +68,9 @@ class Ack(JsonText):
 
     limit: int
     """It does not pass the end of this step before it has read the verdict."""
-    why_not: str = ""
+    not_ready_reason: str = ""
     """Why it cannot cut now, for people; empty: it is ready."""
-    stays: bool = False
+    holds_step: bool = False
     """It does not pass its limit whatever the verdict is."""
 
 
@@ -80,7 +80,7 @@ class RoundVerdict(JsonText):
 
     at: int | None
     """All cut at the first boundary from this step on; None: nobody does."""
-    why_off: str = ""
+    cancel_reason: str = ""
     rank: int | None = None
     """The one because of which it is off."""
 
@@ -90,37 +90,41 @@ def limit_after(step: int, step_time_s: float, lead_s: float = 0.0) -> int:
 
     `lead_s`: it lies so much further ahead than it had to.
     """
-    ahead = 1 if step_time_s <= 0 else math.ceil(min((AHEAD_S + lead_s) / step_time_s, MOST_AHEAD))
+    ahead = 1 if step_time_s <= 0 else math.ceil(min((AHEAD_S + lead_s) / step_time_s, MAX_AHEAD_STEPS))
     return step + max(1, ahead)
 
 
-def settled(
+def decide(
     proposal: Proposal, acks: Mapping[int, Ack], world_size: int, *, overdue: bool
 ) -> RoundVerdict | None:
     """The verdict that these acks, by rank, allow; None: wait for more."""
     for rank in sorted(acks):
-        if acks[rank].why_not:
-            return RoundVerdict(at=None, why_off=f"rank {rank}: {acks[rank].why_not}", rank=rank)
+        if acks[rank].not_ready_reason:
+            return RoundVerdict(
+                at=None, cancel_reason=f"rank {rank}: {acks[rank].not_ready_reason}", rank=rank
+            )
     furthest = max(acks, key=lambda rank: acks[rank].limit, default=0)
     at = acks[furthest].limit if acks else 0
     if proposal.exact and at > proposal.at:
-        return RoundVerdict(at=None, why_off=f"rank {furthest} may be past step {proposal.at}", rank=furthest)
+        return RoundVerdict(
+            at=None, cancel_reason=f"rank {furthest} may be past step {proposal.at}", rank=furthest
+        )
     for rank in sorted(acks):
-        if acks[rank].stays and acks[rank].limit < at:
+        if acks[rank].holds_step and acks[rank].limit < at:
             stands = f"rank {rank} stands at step {acks[rank].limit}"
             return RoundVerdict(
-                at=None, why_off=f"{stands}, rank {furthest} continues to step {at}", rank=furthest
+                at=None, cancel_reason=f"{stands}, rank {furthest} continues to step {at}", rank=furthest
             )
     if len(acks) == world_size:
         return RoundVerdict(at=at)
     if not overdue:
         return None
     missing = sorted(set(range(world_size)) - acks.keys())
-    why_off = f"no answer of ranks {format_ranks(missing, 8)} in time"
-    return RoundVerdict(at=None, why_off=why_off, rank=missing[0])
+    cancel_reason = f"no answer of ranks {format_ranks(missing, 8)} in time"
+    return RoundVerdict(at=None, cancel_reason=cancel_reason, rank=missing[0])
 
 
-class Orders:
+class SnapshotRounds:
     """One rank's place in the orders of an attempt. The order thread writes it; the training thread asks, and takes.
 
     What the other thread may change is read once in each question: read twice, it may be two different things.
@@ -147,16 +151,16 @@ class Orders:
         """No ack has said the published limit, and none will."""
         self.limit = None
 
-    def kept(self, step: int) -> bool:
+    def limit_holds(self, step: int) -> bool:
         """Whether the published limit holds, seen that the trainer stands at `step` now, after it was published."""
         limit = self.limit
         return limit is not None and step < limit
 
-    def held(self, step: int) -> bool:
+    def must_wait(self, step: int) -> bool:
         limit = self.limit
         return limit is not None and step >= limit
 
-    def read(self, verdict: RoundVerdict) -> None:
+    def apply_verdict(self, verdict: RoundVerdict) -> None:
         """The verdict of the order under way is known: the promise ends, the next order is awaited."""
         if verdict.at is not None:
             if self.limit is not None and verdict.at < self.limit:
@@ -170,12 +174,12 @@ class Orders:
         self.limit = None
         self.number += 1
 
-    def cut_at(self, step: int) -> int | None:
+    def due_at(self, step: int) -> int | None:
         """Number of the cut to take at the boundary of `step`; None: none is due."""
         due = self.due
         return due[0] if due is not None and step >= due[1] else None
 
-    def taken(self, cut: int) -> None:
+    def mark_taken(self, cut: int) -> None:
         due = self.due
         if due is not None and due[0] == cut:
             self.due = None

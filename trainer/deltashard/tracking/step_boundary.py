@@ -24,7 +24,7 @@ from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
 
-class Stance:
+class StepBoundaryMonitor:
     """Hooks that note where the program stands."""
 
     def __init__(self, tracking: Tracking, clock: StepClock) -> None:
@@ -59,7 +59,7 @@ class Stance:
         IMPORTANT: constants are written, and nothing is read that changes: `torch.compile` takes this into the compiled
         frame, where a value that is read is a reason to compile anew.
         """
-        self._clock.move()
+        self._clock.mark_moved()
         if whole:
             self._called = True
 
@@ -78,13 +78,13 @@ class Stance:
 class _ForwardHook(TransientHook):
     """Before a forward; a copy or pickle of the model carries one that does nothing."""
 
-    def __init__(self, stance: Stance | None = None, *, whole: bool = False) -> None:
-        self._stance = stance
+    def __init__(self, step_boundary: StepBoundaryMonitor | None = None, *, whole: bool = False) -> None:
+        self._step_boundary = step_boundary
         self._whole = whole
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
-        if self._stance is not None and module.training and torch.is_grad_enabled():
-            self._stance.forward(whole=self._whole)
+        if self._step_boundary is not None and module.training and torch.is_grad_enabled():
+            self._step_boundary.forward(whole=self._whole)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -20,7 +20,7 @@ from deltashard_sidecar.session.attachment import Attachment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutContent:
+class SnapshotContent:
     """What a cut holds, and what to say of it."""
 
     covers: int | None
@@ -45,7 +45,7 @@ class CutContent:
         return self.override != "" and self.covers is not None
 
 
-class CutContents:
+class SnapshotContents:
     """Decides what the cuts of one run hold. Holds parts only."""
 
     def __init__(self, bits: BitChoice, chains: ChainWatch, synthetic: SyntheticBaselines) -> None:
@@ -62,7 +62,7 @@ class CutContents:
         policy: pb.Policy,
         expected: RunEstimate,
         ranks: VisibleRanks,
-    ) -> CutContent:
+    ) -> SnapshotContent:
         """What the cut must hold, and how it is encoded. No store is asked."""
         encodings = self._bits.encodings(policy, ranks, begin, expected, attempt=attempt)
         asked = StoredPrecision.of({OTHERS: policy.encoding, **encodings}, policy.state_encoding)
@@ -106,7 +106,7 @@ class CutContents:
         increments = None
         if covers is not None and policy.differential != "consecutive":
             increments = differential.increments_text(history, covers)
-        return CutContent(
+        return SnapshotContent(
             covers=covers,
             override=override,
             directive=(
@@ -126,5 +126,5 @@ class CutContents:
             return ""
         if decision == "since_baseline":
             return "the newest checkpoint was compacted" if commit in state.compactions else ""
-        verdict = self._synthetic.at_cut(state, commit, history, policy)
+        verdict = self._synthetic.at_snapshot(state, commit, history, policy)
         return "" if verdict is None else f"synthetic baseline: {verdict.text}"

@@ -72,18 +72,18 @@ REMEDY = {
 }
 """What to do when it stays."""
 
-_BUT_CLOSE = frozenset(Asker) - {Asker.CLOSE}
+_ALL_EXCEPT_CLOSE = frozenset(Asker) - {Asker.CLOSE}
 _RULES: tuple[tuple[BlockReason, frozenset[Asker]], ...] = (
     (BlockReason.TORN, frozenset(Asker)),
     (BlockReason.STEPPED, frozenset(Asker)),
-    (BlockReason.ACCUMULATING, _BUT_CLOSE),
-    (BlockReason.MOVED, _BUT_CLOSE),
+    (BlockReason.ACCUMULATING, _ALL_EXCEPT_CLOSE),
+    (BlockReason.MOVED, _ALL_EXCEPT_CLOSE),
     (BlockReason.IN_FLIGHT, frozenset(Asker)),
     (BlockReason.SIDECAR_DISCONNECTED, frozenset(Asker)),
     (BlockReason.UNOPENED, frozenset(Asker)),
     (BlockReason.BACK_OFF, frozenset({Asker.TIMER, Asker.REQUEST, Asker.URGENT})),
 )
-_OF_THE_PROGRAM = frozenset(
+_PROGRAM_REASONS = frozenset(
     {BlockReason.TORN, BlockReason.STEPPED, BlockReason.ACCUMULATING, BlockReason.MOVED}
 )
 
@@ -92,7 +92,7 @@ _OF_THE_PROGRAM = frozenset(
 class SnapshotGate:
     """All that holds at one instant."""
 
-    holds: frozenset[BlockReason]
+    reasons: frozenset[BlockReason]
 
     @classmethod
     def of(
@@ -110,11 +110,11 @@ class SnapshotGate:
         facts = (torn, stepped, accumulating, moved, in_flight, away, unopened, backing_off)
         return cls(frozenset(reason for (reason, _), fact in zip(_RULES, facts, strict=True) if fact))
 
-    def why(self, asker: Asker) -> BlockReason | None:
+    def block_reason(self, asker: Asker) -> BlockReason | None:
         """The first reason to wait; None: take it now."""
-        return next((reason for reason, askers in _RULES if reason in self.holds and asker in askers), None)
+        return next((reason for reason, askers in _RULES if reason in self.reasons and asker in askers), None)
 
     @property
     def not_at_boundary(self) -> BlockReason | None:
         """Why the program does not stand where a `step()` left it; None: it does, and waiting here is of use."""
-        return next((reason for reason, _ in _RULES if reason in self.holds & _OF_THE_PROGRAM), None)
+        return next((reason for reason, _ in _RULES if reason in self.reasons & _PROGRAM_REASONS), None)

@@ -20,7 +20,7 @@ from deltashard.optimizer.optimizer_state import views_of
 from deltashard.tracking.extension import parts
 
 
-def parts_of(optimizers: Iterable[Any]) -> list[Any]:
+def unwrap_optimizers(optimizers: Iterable[Any]) -> list[Any]:
     """The optimizers that step by themselves, in order.
 
     Raises:
@@ -44,7 +44,7 @@ def refusal(optimizer: Any, why: str, remedy: str) -> UserError:
     )
 
 
-class HandedOptimizers:
+class UserOptimizers:
     """Those that a script gave, as it holds them now."""
 
     def __init__(self, given: Any, model: nn.Module) -> None:
@@ -59,15 +59,15 @@ class HandedOptimizers:
         }
         self._places = {id(each): (each, held[id(each)]) for each in self._listed() if id(each) in held}
         """Optimizer -> itself, and the module and attribute that held it."""
-        self.now = parts_of(self._now())
+        self.now = unwrap_optimizers(self._now())
         """Those that step, as of the last look."""
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Whether they are others than at the last look; what is no optimizer, or empty, changes nothing."""
         listed = self._now()
         if not all(views_of([each], {}, ()) for each in listed):
             return False
-        found = parts_of(listed)
+        found = unwrap_optimizers(listed)
         if [*map(id, found)] == [*map(id, self.now)] or not found:
             return False
         self.now = found

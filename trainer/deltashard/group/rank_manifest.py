@@ -16,7 +16,7 @@ from deltashard_checkpoint.format.schema import Box
 
 from deltashard.errors import RanksDiffer
 
-_SHOWN = 4
+_MAX_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +60,20 @@ class RankManifest:
         )
 
 
-def agreed_layout(words: Sequence[RankManifest]) -> Layout:
+def agreed_layout(manifests: Sequence[RankManifest]) -> Layout:
     """The layout of all ranks.
 
     Raises:
         RanksDiffer: they are not ranks of one training, or their boxes leave a gap or overlap; with what and where.
     """
-    first = words[0]
-    for rank, word in enumerate(words):
-        _same("says", first.facts, word.facts, rank)
-        _same("has table", first.tables, word.tables, rank)
-        _same("has dense tensor", first.dense, word.dense, rank)
-    layout = Layout.of(len(words), dict(first.tables), {rank: word.boxes for rank, word in enumerate(words)})
+    first = manifests[0]
+    for rank, manifest in enumerate(manifests):
+        _check_same("says", first.facts, manifest.facts, rank)
+        _check_same("has table", first.tables, manifest.tables, rank)
+        _check_same("has dense tensor", first.dense, manifest.dense, rank)
+    layout = Layout.of(
+        len(manifests), dict(first.tables), {rank: manifest.boxes for rank, manifest in enumerate(manifests)}
+    )
     try:
         layout.check()
     except NotTiled as error:
@@ -83,15 +85,15 @@ def agreed_layout(words: Sequence[RankManifest]) -> Layout:
     return layout
 
 
-def _same(what: str, zero: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
+def _check_same(what: str, zero: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
     if zero == other:
         return
     differ = [key for key in sorted(zero.keys() | other.keys()) if zero.get(key) != other.get(key)]
     shown = "; ".join(
         f"{key}: {_shown(zero, key)} on rank 0, {_shown(other, key)} on rank {rank}"
-        for key in differ[:_SHOWN]
+        for key in differ[:_MAX_SHOWN]
     )
-    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+    more = f" and {len(differ) - _MAX_SHOWN} more" if len(differ) > _MAX_SHOWN else ""
     raise RanksDiffer(
         f"rank {rank} {what} otherwise than rank 0: {shown}{more}",
         where="restore()",

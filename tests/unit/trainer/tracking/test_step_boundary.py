@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from deltashard.tracking.stance import Stance
+from deltashard.tracking.step_boundary import StepBoundaryMonitor
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from torch import nn
@@ -18,63 +18,63 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
 
 
-def watched(model: nn.Module, optimizers: Any) -> tuple[Stance, StepClock]:
+def watched(model: nn.Module, optimizers: Any) -> tuple[StepBoundaryMonitor, StepClock]:
     """A program's stance, and the clock that counts its steps."""
     tracking = Tracking(model, optimizers)
     clock = StepClock(tracking)
-    return Stance(tracking, clock), clock
+    return StepBoundaryMonitor(tracking, clock), clock
 
 
 def test_a_training_forward_moves_the_program_on_and_evaluation_does_not() -> None:
     """Through the whole model, or through a part that keeps statistics or draws."""
     model = net()
-    stance, clock = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step_boundary, clock = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.ones(3, 2)
     with torch.no_grad():
         model(x)
     model.eval()
     model(x)
-    assert not stance.moved
+    assert not step_boundary.moved
     model.train()
     for forward in (lambda: model(x), lambda: model[1](torch.ones(3, 4)), lambda: model[2](torch.ones(3, 4))):
-        clock.tick()
+        clock.begin_step()
         forward()
-        assert stance.moved
-    stance.close()
-    clock.tick()
+        assert step_boundary.moved
+    step_boundary.close()
+    clock.begin_step()
     model(x)
-    assert not stance.moved
+    assert not step_boundary.moved
 
 
 def test_the_parts_of_a_model_that_is_never_called_are_watched_from_its_first_step_on() -> None:
     """A program that calls the whole model does not pay for that."""
     towers = nn.ModuleDict({"both": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
-    stance, clock = watched(towers, torch.optim.SGD(towers.parameters(), lr=0.1))
+    step_boundary, clock = watched(towers, torch.optim.SGD(towers.parameters(), lr=0.1))
     for stepped in (False, True):
         if stepped:
-            stance.first_step_done()
-        clock.tick()
+            step_boundary.first_step_done()
+        clock.begin_step()
         towers["both"][1](torch.ones(1, 2))
-        assert stance.moved == stepped
+        assert step_boundary.moved == stepped
     model = net()
-    stance, clock = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step_boundary, clock = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(3, 2))
-    stance.first_step_done()
-    clock.tick()
+    step_boundary.first_step_done()
+    clock.begin_step()
     model[0](torch.ones(3, 2))
-    assert not stance.moved
+    assert not step_boundary.moved
 
 
 def test_copies_and_pickles_of_the_model_watch_nothing() -> None:
     """An EMA copy's forward is no step of the program's."""
     model = net()
-    stance, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step_boundary, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
         other(torch.ones(3, 2))
-        assert not stance.moved
+        assert not step_boundary.moved
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -86,16 +86,16 @@ def test_a_compiled_model_is_compiled_once_however_many_steps_it_takes(fullgraph
     torch._dynamo.reset()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stance, clock = watched(model, [optimizer])
+    step_boundary, clock = watched(model, [optimizer])
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=fullgraph)
     for _ in range(12):
         optimizer.zero_grad()
         compiled(torch.ones(3, 2)).sum().backward()
-        assert stance.moved
+        assert step_boundary.moved
         optimizer.step()
-        clock.tick()
-        assert not stance.moved
-        clock.tock()
+        clock.begin_step()
+        assert not step_boundary.moved
+        clock.end_step()
     assert counter.frame_count == 1
-    stance.close()
+    step_boundary.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from deltashard.group.order import Ack, Orders, Proposal, RoundVerdict, settled
+from deltashard.group.snapshot_round import Ack, Proposal, RoundVerdict, SnapshotRounds, decide
 from deltashard_checkpoint.errors import InternalBug
 
 ANY, CLOSE, EXACT = (
@@ -11,20 +11,20 @@ ANY, CLOSE, EXACT = (
     Proposal(reason="close"),
     Proposal(reason="user", at=7, exact=True),
 )
-READY, NINE, BUSY = Ack(limit=7), Ack(limit=9), Ack(limit=9, why_not="the sidecar was away")
-STAYS = Ack(limit=7, stays=True)
+READY, NINE, BUSY = Ack(limit=7), Ack(limit=9), Ack(limit=9, not_ready_reason="the sidecar was away")
+STAYS = Ack(limit=7, holds_step=True)
 SETTLED = {
     "not all answered": (ANY, {0: READY}, 2, None),
     "the last limit": (ANY, {0: READY, 1: NINE}, 2, RoundVerdict(at=9)),
-    "one that cannot": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, why_off="rank 1: the sidecar was away", rank=1)),
+    "one that cannot": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, cancel_reason="rank 1: the sidecar was away", rank=1)),
     # Who waits for a save, or closes: only its own step is one that all can cut.
     "one stays": (CLOSE, {0: STAYS, 1: NINE}, 3, RoundVerdict(
-        at=None, why_off="rank 0 stands at step 7, rank 1 continues to step 9", rank=1
+        at=None, cancel_reason="rank 0 stands at step 7, rank 1 continues to step 9", rank=1
     )),
     "all stay": (CLOSE, {0: STAYS, 1: STAYS}, 2, RoundVerdict(at=7)),
     "that very step": (EXACT, {0: READY, 1: READY}, 2, RoundVerdict(at=7)),
     "past that step": (EXACT, {0: READY, 1: Ack(limit=8)}, 3, RoundVerdict(
-        at=None, why_off="rank 1 may be past step 7", rank=1
+        at=None, cancel_reason="rank 1 may be past step 7", rank=1
     )),
 }  # fmt: skip
 
@@ -32,28 +32,28 @@ SETTLED = {
 @pytest.mark.parametrize("case", SETTLED)
 def test_an_order_is_settled_or_off_for_a_reason_that_names_the_rank(case: str) -> None:
     proposal, acks, world, verdict = SETTLED[case]
-    assert settled(proposal, acks, world, overdue=False) == verdict
+    assert decide(proposal, acks, world, overdue=False) == verdict
 
 
 def test_who_gives_no_answer_in_time_is_named() -> None:
     missing = "no answer of ranks 0, 2 in time"
-    assert settled(ANY, {1: READY}, 3, overdue=True) == RoundVerdict(at=None, why_off=missing, rank=0)
-    many = settled(ANY, {}, 4096, overdue=True)
-    assert many.why_off == "no answer of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more in time"
+    assert decide(ANY, {1: READY}, 3, overdue=True) == RoundVerdict(at=None, cancel_reason=missing, rank=0)
+    many = decide(ANY, {}, 4096, overdue=True)
+    assert many.cancel_reason == "no answer of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more in time"
 
 
 def test_a_verdict_before_a_promise_is_a_bug() -> None:
     """Some rank may have passed it."""
-    orders = Orders()
-    orders.promise(8)
+    rounds = SnapshotRounds()
+    rounds.promise(8)
     with pytest.raises(InternalBug, match="before the limit 8"):
-        orders.read(RoundVerdict(at=7))
+        rounds.apply_verdict(RoundVerdict(at=7))
 
 
 def test_a_verdict_between_two_looks_at_a_promise_is_no_error() -> None:
     """The order thread may end the promise at any instant of a question that the training thread asks."""
 
-    class Ending(Orders):
+    class Ending(SnapshotRounds):
         @property
         def limit(self) -> int | None:
             found, self._limit = self._limit, None
@@ -63,8 +63,8 @@ def test_a_verdict_between_two_looks_at_a_promise_is_no_error() -> None:
         def limit(self, value: int | None) -> None:
             self._limit = value
 
-    for ask in (Orders.held, Orders.kept):
-        orders = Ending()
-        orders.promise(7)
-        assert ask(orders, 7) == (ask is Orders.held)
-        assert ask(orders, 7) is False
+    for ask in (SnapshotRounds.must_wait, SnapshotRounds.limit_holds):
+        rounds = Ending()
+        rounds.promise(7)
+        assert ask(rounds, 7) == (ask is SnapshotRounds.must_wait)
+        assert ask(rounds, 7) is False

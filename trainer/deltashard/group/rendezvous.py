@@ -27,11 +27,11 @@ from deltashard.errors import RanksDiffer
 from deltashard.group.group_store import GroupStore
 from deltashard.state.replica import format_ranks
 
-MEET_S = 600.0
+RENDEZVOUS_TIMEOUT_S = 600.0
 """All ranks come to `restore()` within so long: one may be reading its data still."""
 FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.2
 _COMMON = "deltashard/"
-_SENT_AT_ONCE = 4 << 20
+_CHUNK_BYTES = 4 << 20
 """Bytes of one value: torch's store takes eight million at most."""
 
 _numbers = itertools.count(1)
@@ -40,23 +40,23 @@ _numbers = itertools.count(1)
 T = TypeVar("T")
 
 
-def _wait(look: Callable[[], T | None], until_s: float) -> T | None:
-    """What `look` finds, by `until_s` (monotonic); None: nothing."""
+def _wait(poll: Callable[[], T | None], until_s: float) -> T | None:
+    """What `poll` finds, by `until_s` (monotonic); None: nothing."""
     pause_s, idle = FIRST_LOOK_S, threading.Event()
-    while (found := look()) is None and time.monotonic() < until_s:
+    while (found := poll()) is None and time.monotonic() < until_s:
         idle.wait(pause_s)
         pause_s = min(1.5 * pause_s, LAST_LOOK_S)
     return found
 
 
-class Meeting:
+class Rendezvous:
     """One rank's side of a meeting; on the training thread only."""
 
-    def __init__(self, rank: int, world_size: int, word: bytes) -> None:
-        """Come together; `word` is what this rank says of itself.
+    def __init__(self, rank: int, world_size: int, manifest: bytes) -> None:
+        """Come together; `manifest` is what this rank says of itself.
 
         Raises:
-            RanksDiffer: somebody is missing after MEET_S.
+            RanksDiffer: somebody is missing after RENDEZVOUS_TIMEOUT_S.
             GroupLost: the store does not answer.
         """
         self.rank = rank
@@ -64,23 +64,23 @@ class Meeting:
         self._store = GroupStore(_COMMON)
         self._number = next(_numbers)
         self._token = secrets.token_hex(8)
-        self._until_s = time.monotonic() + MEET_S
+        self._until_s = time.monotonic() + RENDEZVOUS_TIMEOUT_S
         self.name = ""
         """Of this meeting; nobody of another life knows it."""
-        self.words: list[bytes] = []
+        self.manifests: list[bytes] = []
         """What each rank said, for rank 0."""
-        self._store.put(f"hello/{self._number}/{rank}", self._token.encode() + b"\n" + word)
-        crash_point("meeting.hello")
-        self._lead() if rank == 0 else self._follow()
+        self._store.put(f"hello/{self._number}/{rank}", self._token.encode() + b"\n" + manifest)
+        crash_point("rendezvous.hello")
+        self._lead() if rank == 0 else self._join()
 
     @property
     def prefix(self) -> str:
         return f"{_COMMON}{self.name}/"
 
-    def tell(self, what: str, word: bytes) -> None:
-        self._store.put(f"{self.name}/told/{what}", word)
+    def broadcast(self, what: str, payload: bytes) -> None:
+        self._store.put(f"{self.name}/told/{what}", payload)
 
-    def hear(self, what: str, within_s: float) -> bytes:
+    def await_broadcast(self, what: str, within_s: float) -> bytes:
         """What rank 0 tells; raises `RanksDiffer` when it does not."""
         found = _wait(lambda: self._store.get(f"{self.name}/told/{what}"), time.monotonic() + within_s)
         if found is None:
@@ -91,10 +91,10 @@ class Meeting:
             )
         return found
 
-    def answer(self, what: str, word: bytes) -> None:
-        self._store.put(f"{self.name}/said/{what}/{self.rank}", word)
+    def submit(self, what: str, payload: bytes) -> None:
+        self._store.put(f"{self.name}/said/{what}/{self.rank}", payload)
 
-    def answers(self, what: str, within_s: float) -> list[bytes]:
+    def gather(self, what: str, within_s: float) -> list[bytes]:
         """What all ranks say, for rank 0; raises `RanksDiffer` naming those that do not."""
         keys = [f"{self.name}/said/{what}/{rank}" for rank in range(self.world_size)]
         found = _wait(lambda: self._store.get_all(keys), time.monotonic() + within_s)
@@ -104,8 +104,8 @@ class Meeting:
 
     def send(self, what: str, data: bytes | None) -> None:
         """This rank gives the others so many bytes, for whoever wants them; None: it cannot, after all."""
-        for at in range(0, len(data or b""), _SENT_AT_ONCE):
-            self._store.put(f"{self.name}/sent/{what}/{at}", (data or b"")[at : at + _SENT_AT_ONCE])
+        for at in range(0, len(data or b""), _CHUNK_BYTES):
+            self._store.put(f"{self.name}/sent/{what}/{at}", (data or b"")[at : at + _CHUNK_BYTES])
         self._store.put(f"{self.name}/sent/{what}", json.dumps(None if data is None else len(data)).encode())
 
     def receive(self, what: str, within_s: float) -> bytes | None:
@@ -120,12 +120,12 @@ class Meeting:
         size = json.loads(said)
         if size is None:
             return None
-        parts = range(0, size, _SENT_AT_ONCE)
+        parts = range(0, size, _CHUNK_BYTES)
         return b"".join(self._store.get(f"{self.name}/sent/{what}/{at}") or b"" for at in parts)
 
-    def unsend(self, what: str, size: int) -> None:
-        for at in range(0, size, _SENT_AT_ONCE):
-            self._store.forget(f"{self.name}/sent/{what}/{at}")
+    def delete_sent(self, what: str, size: int) -> None:
+        for at in range(0, size, _CHUNK_BYTES):
+            self._store.delete(f"{self.name}/sent/{what}/{at}")
 
     def _lead(self) -> None:
         hellos = [f"hello/{self._number}/{rank}" for rank in range(self.world_size)]
@@ -136,24 +136,24 @@ class Meeting:
             said = self._store.get_all(hellos)
             if said is None:
                 return None
-            now = [word.partition(b"\n")[0].decode() for word in said]
+            now = [manifest.partition(b"\n")[0].decode() for manifest in said]
             if now != tokens:
                 tokens = now
                 self.name = secrets.token_hex(8)
-                self.words = [word.partition(b"\n")[2] for word in said]
+                self.manifests = [manifest.partition(b"\n")[2] for manifest in said]
                 self._store.put(f"here/{self.name}/0", b"")
                 self._store.put(f"welcome/{self._number}", json.dumps([self.name, tokens]).encode())
-                crash_point("meeting.welcomed")
-            return None if self._store.get_all(self._here()) is None else True
+                crash_point("rendezvous.welcomed")
+            return None if self._store.get_all(self._here_keys()) is None else True
 
         if _wait(all_here, self._until_s) is None:
-            raise self._missing(self._here() if self.name else hellos, MEET_S)
-        self.tell("begun", b"")
+            raise self._missing(self._here_keys() if self.name else hellos, RENDEZVOUS_TIMEOUT_S)
+        self.broadcast("begun", b"")
 
-    def _here(self) -> list[str]:
+    def _here_keys(self) -> list[str]:
         return [f"here/{self.name}/{rank}" for rank in range(self.world_size)]
 
-    def _follow(self) -> None:
+    def _join(self) -> None:
         def begun() -> bool | None:
             welcome = self._store.get(f"welcome/{self._number}")
             if welcome is None:
@@ -164,12 +164,12 @@ class Meeting:
             if name != self.name:
                 self.name = name
                 self._store.put(f"here/{name}/{self.rank}", b"")
-                crash_point("meeting.here")
+                crash_point("rendezvous.here")
             return None if self._store.get(f"{name}/told/begun") is None else True
 
         if _wait(begun, self._until_s) is None:
             raise RanksDiffer(
-                f"rank {self.rank} waited for the other ranks for {MEET_S:.0f} s",
+                f"rank {self.rank} waited for the other ranks for {RENDEZVOUS_TIMEOUT_S:.0f} s",
                 where="restore()",
                 remedy="call it on every rank, as often and in the same order; see rank 0's log",
             )
