@@ -17,7 +17,7 @@ from deltashard_checkpoint.log.chain import (
 from tests.support.checkpoint.run_builder import WHOLE, begun, rows
 
 
-def test_a_box_that_nobody_holds_is_an_error_or_left_out():
+def test_uncovered_box_is_an_error_or_omitted():
     run, attempt = begun()
     last = run.commit(attempt, 1)
     with pytest.raises(ChainIncomplete, match=r"t\[8:10"):

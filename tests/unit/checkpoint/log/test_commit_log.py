@@ -48,7 +48,7 @@ def run_checkpoint(run, attempt, cut, seq, writer):
     )  # fmt: skip
 
 
-def test_an_unavailable_store_is_waited_for_and_then_named():
+def test_unavailable_store_is_retried_then_reported():
     run, store = faulty_run()
     store.fail_next(Fault.UNAVAILABLE, times=4)
     run.log.refresh(deadline_s=60)
@@ -72,7 +72,7 @@ def test_an_unavailable_store_is_waited_for_and_then_named():
     assert sum(run.time.slept) < 300
 
 
-def test_a_listing_that_is_older_than_the_hint_is_not_believed():
+def test_listing_older_than_the_hint_is_ignored():
     run, attempt = begun()
     run.commit(attempt, 1)
     run.memory.put("job/log/HINT", Hint(fold=-1, seq=2).data)
@@ -97,7 +97,7 @@ def folds_of(run: Run) -> list[str]:
     return [info.key for info in run.memory.list("job/log/fold-")]
 
 
-def test_old_folds_do_not_add_up():
+def test_only_the_last_two_folds_are_kept():
     """Each is as large as the run is long: only the last two are kept, and the one HINT names is among them."""
     run, attempt = begun()
     for cut in range(1, 40):
@@ -109,7 +109,7 @@ def test_old_folds_do_not_add_up():
 
 
 @pytest.mark.parametrize("lost", [b"rotten", None])
-def test_a_reader_needs_no_entry_but_the_newest(lost):
+def test_reader_needs_only_the_newest_entry(lost):
     run, attempt = begun()
     for cut in range(1, 30):
         newest = run.commit(attempt, cut)
@@ -122,7 +122,7 @@ def test_a_reader_needs_no_entry_but_the_newest(lost):
     assert len(folds_of(run)) <= commit_log._DROP_EVERY + 1
 
 
-def test_a_large_folded_state_is_named_as_seldom_as_it_is_large(monkeypatch):
+def test_fold_interval_grows_with_fold_size(monkeypatch):
     monkeypatch.setattr(folded_state, "_BYTES", 1000)
     run, attempt = begun()
     named = [run.log.read_slot(run.commit(attempt, cut)).entry for cut in range(1, 60)]
@@ -133,7 +133,7 @@ def test_a_large_folded_state_is_named_as_seldom_as_it_is_large(monkeypatch):
     assert run.reader().refresh() == run.log.state
 
 
-def test_folds_are_read_strictly():
+def test_folds_are_parsed_strictly():
     run = Run()
     run.commit(run.open().attempt, 1)
     data = folded_state.dump(run.log.state)
@@ -193,7 +193,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(data=st.data())
-def test_a_hostile_fold_is_rejected_by_name_or_can_be_worked_with(rich_state, data):
+def test_hostile_fold_is_rejected_or_usable(rich_state, data):
     """Any value of it replaced, under hashes that fit: no raw error, and no walk that does not end."""
     document = json.loads(folded_state.dump(rich_state))
     place = data.draw(st.sampled_from([path for path in places_in(document) if path and path[0] != "hash"]))

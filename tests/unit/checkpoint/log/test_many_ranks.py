@@ -32,7 +32,7 @@ def _save(
     return run.save([TABLE], ranks, step=step, covers=covers, blobs={"meta": b"m%d" % step})
 
 
-def test_a_cut_covers_nothing_of_another_layout(tmp_path: Path) -> None:
+def test_snapshot_cannot_cover_another_layout(tmp_path: Path) -> None:
     """The first cut after a change of layout is a baseline, or abandoned; so it is without a layout after one."""
     run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
     first = _save(run, model, HALVES, range(40), 1)
@@ -48,7 +48,7 @@ def test_a_cut_covers_nothing_of_another_layout(tmp_path: Path) -> None:
         _save(run, model, [[box(TABLE, 0, 40, 0, 8)]], range(40), 3, again)
 
 
-def test_a_layout_that_does_not_fit_is_refused_before_an_attempt(tmp_path: Path) -> None:
+def test_mismatched_layout_is_refused_before_the_attempt(tmp_path: Path) -> None:
     run = Run(tmp_path)
     tip = run.log.refresh().tip
     good = Layout.of(2, {TABLE.fqn: (40, 8)}, dict(enumerate(HALVES)))
@@ -63,7 +63,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_an_attempt(tmp_path: Path)
     assert not list(run.store.list(f"{RUN}/layout/"))
 
 
-def test_a_manifest_or_layout_that_is_gone_or_wrong_makes_the_checkpoint_invalid(tmp_path: Path) -> None:
+def test_missing_or_wrong_manifest_makes_the_checkpoint_invalid(tmp_path: Path) -> None:
     run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
     seq = _save(run, model, HALVES, range(40), 1)
     entry = run.log.refresh().checkpoints[seq]
@@ -88,7 +88,7 @@ def test_a_manifest_or_layout_that_is_gone_or_wrong_makes_the_checkpoint_invalid
 
 
 @pytest.mark.slow
-def test_several_ranks_are_not_compacted(tmp_path: Path) -> None:
+def test_multi_rank_checkpoints_are_not_compacted(tmp_path: Path) -> None:
     run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
     seq = None
     for step in range(1, 12):
@@ -99,7 +99,7 @@ def test_several_ranks_are_not_compacted(tmp_path: Path) -> None:
         compact(run.log, seq, lambda *_: pytest.fail("moved"))
 
 
-def test_an_entry_of_another_size_than_its_attempt_is_refused(tmp_path: Path) -> None:
+def test_entry_with_another_world_size_is_refused(tmp_path: Path) -> None:
     run, model = Run(tmp_path, world_size=2, layout=HALVES), Model(TABLE)
     seq = _save(run, model, HALVES, range(40), 1)
     state = run.log.refresh()

@@ -37,7 +37,7 @@ ACTORS: dict[str, Callable[[Run], object]] = {
 }
 
 
-def skewed(change: dict[str, object]) -> tuple[Run, dict[str, bytes]]:
+def newer_run(change: dict[str, object]) -> tuple[Run, dict[str, bytes]]:
     """A run of three checkpoints, the newest newer than this version; its objects, its parts' among them."""
     run, attempt = begun()
     first = run.commit(attempt, 1)
@@ -57,8 +57,8 @@ def objects(run: Run) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("change", NEWER.values(), ids=NEWER)
 @pytest.mark.parametrize("actor", ACTORS.values(), ids=ACTORS)
-def test_what_a_newer_version_wrote_stops_the_log_and_nothing_behind_it_is_deleted(change, actor):
-    run, before = skewed(change)
+def test_newer_version_stops_the_log_and_nothing_is_deleted(change, actor):
+    run, before = newer_run(change)
     state = run.log.refresh()
     assert (state.stopped.seq, state.stopped.voidable) == (state.tip, False)
     assert isinstance(state.stopped.error, UnsupportedVersion)

@@ -18,7 +18,7 @@ TABLE = schema("items", rows=300, columns=16)
 HALVES = [[box(TABLE, 0, 150, 0, 16)], [box(TABLE, 150, 300, 0, 16)]]
 
 
-class Job(Run):
+class CompactedRun(Run):
     """A trainer of two ranks, with a chain of a baseline and so many deltas."""
 
     def __init__(self, directory, encoding="q8", deltas=3):
@@ -48,7 +48,7 @@ class Job(Run):
     def index(self, key: str):
         return decode_index(self.store.get(f"{RUN}/{key}"), key=key, run=RUN)
 
-    def given_up(self) -> RunLog:
+    def collect_elsewhere(self) -> RunLog:
         """The log of another process, which takes what is being compacted for debris."""
         other = RunLog(self.store, RUN)
         litter = garbage_collection.orphaned_prefixes(other, other.refresh(), compaction_timeout_s=-1.0)
@@ -61,8 +61,8 @@ class Job(Run):
 
 
 @pytest.mark.parametrize("encoding", ["fp32", "q8", "q4", "q3", "q2"])
-def test_a_compacted_chain_restores_bit_for_bit_what_it_restored_before(tmp_path, encoding):
-    job = Job(tmp_path, encoding)
+def test_compacted_chain_restores_bit_for_bit(tmp_path, encoding):
+    job = CompactedRun(tmp_path, encoding)
     later = job.save_rows(job.changed(), job.seqs[-1])
     before = {seq: job.content(seq) for seq in (*job.seqs, later)}
     entry = compact(job.log, job.seqs[-1], job.move)
@@ -81,8 +81,8 @@ def test_a_compacted_chain_restores_bit_for_bit_what_it_restored_before(tmp_path
     assert more in job.log.state.checkpoints
 
 
-def test_frames_that_lose_nothing_are_copied_verbatim_rows_occur_once_and_a_baseline_is_left_alone(tmp_path):
-    job = Job(tmp_path, deltas=1)
+def test_lossless_frames_are_copied_verbatim_and_baselines_kept(tmp_path):
+    job = CompactedRun(tmp_path, deltas=1)
     first, last = job.seqs
     assert compactable(job.log.state, last)
     assert compact(job.log, first, job.move) is None
@@ -97,10 +97,10 @@ def test_frames_that_lose_nothing_are_copied_verbatim_rows_occur_once_and_a_base
     assert not compactable(job.log.state, last)
 
 
-def test_a_compaction_whose_checkpoint_was_retired_or_that_was_given_up_meanwhile_changes_nothing(tmp_path):
-    job = Job(tmp_path, deltas=1)
+def test_retired_or_abandoned_compaction_changes_nothing(tmp_path):
+    job = CompactedRun(tmp_path, deltas=1)
     with pytest.raises(CompactionAbandoned, match="retired and may be deleted"):
-        job.compact_while(job.given_up)
+        job.compact_while(job.collect_elsewhere)
     for _ in range(2):
         job.save_rows(range(300), None)
     with pytest.raises(CompactionAbandoned, match="not live"):

@@ -25,14 +25,14 @@ def chains(run: Run, attempt: int, count: int = 4) -> list[tuple[int, int]]:
     return found
 
 
-def test_the_last_k_are_kept_with_their_chains_and_a_second_independent_chain():
+def test_last_k_are_kept_with_their_chains_and_one_independent_chain():
     run = Run()
     pairs = chains(run, run.open().attempt)
     assert kept(run.log.state, Retention(keep_last=1)) == {*pairs[-1], *pairs[-2]}
     assert kept(run.log.state, Retention(keep_last=5)) == {*pairs[-1], *pairs[-2], *pairs[-3]}
 
 
-def test_every_nth_step_hour_and_pins_are_kept():
+def test_every_nth_step_every_hour_and_pins_are_kept():
     run, attempt = begun()
     seqs = []
     for cut in range(1, 13):
@@ -60,7 +60,7 @@ def test_every_nth_step_hour_and_pins_are_kept():
         ([], [snapshot_prefix(7, 1)], "may still be committed"),
     ],
 )
-def test_the_log_refuses_a_retirement_that_would_lose_something(checkpoints, prefixes, why):
+def test_log_refuses_retirement_of_needed_objects(checkpoints, prefixes, why):
     run = Run()
     chains(run, run.open().attempt)
     with pytest.raises(EntryRefused, match=why):
@@ -76,7 +76,7 @@ def test_numbers_must_be_positive():
 # gc
 
 
-def test_gc_waits_for_the_grace_by_the_stores_clock_and_is_idempotent():
+def test_gc_waits_for_the_grace_period_and_is_idempotent():
     run, attempt = begun()
     chains(run, attempt)
     append_retirement(run.log, Retention(keep_last=1))
@@ -97,7 +97,7 @@ def test_gc_waits_for_the_grace_by_the_stores_clock_and_is_idempotent():
     assert garbage_collection.collect(run.log, grace_s=100).objects == 1
 
 
-def test_litter_of_dead_cuts_is_named_and_deleted_and_that_of_live_ones_is_not():
+def test_only_objects_of_dead_snapshots_are_collected():
     run, attempt = begun()
     for cut in (1, 2, 3):
         run.memory.put(f"job/{snapshot_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
@@ -125,7 +125,7 @@ def test_litter_of_dead_cuts_is_named_and_deleted_and_that_of_live_ones_is_not()
 # Forgetting
 
 
-def housekeeping(
+def maintain(
     run: Run, *, keep_last: int = 1, grace_s: float = 600.0, **options
 ) -> garbage_collection.CollectResult:
     """One round of a sidecar's."""
@@ -146,7 +146,7 @@ def housekeeping(
     litter_every=st.integers(1, 9),
     grace_s=st.sampled_from([0.0, 600.0]),
 )
-def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, litter_every, grace_s):
+def test_state_and_fold_size_are_independent_of_run_length(keep_last, chain, litter_every, grace_s):
     """A save a minute, retention of the last few: later saves find no more to remember than the first 160 did."""
     run, attempt = begun()
     remembered, sizes, base = [], [], None
@@ -156,7 +156,7 @@ def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, 
         seq = run.commit(attempt, 2 * cut, None if cut % chain == 0 else base)
         base = seq if cut % chain == 0 or base is None else base
         run.time.now_s += 60
-        housekeeping(run, keep_last=keep_last, grace_s=grace_s)
+        maintain(run, keep_last=keep_last, grace_s=grace_s)
         remembered.append(len(run.log.state.retired))
         sizes.append(len(folded_state.dump(run.log.state)))
     assert max(remembered) <= garbage_collection.MIN_RECLAIM_PREFIXES + 2 * (
@@ -173,25 +173,25 @@ def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, 
     )
 
 
-def test_what_waits_for_its_grace_is_remembered_however_much_that_is():
+def test_objects_in_their_grace_period_are_never_forgotten():
     """Forgotten, it would be named anew, and its grace begin anew with every save: it would never be deleted."""
     run, attempt = begun()
     first = snapshot_prefix(attempt, 1)
     for cut in range(1, 200):
         run.commit(attempt, cut)
         run.time.now_s += 1
-        assert housekeeping(run, grace_s=1000.0).objects == 0
+        assert maintain(run, grace_s=1000.0).objects == 0
     named_by = run.log.state.retired[first]
     assert len(run.log.state.retired) > 2 * garbage_collection.MIN_RECLAIM_PREFIXES
     run.time.now_s += 900
-    assert first in housekeeping(run, grace_s=1000.0).prefixes
+    assert first in maintain(run, grace_s=1000.0).prefixes
     assert named_by < run.log.state.tip
     run.time.now_s += 1000
-    housekeeping(run, grace_s=1000.0)
+    maintain(run, grace_s=1000.0)
     assert not run.log.state.retired
 
 
-def test_a_reclaim_entry_speaks_of_what_is_before_it():
+def test_reclaim_entry_covers_only_earlier_entries():
     run = Run()
     run.commit(run.open().attempt, 1)
     with pytest.raises(EntryRefused, match="not before it"):

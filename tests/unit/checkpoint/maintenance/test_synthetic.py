@@ -28,7 +28,7 @@ materials = st.builds(
 )  # fmt: skip
 
 
-def test_a_cached_chain_is_compacted_and_one_that_must_be_fetched_or_has_more_bits_is_not():
+def test_only_cached_chains_of_equal_precision_are_compacted():
     """Compacted rows would keep their 8 bits for good, and each restore would read them."""
     assert at_snapshot(CACHED, FULL).why == "cheaper"
     away = CompactionInputs(checkpoints=2, chain_bytes=14 * GB, fetch_bytes=14 * GB, base_bytes=GB)
@@ -37,18 +37,18 @@ def test_a_cached_chain_is_compacted_and_one_that_must_be_fetched_or_has_more_bi
 
 
 @given(materials, st.builds(FullSnapshot, raw_bytes=sizes, stored_bytes=sizes, stall_s=st.floats(0, 10)))
-def test_cheaper_is_said_only_of_what_is(found, full):
+def test_compaction_is_chosen_only_if_cheaper(found, full):
     assert at_snapshot(found, full) is None or compaction_s(found) < full_snapshot_s(full)
 
 
-def test_a_chain_is_too_long_beyond_the_setting():
+def test_chain_longer_than_the_setting_is_compacted():
     found = [between_snapshots(n, deferred=False, longest=16) for n in (2, 16, 17)]
     assert [each and each.why for each in found] == [None, None, "length"]
     assert between_snapshots(1000, deferred=False, longest=0) is None
     assert between_snapshots(2, deferred=True, longest=16).why == "deferred"
 
 
-def test_what_the_next_cuts_build_on_is_compacted():
+def test_compaction_targets_the_base_of_the_next_snapshots():
     run = Run()
     attempt = run.open().attempt
     base = run.commit(attempt, 1, stored_bytes=1000)

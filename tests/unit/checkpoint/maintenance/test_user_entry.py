@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from tests.support.checkpoint.run_builder import Run, begun
 
 
-def three(run: Run, **options: object) -> tuple[int, list[int]]:
+def three_baselines(run: Run, **options: object) -> tuple[int, list[int]]:
     """An attempt with three baselines."""
     attempt = run.open(**options).attempt
     return attempt, [run.commit(attempt, cut, directive="steps") for cut in (1, 2, 3)]
 
 
-def test_a_word_is_forgotten_with_what_it_is_about():
+def test_annotation_is_dropped_with_its_checkpoint():
     """Or states would grow with every name there ever was."""
     run, attempt = begun()
     first = run.commit(attempt, 1, pins=("best",))
@@ -42,7 +42,7 @@ def test_a_word_is_forgotten_with_what_it_is_about():
     assert b'"pins":[]' in folded_state.dump(run.log.state)
 
 
-def test_who_holds_a_run_is_what_its_last_commit_says():
+def test_run_holder_is_named_by_the_last_commit():
     run = Run()
     assert holder(run.log, run.log.refresh()) is None, "no attempt"
     attempt = run.open(workload="uid").attempt
@@ -68,9 +68,9 @@ def test_who_holds_a_run_is_what_its_last_commit_says():
     assert holder(run.log, run.log.refresh()) is not None, "it came back"
 
 
-def test_what_is_set_aside_is_nothing_to_fall_back_to_and_goes_first():
+def test_excluded_checkpoint_is_no_fallback_and_is_retired_first():
     run = Run()
-    attempt, (first, second, third) = three(run)
+    attempt, (first, second, third) = three_baselines(run)
     user_entry.rewind(run.reader(), f"{second}", ended=True)
     state = run.log.refresh()
     assert select(state, exclude=[second]).seq == first

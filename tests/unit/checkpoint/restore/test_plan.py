@@ -59,7 +59,7 @@ def _want(table: TableSchema, *boxes: Box) -> Want:
     return Want(schema=table, boxes=boxes or (whole(table),))
 
 
-def test_newest_first_rows_before_tombstones_and_neighbours_joined() -> None:
+def test_plan_is_newest_first_and_merges_adjacent_frames() -> None:
     model = Model(schema())
     table = model.table
     dead = tombstone(table, np.array([7], np.int64), step=2)
@@ -83,7 +83,7 @@ def test_newest_first_rows_before_tombstones_and_neighbours_joined() -> None:
     assert sum(request.length for request in plan.requests) == plan.bytes
 
 
-def test_a_compactions_frames_go_by_their_steps() -> None:
+def test_compacted_frames_are_ordered_by_step() -> None:
     model = Model(schema())
     table = model.table
     mixed = [
@@ -99,7 +99,7 @@ def test_a_compactions_frames_go_by_their_steps() -> None:
 @given(
     gap=st.sampled_from([0, 64, plans.MAX_GAP_BYTES, plans.MAX_GAP_BYTES + 64]), per_frame=st.integers(1, 100)
 )
-def test_requests_cover_exactly_the_frames_and_stay_small(gap: int, per_frame: int) -> None:
+def test_requests_cover_exactly_the_frames_within_the_size_limit(gap: int, per_frame: int) -> None:
     model = Model(schema())
     table = model.table
     part = _part(table, model.frames(range(200), per_frame=per_frame), seq=1, covers=None, gap=gap)
@@ -120,7 +120,7 @@ def test_requests_cover_exactly_the_frames_and_stay_small(gap: int, per_frame: i
     assert (len(plan.requests) == 2 * plan.frames) is (gap > plans.MAX_GAP_BYTES or plan.frames == 1)
 
 
-def test_a_box_that_no_baseline_reaches_is_refused_by_rows_and_columns() -> None:
+def test_box_without_a_baseline_is_refused() -> None:
     model = Model(schema())
     table = model.table
     delta = _part(table, model.frames(range(20)), seq=2, covers=1)
@@ -135,7 +135,7 @@ def test_a_box_that_no_baseline_reaches_is_refused_by_rows_and_columns() -> None
         _plan([delta], [_want(table)], strict=False)
 
 
-def test_differences_of_schema_are_named_and_may_be_allowed() -> None:
+def test_schema_differences_are_reported_and_may_be_allowed() -> None:
     model = Model(schema())
     stored = model.table
     parts = [_part(stored, model.frames(range(200)), seq=1, covers=None)]
@@ -201,7 +201,7 @@ def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid(what):
         _plan([(link, index)], [_want(model.table)])
 
 
-def test_of_two_copies_of_a_row_the_one_in_a_frame_of_again_comes_first():
+def test_resent_copy_of_a_row_takes_precedence():
     model = Model(schema())
     frames = [*model.frames(range(200)), *model.frames(range(10))]
     link, index = _part(model.table, frames, seq=1, covers=None)
@@ -211,7 +211,7 @@ def test_of_two_copies_of_a_row_the_one_in_a_frame_of_again_comes_first():
     assert (plan.requests[0].frames[0].info.rows, plan.frames) == (10, len(index.places))
 
 
-def test_a_blob_with_a_hole_or_that_its_chunks_cannot_carry_is_invalid():
+def test_blob_with_missing_or_duplicate_chunks_is_invalid():
     """Its first chunk is missing, or one occurs twice. Memory for all of it is taken with the first chunk."""
     model = Model(schema())
     chunks = list(encode_blob_frames(name="rng", data=bytes(9000), step=1, chunk_bytes=4096))

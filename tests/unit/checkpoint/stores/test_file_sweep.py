@@ -30,7 +30,7 @@ def run_in(directory: Path) -> RunLog:
     return RunLog(open_store(f"file://{directory}"), "job")
 
 
-def test_gc_takes_what_dead_writers_left_and_nothing_young(tmp_path: Path) -> None:
+def test_gc_removes_stale_temporary_files_and_no_recent_ones(tmp_path: Path) -> None:
     log = run_in(tmp_path)
     (data,) = (tmp_path / "job/data/00000000000000000001").iterdir()
     dead, young = unfinished(data), unfinished(data, old=False, name="young")
@@ -47,7 +47,7 @@ def test_gc_takes_what_dead_writers_left_and_nothing_young(tmp_path: Path) -> No
     assert not [path for path in (tmp_path / "job").rglob("*") if path.is_file()]
 
 
-def test_a_living_writers_file_stays_however_old_it_is(tmp_path, monkeypatch):
+def test_file_of_a_live_writer_is_kept_at_any_age(tmp_path, monkeypatch):
     """A process that was stopped, say, for an hour in the middle of a put: it goes on."""
     log = run_in(tmp_path)
     stands, goes_on = threading.Event(), threading.Event()

@@ -26,7 +26,7 @@ def test_a_store_that_overwrites_is_refused():
         Run(careless).open()
 
 
-def test_which_chooses_by_seq_step_pin_or_nothing():
+def test_which_selects_by_seq_step_pin_or_none():
     run, attempt = begun()
     a, b, c = (run.commit(attempt, cut, step=step) for cut, step in ((1, 10), (2, 20), (3, 20)))
     state = run.log.state
@@ -41,7 +41,7 @@ def test_which_chooses_by_seq_step_pin_or_nothing():
             select(state, which)
 
 
-def test_falling_back_excludes_every_chain_that_reads_the_bad_checkpoint():
+def test_fallback_excludes_every_chain_of_the_bad_checkpoint():
     run, attempt = begun()
     old = run.commit(attempt, 1)
     base = run.commit(attempt, 2)
@@ -53,7 +53,7 @@ def test_falling_back_excludes_every_chain_that_reads_the_bad_checkpoint():
         run.open(exclude=[base, old])
 
 
-def test_another_owner_must_say_takeover():
+def test_another_owner_needs_takeover():
     run = Run()
     run.open()
     with pytest.raises(OwnerMismatch, match="belongs to 'me'"):
@@ -63,7 +63,7 @@ def test_another_owner_must_say_takeover():
         run.open(owner="me")
 
 
-def test_a_marker_nobody_removes_costs_one_bound_and_an_old_one_nothing():
+def test_abandoned_marker_costs_one_timeout_and_an_old_one_none():
     run, first = begun()
     mark_closing(run.log, first, "00000-a")
     assert run.open(closing_wait_s=20.0).waited_s == pytest.approx(20.0, abs=0.1)
@@ -74,7 +74,7 @@ def without_folds(run: Run) -> None:
     run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
 
 
-def test_an_unreadable_first_entry_is_refused_by_name():
+def test_unreadable_first_entry_is_refused():
     run, _ = begun()
     run.memory.put("job/" + entry_key(0), b"rotten")
     without_folds(run)
@@ -85,7 +85,7 @@ def test_an_unreadable_first_entry_is_refused_by_name():
 
 @pytest.mark.parametrize("damage", ["rot", "loss"])
 @pytest.mark.parametrize("kind", ["checkpoint", "retire", "compact", "attempt"])
-def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, damage):
+def test_attempt_repairs_the_log_before_voiding_slots(kind, damage):
     """Two faults at once: an entry, and the folded states that would make it harmless."""
     run, first = begun()
     base = run.commit(first, 1)
@@ -107,7 +107,7 @@ def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, dam
     assert run.open().damage == ""
 
 
-def test_a_repair_by_an_attempt_asks_who_it_is_first():
+def test_attempt_checks_ownership_before_a_repair():
     run = Run()
     run.commit(run.open().attempt, 1)
     run.memory.delete(["job/" + entry_key(2)])
@@ -119,7 +119,7 @@ def test_a_repair_by_an_attempt_asks_who_it_is_first():
 
 
 @pytest.mark.parametrize("how", ["void", "repair"])
-def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
+def test_voided_checkpoint_keeps_its_data_during_the_attempt(how):
     """A person may find the entry in a copy. Attempts that never commit do not count; the next that did lets it go."""
     run, first = begun()
     base, lost = run.commit(first, 1), run.commit(first, 2)
@@ -147,7 +147,7 @@ def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
     assert dead()
 
 
-def test_a_reader_that_had_folded_a_voided_entry_folds_again():
+def test_reader_refolds_after_an_entry_is_voided():
     run, first = begun()
     good = run.commit(first, 1)
     lost = run.commit(first, 2)
@@ -159,7 +159,7 @@ def test_a_reader_that_had_folded_a_voided_entry_folds_again():
     assert reader.refresh().newest().seq == good
 
 
-def test_a_pod_of_a_group_may_open_again_after_others_in_which_it_took_part():
+def test_group_pod_may_reopen_after_attempts_it_took_part_in():
     """Rank 0 goes from pod one to pod two and back: the first was in the second's attempt, whatever the log says."""
     run = Run()
     run.open(workload="job", pod="one", world_size=2)

@@ -47,7 +47,7 @@ def _work(log, attempt, **more) -> SnapshotReports:
     return SnapshotReports(log, attempt=attempt, cut=1, bodies=ReportBodyCache(), **options)
 
 
-def test_missing_ranks_are_named_after_the_deadline():
+def test_missing_ranks_are_reported_after_the_deadline():
     run, attempt = begun(world_size=2)
     with pytest.raises(PartsMissing, match="ranks 1") as raised:
         commit(run, attempt, 0)
@@ -55,7 +55,7 @@ def test_missing_ranks_are_named_after_the_deadline():
     assert run.time.now_s - 1e9 == pytest.approx(30.0, abs=1)
 
 
-def test_ranks_that_disagree_about_a_table_never_make_one_checkpoint():
+def test_ranks_that_disagree_about_a_table_never_commit():
     run, attempt = begun(world_size=2)
     with pytest.raises(PartsMissing):
         commit(run, attempt, 0)
@@ -76,27 +76,27 @@ def test_a_single_rank_writes_no_report():
 LAYOUT = layout_of()
 
 
-def asked(run: Run) -> tuple[int, int]:
+def request_counts(run: Run) -> tuple[int, int]:
     """(GETs, LISTs) of the run's `data/` since the last look."""
     calls = [call.operation for call in run.store.calls if "/data/" in call.key]
     run.store.calls.clear()
     return calls.count("get"), calls.count("list")
 
 
-def laid_out() -> tuple[Run, int]:
+def run_with_layout() -> tuple[Run, int]:
     run = Run()
     run.store = FaultyStore(run.memory)
     run.log = run.reader()
     return run, run.open(world_size=2, layout=LAYOUT.data).attempt
 
 
-def test_the_same_entry_whoever_commits_and_its_manifest_lies_in_the_cut():
+def test_entry_is_independent_of_the_committing_rank():
     entries = []
     for last in (0, 1):
-        run, attempt = laid_out()
+        run, attempt = run_with_layout()
         with pytest.raises(PartsMissing):
-            commit(run, attempt, 1 - last, layout=LAYOUT.digest, deadline_s=0.0, **told(1 - last))
-        done = commit(run, attempt, last, layout=LAYOUT.digest, deadline_s=0.0, **told(last))
+            commit(run, attempt, 1 - last, layout=LAYOUT.digest, deadline_s=0.0, **rank_options(1 - last))
+        done = commit(run, attempt, last, layout=LAYOUT.digest, deadline_s=0.0, **rank_options(last))
         assert done.by_us
         entries.append(replace(done.entry, writer="", previous=""))
         (manifest,) = [
@@ -110,7 +110,7 @@ def test_the_same_entry_whoever_commits_and_its_manifest_lies_in_the_cut():
     assert entries[0].tables == (TABLE,)
 
 
-def told(rank: int) -> dict:
+def rank_options(rank: int) -> dict:
     return {
         "metadata": ({"loss": "0"}, {"loss": "1", "epoch": "1"})[rank],
         "pins": (("paper",), ("best", "paper"))[rank],
@@ -119,12 +119,12 @@ def told(rank: int) -> dict:
     }
 
 
-def test_a_commit_reads_what_is_new_once_and_then_names_only():
+def test_unchanged_schemas_are_read_once_across_commits():
     """Schemas and encodings are the same from cut to cut: after the first one only names are looked at."""
-    run, attempt = laid_out()
+    run, attempt = run_with_layout()
     bodies = [ReportBodyCache(), ReportBodyCache()]
     for cut in range(1, 6):
-        asked(run)
+        request_counts(run)
         for rank, wait_s in ((1, 0.0), (0, 30.0)):
             encodings = {"t": ("q8",) if rank == 0 else ("q4",)}
             report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]], encodings=encodings)
@@ -134,16 +134,16 @@ def test_a_commit_reads_what_is_new_once_and_then_names_only():
                     layout=LAYOUT.digest, bodies=bodies[rank], deadline_s=wait_s,
                 )  # fmt: skip
         assert done.entry.cut == cut
-        assert asked(run) == (int(cut == 1), 2)
+        assert request_counts(run) == (int(cut == 1), 2)
 
 
 @pytest.mark.parametrize(
     "bad", [b"", b"{}", b'{"format":1}', b"[" * 9999], ids=["empty", "bare", "short", "deep"]
 )
-def test_a_report_whose_bytes_are_not_what_its_name_says_is_never_believed(bad):
-    run, attempt = laid_out()
+def test_report_with_mismatched_hash_is_ignored(bad):
+    run, attempt = run_with_layout()
     with pytest.raises(PartsMissing):
-        commit(run, attempt, 1, layout=LAYOUT.digest, deadline_s=0.0, **told(1))
+        commit(run, attempt, 1, layout=LAYOUT.digest, deadline_s=0.0, **rank_options(1))
     (key,) = [info.key for info in run.memory.list("job/data/") if info.key.endswith(".part")]
     run.memory.put(key, bad)
     with pytest.raises(StoreUnavailable, match="does not match the hash in its name"):
@@ -154,7 +154,7 @@ def test_a_report_whose_bytes_are_not_what_its_name_says_is_never_believed(bad):
 # What waiting costs
 
 
-class Pages:
+class ListingPages:
     """Requests of listings under `data/`: a page of `cut_reports.LIST_PAGE` names each, asked for when it is needed."""
 
     def __init__(self, run: Run) -> None:
@@ -192,7 +192,7 @@ def put_report(run: Run, work, attempt: int, rank: int, **more) -> None:
 
 @given(st.data())
 @settings(deadline=None)
-def test_every_report_is_seen_at_last_whenever_it_comes(data):
+def test_every_report_is_eventually_seen(data):
     """Reports come in any order between looks, some twice, among words of who gave up before and names of nobody."""
     world = data.draw(st.integers(2, 12), label="world")
     with pytest.MonkeyPatch.context() as patch:
@@ -200,7 +200,7 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
         run, layout = many(world)
         attempt = run.open(world_size=world, layout=layout.data).attempt
         work = _work(run.log, attempt, world_size=world, layout=layout.digest)
-        pages = Pages(run)
+        pages = ListingPages(run)
         order = data.draw(st.permutations(range(world)), label="order")
         there: set[int] = set()
         for rank in order:
@@ -226,8 +226,8 @@ def test_every_report_is_seen_at_last_whenever_it_comes(data):
         assert _create(fresh, run.log.retry_budget(1)).entry.world_size == world
 
 
-def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_within_seconds():
-    run, attempt = laid_out()
+def test_early_snapshot_is_committed_and_observed_promptly():
+    run, attempt = run_with_layout()
     latency = CommitLatency()
     latency.observe(True, 3600.0)
     begun, ends = run.time.now_s, []

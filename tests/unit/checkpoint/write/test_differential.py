@@ -35,12 +35,12 @@ def at(share: float, precision: StoredPrecision) -> float:
     return (BLOBS + share * 1000 * row) / (BLOBS + 1000 * row)
 
 
-def test_the_papers_run_takes_its_second_baseline_after_the_seventh_increment():
+def test_paper_example_takes_a_baseline_after_seven_increments():
     decisions = [decide("intermittent", known(*PAPER[:i])) for i in range(len(PAPER))]
     assert decisions == ["since_baseline"] * 7 + ["full"]
 
 
-def test_history_begins_anew_at_a_baseline():
+def test_history_restarts_at_a_baseline():
     run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     for cut, size in enumerate(PAPER[:7], start=2):
@@ -72,7 +72,7 @@ def test_history_follows_the_lineage_of_a_restore_not_log_order():
 
 @pytest.mark.parametrize("encoding", ENCODING_CHOICES)
 @pytest.mark.parametrize("state_encoding", ["fp32", "bf16"])
-def test_a_cut_of_all_rows_counts_one_at_every_encoding(encoding, state_encoding):
+def test_full_snapshot_counts_one_at_every_encoding(encoding, state_encoding):
     run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     saved(run, attempt, 2, 1.0, base)
@@ -80,7 +80,7 @@ def test_a_cut_of_all_rows_counts_one_at_every_encoding(encoding, state_encoding
     assert seen.increments == pytest.approx((1.0,))
 
 
-def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_through():
+def test_history_restarts_at_a_compacted_base():
     run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
@@ -94,14 +94,14 @@ def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_
     assert seen.increments == pytest.approx((at(0.2, Q8),), rel=0.05)
 
 
-def test_increments_that_retention_took_away_are_remembered():
+def test_retired_increments_are_remembered():
     """Each says what came before it; so does one that covers what was compacted, of that."""
     run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
     found: list[int] = []
     for cut, size in enumerate(PAPER[:7], start=2):
-        said = increments_text(history(run.log.state, attempt, Q8), base)
-        found.append(saved(run, attempt, cut, size, base, metadata={INCREMENTS_KEY: said}))
+        text = increments_text(history(run.log.state, attempt, Q8), base)
+        found.append(saved(run, attempt, cut, size, base, metadata={INCREMENTS_KEY: text}))
         run.retire(found[:-2])
         del found[:-2]
     assert len(run.log.state.checkpoints) == 3
@@ -112,15 +112,15 @@ def test_increments_that_retention_took_away_are_remembered():
     assert increments_text(seen, found[-1]) == f"{found[-1]}:"
 
 
-@pytest.mark.parametrize("said", ["", "x", "7:1,2", "2:1,-2", "2:" + "9" * 30, "2:1;2"])
-def test_what_an_increment_says_wrongly_counts_for_nothing(said: str):
+@pytest.mark.parametrize("text", ["", "x", "7:1,2", "2:1,-2", "2:" + "9" * 30, "2:1;2"])
+def test_invalid_increment_history_is_ignored(text: str):
     run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)
-    saved(run, attempt, 2, 0.3, base, metadata={INCREMENTS_KEY: said})
+    saved(run, attempt, 2, 0.3, base, metadata={INCREMENTS_KEY: text})
     assert history(run.log.state, attempt, Q8).increments == pytest.approx((at(0.3, Q8),))
 
 
-def test_history_passes_over_a_compaction_that_nothing_newer_builds_on():
+def test_history_skips_an_unused_compaction():
     """The trainer's next cut covered the old baseline: it was on its way before the compaction was in the log."""
     run, attempt = begun()
     base = saved(run, attempt, 1, 1.0)

@@ -50,7 +50,7 @@ def _write(writer: PartWriter) -> None:
     writer.finish()
 
 
-def test_writers_of_one_small_cache_do_not_wait_for_one_another(tmp_path: Path) -> None:
+def test_writers_of_a_small_cache_do_not_deadlock(tmp_path: Path) -> None:
     """Four ranks with two kinds of packs each, and room for four packs: each gets its turn."""
     store, frames = MemoryStore(), Model(TABLE).frames(range(4000), per_frame=50, encoding="q8")
     assert all(frame.tail is not None for frame in frames)
@@ -67,7 +67,7 @@ def test_writers_of_one_small_cache_do_not_wait_for_one_another(tmp_path: Path) 
         assert len(list(pool.map(write, range(4)))) == 4
 
 
-def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: PackCache) -> None:
+def test_concurrent_frames_are_packed_and_indexed(cache: PackCache) -> None:
     """Every frame once, whole, at its place; packs of the size asked for; the Part says what the log needs."""
     store, model = MemoryStore(), Model(TABLE)
     frames = model.frames(range(4000), per_frame=50, encoding="q8")
@@ -99,7 +99,7 @@ def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: P
     assert all(object_key.run_key(RUN, key) in cache for key in packs), "the cache keeps what was uploaded"
 
 
-def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cache: PackCache) -> None:
+def test_failed_upload_fails_the_part_and_cleans_up(cache: PackCache) -> None:
     store = FaultyStore(MemoryStore())
     store.fail_next(Fault.UNAVAILABLE)
     writer = PartWriter(store, _target(), cache, pack_bytes=20_000)
@@ -114,7 +114,7 @@ def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cach
     assert not list(cache.directory.glob("*.spool"))
 
 
-def test_a_store_that_stays_away_fills_the_cache_and_not_memory_and_then_fails_the_part(
+def test_unavailable_store_fills_the_cache_then_fails_the_part(
     tmp_path: Path,
 ) -> None:
     store = FaultyStore(MemoryStore())

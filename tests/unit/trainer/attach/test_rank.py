@@ -30,7 +30,7 @@ from torch import distributed
         ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", False),  # srun -n1 within a larger one
     ],
 )
-def test_one_of_several_ranks_is_refused(
+def test_rank_without_a_process_group_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, refused: bool
 ) -> None:
     """Each would save a run of its own: the message names what said so and the remedy. One process is none of several."""
@@ -57,7 +57,7 @@ def group_of_two() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group_of_two")
-def test_a_process_group_says_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_is_read_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """However its ranks were started; without a launcher's word all are on one machine. Made too late it is refused."""
     assert multi_rank_variable({}) == "torch.distributed's process group of 2 ranks"
     assert rank_of_this_process("here") == Rank(number=0, local=0, world_size=2)

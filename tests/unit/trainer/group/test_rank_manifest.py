@@ -32,7 +32,7 @@ def half(rank: int, **changes: Any) -> RankManifest:
         ({"boxes": half(0).boxes}, "the ranks' shards do not make whole tables"),
     ],
 )  # fmt: skip
-def test_unequal_ones_are_told_what_differs(changes: dict[str, Any], sentence: str) -> None:
+def test_differences_between_ranks_are_described(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RanksDiffer) as caught:
         agreed_layout([half(0), half(1, **changes)])
     assert sentence in caught.value.what

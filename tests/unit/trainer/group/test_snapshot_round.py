@@ -13,7 +13,7 @@ ANY, CLOSE, EXACT = (
 )
 READY, NINE, BUSY = Ack(limit=7), Ack(limit=9), Ack(limit=9, not_ready_reason="the sidecar was away")
 STAYS = Ack(limit=7, holds_step=True)
-SETTLED = {
+VERDICTS = {
     "not all answered": (ANY, {0: READY}, 2, None),
     "the last limit": (ANY, {0: READY, 1: NINE}, 2, RoundVerdict(at=9)),
     "one that cannot": (ANY, {1: BUSY}, 3, RoundVerdict(at=None, cancel_reason="rank 1: the sidecar was away", rank=1)),
@@ -29,20 +29,20 @@ SETTLED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SETTLED)
-def test_an_order_is_settled_or_off_for_a_reason_that_names_the_rank(case: str) -> None:
-    proposal, acks, world, verdict = SETTLED[case]
+@pytest.mark.parametrize("case", VERDICTS)
+def test_order_is_resolved_or_cancelled_with_the_rank_named(case: str) -> None:
+    proposal, acks, world, verdict = VERDICTS[case]
     assert decide(proposal, acks, world, overdue=False) == verdict
 
 
-def test_who_gives_no_answer_in_time_is_named() -> None:
+def test_unresponsive_rank_is_named() -> None:
     missing = "no answer of ranks 0, 2 in time"
     assert decide(ANY, {1: READY}, 3, overdue=True) == RoundVerdict(at=None, cancel_reason=missing, rank=0)
     many = decide(ANY, {}, 4096, overdue=True)
     assert many.cancel_reason == "no answer of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more in time"
 
 
-def test_a_verdict_before_a_promise_is_a_bug() -> None:
+def test_verdict_before_a_promise_raises() -> None:
     """Some rank may have passed it."""
     rounds = SnapshotRounds()
     rounds.promise(8)
@@ -50,10 +50,10 @@ def test_a_verdict_before_a_promise_is_a_bug() -> None:
         rounds.apply_verdict(RoundVerdict(at=7))
 
 
-def test_a_verdict_between_two_looks_at_a_promise_is_no_error() -> None:
+def test_verdict_between_two_promise_checks_is_no_error() -> None:
     """The order thread may end the promise at any instant of a question that the training thread asks."""
 
-    class Ending(SnapshotRounds):
+    class EndingOrders(SnapshotRounds):
         @property
         def limit(self) -> int | None:
             found, self._limit = self._limit, None
@@ -64,7 +64,7 @@ def test_a_verdict_between_two_looks_at_a_promise_is_no_error() -> None:
             self._limit = value
 
     for ask in (SnapshotRounds.must_wait, SnapshotRounds.limit_holds):
-        rounds = Ending()
+        rounds = EndingOrders()
         rounds.promise(7)
         assert ask(rounds, 7) == (ask is SnapshotRounds.must_wait)
         assert ask(rounds, 7) is False

@@ -33,7 +33,7 @@ from tests.support.trainer.step_count import StepCount
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-def test_shares_are_the_rest_of_the_order(
+def test_shares_cover_the_remaining_order(
     samples: int, used: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
     """In turns; all ranks get as many, by leaving the last ones out, or by the first ones of the epoch once more."""
@@ -92,9 +92,7 @@ def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[Life])
     samples=st.integers(20, 40),
     lost=st.integers(0, 2),
 )
-def test_a_resumed_run_sees_what_the_lost_one_would_have(
-    snapshots: list[int], world: int, samples: int, lost: int
-) -> None:
+def test_resumed_run_sees_the_same_batches(snapshots: list[int], world: int, samples: int, lost: int) -> None:
     """On as many ranks, with batches of one size: the very same batches, those that are padded at the end, too."""
     data = Data(samples=samples)
     whole = resume(data, Life(saved=0, world=world, batch_size=3), [])
@@ -118,7 +116,7 @@ def resume_at(registry: LoaderRegistry, tree: dict[str, Any]) -> None:
     registry.resume({"loader": tree}, None, step=registry.clock(), on_change="refuse")
 
 
-def test_the_sampler_stands_where_batches_are_made() -> None:
+def test_sampler_works_in_a_batch_sampler_and_without_batching() -> None:
     """In a BatchSampler that was given, and where the loader makes no batches."""
     steps = StepCount()
     for options in (
@@ -139,7 +137,7 @@ def test_the_sampler_stands_where_batches_are_made() -> None:
         assert rest == order(Data(samples=20), 0)[tree["samples"] :]
 
 
-def test_replaying_fetches_the_same_order() -> None:
+def test_replay_fetches_the_same_order() -> None:
     """`skip="replay"`, with batches of one size."""
     data = Data(samples=20)
     (lost,) = resume(data, Life(saved=0), [], skip="replay")
@@ -160,7 +158,7 @@ def test_replaying_fetches_the_same_order() -> None:
         ("shuffle=True.* and is .*shuffle=False", Data(samples=20, shuffle=False)),
     ],
 )
-def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None:
+def test_changed_order_is_refused_within_an_epoch(what: str, live: Data) -> None:
     """It would skip some samples and repeat others. Between epochs all of it may change."""
     (lost,) = resume(Data(samples=20), Life(saved=0), [])
     lost.take(3)
@@ -185,7 +183,7 @@ def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None
         ({"rank": 0, "world_size": 0}, "world_size="),
     ],
 )
-def test_what_makes_no_sampler_is_refused(options: dict[str, Any], what: str) -> None:
+def test_invalid_sampler_options_are_refused(options: dict[str, Any], what: str) -> None:
     """What, where, and the remedy."""
     with pytest.raises(UserError, match=what):
         deltashard.ResumableSampler(**{"data": 5, "seed": 0} | options)

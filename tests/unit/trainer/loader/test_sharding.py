@@ -29,7 +29,7 @@ def taken_over(
     return found.positions["loader"], "".join(found.notes)
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+def test_unshareable_position_is_refused() -> None:
     ranks = [rank_of(rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.take(3)

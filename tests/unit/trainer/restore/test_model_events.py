@@ -46,7 +46,7 @@ def trained(steps: int) -> dict[str, memoryview]:
 
 
 @pytest.mark.parametrize("script", [False, True])
-def test_hyperparameters_given_otherwise_are_reported_by_name_and_value(script: bool) -> None:
+def test_changed_hyperparameters_are_reported(script: bool) -> None:
     """The checkpoint's are in force, or this script's; what the scheduler changed is no difference."""
     again = Script(lr=0.02)
     group = again.optimizers[0].param_groups[0]
@@ -62,7 +62,7 @@ def test_hyperparameters_given_otherwise_are_reported_by_name_and_value(script: 
     assert again.scheduler.last_epoch == 4
 
 
-def test_requires_grad_given_otherwise_is_reported() -> None:
+def test_changed_requires_grad_is_reported() -> None:
     """A script that begins frozen now: the checkpoint's word is in force, or the script's, and both are named."""
     for script in (False, True):
         again = Script()
@@ -73,7 +73,7 @@ def test_requires_grad_given_otherwise_is_reported() -> None:
         assert again.model[1].weight.requires_grad is not script
 
 
-def test_an_optimizer_held_by_a_module_is_adopted_when_the_module_holds_another() -> None:
+def test_replaced_optimizer_of_a_module_is_adopted() -> None:
     """As scripts that keep the optimizer beside the model do."""
     model: Any = nn.Linear(2, 1)
     model.optimizer = torch.optim.Adam(model.parameters())

@@ -13,7 +13,7 @@ from deltashard.save.snapshot_gate import Asker, SnapshotGate
 from deltashard_proto.block_reason import BlockReason
 
 ALL = set(Asker)
-BINDS: dict[str, tuple[BlockReason, set[Asker]]] = {
+APPLIES_TO: dict[str, tuple[BlockReason, set[Asker]]] = {
     "torn": (BlockReason.TORN, ALL),
     "stepped": (BlockReason.STEPPED, ALL),
     "accumulating": (BlockReason.ACCUMULATING, ALL - {Asker.CLOSE}),
@@ -26,18 +26,18 @@ BINDS: dict[str, tuple[BlockReason, set[Asker]]] = {
 
 
 @pytest.mark.parametrize("asker", list(Asker))
-def test_the_first_reason_that_counts_for_who_asks(asker: Asker) -> None:
+def test_first_applicable_block_reason_by_requester(asker: Asker) -> None:
     """Every state of affairs, for everybody."""
-    for facts in itertools.product([False, True], repeat=len(BINDS)):
-        holds = dict(zip(BINDS, facts, strict=True))
+    for facts in itertools.product([False, True], repeat=len(APPLIES_TO)):
+        holds = dict(zip(APPLIES_TO, facts, strict=True))
         gate = SnapshotGate.of(**holds)
-        reasons = [wait for name, (wait, askers) in BINDS.items() if holds[name] and asker in askers]
+        reasons = [wait for name, (wait, askers) in APPLIES_TO.items() if holds[name] and asker in askers]
         assert gate.block_reason(asker) == (reasons[0] if reasons else None), holds
-        of_the_program = [BINDS[name][0] for name in list(BINDS)[:4] if holds[name]]
+        of_the_program = [APPLIES_TO[name][0] for name in list(APPLIES_TO)[:4] if holds[name]]
         assert gate.not_at_boundary == (of_the_program[0] if of_the_program else None), holds
 
 
-def test_a_cut_takes_all_whose_metadata_agrees() -> None:
+def test_snapshot_serves_all_requests_with_compatible_metadata() -> None:
     """Oldest first; who says something else under a name that is taken waits. What was said of one model is exact."""
 
     def handle(pin: str | None = None, **metadata: str) -> SaveHandle:
@@ -52,7 +52,7 @@ def test_a_cut_takes_all_whose_metadata_agrees() -> None:
     assert [each.exact for each in (plain, pins[0], first)] == [False, True, True]
 
 
-def test_a_comparison_that_is_not_over_is_not_waited_for_long() -> None:
+def test_wait_for_a_running_comparison_is_bounded() -> None:
     """Of what was copied ahead with the live rows: whoever closes has a bound; what was not begun is not done any more."""
     job: Future[None] = Future()
     comparison = Comparison(lambda _work: job, found=lambda: pytest.fail("it was not over"))

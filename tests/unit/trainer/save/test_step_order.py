@@ -11,7 +11,7 @@ from torch import nn
 
 
 @pytest.mark.parametrize("loop", ["in order", "accumulated", "scheduler last", "parameter last"])
-def test_what_comes_after_step_is_said_once(loop: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_after_step_are_reported_once(loop: str, caplog: pytest.LogCaptureFixture) -> None:
     """Under accumulation the scheduler moves in every step before `step()`, the optimizer in every second one."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -43,7 +43,7 @@ def stored(arena):
     return found, fresh
 
 
-class Table:
+class TrainedTable:
     """A table that is trained and marked, and what of it changed since the newest commit and baseline."""
 
     def __init__(self):
@@ -99,7 +99,7 @@ lives = st.lists(
 
 def play(script):
     """Cuts with copies ahead; after each, what it handed over is compared with the table."""
-    table = Table()
+    table = TrainedTable()
     for number, (before, mode, between, fate, end, wanted) in enumerate(script, 1):
         apart = wanted and mode != "since_commit"
         table.write(before)
@@ -172,7 +172,7 @@ def _small(monkeypatch):
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(lives)
-def test_a_cut_holds_every_changed_row_as_it_is_then(script):
+def test_snapshot_holds_the_current_value_of_every_changed_row(script):
     """Whatever is written while rows are copied, and however far the copy came; after cuts that commit, fail, are lost."""
     play(script)
 
@@ -181,7 +181,7 @@ WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline
 
 
 @pytest.mark.parametrize("blind", ["touched", "watch"])
-def test_the_model_sees_rows_of_another_step(monkeypatch, blind):
+def test_checker_detects_rows_of_another_step(monkeypatch, blind):
     """The property is not vacuous: a row written after it was copied must be copied again."""
     monkeypatch.setattr(precopy, "PROBE_ROWS", 0)
     play(WRITTEN_MEANWHILE)
@@ -199,7 +199,7 @@ def test_the_model_sees_rows_of_another_step(monkeypatch, blind):
         play(WRITTEN_MEANWHILE)
 
 
-def test_the_model_sees_changed_rows_that_are_not_sent_as_fresh(monkeypatch):
+def test_checker_detects_changed_rows_that_are_not_resent(monkeypatch):
     """Of 70 rows two have changed; a third is written when it was copied with the others, over its place alone."""
     script = [
         ({1}, "all", [], "baseline", "cut", False),

@@ -23,17 +23,17 @@ from tests.support.gpu import DEVICES
 from tests.support.trainer.arena import Arena, table_snapshot
 from tests.support.trainer.tracking_case import CASES, EVENTS, EXACT, PLAIN, ROWS, begin, quiet
 
-ALL_SEEN = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
+AUDIT_ALL = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
 TRACELESS = {"write_data"}
 SEEN: collections.Counter[str] = collections.Counter()
 
 
-class Program:
+class PrecopiedProgram:
     """A training under tracking, its store, and the copy ahead that may be under way."""
 
-    def __init__(self, case, seed, how, *, apart=False):
-        """`apart`: cuts take all rows, those that changed since the newest commit in batches of their own."""
-        self.apart, self.mode = apart, "all" if apart else "since_commit"
+    def __init__(self, case, seed, how, *, split_batches=False):
+        """`split_batches`: cuts take all rows, those that changed since the newest commit in batches of their own."""
+        self.split_batches, self.mode = split_batches, "all" if split_batches else "since_commit"
         self.training, self.cutter = begin(*case, seed, how)
         self.table, self.tracking = self.cutter.table, self.cutter.tracking
         self.store = [part.clone() for part in section_tensors(self.cut())]
@@ -51,7 +51,7 @@ class Program:
             self.writer = self.arena.writer(threads=1)
             self.ahead = TablePrecopy(self.table, self.cut())
             self.table.marks.watch()
-            self.batches = self.ahead.copy(self.writer, self.mode, fresh_first=self.apart)
+            self.batches = self.ahead.copy(self.writer, self.mode, fresh_first=self.split_batches)
             self.copy()
 
     def copy(self):
@@ -86,8 +86,8 @@ class Program:
             SEEN["ahead"] += self.ahead.rows
             SEEN["again"] += refreshed.again
             SEEN["repeated"] += sum(len(each.snapshot.selection.ids) for each in refreshed.rest if each.again)
-            refreshed.write(self.writer, fresh_first=self.apart)
-        elif self.apart:
+            refreshed.write(self.writer, fresh_first=self.split_batches)
+        elif self.split_batches:
             self.writer.table(self.cut(selection=self.table.marks.select("since_commit")), fresh=True)
             self.writer.table(self.cut(selection=self.table.marks.select_older("all")))
         else:
@@ -96,7 +96,7 @@ class Program:
         self.ahead = None
         self.apply()
         self.tracking.snapshot_taken(cutter.cut, self.mode)
-        self.tracking.committed(cutter.cut, baseline=self.apart)
+        self.tracking.committed(cutter.cut, baseline=self.split_batches)
         self.tracking.audit_sample()
 
     def apply(self):
@@ -117,7 +117,7 @@ class Program:
             same = (part == stored) | (part.isnan() & stored.isnan())
             wrong = (~same.view(ROWS, -1).all(1)).nonzero().view(-1).tolist()
             assert not wrong, f"rows {wrong[:8]} are of another step ({self.table.tracker})"
-        if self.apart:
+        if self.split_batches:
             changed = [
                 ((was != now) & ~(was.isnan() & now.isnan())).view(ROWS, -1).any(1).cpu()
                 for was, now in zip(before, self.store, strict=True)
@@ -155,16 +155,18 @@ def _small(monkeypatch):
         max_size=18,
     ),
     seed=st.integers(0, 1000),
-    apart=st.booleans(),
+    split_batches=st.booleans(),
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_stored_is_what_is_there(device, case, events, seed, apart):
+def test_stored_rows_equal_the_live_rows(device, case, events, seed, split_batches):
     """Any optimizer x any table x any sequence of events: after every cut no row is of another step."""
     if "replace_module" in events:  # torch cannot give the state of a parameter that is in no group any more
         events = [event for event in events if event != "reload_optimizer"]
     with quiet(), torch.device(device):
-        program = Program(case, seed, ALL_SEEN if TRACELESS & set(events) else PLAIN, apart=apart)
+        program = PrecopiedProgram(
+            case, seed, AUDIT_ALL if TRACELESS & set(events) else PLAIN, split_batches=split_batches
+        )
         for event in [*events, "cut"]:
             if event in ("watch", "copy", "train_and_copy"):
                 getattr(program, event)()
@@ -175,7 +177,7 @@ def test_what_is_stored_is_what_is_there(device, case, events, seed, apart):
 
 
 @pytest.mark.slow
-def test_programs_did_copy_ahead():
+def test_programs_used_precopy():
     """The property is not vacuous: copies were used, rows were copied or sent again, and copies were thrown away."""
     if not SEEN:
         pytest.skip("the property did not run in this process")

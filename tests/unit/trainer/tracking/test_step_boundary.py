@@ -25,7 +25,7 @@ def watched(model: nn.Module, optimizers: Any) -> tuple[StepBoundaryMonitor, Ste
     return StepBoundaryMonitor(tracking, clock), clock
 
 
-def test_a_training_forward_moves_the_program_on_and_evaluation_does_not() -> None:
+def test_only_a_training_forward_leaves_the_step_boundary() -> None:
     """Through the whole model, or through a part that keeps statistics or draws."""
     model = net()
     step_boundary, clock = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -46,7 +46,7 @@ def test_a_training_forward_moves_the_program_on_and_evaluation_does_not() -> No
     assert not step_boundary.moved
 
 
-def test_the_parts_of_a_model_that_is_never_called_are_watched_from_its_first_step_on() -> None:
+def test_submodules_of_an_uncalled_model_are_hooked_after_one_step() -> None:
     """A program that calls the whole model does not pay for that."""
     towers = nn.ModuleDict({"both": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
     step_boundary, clock = watched(towers, torch.optim.SGD(towers.parameters(), lr=0.1))
@@ -65,7 +65,7 @@ def test_the_parts_of_a_model_that_is_never_called_are_watched_from_its_first_st
     assert not step_boundary.moved
 
 
-def test_copies_and_pickles_of_the_model_watch_nothing() -> None:
+def test_copies_and_pickles_of_the_model_have_no_hooks() -> None:
     """An EMA copy's forward is no step of the program's."""
     model = net()
     step_boundary, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -79,7 +79,7 @@ def test_copies_and_pickles_of_the_model_watch_nothing() -> None:
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.slow
-def test_a_compiled_model_is_compiled_once_however_many_steps_it_takes(fullgraph: bool) -> None:
+def test_compiled_model_is_not_recompiled_per_step(fullgraph: bool) -> None:
     """The hooks run inside of the compiled frame: what they read of a step would compile it anew at each."""
     from torch._dynamo.testing import CompileCounter
 

@@ -14,7 +14,7 @@ SETTINGS = TrackingSettings(hash_below_bytes=0)
 ROWS, TABLES, THIS = 20, 5, 2
 
 
-class Case:
+class VersionsCase:
     """Five tables under one optimizer, trained until a step compares versions only."""
 
     def __init__(self):
@@ -86,7 +86,7 @@ class Case:
         self.weight.requires_grad_(False)
 
 
-BETWEEN = [name for name in vars(Case) if name.split("_")[0] in (
+BETWEEN = [name for name in vars(VersionsCase) if name.split("_")[0] in (
     "write", "swap", "replace", "add", "drop", "freeze", "renormalise",
 )]  # fmt: skip
 
@@ -101,9 +101,9 @@ def answers(monkeypatch):
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_others_do_to_one_table_is_seen_by_the_next_step(answers, between):
+def test_external_changes_are_detected_by_the_next_step(answers, between):
     """All of its rows count as changed; the other tables keep their marks."""
-    case = Case()
+    case = VersionsCase()
     getattr(case, between)()
     case.train()
     assert answers[-1] is False

@@ -24,7 +24,7 @@ from tests.crash import log_victim
 from tests.support.checkpoint.run_builder import Run, begun
 
 
-def test_an_entry_that_was_mended_is_not_left_behind():
+def test_repaired_entry_is_read_again():
     run, attempt = begun()
     seqs = [run.commit(attempt, cut) for cut in (1, 2)]
     key = "job/" + entry_key(seqs[-1])
@@ -37,7 +37,7 @@ def test_an_entry_that_was_mended_is_not_left_behind():
     assert (opened.voided, opened.resume.seq) == (None, seqs[-1])
 
 
-class NoCaches(MemoryStore):
+class CacheRejectingStore(MemoryStore):
     """A store that takes the log and nothing that is a cache of it."""
 
     error: Exception = AccessDenied("no")
@@ -49,8 +49,8 @@ class NoCaches(MemoryStore):
 
 
 @pytest.mark.parametrize("error", [AccessDenied("no"), ValueError("what nobody foresaw")])
-def test_an_entry_that_is_durable_is_not_reported_as_failed(error):
-    store = NoCaches()
+def test_durable_entry_is_not_reported_as_failed(error):
+    store = CacheRejectingStore()
     store.error = error
     run = Run(store)
     attempt = run.open().attempt
@@ -77,7 +77,7 @@ def test_a_folder_of_a_run_cannot_name_a_new_run(name):
     assert not list(store.list(""))
 
 
-def test_other_names_with_such_words_are_free_and_what_was_begun_is_read(monkeypatch):
+def test_similar_run_names_are_allowed_and_existing_runs_are_readable(monkeypatch):
     for name in ("logs", "data-1", "data/exp", "exp/caches", "a.log"):
         assert validate_new_run(name) == name
     store = MemoryStore()
@@ -87,7 +87,7 @@ def test_other_names_with_such_words_are_free_and_what_was_begun_is_read(monkeyp
     assert open_attempt(RunLog(store, "exp/cache"), owner="me", closing_wait_s=0.0).attempt == 2
 
 
-def test_a_run_deletes_nothing_of_a_run_that_lies_among_its_folds():
+def test_run_does_not_delete_objects_of_a_nested_run():
     run = Run()
     others = [f"job/{key}" for key in ("log/fold-1/x", "log/log/00000000000000000000.json", "cache/data/x")]
     for key in others:
@@ -98,7 +98,7 @@ def test_a_run_deletes_nothing_of_a_run_that_lies_among_its_folds():
     assert all(run.memory.get(key) == b"another's" for key in others)
 
 
-def test_markers_of_saves_that_are_over_go_with_gc():
+def test_gc_deletes_markers_of_finished_saves():
     run, first = begun()
     run.commit(first, 1)
     mark_closing(run.log, first, "00000-fenced")
@@ -118,7 +118,7 @@ def test_markers_of_saves_that_are_over_go_with_gc():
 @pytest.mark.parametrize(
     "command", [["verify"], ["verify", "--deep"], ["gc", "--dry-run", "--keep-last", "1"]]
 )
-def test_what_only_looks_writes_nothing(tmp_path, monkeypatch, command):
+def test_read_only_commands_write_nothing(tmp_path, monkeypatch, command):
     log_victim.prepare(tmp_path)
     store = FileStore(tmp_path / "store")
     store.put(
@@ -132,7 +132,7 @@ def test_what_only_looks_writes_nothing(tmp_path, monkeypatch, command):
 
 
 @pytest.mark.parametrize("what", ["emptied", "older", "another", "tip"])
-def test_a_store_that_went_back_under_a_living_writer_fails_its_saves_by_name(what):
+def test_saves_fail_when_the_store_is_rolled_back_under_a_writer(what):
     """They were called durable, and nothing restored."""
     run, attempt = begun()
     seqs = [run.commit(attempt, cut) for cut in (1, 2)]
@@ -147,18 +147,18 @@ def test_a_store_that_went_back_under_a_living_writer_fails_its_saves_by_name(wh
         for key, data in older.items():
             run.memory.put(key, data)
         if what == "another":  # and somebody went on from there
-            living, run.log = run.log, run.reader()
+            writer_log, run.log = run.log, run.reader()
             attempt_2 = run.open().attempt
             for cut in (1, 2, 3):
                 run.commit(attempt_2, cut)
-            run.log = living
+            run.log = writer_log
     before = {info.key for info in run.memory.list("job/log/")}
     with pytest.raises(LogRolledBack, match="while this writer lived"):
         run.commit(attempt, 9)
     assert {info.key for info in run.memory.list("job/log/")} == before
 
 
-def test_a_handle_of_a_log_that_went_back_and_on_voids_nothing_of_it():
+def test_stale_handle_of_a_rolled_back_log_voids_nothing():
     """The store is restored from an older copy and another pod goes on: what the old handle knows is of another log."""
     run, attempt = begun()
     run.commit(attempt, 1)

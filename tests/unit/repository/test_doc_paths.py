@@ -29,7 +29,7 @@ def test_every_path_on_a_page_exists(page: str) -> None:
     assert wrong == []
 
 
-def test_every_stop_of_the_walk_is_there() -> None:
+def test_every_stop_of_the_walk_exists() -> None:
     """Fewer than thirty stops, and each one's class and method or function stands in its file."""
     stops = STOP.findall(WALK)
     assert 20 < len(stops) < 30
